@@ -1,0 +1,82 @@
+# Every target does all its own set-up, from nothing: `make train` in a fresh clone is enough.
+#
+#   make train    train the example on the standard library's source (ARGS="--resume" goes on)
+#   make test     all tests            (ARGS="-k placement" for some)
+#   make lint     ruff and mypy
+#   make bench    Slipstream beside DeepSpeed, FSDP2 and DDP, into benchmarks/RESULTS.md
+#   make clean    remove what was built; the environments stay
+#
+# Variables, from the command line or the environment:
+#   PYTHON   the interpreter to make environments with (3.11 or newer)
+#   TORCH    what pip installs as torch; TORCH="" takes the one that PYTHON already has
+#   NPROC    processes of `make train`: every CUDA GPU, or two without any
+#   ARGS     passed on to the command
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PEERS := .venv-peers
+# CPU kernels and the launcher's entry point go stale only when one of these changes.
+BUILD_INPUTS := pyproject.toml $(wildcard setup.py src/slipstream/ops/csrc/*)
+
+# Stamps. A stamp that depends on a value carries it in its name, so that a new value makes a new stamp and the step
+# runs again; each step starts by removing the stamps that it outdates.
+KIND := $(if $(strip $(TORCH)),isolated,shared)
+TORCH_KEY := $(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
+MADE := .made-$(KIND)
+TORCHED := .torch-$(TORCH_KEY)
+PINNED := .pinned
+READY := $(VENV)/.ready
+
+.DELETE_ON_ERROR:
+.PHONY: train test lint bench clean setup
+
+train: $(READY)
+	$(BIN)/slipstream run --nproc $${NPROC:-$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')} \
+		examples/pretrain/train.py $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+bench: $(READY) $(PEERS)/$(PINNED)
+	$(BIN)/python -m benchmarks --peers $(PEERS)/bin/python $(ARGS)
+
+clean:
+	rm -rf build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info $(READY)
+	find src -name '*.so' -delete
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+setup: $(READY)
+
+# The one step that differs from the peers': the package itself, its kernels built by the pinned setuptools.
+$(READY): $(VENV)/$(PINNED) $(BUILD_INPUTS)
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	$(if $(filter isolated,$(KIND)),$(BIN)/python -m pip check)
+	@touch $@
+
+# An environment: made, then torch by itself, then the pinned rest, which must find its torch there.
+ENVIRONMENTS := $(VENV) $(PEERS)
+$(VENV)/$(PINNED): requirements/dev.txt
+$(PEERS)/$(PINNED): requirements/peers.txt
+
+$(ENVIRONMENTS:=/$(PINNED)): %/$(PINNED): %/$(TORCHED)
+	$*/bin/python -m pip install --quiet --no-build-isolation --requirement $(filter %.txt,$^)
+	@touch $@
+
+$(ENVIRONMENTS:=/$(TORCHED)): %/$(TORCHED): %/$(MADE)
+	rm -f $*/.torch-* $*/$(PINNED)
+	$(if $(strip $(TORCH)),$*/bin/python -m pip install --quiet $(TORCH))
+	$*/bin/python -c 'import torch; print("torch", torch.__version__)'
+	@touch $@
+
+$(ENVIRONMENTS:=/$(MADE)): %/$(MADE):
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slipstream needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(if $(wildcard $*/.made-*),--clear) $(if $(filter shared,$(KIND)),--system-site-packages) $*
+	@touch $@

@@ -1,0 +1,154 @@
+"""A small Llama-style language model in plain PyTorch: it knows nothing of Slipstream.
+
+Pre-norm blocks (RMSNorm, rotary attention, SwiGLU) in an `nn.ModuleList`, which is what makes each block a
+unit of its own under ZeRO-3. Shape suffixes: B batch, T time, D model width, H heads, K head width, V
+vocabulary.
+
+[Note: Arithmetic on CPUs without bf16]
+Weights, gradients and communication have the dtype of the configuration (bf16), but a CPU without bf16
+instructions multiplies bf16 far slower than fp32: on one Zen 3 core at 9 against 80 GFLOP/s, and this model
+trains 12 times slower. There the activations are fp32 and each layer widens its weight as it uses it; in
+backward the same cast rounds the gradient to the weight's dtype. `arithmetic_dtype` is the one place that decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    vocab_size: int = 4096
+    dim: int = 320
+    layers: int = 8
+    heads: int = 5
+    hidden: int = 864
+    context: int = 256
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+
+
+def arithmetic_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """What to compute in where weights are `stored` so: the same, or fp32 where a CPU would emulate it."""
+    if device.type != "cpu" or stored not in (torch.bfloat16, torch.float16):
+        return stored
+    # By torch's names: x86 with AVX-512, and Arm.
+    native = {torch.bfloat16: ("avx512_bf16", "bf16"), torch.float16: ("avx512_fp16", "fp16_arith")}[stored]
+    capabilities = torch.cpu.get_capabilities()
+    return stored if any(capabilities.get(flag, False) for flag in native) else torch.float32
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias that computes in its input's dtype."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = Linear(config.dim, 3 * config.dim)
+        self.out = Linear(config.dim, config.dim)
+
+    def forward(self, x_BTD: Tensor, rotation_TK: tuple[Tensor, Tensor]) -> Tensor:
+        batch, time, dim = x_BTD.shape
+        qkv = self.qkv(x_BTD).view(batch, time, 3, self.heads, dim // self.heads)
+        q_BHTK, k_BHTK, v_BHTK = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q_BHTK, k_BHTK = rotate(q_BHTK, rotation_TK), rotate(k_BHTK, rotation_TK)
+        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+        return self.out(y_BHTK.transpose(1, 2).reshape(batch, time, dim))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = Linear(config.dim, 2 * config.hidden)
+        self.down = Linear(config.hidden, config.dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        gate, value = self.up(x_BTD).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * value)
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTD: Tensor, rotation_TK: tuple[Tensor, Tensor]) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation_TK)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.dim % (2 * config.heads):
+            raise ValueError(
+                f"dim ({config.dim}) must be a multiple of 2 x heads ({config.heads}) for rotary pairs"
+            )
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = Linear(config.dim, config.vocab_size)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """GPT-2's: normal(0.02), smaller by sqrt(2 x layers) where a block writes to the residual stream."""
+        residual_std = 0.02 / (2 * self.config.layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                into_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                nn.init.normal_(parameter, std=residual_std if into_residual else 0.02)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Mean cross entropy in nats where targets are given, else the logits in fp32 (B, T, V)."""
+        x_BTD = self.embedding(tokens_BT)
+        x_BTD = x_BTD.to(arithmetic_dtype(x_BTD.device, x_BTD.dtype))
+        rotation_TK = rotation(tokens_BT.shape[1], self.config, x_BTD)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rotation_TK)
+        logits_BTV = self.head(self.norm(x_BTD)).float()
+        if targets_BT is None:
+            return logits_BTV
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+def rotation(time: int, config: ModelConfig, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine tables (T, K). Made anew in fp32 at each forward: as buffers they would be cast to
+    bf16, which cannot tell positions above 256 apart."""
+    width = config.dim // config.heads
+    frequency = config.rope_base ** (
+        -torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width
+    )
+    angle = torch.outer(torch.arange(time, device=like.device, dtype=torch.float32), frequency).repeat(1, 2)
+    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+def rotate(x_BHTK: Tensor, rotation_TK: tuple[Tensor, Tensor]) -> Tensor:
+    cosine, sine = rotation_TK
+    first, second = x_BHTK.chunk(2, dim=-1)
+    return x_BHTK * cosine + torch.cat((-second, first), dim=-1) * sine

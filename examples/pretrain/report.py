@@ -1,0 +1,187 @@
+"""What a person sees of a run: progress while it trains, the loss curve as a picture, the closing figures."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from data import Facts
+
+
+@dataclass(slots=True, kw_only=True)
+class History:
+    """The run so far, kept in the checkpoint so that a resumed run draws one curve."""
+
+    steps: list[int] = field(default_factory=list)
+    losses: list[float] = field(
+        default_factory=list
+    )  # nats per token, mean since the last entry, over all ranks
+    validation_steps: list[int] = field(default_factory=list)
+    validation_losses: list[float] = field(default_factory=list)
+    tokens: int = 0  # seen by all ranks
+    seconds: float = 0.0  # spent on training alone: no evaluation, no saving
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    step: int
+    loss: float
+    validation_loss: float | None  # the newest
+    tokens_per_second: float
+    memory: list[int]  # bytes, by rank
+
+
+class Display(ABC):
+    """Shows moments of a training run while it is open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def show(self, moment: Moment) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class Silent(Display):
+    """Every rank but the first."""
+
+    def show(self, moment: Moment) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Lines(Display):
+    """One line every `every` steps, for logs."""
+
+    def __init__(self, console: Console, total: int, every: int) -> None:
+        self.console, self.total, self.every = console, total, every
+        self.due = 0
+
+    def show(self, moment: Moment) -> None:
+        if moment.step < self.due and moment.step < self.total:
+            return
+        self.due = moment.step + self.every
+        self.console.print(
+            f"step {moment.step:>{len(str(self.total))}}/{self.total}  {_figures(moment)}", highlight=False
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class Bar(Display):
+    """A progress bar, for terminals."""
+
+    def __init__(self, console: Console, total: int, start: int) -> None:
+        self.progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TextColumn("/"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self.task = self.progress.add_task("train", total=total, completed=start, figures="")
+        self.progress.start()
+
+    def show(self, moment: Moment) -> None:
+        self.progress.update(self.task, completed=moment.step, figures=_figures(moment))
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+def display(console: Console, *, rank: int, start: int, total: int) -> Display:
+    if rank:
+        return Silent()
+    if console.is_terminal:
+        return Bar(console, total, start)
+    return Lines(console, total, every=max(1, total // 30))
+
+
+def mebibytes(memory: list[int]) -> str:
+    return "/".join(f"{nbytes / 2**20:.0f}" for nbytes in memory) + " MiB"
+
+
+def _figures(moment: Moment) -> str:
+    validation = f"  val {moment.validation_loss:.3f}" if moment.validation_loss is not None else ""
+    speed = f"{moment.tokens_per_second:,.0f} tok/s"
+    return f"loss {moment.loss:.3f}{validation}  {speed}  {mebibytes(moment.memory)}"
+
+
+def bits_per_byte(loss: float, facts: Facts) -> float:
+    """Of the validation files: what the model needs to send them, all tokens over all bytes."""
+    return loss / math.log(2) * (facts.validation_tokens - 1) / facts.validation_bytes
+
+
+def gzip_bits_per_byte(facts: Facts) -> float:
+    return 8 * facts.validation_gzip_bytes / facts.validation_bytes
+
+
+def plot(history: History, validation_loss: float, facts: Facts, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(history.steps, history.losses, color="tab:blue", alpha=0.3, linewidth=1)
+    axes.plot(history.steps, _smoothed(history.losses), color="tab:blue", label="training")
+    axes.plot(
+        history.validation_steps, history.validation_losses, "o-", color="tab:orange", label="validation"
+    )
+    gzip_loss = gzip_bits_per_byte(facts) / bits_per_byte(1.0, facts)
+    label = f"gzip -9 of the validation files ({gzip_bits_per_byte(facts):.2f} bits per byte)"
+    axes.axhline(gzip_loss, color="gray", linestyle="--", label=label)
+    ours = bits_per_byte(validation_loss, facts)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per token")
+    axes.set_title(f"validation: {validation_loss:.3f} nats per token, {ours:.3f} bits per byte")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _smoothed(values: list[float], weight: float = 0.9) -> list[float]:
+    """An exponential mean without the bias of its start."""
+    smoothed, total, norm = [], 0.0, 0.0
+    for value in values:
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        smoothed.append(total / norm)
+    return smoothed
+
+
+def summary(history: History, validation_loss: float, facts: Facts, memory: list[int]) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    ours, gzip = bits_per_byte(validation_loss, facts), gzip_bits_per_byte(facts)
+    rows: list[tuple[str, Any]] = [
+        ("training loss", f"{history.losses[0]:.3f} -> {_smoothed(history.losses)[-1]:.3f} nats per token"),
+        ("validation loss", f"{validation_loss:.3f} nats per token"),
+        ("bits per byte", f"{ours:.3f} (gzip -9 on the same {facts.validation_files} files: {gzip:.3f})"),
+        ("tokens seen", f"{history.tokens:,} of {facts.train_tokens:,} in the training files"),
+        ("speed", f"{history.tokens / history.seconds:,.0f} tokens/s over all ranks"),
+        ("memory, peak by rank", mebibytes(memory)),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table

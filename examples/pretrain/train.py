@@ -1,0 +1,305 @@
+"""Pretrain a small Llama-style language model on real text, under any ZeRO stage.
+
+    slipstream run --nproc 2 examples/pretrain/train.py            # or: make train
+    slipstream run --nproc 2 examples/pretrain/train.py --resume   # go on from the last checkpoint
+
+The text is the source of the installed Python standard library, or `--data DIR`. How it trains (stage,
+precision, batch, optimizer, schedule) is `ds_config.json`, in DeepSpeed's own format: to change the stage,
+change one digit there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import resource
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor
+
+import data
+import report
+import slipstream
+from model import LanguageModel, ModelConfig, arithmetic_dtype
+from slipstream.checkpoint import latest_tag
+
+HERE = Path(__file__).parent
+VOCAB_SIZE = 8192
+LOG_EVERY = 5  # steps: the losses between are averaged over them and over the ranks
+EVALUATION_BATCH = 4  # windows per rank
+GLANCE_BATCHES = 3  # per rank: a look at the validation loss in the middle of training
+
+
+def main() -> None:
+    args = parse_arguments()
+    slipstream.init_distributed()
+    rank = dist.get_rank()
+    console = Console(quiet=rank != 0, soft_wrap=True, highlight=False)
+
+    corpus = shared_corpus(args)
+    config = json.loads(args.config.read_text())
+    steps = plan_steps(config, args)
+    torch.manual_seed(args.seed)
+    model_config = ModelConfig(vocab_size=corpus.tokenizer.get_vocab_size())
+    model = LanguageModel(model_config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine, _, loader, _ = slipstream.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        training_data=corpus.train(model_config.context),
+        config=config,
+    )
+    history = report.History()
+    if args.resume:
+        _, client_state = engine.load_checkpoint(args.out / "checkpoints")
+        history = report.History(**client_state["history"])
+    console.print(opening(engine, model, num_parameters, corpus.facts))
+
+    train(engine, loader, corpus, history, steps, args, console)
+    save(engine, history, args)
+    validation_loss = evaluate(engine, corpus)
+    memory = peak_memory(engine.device)
+    if rank == 0:
+        report.plot(history, validation_loss, corpus.facts, args.out / "loss.png")
+    console.print(report.summary(history, validation_loss, corpus.facts, memory))
+    console.print("\nFrom the prompt, which is the first line, the model writes:\n")
+    console.print(complete(engine, corpus, args), markup=False)
+    console.print(f"\nWritten: {args.out}/loss.png, {args.out}/checkpoints/{tag(engine)}")
+    engine.destroy()
+    dist.destroy_process_group()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, default=data.standard_library(), help="folder of text files to learn"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/pretrain"), help="where everything is written")
+    parser.add_argument(
+        "--config", type=Path, default=HERE / "ds_config.json", help="DeepSpeed configuration"
+    )
+    parser.add_argument("--steps", type=int, help="last step (default: the schedule's total_num_steps)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    parser.add_argument("--save-every", type=int, default=250, help="steps between checkpoints")
+    parser.add_argument(
+        "--glance-every", type=int, default=100, help="steps between looks at the validation loss"
+    )
+    parser.add_argument(
+        "--prompt", default="def read_lines(path, encoding=None):", help="what the model goes on from"
+    )
+    parser.add_argument("--new-tokens", type=int, default=120, help="how many tokens it writes")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def shared_corpus(args: argparse.Namespace) -> data.Corpus:
+    """Each host's first process builds the packed text unless it is there, the others wait for it, and all
+    ranks see that they have read the same."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if first:
+        folder = data.prepare(args.data, args.out, VOCAB_SIZE)
+    dist.barrier()
+    if not first:
+        folder = data.prepare(args.data, args.out, VOCAB_SIZE)
+    folders: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(folders, folder.name)
+    if len(set(folders)) > 1:
+        raise ValueError(
+            f"--data {args.data}: the ranks have read different text ({folders}); copy it to every host"
+        )
+    return data.load(folder)
+
+
+def plan_steps(config: dict[str, Any], args: argparse.Namespace) -> int:
+    """The step to train to, which the schedule is told. A run that is complete goes on for as long again."""
+    schedule = config["scheduler"]["params"]
+    steps: int = args.steps or schedule["total_num_steps"]
+    if args.resume:
+        latest = latest_tag(args.out / "checkpoints")
+        if latest is None:
+            raise ValueError(f"--resume: no checkpoint in {args.out}/checkpoints; run without --resume first")
+        done = int(latest.removeprefix("step"))
+        if done >= steps:
+            steps = done + steps
+    schedule["total_num_steps"] = steps
+    return steps
+
+
+def train(
+    engine: slipstream.Engine,
+    loader: Any,
+    corpus: data.Corpus,
+    history: report.History,
+    steps: int,
+    args: argparse.Namespace,
+    console: Console,
+) -> None:
+    """Train to step `steps`, writing `history`, and checkpoints on the way."""
+    accumulation = engine.plan.batch.accumulation
+    num_batches = (steps - engine.global_steps) * accumulation
+    meter = Meter(engine, history)
+    with report.display(console, rank=engine.rank, start=engine.global_steps, total=steps) as display:
+        for tokens, targets in itertools.islice(slipstream.RepeatingLoader(loader), num_batches):
+            loss = engine(tokens.to(engine.device), targets.to(engine.device))
+            engine.backward(loss)
+            engine.step()
+
+            meter.add(loss, tokens.numel())
+            if engine.micro_steps % accumulation:
+                continue
+            step = engine.global_steps
+            glance_due = step % args.glance_every == 0 or step == steps
+            save_due = step % args.save_every == 0 and step < steps
+            if step % LOG_EVERY == 0 or glance_due or save_due:
+                display.show(meter.read())
+            if glance_due:
+                history.validation_steps.append(step)
+                history.validation_losses.append(evaluate(engine, corpus, GLANCE_BATCHES))
+                meter.restart()
+            if save_due:
+                save(engine, history, args)
+                meter.restart()
+
+
+class Meter:
+    """Mean loss, speed and memory between two readings, over all ranks."""
+
+    def __init__(self, engine: slipstream.Engine, history: report.History) -> None:
+        self.device, self.step = engine.device, lambda: engine.global_steps
+        self.history = history
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew, so that what happened since the last reading does not count."""
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.micro_batches = self.tokens = 0
+        self.began = time.perf_counter()
+
+    def add(self, loss: Tensor, tokens: int) -> None:
+        self.loss += loss.detach()  # stays on its device: no waiting
+        self.micro_batches += 1
+        self.tokens += tokens
+
+    def read(self) -> report.Moment:
+        total = torch.stack(
+            [self.loss, torch.tensor(float(self.tokens), dtype=torch.float64, device=self.device)]
+        )
+        dist.all_reduce(total)
+        memory = peak_memory(self.device)
+        loss = total[0].item() / (self.micro_batches * dist.get_world_size())
+        tokens, seconds = int(total[1].item()), time.perf_counter() - self.began
+        history, step = self.history, self.step()
+        history.steps.append(step)
+        history.losses.append(loss)
+        history.tokens += tokens
+        history.seconds += seconds
+        self.restart()
+        return report.Moment(
+            step=step,
+            loss=loss,
+            validation_loss=history.validation_losses[-1] if history.validation_losses else None,
+            tokens_per_second=tokens / seconds,
+            memory=memory,
+        )
+
+
+@torch.no_grad()
+def evaluate(engine: slipstream.Engine, corpus: data.Corpus, num_batches: int | None = None) -> float:
+    """The validation loss in nats per token: of every token, or of about `num_batches` per rank spread over
+    them. Each window starts without context. Collective: every rank has the same number of batches."""
+    batches = corpus.validation(
+        engine.module.config.context, EVALUATION_BATCH, engine.rank, engine.world_size
+    )
+    stride = 1 if num_batches is None else math.ceil(len(batches) / num_batches)
+    total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # nats, tokens
+    engine.eval()
+    for tokens, targets in batches[::stride]:
+        logits, targets = engine(tokens.to(engine.device)), targets.to(engine.device)
+        total[0] += F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=data.IGNORED, reduction="sum"
+        )
+        total[1] += (targets != data.IGNORED).sum()
+    engine.train()
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+@torch.no_grad()
+def complete(engine: slipstream.Engine, corpus: data.Corpus, args: argparse.Namespace) -> str:
+    """The prompt and what the model writes after it. A forward pass is collective where weights are sharded,
+    so every rank runs this loop, and draws the same random numbers."""
+    generator = torch.Generator().manual_seed(args.seed)
+    end = corpus.tokenizer.token_to_id(data.END)
+    written = [end, *corpus.tokenizer.encode(args.prompt).ids]
+    engine.eval()
+    for _ in range(args.new_tokens):
+        window = torch.tensor([written[-engine.module.config.context :]], device=engine.device)
+        likely = engine(window)[0, -1].float().cpu().topk(50)
+        choice = torch.multinomial((likely.values / args.temperature).softmax(dim=0), 1, generator=generator)
+        token = int(likely.indices[choice])
+        if token == end:
+            break
+        written.append(token)
+    engine.train()
+    text: str = corpus.tokenizer.decode(written[1:])
+    return text
+
+
+def save(engine: slipstream.Engine, history: report.History, args: argparse.Namespace) -> None:
+    engine.save_checkpoint(
+        args.out / "checkpoints", tag=tag(engine), client_state={"history": asdict(history)}
+    )
+
+
+def tag(engine: slipstream.Engine) -> str:
+    return f"step{engine.global_steps}"
+
+
+def peak_memory(device: torch.device) -> list[int]:
+    """Bytes by rank: allocated on a GPU, else resident, where pages that ranks share count for each."""
+    if device.type == "cuda":
+        nbytes = torch.cuda.max_memory_allocated(device)
+    else:
+        nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    by_rank = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
+    by_rank[dist.get_rank()] = nbytes
+    dist.all_reduce(by_rank)
+    return [int(nbytes) for nbytes in by_rank.tolist()]
+
+
+def opening(engine: slipstream.Engine, model: LanguageModel, num_parameters: int, facts: data.Facts) -> str:
+    stored = engine.plan.precision.param_dtype
+    arithmetic = arithmetic_dtype(engine.device, stored)
+    lines = [
+        f"model     {num_parameters / 1e6:.1f}M parameters, {model.config.layers} blocks of "
+        f"width {model.config.dim}",
+        f"text      {facts.train_bytes / 1e6:.1f} MB in {facts.train_files} files, "
+        f"{facts.train_tokens / 1e6:.2f}M tokens; "
+        f"validation {facts.validation_bytes / 1e6:.2f} MB in {facts.validation_files}",
+        f"training  ZeRO-{engine.plan.zero.stage} on {engine.world_size} x {engine.device.type}, "
+        f"{engine.plan.batch.train_batch_size * model.config.context:,} tokens per step",
+        f"numbers   weights, gradients and communication {name(stored)}, arithmetic {name(arithmetic)}"
+        + (f": this CPU has no {name(stored)} instructions" if arithmetic != stored else ""),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    main()

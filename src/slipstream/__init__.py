@@ -1,0 +1,39 @@
+"""Slipstream: train and serve large PyTorch models. The whole public surface.
+
+Importing starts nothing: no CUDA, no process group, no compilation, no output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slipstream import zero
+
+if TYPE_CHECKING:
+    from slipstream.config.arguments import add_config_arguments
+    from slipstream.distributed import init_distributed
+    from slipstream.train.data import RepeatingLoader
+    from slipstream.train.engine import Engine
+    from slipstream.train.initialize import initialize
+
+__version__ = "0.1.0"
+
+__all__ = ["Engine", "RepeatingLoader", "__version__", "add_config_arguments", "init_distributed", "initialize", "zero"]
+
+_HOMES = {
+    "Engine": "slipstream.train.engine",
+    "RepeatingLoader": "slipstream.train.data",
+    "add_config_arguments": "slipstream.config.arguments",
+    "init_distributed": "slipstream.distributed",
+    "initialize": "slipstream.train.initialize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,26 @@
+"""Checkpoints that any world size, stage or topology can load: tensors by name, atomic, without pickles.
+
+Knows nothing of the engine: an entry is a `FlatSlice` (this rank's flat range of a named tensor), a whole
+tensor, or a plain value. `save` and `load` are collective over a group; see storage.py for the bytes,
+document.py for metadata.json, directory.py for tags and atomicity, values.py for what a value may be.
+"""
+
+from .errors import CheckpointError
+from .flat_slice import Box, FlatSlice, boxes
+from .load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, reader
+from .save import save
+
+__all__ = [
+    "Box",
+    "CheckpointError",
+    "FlatSlice",
+    "Loaded",
+    "Metadata",
+    "TensorInfo",
+    "boxes",
+    "latest_tag",
+    "load",
+    "load_metadata",
+    "reader",
+    "save",
+]

@@ -1,0 +1,285 @@
+"""A directory of checkpoints: tags, `latest`, and the renames that make a save all or nothing.
+
+    DIR/latest                      one line: the tag that a load without a tag takes
+    DIR/TAG/metadata.json           see document.py
+    DIR/TAG/rank_00000.bin ...      tensor bytes
+    DIR/TAG.tmp-<16 hex digits>     a save in progress, or what a crash left of one
+    DIR/TAG.old-<16 hex digits>     a checkpoint that is just being replaced
+
+Order of a save, each step on disk before the next: data files, metadata.json, [old TAG renamed away],
+folder renamed to TAG, `latest` renamed over. A crash before the first rename leaves the old state; a crash
+between the two folder renames leaves the replaced checkpoint under its `.old-` name, where `locate` finds
+it and the next save puts it back. Every folder that bears the name of a tag is therefore whole. One process
+(rank 0) writes here, except data files.
+
+A save in progress holds a lock on its folder, so that `sweep` removes what crashes left and never another
+engine's save; the lock goes with the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from .document import METADATA, SIZE_LIMIT, Document, is_ours, parse, render
+from .errors import CheckpointError
+
+LATEST = "latest"
+_WORKING = re.compile(r"(?P<tag>.+)\.(?P<role>tmp|old)-[0-9a-f]{16}", re.DOTALL)
+_DEEPSPEED = re.compile(r"(mp_rank_\d+|.*zero_pp_rank_\d+|layer_\d+-model).*_states\.pt|zero_to_fp32\.py")
+
+
+def check_tag(tag: object) -> str:
+    """`tag` as it is, or CheckpointError where it could not name a folder."""
+    if not isinstance(tag, str):
+        raise CheckpointError(f"tag {tag!r} is a {type(tag).__name__}; a tag is a string")
+    bad = (
+        not tag
+        or tag != tag.strip()
+        or tag.startswith(".")
+        or tag == LATEST
+        or not tag.isprintable()
+        or any(separator in tag for separator in "/\\")
+        or len(tag.encode(errors="surrogatepass")) > 200
+        or _WORKING.fullmatch(tag) is not None
+    )
+    if bad:
+        raise CheckpointError(
+            f"tag {tag[:80]!r} cannot name a checkpoint: it must be a plain folder name of at most 200 "
+            f"bytes, without '/' or '\\', not beginning with '.', not '{LATEST}'"
+        )
+    return tag
+
+
+def read_latest(path: Path) -> str | None:
+    """The tag that `latest` names, or None where a directory has no `latest`."""
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint directory {path} does not exist")
+    try:
+        with open(path / LATEST, "rb") as file:
+            raw = file.read(1024)
+        return check_tag(raw.decode().strip())
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {path / LATEST}: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path / LATEST} is damaged: {error}") from error
+
+
+def locate(parent: Path, tag: str) -> Path:
+    """The folder of a checkpoint, or CheckpointError saying what is there instead."""
+    folder = parent / check_tag(tag)
+    if not parent.is_dir():
+        raise CheckpointError(f"checkpoint directory {parent} does not exist")
+    if not folder.exists():
+        for name, match in _working(parent):
+            if match["tag"] == tag and match["role"] == "old":
+                return parent / name
+        found = committed_tags(parent)
+        there = f"it has {', '.join(found[-8:])}" if found else "it has none"
+        raise CheckpointError(f"{parent} has no checkpoint {tag!r}; {there}")
+    if not (folder / METADATA).is_file():
+        raise CheckpointError(f"{folder} is not a Slipstream checkpoint: {_what_is(folder)}")
+    return folder
+
+
+def _what_is(folder: Path) -> str:
+    if not folder.is_dir():
+        return "it is a file"
+    names = sorted(os.listdir(folder))
+    if any(_DEEPSPEED.match(name) for name in names + os.listdir(folder.parent)):
+        return "it was written by DeepSpeed; this version cannot read those, a later one will import them"
+    if ".metadata" in names:
+        return "it is in torch.distributed.checkpoint's own format, whose metadata is a pickle; none is read"
+    return f"it has no {METADATA}" + (f", it has {', '.join(names[:5])}" if names else ", it is empty")
+
+
+def read_document(folder: Path) -> Document:
+    """metadata.json of a folder, checked completely."""
+    path = folder / METADATA
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(SIZE_LIMIT + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if len(raw) > SIZE_LIMIT:
+        raise CheckpointError(f"{path} has more than {SIZE_LIMIT} bytes; no checkpoint needs that")
+    try:
+        return parse(raw)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def committed_tags(directory: Path) -> list[str]:
+    """Tags of the whole checkpoints in a directory, oldest first."""
+    names = [name for name in os.listdir(directory) if not _WORKING.fullmatch(name)]
+    found = [name for name in names if _holds_checkpoint(directory / name)]
+    return sorted(found, key=lambda name: ((directory / name / METADATA).stat().st_mtime_ns, name))
+
+
+def _holds_checkpoint(folder: Path) -> bool:
+    try:
+        with open(folder / METADATA, "rb") as file:
+            return is_ours(file.read(256))
+    except OSError:
+        return False
+
+
+class Draft:
+    """A checkpoint being written: begun, then committed or discarded. Lives on rank 0 only."""
+
+    def __init__(self, directory: Path, tag: str) -> None:
+        self.directory, self.tag = directory, check_tag(tag)
+        self.target = directory / tag
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.target.exists() and not _holds_checkpoint(self.target) and not _is_empty(self.target):
+            raise CheckpointError(
+                f"{self.target} exists and is not a Slipstream checkpoint: {_what_is(self.target)}; "
+                "choose another tag or remove it"
+            )
+        sweep(directory, tag)
+        self.save_id = secrets.token_hex(8)
+        self.folder = directory / f"{tag}.tmp-{self.save_id}"
+        self.folder.mkdir()
+        self._lock = _lock(self.folder)
+        if self._lock is None:
+            raise CheckpointError(f"another process is removing {self.folder}; save again")
+
+    def commit(self, document: Document, *, save_latest: bool) -> None:
+        """Make the draft the checkpoint of its tag. All that needs space on disk comes first."""
+        for name, size in document.files.items():
+            seen = (self.folder / name).stat().st_size if (self.folder / name).exists() else None
+            if seen != size:
+                raise CheckpointError(
+                    f"{self.folder / name} was written with {size} bytes and has {seen} as rank 0 sees it; "
+                    "the directory must be the same one, on a file system shared by all hosts, on every rank"
+                )
+        _write(self.folder / METADATA, render(document))
+        if save_latest:
+            _write(self.folder / LATEST, f"{self.tag}\n".encode())
+        sync_folder(self.folder)
+        replaced = self._rename()
+        sync_folder(self.directory)
+        if save_latest:
+            os.replace(self.target / LATEST, self.directory / LATEST)
+            sync_folder(self.directory)
+        if replaced is not None:
+            remove(replaced)
+        self._release()
+
+    def _rename(self) -> Path | None:
+        replaced = None
+        while True:
+            try:
+                os.rename(self.folder, self.target)
+                return replaced
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                replaced = self.directory / f"{self.tag}.old-{self.save_id}"
+                os.rename(self.target, replaced)
+
+    def discard(self) -> None:
+        """Leave no trace of a draft that was not committed; after a commit this does nothing."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self.target.exists():
+            for name, match in _working(self.directory):
+                if match["tag"] == self.tag and match["role"] == "old":
+                    os.rename(self.directory / name, self.target)
+                    break
+        self._release()
+
+    def _release(self) -> None:
+        _unlock(self._lock)
+        self._lock = None
+
+
+def sweep(directory: Path, tag: str) -> None:
+    """Remove what crashed saves left in a directory; put back a checkpoint whose replacement was cut short.
+
+    Where the file system has no locks, only leftovers of `tag` itself are taken for dead.
+    """
+    for name, match in _working(directory):
+        path, target = directory / name, directory / match["tag"]
+        if match["role"] == "old" and not target.exists():
+            os.rename(path, target)
+            continue
+        lock = _lock(path)
+        if lock is not None and (lock != _NO_LOCKS or match["tag"] == tag):
+            shutil.rmtree(path, ignore_errors=True)
+        _unlock(lock)
+
+
+def retain(directory: Path, keep: int, tag: str) -> None:
+    """Remove all but the newest `keep` checkpoints; `tag` and the one that `latest` names always stay."""
+    others = [name for name in committed_tags(directory) if name not in (tag, read_latest(directory))]
+    kept = len(committed_tags(directory)) - len(others)
+    for name in others[: max(0, len(others) - max(0, keep - kept))]:
+        remove(directory / name)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint so that no moment leaves half of it under a tag."""
+    match = _WORKING.fullmatch(folder.name)
+    tag = folder.name if match is None else match["tag"]
+    doomed = folder.with_name(f"{tag}.tmp-{secrets.token_hex(8)}")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on disk; file systems that cannot say so."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _working(directory: Path) -> list[tuple[str, re.Match[str]]]:
+    found = ((name, _WORKING.fullmatch(name)) for name in sorted(os.listdir(directory)))
+    return [(name, match) for name, match in found if match is not None]
+
+
+_NO_LOCKS = -1
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock; None where another process has it, -1 where locks do not exist."""
+    with suppress(FileNotFoundError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            os.close(handle)
+        except OSError:
+            os.close(handle)
+            return _NO_LOCKS
+    return None
+
+
+def _unlock(lock: int | None) -> None:
+    if lock is not None and lock != _NO_LOCKS:
+        os.close(lock)

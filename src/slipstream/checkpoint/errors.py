@@ -1,0 +1,103 @@
+"""The one error of this package, and how ranks agree on it.
+
+Every step that can fail on one rank runs through `Ranks`: outcomes are gathered on rank 0, and either every
+rank goes on or every rank raises the same `CheckpointError`. A rank therefore never waits for one that has
+given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint could not be saved or loaded; nothing that was there before has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """What a rank tells the others of its error: text, since not every exception can be sent."""
+
+    text: str
+
+
+class Ranks:
+    """The ranks that save or load together; `group=None` is a process on its own."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("checkpoint: this rank is not a member of the group it was given")
+
+    def gather(self, step: str, work: Callable[[], T]) -> list[T]:
+        """Run `work` everywhere; rank 0 gets all results, the others an empty list. One failure fails all."""
+        outcome, error = _attempt(work)
+        everyone: list[Any] = [outcome] if self.group is None else [None] * self.size
+        if self.group is not None:
+            first = dist.get_global_rank(self.group, 0)
+            dist.gather_object(outcome, everyone if self.rank == 0 else None, dst=first, group=self.group)
+        failed = {rank: told.text for rank, told in enumerate(everyone) if isinstance(told, _Failed)}
+        failed = self._broadcast(failed)
+        if failed:
+            raise self.failure(step, failed, error)
+        return everyone if self.rank == 0 else []
+
+    def decide(self, step: str, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and give every rank its result or its failure."""
+        outcome, error = _attempt(work) if self.rank == 0 else (None, None)
+        told: Any = self._broadcast(outcome)
+        if isinstance(told, _Failed):
+            raise self.failure(step, {0: told.text}, error)
+        return told
+
+    def failure(self, step: str, failed: dict[int, str], own: BaseException | None) -> BaseException:
+        """The error that every rank raises; a rank that was interrupted raises its own interruption."""
+        if own is not None and not isinstance(own, Exception):
+            return own
+        by_text: dict[str, list[int]] = {}
+        for rank, text in sorted(failed.items()):
+            by_text.setdefault(text, []).append(rank)
+        if len(by_text) == 1 and len(failed) == self.size:
+            message = next(iter(by_text))
+        else:
+            each = (f"rank {_listed(ranks)} of {self.size}: {text}" for text, ranks in by_text.items())
+            message = "; ".join(each)
+        raised = CheckpointError(f"{step}: {message}")
+        raised.__cause__ = own
+        return raised
+
+    def _broadcast(self, value: T) -> T:
+        if self.group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return box[0]
+
+
+def describe(error: BaseException) -> str:
+    """One line for a user: our own errors as they are, others with their type."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | _Failed, BaseException | None]:
+    try:
+        return work(), None
+    except BaseException as error:  # raised again by the caller, on every rank
+        return _Failed(describe(error)), error
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

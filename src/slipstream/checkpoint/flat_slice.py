@@ -1,0 +1,175 @@
+"""A flat range of a tensor, and the boxes it is made of.
+
+A rank owns the row-major elements [start, stop) of a parameter. Storage and resharding speak of boxes
+(hyper-rectangles: offsets and sizes per dim), because that is what `torch.distributed.checkpoint` plans
+with and what a tensor-parallel shard is too. The two meet here, in pure functions:
+
+- a flat range of an N-d tensor is at most 2N-1 boxes (N-1 ragged ones at each end, one whole one between);
+- those boxes, in order, are consecutive in memory: cutting a range into boxes never moves a byte;
+- a tensor is stored once when its boxes cover it without overlap (`check_cover`), whoever wrote them.
+
+Glossary: *box* offsets and sizes inside a tensor; *range* [start, stop) of its row-major elements.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """A hyper-rectangle inside a tensor; both tuples have the tensor's number of dims."""
+
+    offsets: Shape
+    sizes: Shape
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The boxes of the row-major range [start, stop) of `shape`, in memory order.
+
+    An empty range has none, except that a tensor of zero elements is one empty box, so that it has a record.
+    """
+    shape = tuple(shape)
+    numel = math.prod(shape)
+    if not 0 <= start <= stop <= numel:
+        raise ValueError(
+            f"range [{start}, {stop}) is outside a tensor of shape {shape} with {numel} elements"
+        )
+    if stop - start == numel:
+        return [Box((0,) * len(shape), shape)]
+    if start == stop:
+        return []
+    row = numel // shape[0]
+    first_whole, end_whole = -(-start // row), stop // row
+    if first_whole > end_whole:  # begins and ends inside one row
+        return _in_row(shape, end_whole, start, stop)
+    found = []
+    if start < first_whole * row:
+        found += _in_row(shape, first_whole - 1, start, first_whole * row)
+    if first_whole < end_whole:
+        inner = shape[1:]
+        found.append(Box((first_whole,) + (0,) * len(inner), (end_whole - first_whole, *inner)))
+    if end_whole * row < stop:
+        found += _in_row(shape, end_whole, end_whole * row, stop)
+    return found
+
+
+def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
+    base = index * math.prod(shape[1:])
+    return [
+        Box((index, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], start - base, stop - base)
+    ]
+
+
+def flat_range(shape: Shape, box: Box) -> tuple[int, int] | None:
+    """The row-major range [start, stop) of a box inside `shape`, or None where the box is not one range."""
+    start, numel, stride = 0, math.prod(box.sizes), 1
+    ragged = False  # a dim that the box does not span has been passed, going outwards
+    for size, offset, length in zip(reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True):
+        if ragged and length != 1:
+            return None
+        ragged = ragged or length != size
+        start += offset * stride
+        stride *= size
+    return start, start + numel
+
+
+def check_cover(name: str, shape: Shape, parts: Sequence[Box]) -> None:
+    """Raise ValueError unless `parts` cover every element of a tensor of `shape` exactly once."""
+    for box in parts:
+        inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
+            offset >= 0 and length >= 0 and offset + length <= size
+            for offset, length, size in zip(box.offsets, box.sizes, shape, strict=True)
+        )
+        if not inside:
+            raise ValueError(f"tensor {name!r} of shape {shape}: {_words(box)} is outside it")
+    if not parts:
+        raise ValueError(f"tensor {name!r} of shape {shape}: nothing of it is there")
+    if math.prod(shape) == 0:
+        if len(parts) > 1:
+            raise ValueError(f"tensor {name!r} of shape {shape}: {len(parts)} boxes for zero elements")
+        return
+    _check_disjoint(name, shape, parts)
+    covered = sum(math.prod(box.sizes) for box in parts)
+    if covered != math.prod(shape):
+        raise ValueError(
+            f"tensor {name!r} of shape {shape}: only {covered} of {math.prod(shape)} elements are there"
+        )
+
+
+def _check_disjoint(name: str, shape: Shape, parts: Sequence[Box]) -> None:
+    ranges = [flat_range(shape, box) for box in parts]
+    if all(found is not None for found in ranges):  # the common case: order tells all
+        ordered = sorted(zip([found for found in ranges if found is not None], parts, strict=True))
+        for ((_, stop), one), ((start, _), other) in pairwise(ordered):
+            if start < stop:
+                raise ValueError(
+                    f"tensor {name!r} of shape {shape}: {_words(one)} and {_words(other)} overlap"
+                )
+        return
+    # Sweep along the dim with the most distinct offsets; only boxes that overlap there are compared.
+    dim = max(range(len(shape)), key=lambda d: len({box.offsets[d] for box in parts}))
+    active: list[tuple[int, Box]] = []  # (where it ends along dim, box), sorted
+    for box in sorted(parts, key=lambda b: b.offsets[dim]):
+        while active and active[0][0] <= box.offsets[dim]:
+            active.pop(0)
+        for _, other in active:
+            if all(
+                a < b + n and b < a + m
+                for a, m, b, n in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
+            ):
+                raise ValueError(
+                    f"tensor {name!r} of shape {shape}: {_words(other)} and {_words(box)} overlap"
+                )
+        insort(active, (box.offsets[dim] + box.sizes[dim], box))
+
+
+def _words(box: Box) -> str:
+    return f"the box at {list(box.offsets)} of sizes {list(box.sizes)}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatSlice:
+    """This rank's flat range of one tensor: `data` holds elements [start, start + data.numel()) of `shape`.
+
+    `data` is 1-D and contiguous, on any device; saving reads it and loading fills it in place. A rank that
+    owns nothing of a tensor passes an empty `data` (any start within bounds) or leaves the name out.
+    """
+
+    data: Tensor  # 1D, this rank's span
+    shape: Shape  # of the whole tensor
+    start: int  # in elements, row-major
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if self.data.dim() != 1 or not self.data.is_contiguous():
+            raise ValueError(
+                f"FlatSlice: data must be 1-D and contiguous, has shape {tuple(self.data.shape)} "
+                f"and strides {self.data.stride()}; pass a flat view"
+            )
+        numel = math.prod(self.shape)
+        if not 0 <= self.start <= self.stop <= numel:
+            raise ValueError(
+                f"FlatSlice: range [{self.start}, {self.stop}) is outside a tensor of shape {self.shape} "
+                f"with {numel} elements"
+            )
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.data.numel()
+
+    def pieces(self) -> Iterator[tuple[Box, Tensor]]:
+        """Each box of the range with the view of `data` (N-D) that holds it."""
+        position = 0
+        for box in boxes(self.shape, self.start, self.stop):
+            numel = math.prod(box.sizes)
+            yield box, self.data[position : position + numel].view(box.sizes)
+            position += numel

@@ -1,0 +1,203 @@
+"""Load: everything is validated on every rank before the first byte of any tensor changes.
+
+    metadata.json checked -> one checkpoint on all ranks -> names, shapes, dtypes, file sizes -> checksums of
+    every block that is needed -> all ranks agree -> bytes read into the tensors in place
+
+Any world size may load what any other saved: each rank reads the bytes of its own ranges. What a load refuses
+is refused on every rank alike, with nothing changed (storage.py says why that costs no memory).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .directory import locate, read_document, read_latest
+from .document import Document
+from .errors import CheckpointError, Ranks, describe
+from .flat_slice import FlatSlice, Shape
+from .save import check_entry
+from .values import decode
+
+if TYPE_CHECKING:
+    from .storage import Reader
+
+
+class TensorInfo(NamedTuple):
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metadata:
+    """What a checkpoint holds, known without reading a tensor."""
+
+    path: Path
+    save_id: str
+    world_size: int  # that saved it
+    tensors: Mapping[str, TensorInfo]
+    shared: dict[str, Any]  # its tensors and arrays are stand-ins on the meta device: shape and dtype only
+
+
+class Loaded(NamedTuple):
+    shared: dict[str, Any]
+    per_rank: dict[str, Any] | None  # None where another number of ranks saved
+
+
+def latest_tag(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> str | None:
+    """The tag that `latest` names as rank 0 of `group` sees it; None where the directory has no `latest`."""
+    return Ranks(group).decide("no checkpoint was loaded", lambda: read_latest(Path(directory)))
+
+
+def load_metadata(directory: str | os.PathLike[str], tag: str) -> Metadata:
+    """What checkpoint `tag` holds. Reads and checks metadata.json; a call of one process, no collective."""
+    path = locate(Path(directory), tag)
+    document = read_document(path)
+    return Metadata(
+        path=path,
+        save_id=document.save_id,
+        world_size=document.world_size,
+        tensors={
+            name: TensorInfo(entry.shape, entry.dtype)
+            for name, entry in document.tensors.items()
+            if not name.startswith("$")
+        },
+        shared=_values(document.shared, _stand_ins(document, "$shared/", "meta"), f"{path}: shared"),
+    )
+
+
+def load(
+    directory: str | os.PathLike[str],
+    tag: str,
+    *,
+    tensors: Mapping[str, FlatSlice | Tensor],
+    group: dist.ProcessGroup | None = None,
+    convert: bool = False,
+) -> Loaded:
+    """Fill `tensors` in place from checkpoint `tag` and give its values. Every rank of `group` calls it.
+
+    A name that is asked for must be there with its shape; what is there and not asked for is not read. Dtypes
+    must be equal unless `convert`, which rounds as `Tensor.copy_` does. Raises CheckpointError on every rank,
+    with nothing changed, where any rank finds anything wrong.
+    """
+    ranks, parent = Ranks(group), Path(directory)
+    step = f"checkpoint {parent / str(tag)} was not loaded"
+    path, document = parent, None
+
+    def prepare() -> str:
+        nonlocal path, document
+        path = locate(parent, tag)
+        document = read_document(path)
+        for name, held in tensors.items():
+            check_entry(name, held)
+            _check_target(name, held, document, convert)
+        return document.save_id
+
+    save_ids = ranks.gather(step, prepare)
+    assert document is not None, "prepare has succeeded on every rank"
+    found: Document = document
+    ranks.decide(step, lambda: _check_whole(path, found, save_ids))
+
+    shared = _stand_ins(found, "$shared/", "cpu")
+    own = _stand_ins(found, f"$rank/{ranks.rank}/", "cpu") if found.world_size == ranks.size else {}
+    _read(ranks, step, path, found, {**tensors, **shared, **own})
+    for held in tensors.values():
+        torch.autograd.graph.increment_version(held.data if isinstance(held, FlatSlice) else held)
+    values = _values(found.shared, shared, f"{path}: shared")
+    if found.world_size != ranks.size:
+        return Loaded(values, None)
+    return Loaded(values, _values(found.per_rank[ranks.rank], own, f"{path}: per_rank[{ranks.rank}]"))
+
+
+def reader(directory: str | os.PathLike[str], tag: str) -> Reader:
+    """A reader for `torch.distributed.checkpoint.load(state, storage_reader=...)`: tensors by their names."""
+    from .storage import Reader
+
+    path = locate(Path(directory), tag)
+    return Reader(path, read_document(path))
+
+
+def _check_target(name: str, held: FlatSlice | Tensor, document: Document, convert: bool) -> None:
+    entry = document.tensors.get(name)
+    if entry is None:
+        names = [known for known in document.tensors if not known.startswith("$")]
+        near = difflib.get_close_matches(name, names, 1)
+        raise CheckpointError(
+            f"it has no tensor {name!r}; "
+            + (
+                f"the nearest of its {len(names)} names is {near[0]!r}"
+                if near
+                else f"it has {len(names)} others"
+            )
+        )
+    if tuple(held.shape) != entry.shape:
+        raise CheckpointError(f"tensor {name!r} has shape {entry.shape} in it and {tuple(held.shape)} here")
+    dtype = held.data.dtype if isinstance(held, FlatSlice) else held.dtype
+    if dtype is not entry.dtype and not convert:
+        raise CheckpointError(
+            f"tensor {name!r} is {entry.dtype} in it and {dtype} here; pass convert=True to have it rounded"
+        )
+
+
+def _check_whole(path: Path, document: Document, save_ids: list[str]) -> None:
+    """What one rank checks for all: one and the same checkpoint, files whole, values well formed."""
+    from .storage import open_data
+
+    if len(set(save_ids)) > 1:
+        other = next(rank for rank, save_id in enumerate(save_ids) if save_id != save_ids[0])
+        raise CheckpointError(f"ranks 0 and {other} see different checkpoints there; was it just replaced?")
+    for name, size in document.files.items():
+        os.close(open_data(path / name, size))
+    _values(document.shared, _stand_ins(document, "$shared/", "meta"), f"{path}: shared")
+    for rank, skeleton in enumerate(document.per_rank):
+        _values(skeleton, _stand_ins(document, f"$rank/{rank}/", "meta"), f"{path}: per_rank[{rank}]")
+
+
+def _read(ranks: Ranks, step: str, path: Path, document: Document, state: dict[str, Any]) -> None:
+    """Fill the tensors of `state` through DCP; see storage.py for its two passes."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+    from .storage import FlatLoadPlanner, Reader
+
+    storage = Reader(path, document)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # group=None says so
+            dcp_load(
+                state,
+                storage_reader=storage,
+                planner=FlatLoadPlanner(),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
+    except CheckpointException as error:
+        failed = {rank: describe(cause) for rank, (cause, _) in error.failures.items()}
+        raise ranks.failure(step, failed, error.failures.get(ranks.rank, (None,))[0]) from None
+    finally:
+        storage.close()
+
+
+def _stand_ins(document: Document, prefix: str, device: str) -> dict[str, Tensor]:
+    """Empty tensors for the values under `prefix`. Bounded, since a document's bytes are inside its files."""
+    return {
+        name: torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        for name, entry in document.tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def _values(skeleton: Any, tensors: Mapping[str, Tensor], path: str) -> dict[str, Any]:
+    values = decode(skeleton, tensors.__getitem__, path)
+    if type(values) is not dict or not all(type(key) is str for key in values):
+        raise CheckpointError(f"the stored value of {path} is damaged or hostile: it is no dict of names")
+    return values

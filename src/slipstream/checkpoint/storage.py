@@ -1,0 +1,396 @@
+"""Our format behind `torch.distributed.checkpoint` (DCP): a planner and a storage class for each direction.
+
+Why through DCP: its plan (which box comes from where), its removal of replicas, its resharding of any box
+into any other (DTensors too) and its seam for other tools are worth having, and are public API; `Reader`
+serves a plain `torch.distributed.checkpoint.load(state, storage_reader=Reader(...))`. What is not used is
+its files, which pickle their metadata and byte items: here metadata is a `Document`, and values that are
+not tensors never become items.
+
+Loading reads twice through one set of open files: `prepare_local_plan`, which DCP runs on every rank before
+any rank goes on, verifies the checksum of each block that this rank needs; `read_data` then reads into the
+tensors themselves. So a damaged byte anywhere leaves every tensor of every rank as it was, at no cost in
+memory; the second read comes from the page cache. Only a disk that fails between the two reads can leave a
+load half done.
+
+This module imports DCP (0.6-2 s), so it is itself imported inside functions only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import os
+import stat
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from .document import BLOCK, Document, Entry, Piece, file_name
+from .errors import CheckpointError
+from .flat_slice import Box, FlatSlice, Shape, check_cover
+
+_ALIGN = 64  # bytes; a piece that is mapped or read later starts on a cache line
+_STAGE = 16 * BLOCK  # bytes of host memory between a file and a tensor that cannot be reached directly
+
+
+class FlatSavePlanner(DefaultSavePlanner):
+    """DCP's planner, which also knows `FlatSlice`, and refuses a state that could not be loaded again."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._views: dict[tuple[str, Shape], Tensor] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        items: list[WriteItem] = []
+        for name, held in self.state_dict.items():
+            if isinstance(held, FlatSlice):
+                items += self._items(name, held)
+            else:
+                items += create_default_local_save_plan({name: held}, self.is_coordinator).items
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def _items(self, name: str, held: FlatSlice) -> Iterator[WriteItem]:
+        for box, view in held.pieces():
+            self._views[name, box.offsets] = view
+            data = TensorWriteData(_chunk(box), TensorProperties(dtype=view.dtype), torch.Size(held.shape))
+            index = MetadataIndex(name, torch.Size(box.offsets))
+            yield WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        kinds: dict[str, tuple[torch.dtype, Shape]] = {}
+        parts: dict[str, set[Box]] = defaultdict(set)
+        for rank, plan in enumerate(all_plans):
+            for item in plan.items:
+                assert item.tensor_data is not None, f"{item.index.fqn}: only tensors become items"
+                data, name = item.tensor_data, item.index.fqn
+                kind = (data.properties.dtype, tuple(data.size))
+                if kinds.setdefault(name, kind) != kind:
+                    raise CheckpointError(
+                        f"tensor {name!r} is {kind[0]} of shape {kind[1]} on rank {rank} and "
+                        f"{kinds[name][0]} of shape {kinds[name][1]} on a lower one"
+                    )
+                parts[name].add(_box(data.chunk))
+        for name, found in parts.items():
+            check_cover(name, kinds[name][1], list(found))
+        return super().create_global_plan(all_plans)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        view = self._views.get((index.fqn, tuple(index.offset or ())))
+        return super().lookup_object(index) if view is None else view
+
+
+class FlatLoadPlanner(DefaultLoadPlanner):
+    """DCP's planner, which also fills `FlatSlice`s."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._views: dict[tuple[str, Shape], Tensor] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "set_up_planner comes first"
+        items: list[ReadItem] = []
+        for name, held in self.state_dict.items():
+            if isinstance(held, FlatSlice):
+                stored = self.metadata.state_dict_metadata[name]
+                assert isinstance(stored, TensorStorageMetadata), f"{name}: only tensors are items"
+                pieces = list(held.pieces())
+                self._views.update(((name, box.offsets), view) for box, view in pieces)
+                items += create_read_items_for_chunk_list(name, stored, [_chunk(box) for box, _ in pieces])
+            else:
+                items += create_default_local_load_plan({name: held}, self.metadata).items
+        return LoadPlan([item for item in items if math.prod(item.lengths)])
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        view = self._views.get((index.fqn, tuple(index.offset or ())))
+        return super().lookup_tensor(index) if view is None else view
+
+
+class Writer(StorageWriter):
+    """Writes this rank's pieces into one file of `folder`; `finish`, on rank 0, makes `entries` of all results."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._file = folder, file_name(rank)
+        self.entries: dict[str, Entry] = {}
+        self.files: dict[str, int] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        path = self._folder / self._file
+        results: list[WriteResult] = []
+        try:
+            if plan.items:
+                with open(path, "wb", buffering=BLOCK) as file:
+                    for item in plan.items:
+                        results.append(self._append(file, item, planner))
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _append(self, file: BinaryIO, item: WriteItem, planner: SavePlanner) -> WriteResult:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor) and item.tensor_data is not None, "only tensors become items"
+        file.write(bytes(-file.tell() % _ALIGN))
+        at, sums = file.tell(), []
+        for stage in _host_bytes(tensor):
+            for start in range(0, len(stage), BLOCK):
+                block = stage[start : start + BLOCK]
+                sums.append(zlib.crc32(block))
+                file.write(block)
+        piece = Piece(box=_box(item.tensor_data.chunk), file=self._file, at=at, crc32=tuple(sums))
+        return WriteResult(index=item.index, size_in_bytes=file.tell() - at, storage_data=piece)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        pieces: dict[str, list[Piece]] = defaultdict(list)
+        for result in itertools.chain.from_iterable(results):
+            piece = result.storage_data
+            pieces[result.index.fqn].append(piece)
+            self.files[piece.file] = max(self.files.get(piece.file, 0), piece.at + result.size_in_bytes)
+        for name, stored in metadata.state_dict_metadata.items():
+            assert isinstance(stored, TensorStorageMetadata), f"{name}: only tensors are items"
+            dtype, shape = stored.properties.dtype, tuple(stored.size)
+            self.entries[name] = Entry(dtype=dtype, shape=shape, pieces=tuple(pieces[name]))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False  # never chosen by the look of a path
+
+
+class Reader(StorageReader):
+    """Reads the tensors of one folder whose `Document` has been checked."""
+
+    def __init__(self, folder: Path, document: Document) -> None:
+        self._folder, self._document = folder, document
+        self._pieces = {
+            (name, piece.box.offsets): (entry, piece)
+            for name, entry in document.tensors.items()
+            for piece in entry.pieces
+        }
+        self._files: dict[str, int] = {}  # name -> descriptor, from the first pass to the end of the second
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=entry.dtype),
+                    size=torch.Size(entry.shape),
+                    chunks=[_chunk(piece.box) for piece in entry.pieces],
+                )
+                for name, entry in self._document.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        self._verify(plan.items)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with torch.no_grad():
+            for item in plan.items:
+                target = planner.resolve_tensor(item).detach()
+                self._fill(target, item)
+                planner.commit_tensor(item, target)
+        self.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def close(self) -> None:
+        for handle in self._files.values():
+            os.close(handle)
+        self._files.clear()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+    def _verify(self, items: Sequence[ReadItem]) -> None:
+        """Check every block that holds a byte of `items` against its checksum, each block once."""
+        block = self._document.block
+        needed: dict[tuple[str, Shape], set[int]] = defaultdict(set)
+        for item in items:
+            entry, piece = self._find(item.storage_index)
+            for first, nbytes in _runs(entry, piece, item):
+                needed[item.storage_index.fqn, piece.box.offsets].update(
+                    range(first // block, (first + nbytes - 1) // block + 1)
+                )
+        buffer = memoryview(bytearray(block))
+        for key in sorted(needed, key=lambda key: (self._pieces[key][1].file, self._pieces[key][1].at)):
+            entry, piece = self._pieces[key]
+            for index in sorted(needed[key]):
+                start = index * block
+                part = buffer[: min(block, entry.nbytes(piece) - start)]
+                self._read(piece.file, piece.at + start, part)
+                if zlib.crc32(part) != piece.crc32[index]:
+                    raise CheckpointError(
+                        f"{self._folder / piece.file} is damaged: the checksum of tensor {key[0]!r} does not "
+                        f"match (bytes [{piece.at + start}, {piece.at + start + len(part)}))"
+                    )
+
+    def _fill(self, target: Tensor, item: ReadItem) -> None:
+        entry, piece = self._find(item.storage_index)
+        runs = _runs(entry, piece, item)
+        if target.is_contiguous() and target.device.type == "cpu" and target.dtype is entry.dtype:
+            memory, position = _memory(target), 0
+            for first, nbytes in runs:
+                self._read(piece.file, piece.at + first, memory[position : position + nbytes])
+                position += nbytes
+            return
+        size = entry.dtype.itemsize
+        if not target.is_contiguous():
+            whole = torch.empty(tuple(item.lengths), dtype=entry.dtype)
+            self._fill(whole, item)
+            target.copy_(whole)
+            return
+        flat, stage, position = target.view(-1), torch.empty(_STAGE // size, dtype=entry.dtype), 0
+        for first, nbytes in runs:
+            for at in range(first, first + nbytes, stage.numel() * size):
+                part = stage[: min(first + nbytes - at, stage.numel() * size) // size]
+                self._read(piece.file, piece.at + at, _memory(part))
+                flat[position : position + part.numel()].copy_(part)
+                position += part.numel()
+
+    def _find(self, index: MetadataIndex) -> tuple[Entry, Piece]:
+        return self._pieces[index.fqn, tuple(index.offset or ())]
+
+    def _read(self, name: str, at: int, into: memoryview) -> None:
+        path = self._folder / name
+        try:
+            if name not in self._files:
+                self._files[name] = open_data(path, self._document.files[name])
+            while len(into):
+                got = os.preadv(self._files[name], [into], at)
+                if got == 0:
+                    raise CheckpointError(f"{path} is truncated at byte {at}")
+                into, at = into[got:], at + got
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+def open_data(path: Path, size: int) -> int:
+    """A descriptor of a data file, which must be a regular file of `size` bytes."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make us wait
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    status = os.fstat(handle)
+    if stat.S_ISREG(status.st_mode) and status.st_size == size:
+        return handle
+    os.close(handle)
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a regular file")
+    state = "truncated" if status.st_size < size else "not the file that was saved"
+    raise CheckpointError(f"{path} is {state}: it has {status.st_size} bytes, {size} were saved")
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def _box(chunk: ChunkStorageMetadata) -> Box:
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _runs(entry: Entry, piece: Piece, item: ReadItem) -> Iterator[tuple[int, int]]:
+    """(first byte in the piece, bytes) of each stretch of a sub-box that is consecutive in the piece."""
+    sizes, offsets, lengths = piece.box.sizes, item.storage_offsets, item.lengths
+    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    outer = len(sizes)  # dims before this one are stepped through, the rest is one stretch
+    while outer and (outer == len(sizes) or lengths[outer] == sizes[outer]):
+        outer -= 1
+    size = entry.dtype.itemsize
+    start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    nbytes = math.prod(lengths[outer:]) * size
+    for steps in itertools.product(*(range(length) for length in lengths[:outer])):
+        yield (
+            (start + sum(step * stride for step, stride in zip(steps, strides, strict=False))) * size,
+            nbytes,
+        )
+
+
+def _host_bytes(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, row-major, in stages of whole blocks; what is on a device is copied to the host."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.device.type == "cpu":
+        yield _memory(flat)
+        return
+    step = _STAGE // flat.dtype.itemsize
+    for start in range(0, flat.numel(), step):
+        part = flat[start : start + step].cpu()
+        yield _memory(part)
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable, without numpy. The caller keeps the tensor alive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return _view_memory(tensor.data_ptr(), nbytes, _WRITABLE) if nbytes else memoryview(b"")
+
+
+_WRITABLE = 0x200  # PyBUF_WRITE
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_memory.restype = ctypes.py_object
+_view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)

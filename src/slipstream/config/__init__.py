@@ -1,0 +1,42 @@
+"""DeepSpeed's JSON in, a frozen `Plan` out.
+
+`load_config` (a path, a dictionary or script flags) -> `resolve` (schema, "auto", batch triad) -> `Plan`.
+pydantic is imported inside `resolve`, never by importing this package.
+"""
+
+from .arguments import add_config_arguments, load_config
+from .plan import (
+    BatchPlan,
+    CheckpointPlan,
+    DataPlan,
+    DataWorld,
+    DebugPlan,
+    LossScalePlan,
+    ModelFacts,
+    OptimizerPlan,
+    Plan,
+    PrecisionPlan,
+    SchedulerPlan,
+    ZeroPlan,
+    describe,
+)
+from .resolution import resolve
+
+__all__ = [
+    "BatchPlan",
+    "CheckpointPlan",
+    "DataPlan",
+    "DataWorld",
+    "DebugPlan",
+    "LossScalePlan",
+    "ModelFacts",
+    "OptimizerPlan",
+    "Plan",
+    "PrecisionPlan",
+    "SchedulerPlan",
+    "ZeroPlan",
+    "add_config_arguments",
+    "describe",
+    "load_config",
+    "resolve",
+]

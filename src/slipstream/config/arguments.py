@@ -1,0 +1,106 @@
+"""Where a config comes from: a file, a dictionary, or the flags that DeepSpeed scripts have always had.
+
+`load_config` gives one dictionary whatever the way; every doubtful case is an error that names both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+ConfigLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
+
+_FLAGS = ("deepspeed_config", "deepscale_config")  # the second is the name of before 2020
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config PATH` (and their oldest names) to a script's parser."""
+    group = parser.add_argument_group("Slipstream", "flags of DeepSpeed scripts")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="for the script's own use; initialize() does not read it"
+    )
+    group.add_argument("--deepspeed_config", type=str, default=None, metavar="PATH", help="the JSON config")
+    group.add_argument("--deepscale", action="store_true", help="older name of --deepspeed")
+    group.add_argument(
+        "--deepscale_config", type=str, default=None, metavar="PATH", help="older name of --deepspeed_config"
+    )
+    return parser
+
+
+def load_config(
+    config: ConfigLike | None = None, config_params: ConfigLike | None = None, args: Any = None
+) -> dict[str, Any]:
+    """The config of `initialize(config=, config_params=, args=)` as a dictionary of its own.
+
+    Exactly one of the three ways may be used; the same path or an equal dictionary twice is fine.
+    Raises ValueError when there is none, when two disagree, and for files that are missing or not JSON.
+    """
+    given: dict[str, ConfigLike] = {}
+    for name, value in (("config", config), ("config_params", config_params)):
+        if value is not None:
+            given[f"initialize({name}=)"] = value
+    for flag in _FLAGS:
+        if (value := _flag(args, flag)) is not None:
+            given[f"--{flag}"] = value
+    if not given:
+        raise ValueError(
+            "no config: pass initialize(config=) a path or a dictionary, or start the script with "
+            "--deepspeed_config PATH and pass its arguments as initialize(args=)"
+        )
+    (first, chosen), *others = given.items()
+    for name, value in others:
+        if not _same(chosen, value):
+            raise ValueError(
+                f"two configs: {first} is {_brief(chosen)} and {name} is {_brief(value)}; pass one of them"
+            )
+    return _read(chosen)
+
+
+def _flag(args: Any, name: str) -> Any:
+    if isinstance(args, Mapping):
+        return args.get(name)
+    return getattr(args, name, None)
+
+
+def _same(one: ConfigLike, other: ConfigLike) -> bool:
+    if isinstance(one, Mapping) or isinstance(other, Mapping):
+        return one == other
+    return Path(one).resolve() == Path(other).resolve()
+
+
+def _brief(config: ConfigLike) -> str:
+    return f"a dictionary of {len(config)} keys" if isinstance(config, Mapping) else repr(os.fspath(config))
+
+
+def _read(config: ConfigLike) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    if not isinstance(config, (str, os.PathLike)):
+        raise ValueError(f"a config is a path or a dictionary, got {type(config).__name__}: {config!r}")
+    path = Path(config)
+    if not path.is_file():
+        raise ValueError(f"no config file at {str(path)!r} (working directory {str(Path.cwd())!r})")
+    try:
+        loaded = json.loads(
+            path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _once(pairs, path)
+        )
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} is not JSON: {error} (JSON has no comments and no comma after the last item)"
+        ) from None
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} holds a JSON {type(loaded).__name__}; a config is an object: {{...}}")
+    return loaded
+
+
+def _once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{path} has {', '.join(map(repr, twice))} twice in one object; keep one of them")
+    return dict(pairs)

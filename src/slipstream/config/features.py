@@ -1,0 +1,589 @@
+"""The blocks of DeepSpeed's JSON that belong to one feature each: parallelism, data, watching, tuning.
+
+The same rules as `schema.py`, which holds the core and the whole: DeepSpeed's names and defaults, one field
+per key.
+"""
+
+# ruff: noqa: RUF012 (pydantic copies a mutable default for every instance)
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from .values import MIB, Block, Count, Dtype, Fraction, Int, Names, Real, Size, lower
+
+# Parallelism
+
+
+class TensorParallelSize(Block):
+    tp_size: Count = 1
+    tp_grain_size: Count = 1
+    mpu: Any = None
+    tp_group: Any = None
+
+
+class LayerSpec(Block):
+    patterns: Names = []
+    partition_type: Annotated[Literal["column", "row", "skip"], BeforeValidator(lower)] = "column"
+    shape: list[Any] | None = None
+    partition_dim: Int | None = None
+    model_types: Names | None = None
+    gather_output: bool = False
+    grad_allreduce: bool = False
+
+
+class PartitionConfig(Block):
+    use_default_specs: bool = True
+    layer_specs: list[LayerSpec] = []
+    embedding_partition_dim: Int = 1
+    lm_head_patterns: Names = ["lm_head", "embed_out"]
+    strict_mode: bool = False
+
+
+class TensorParallel(Block):
+    autotp_size: Size = 0
+    tp: TensorParallelSize = TensorParallelSize()
+    dtype: Dtype = "fp16"
+    preset_model: str | None = None
+    tp_overlap_comm: bool = False
+    vocab_parallel_lm_head: bool | None = None
+    vocab_parallel_ce_backend: str = "torch"
+    injection_policy_tuple: Any = None
+    partition_config: PartitionConfig | None = None
+    keep_module_on_host: bool = False
+    replace_with_kernel_inject: bool = False
+
+
+class ExpertParallel(Block):
+    enabled: bool = False
+    autoep_size: Count = 1
+    expert_tensor_parallel_size: Count = 1
+    validate_folding_routing: bool = False
+    async_split_plan: bool = False
+    preset_model: str | None = None
+    moe_layer_pattern: str | None = None
+    expert_pattern: str | None = None
+    router_pattern: str | None = None
+    use_grouped_mm: bool = True
+    disable_triton_grouped_mm: bool = False
+    route_norm: bool | None = None
+    route_scale: Real = 1.0
+    score_apply: str = "auto"
+    combine_impl: str = "auto"
+    row_weighting_impl: str = "auto"
+    gate_up_impl: str = "separate"
+    comm_backend: str = "comm"
+    comm_num_sm: Size = 12
+    comm_qp_margin: Size = 4
+    comm_max_tokens_per_rank: Size = 0
+    num_expert_groups: Count | None = None
+    num_limited_groups: Count | None = None
+    score_func: str = "auto"
+    top_k: Int | str = "auto"
+    load_balance_coeff: Real | None = None
+    routed_scaling_factor: Real | str = "auto"
+    expert_w1: str | None = None
+    expert_w2: str | None = None
+    expert_w3: str | None = None
+    num_experts_attr: str | None = None
+    top_k_attr: str | None = None
+    has_shared_experts: bool | None = None
+    shared_experts_pattern: str | None = None
+    shared_experts_gate_pattern: str | None = None
+    expert_activation: str | None = None
+
+
+class Pipeline(Block):
+    stages: Count | str = "auto"
+    partition: str = "best"
+    seed_layers: bool = False
+    activation_checkpoint_interval: Size = 0
+    pipe_partitioned: bool = True
+    grad_partitioned: bool = True
+
+
+# Engine features
+
+
+class HybridEngine(Block):
+    enabled: bool = False
+    max_out_tokens: Count = 512
+    inference_tp_size: Count = 1
+    release_inference_cache: bool = False
+    pin_parameters: bool = True
+    tp_gather_partition_size: Count = 8
+    enable_cuda_graph: bool = False
+
+
+class InferenceWeightQuantization(Block):
+    enabled: bool = True
+    num_bits: Count = 8
+    q_type: str = "symmetric"
+    q_groups: Count = 1
+    quantized_initialization: dict[str, Any] = {}
+    post_init_quant: dict[str, Any] = {}
+
+
+class Compile(Block):
+    deepcompile: bool = False
+    autoep_non_moe: bool = False
+    free_activation: bool = False
+    free_activation_threshold: Size = 10 * MIB
+    offload_activation: bool = False
+    offload_activation_pin_memory: bool = True
+    offload_opt_states: bool = False
+    double_buffer: bool = True
+    symmetric_memory: bool = False
+    debug_log: bool = False
+    offload_parameters: bool = False
+    sync_before_reduce: bool = False
+    sync_after_reduce: bool = False
+    sync_before_allgather: bool = False
+    sync_after_allgather: bool = False
+    keep_int_input_tensors: bool = True
+    keep_all_input_tensors: bool = False
+    passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = None
+
+
+class ActivationCheckpointing(Block):
+    partition_activations: bool = False
+    cpu_checkpointing: bool = False
+    contiguous_memory_optimization: bool = False
+    number_checkpoints: Size | None = None
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+
+class SparseAttention(Block):
+    mode: Annotated[
+        Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], BeforeValidator(lower)
+    ] = "fixed"
+    block: Count = 16
+    different_layout_per_head: bool = False
+    num_local_blocks: Size = 4
+    num_global_blocks: Size = 1
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: Size = 1
+    num_random_blocks: Size = 0
+    local_window_blocks: list[Size] = [4]
+    global_block_indices: list[Size] = [0]
+    global_block_end_indices: list[Size] | None = None
+    num_sliding_window_blocks: Size = 3
+
+
+class FlopsProfiler(Block):
+    enabled: bool = False
+    profile_step: Size = 1
+    module_depth: Int = -1
+    top_modules: Size = 1
+    detailed: bool = True
+    output_file: str | None = None
+    recompute_fwd_factor: Real = 0.0
+
+
+# Data
+
+
+class CurriculumSchedule(Block):
+    total_curriculum_step: Size | None = None
+    difficulty_step: Size | None = None
+    root_degree: Real | None = None
+    difficulty: list[Real] | None = None
+    max_step: list[Size] | None = None
+
+
+class Curriculum(Block):
+    """The older, top-level form: sequence length as the difficulty."""
+
+    enabled: bool = False
+    curriculum_type: str = "seqlen"
+    min_difficulty: Size = 1
+    max_difficulty: Size | None = None
+    schedule_type: str = "fixed_linear"
+    schedule_config: CurriculumSchedule = CurriculumSchedule()
+
+
+class CurriculumMetric(Block):
+    index_to_sample_path: str | None = None
+    index_to_metric_path: str | None = None
+    difficulty_type: str = "value"
+    clustering_type: str = "single_cluster"
+    min_difficulty: Real = 1.0
+    max_difficulty: Real | None = None
+    schedule_type: str = "fixed_root"
+    schedule_config: CurriculumSchedule = CurriculumSchedule()
+
+
+class DataCurriculum(Block):
+    enabled: bool = False
+    data_cluster_path: str | None = None
+    curriculum_metrics: dict[str, CurriculumMetric] = {}
+
+
+class DynamicBatching(Block):
+    enabled: bool = False
+    metrics_path: str | None = None
+    lr_scaling_method: str = "linear"
+    min_batch_size: Size = 1
+    max_batch_size: Size | None = None
+    sequence_picking_order: str = "dataloader"
+    max_tokens: Size | None = None
+    verbose: bool = False
+
+
+class DataSampling(Block):
+    enabled: bool = False
+    num_epochs: Size = 1000
+    num_workers: Size = 0
+    pin_memory: bool = False
+    curriculum_learning: DataCurriculum = DataCurriculum()
+    dynamic_batching: DynamicBatching = DynamicBatching()
+
+
+class LtdScheduleConfig(Block):
+    require_steps: Size | None = None
+    seq_per_step: Size | None = None
+
+
+class LtdSchedule(Block):
+    min_value: Size | None = None
+    max_value: Size | None = None
+    schedule_type: str = "fixed_linear"
+    schedule_config: LtdScheduleConfig = LtdScheduleConfig()
+
+
+class LayerTokenLr(Block):
+    enabled: bool = False
+    total_layer_tokens: Size | None = None
+    warmup_type: str | None = None
+    warmup_layer_tokens: Size | None = None
+
+
+class RandomLtd(Block):
+    enabled: bool = False
+    total_layer_num: Size | None = None
+    random_ltd_layer_num: Size | None = None
+    random_ltd_layer_id: list[Size] = []
+    model_mask_name: str | None = None
+    model_type: str = "decoder"
+    hidden_state_order: str = "batch_seq_dim"
+    global_batch_size: Size | None = None
+    micro_batch_size: Size | None = None
+    random_ltd_schedule: LtdSchedule = LtdSchedule()
+    layer_token_lr_schedule: LayerTokenLr = LayerTokenLr()
+
+
+class DataRouting(Block):
+    enabled: bool = False
+    random_ltd: RandomLtd = RandomLtd()
+
+
+class DataEfficiency(Block):
+    enabled: bool = False
+    seed: Int = 1234
+    data_sampling: DataSampling = DataSampling()
+    data_routing: DataRouting = DataRouting()
+
+
+class ProgressiveLayerDrop(Block):
+    enabled: bool = False
+    theta: Real = 1.0
+    gamma: Real = 0.001
+
+
+# Compression
+
+
+class Eigenvalue(Block):
+    enabled: bool = False
+    verbose: bool = False
+    max_iter: Size = 100
+    tol: Real = 1e-2
+    stability: Real = 1e-6
+    gas_boundary_resolution: Size = 1
+    layer_name: str = "bert.encoder.layer"
+    layer_num: Size = 0
+
+
+class MixedQuantize(Block):
+    enabled: bool = False
+    quantize_change_ratio: Real = 0.001
+
+
+class QuantizeAlgo(Block):
+    q_type: str = "symmetric"
+    rounding: str = "nearest"
+
+
+class QuantizeBits(Block):
+    start_bits: Size = 16
+    target_bits: Size = 8
+
+
+class QuantizeSchedule(Block):
+    quantize_period: Size = 1000
+    schedule_offset: Size = 1000
+
+
+class QuantizeTraining(Block):
+    """MoQ as it was first spelled, before `compression_training`."""
+
+    enabled: bool = False
+    quantize_verbose: bool = False
+    quantizer_kernel: bool = False
+    quantize_groups: Size = 1
+    quantize_weight_in_forward: bool = False
+    quantize_algo: QuantizeAlgo = QuantizeAlgo()
+    quantize_bits: QuantizeBits = QuantizeBits()
+    quantize_schedule: QuantizeSchedule = QuantizeSchedule()
+    fp16_mixed_quantize: MixedQuantize = MixedQuantize()
+    eigenvalue: Eigenvalue = Eigenvalue()
+
+
+class LayerReduction(Block):
+    enabled: bool = False
+    keep_number_layer: Size | None = None
+    module_name_prefix: str = ""
+    teacher_layer: list[Size] = []
+    other_module_name: Names = []
+
+
+class WeightQuantizationShared(Block):
+    enabled: bool = False
+    quantizer_kernel: bool = False
+    schedule_offset: Size = 0
+    quantize_groups: Size = 1
+    quantize_verbose: bool = False
+    quantization_type: str = "symmetric"
+    rounding: str = "nearest"
+    quantize_weight_in_forward: bool = False
+    fp16_mixed_quantize: MixedQuantize = MixedQuantize()
+
+
+class WeightQuantizationParams(Block):
+    start_bits: Size = 8
+    target_bits: Size = 8
+    quantization_period: Size = 1
+
+
+class WeightQuantizationGroup(Block):
+    params: WeightQuantizationParams = WeightQuantizationParams()
+    modules: Names = ["*"]
+    related_modules: list[Any] | None = None
+
+
+class WeightQuantization(Block):
+    shared_parameters: WeightQuantizationShared = WeightQuantizationShared()
+    different_groups: dict[str, WeightQuantizationGroup] = {}
+
+
+class ActivationQuantizationShared(Block):
+    enabled: bool = False
+    schedule_offset: Size = 1000
+    quantization_type: str = "symmetric"
+    range_calibration: str = "dynamic"
+
+
+class ActivationQuantizationParams(Block):
+    bits: Size = 8
+
+
+class ActivationQuantizationGroup(Block):
+    params: ActivationQuantizationParams = ActivationQuantizationParams()
+    modules: Names = ["*"]
+    related_modules: list[Any] | None = None
+
+
+class ActivationQuantization(Block):
+    shared_parameters: ActivationQuantizationShared = ActivationQuantizationShared()
+    different_groups: dict[str, ActivationQuantizationGroup] = {}
+
+
+class SparsePruningShared(Block):
+    enabled: bool = False
+    method: str = "l1"
+    schedule_offset: Size = 1000
+    schedule_offset_end: Size | None = None
+    schedule_offset_stride: Size = 1
+    block_pattern: str = "4x1"
+    dense_ratio: Fraction = 0.1
+    excluded_modules: Names = []
+
+
+class PruningShared(Block):
+    enabled: bool = False
+    method: str = "l1"
+    schedule_offset: Size = 1000
+
+
+class HeadPruningShared(Block):
+    enabled: bool = False
+    method: str = "topk"
+    schedule_offset: Size = 1000
+    num_heads: Size | None = None
+
+
+class PruningParams(Block):
+    dense_ratio: Fraction = 0.5
+
+
+class PruningGroup(Block):
+    params: PruningParams = PruningParams()
+    modules: Names = ["*"]
+    related_modules: list[Any] | None = None
+
+
+class SparsePruning(Block):
+    shared_parameters: SparsePruningShared = SparsePruningShared()
+    different_groups: dict[str, PruningGroup] = {}
+
+
+class Pruning(Block):
+    shared_parameters: PruningShared = PruningShared()
+    different_groups: dict[str, PruningGroup] = {}
+
+
+class HeadPruning(Block):
+    shared_parameters: HeadPruningShared = HeadPruningShared()
+    different_groups: dict[str, PruningGroup] = {}
+
+
+class CompressionTraining(Block):
+    layer_reduction: LayerReduction = LayerReduction()
+    weight_quantization: WeightQuantization = WeightQuantization()
+    activation_quantization: ActivationQuantization = ActivationQuantization()
+    sparse_pruning: SparsePruning = SparsePruning()
+    row_pruning: Pruning = Pruning()
+    head_pruning: HeadPruning = HeadPruning()
+    channel_pruning: Pruning = Pruning()
+
+
+# Watching, saving, tuning
+
+
+class Tensorboard(Block):
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class Wandb(Block):
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+class CsvMonitor(Block):
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class Comet(Block):
+    enabled: bool = False
+    samples_log_interval: Count = 100
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: str | None = None
+
+
+class CommsLogger(Block):
+    enabled: bool = False
+    prof_all: bool = True
+    prof_ops: Names = []
+    verbose: bool = False
+    debug: bool = False
+
+
+class ThroughputTimer(Block):
+    enabled: bool = True
+    synchronized: bool = True
+
+
+class Timers(Block):
+    throughput: ThroughputTimer = ThroughputTimer()
+
+
+class Elasticity(Block):
+    enabled: bool = False
+    max_train_batch_size: Count = 2000
+    micro_batch_sizes: list[Count] = [2, 4, 6]
+    min_gpus: Count = 1
+    max_gpus: Count = 10000
+    min_time: Size = 0
+    prefer_larger_batch: bool = True
+    version: Real = 0.2
+    ignore_non_elastic_batch_info: bool = False
+    num_gpus_per_node: Count = 1
+    model_parallel_size: Count = 1
+
+
+class ParallelWrite(Block):
+    pipeline_stage: bool = False
+
+
+class CheckpointWriter(Block):
+    type: str = "fast"
+    decoupled: bool = False
+    io_buffer_size: Size = 64 * MIB
+    io_buffer_double: bool = True
+    io_multiplier: Count = 1
+    show_statistics: bool = False
+    data_parallel: str | None = None
+
+
+class Checkpoint(Block):
+    tag_validation: Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(lower)] = "warn"
+    load_universal: bool = False
+    use_node_local_storage: bool = False
+    parallel_write: ParallelWrite = ParallelWrite()
+    checkpoint_serialization: bool = True
+    writer: CheckpointWriter | None = None
+
+
+class Nebula(Block):
+    enabled: bool = False
+    persistent_storage_path: str | None = None
+    persistent_time_interval: Size = 100
+    num_of_version_in_retention: Size = 2
+    enable_nebula_load: bool = True
+    load_path: str | None = None
+
+
+class ModelInfo(Block):
+    profile: bool = False
+    num_params: Size | None = None
+    hidden_size: Size | None = None
+    num_layers: Size | None = None
+
+
+class Autotuning(Block):
+    enabled: bool = False
+    results_dir: str = "autotuning_results"
+    exps_dir: str = "autotuning_exps"
+    overwrite: bool = True
+    metric: str = "throughput"
+    metric_path: str | None = None
+    start_profile_step: Size = 3
+    end_profile_step: Size = 5
+    fast: bool = True
+    max_train_batch_size: Count | None = None
+    min_train_batch_size: Count = 1
+    max_train_micro_batch_size_per_gpu: Count = 1024
+    min_train_micro_batch_size_per_gpu: Count = 1
+    num_tuning_micro_batch_sizes: Count = 3
+    mp_size: Count = 1
+    tuner_type: str = "gridsearch"
+    tuner_early_stopping: Count = 5
+    tuner_num_trials: Count = 50
+    arg_mappings: dict[str, Any] | None = None
+    model_info: ModelInfo | None = None
+    model_info_path: str | None = None

@@ -1,0 +1,496 @@
+"""What becomes of every key of the JSON: honoured, without effect here, or refused.
+
+- HONOURED: the value changes what Slipstream does; `proof` names the test that shows it.
+- NO_EFFECT: the key is understood and there is nothing for it to do; said once, when it is set to something
+  other than its default.
+- REFUSED: it asks for a feature that is not built yet. A value that leaves the feature off is fine; a value
+  that switches it on is an error, for training without it in silence would be worse.
+
+A key is listed by name in `HONOURED` or `NO_EFFECT`, or belongs to a `Feature` by name or by block. A name
+wins over a block, so a key moves from one class to another by one line. A test holds that every key of the
+schema has exactly one class and that every name here is in the schema.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .parse import Leaf
+
+logger = logging.getLogger(__name__)
+
+
+class Fate(enum.Enum):
+    HONOURED = "honoured"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """Something DeepSpeed offers that is not built yet: the keys that ask for it and those that set it up."""
+
+    what: str
+    remedy: str
+    switches: tuple[str, ...]  # keys; any of them with a value outside `off` asks for the feature
+    off: tuple[Any, ...] = (False, None)
+    blocks: tuple[str, ...] = ()  # every other key below these belongs to the feature
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    name: str
+    fate: Fate
+    proof: str = ""  # HONOURED: a test function somewhere below tests/
+    reason: str = ""  # NO_EFFECT and REFUSED
+    remedy: str = ""  # REFUSED
+
+
+class Counts(NamedTuple):
+    honoured: int
+    no_effect: int
+    refused: int
+
+
+HONOURED: Mapping[str, str] = {
+    "train_batch_size": "test_train_batch_size",
+    "train_micro_batch_size_per_gpu": "test_train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "test_gradient_accumulation_steps",
+    "managed_gradient_accumulation": "test_managed_gradient_accumulation",
+    "data_parallel_size": "test_data_parallel_size_is_checked",
+    "optimizer.type": "test_optimizer_type",
+    "optimizer.params": "test_optimizer_params",
+    "scheduler.type": "test_scheduler_type",
+    "scheduler.params": "test_scheduler_params",
+    "gradient_clipping": "test_gradient_clipping",
+    "communication_data_type": "test_communication_data_type",
+    "gradient_allreduce_op": "test_gradient_allreduce_op",
+    "fp16.enabled": "test_fp16_enabled",
+    "fp16.auto_cast": "test_fp16_auto_cast",
+    "fp16.loss_scale": "test_fp16_loss_scale",
+    "fp16.initial_scale_power": "test_fp16_initial_scale_power",
+    "fp16.loss_scale_window": "test_fp16_loss_scale_window",
+    "fp16.hysteresis": "test_fp16_hysteresis",
+    "fp16.consecutive_hysteresis": "test_fp16_consecutive_hysteresis",
+    "fp16.min_loss_scale": "test_fp16_min_loss_scale",
+    "fp16.fp16_master_weights_and_grads": "test_fp16_master_weights_and_grads",
+    "bf16.enabled": "test_bf16_enabled",
+    "bf16.check_grad_overflow": "test_bf16_check_grad_overflow",
+    "bf16.bf16_master_weights_and_grads": "test_bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states": "test_bf16_optimizer_states",
+    "torch_autocast.enabled": "test_torch_autocast_enabled",
+    "torch_autocast.dtype": "test_torch_autocast_dtype",
+    "data_types.grad_accum_dtype": "test_data_types_grad_accum_dtype",
+    "data_types.param_dtype": "test_data_types_param_dtype",
+    "zero_optimization.stage": "test_zero_optimization_stage",
+    "zero_optimization.mics_shard_size": "test_zero_optimization_mics_shard_size",
+    "steps_per_print": "test_steps_per_print",
+    "wall_clock_breakdown": "test_wall_clock_breakdown",
+    "dump_state": "test_dump_state",
+    "log_level": "test_log_level",
+    "dataloader_drop_last": "test_dataloader_drop_last",
+    "checkpoint.tag_validation": "test_checkpoint_tag_validation",
+    "slipstream.seed": "test_slipstream_seed",
+    "slipstream.transport": "test_slipstream_transport",
+    "slipstream.timeout_s": "test_slipstream_timeout_s",
+    "slipstream.poison_released": "test_slipstream_poison_released",
+}
+
+_UNITS = "parameters move in whole units (one per repeated block), not in buckets of this size"
+_WHOLE = "a unit is gathered whole, so the modules inside it are leaves already"
+_TRANSPORT = "the transport picks the collective; each reduction has one fixed order and sends each byte once"
+_DISK = "only offload to disk reads it, and that is not built yet"
+_WRITER = "every rank writes its own shards through torch.distributed.checkpoint, without pickles"
+_ROUNDING = (
+    "gradients are summed in fp32 and scaled once at the end, so there is no order of division to choose"
+)
+_RECOMPUTE = "torch.utils.checkpoint works as it is and keeps no such buffers"
+
+NO_EFFECT: Mapping[str, str] = {
+    "zero_allow_untested_optimizer": "there is no whitelist: every optimizer is allowed at every stage",
+    "zero_force_ds_cpu_optimizer": "every optimizer may step on the CPU",
+    "optimizer.legacy_fusion": "there is one implementation of each optimizer",
+    "prescale_gradients": _ROUNDING,
+    "gradient_predivide_factor": _ROUNDING,
+    "seq_parallel_communication_data_type": "there is no sequence parallelism yet",
+    "disable_allgather": "DeepSpeed itself never reads it",
+    "allgather_size": _UNITS,
+    "fp16.fused_mode": "there is one mixed-precision path",
+    "bf16.immediate_grad_update": "gradients are always reduced as soon as they are complete",
+    "torch_autocast.lower_precision_safe_modules": "torch.autocast decides by operation, not by module",
+    "data_types.keep_in_fp32_modules": "buffers keep the dtype that the model gave them",
+    "zero_optimization.mics_hierarchical_params_gather": "units are gathered inside the sharding group only",
+    "zero_optimization.contiguous_gradients": "gradients are contiguous by layout",
+    "zero_optimization.reduce_scatter": _TRANSPORT,
+    "zero_optimization.use_multi_rank_bucket_allreduce": _TRANSPORT,
+    "zero_optimization.allgather_partitions": _TRANSPORT,
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _TRANSPORT,
+    "zero_optimization.stage3_allgather_sequential": _TRANSPORT,
+    "zero_optimization.reduce_bucket_size": _UNITS,
+    "zero_optimization.allgather_bucket_size": _UNITS,
+    "zero_optimization.sub_group_size": _UNITS,
+    "zero_optimization.stage3_prefetch_bucket_size": _UNITS,
+    "zero_optimization.stage3_param_persistence_threshold": _UNITS,
+    "zero_optimization.stage3_model_persistence_threshold": _UNITS,
+    "zero_optimization.stage3_max_live_parameters": _UNITS,
+    "zero_optimization.stage3_max_reuse_distance": _UNITS,
+    "zero_optimization.stage3_module_granularity_threshold": _UNITS,
+    "zero_optimization.leaf_module.classes": _WHOLE,
+    "zero_optimization.leaf_module.names": _WHOLE,
+    "zero_optimization.leaf_module.name_suffixes": _WHOLE,
+    "zero_optimization.overlap_comm": "communication overlaps wherever the device has streams",
+    "zero_optimization.compute_grad_norm": "the norm falls out of the reduction at no extra pass",
+    "zero_optimization.load_from_fp32_weights": "checkpoints hold the master weights, and those are loaded",
+    "zero_optimization.elastic_checkpoint": "every checkpoint loads at any world size",
+    "zero_optimization.pipeline_loading_checkpoint": "each rank reads only its own part of a checkpoint",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "engine.state_dict() is always complete",
+    "zero_optimization.ignore_unused_parameters": "a parameter that no rank used has gradient zero",
+    "zero_optimization.legacy_stage1": "there is one implementation of every stage",
+    "zero_optimization.round_robin_gradients": "every unit is spread over all ranks evenly",
+    "zero_optimization.parameter_alignment": "parameters always start on 128-byte boundaries",
+    "zero_optimization.memory_efficient_linear": "torch.nn.functional.linear is left alone",
+    "zero_optimization.override_module_apply": "torch.nn.Module is left alone",
+    "zero_optimization.log_trace_cache_warnings": "there is no trace cache",
+    "zero_optimization.enable_sanity_checks": "the checks are always on",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _DISK,
+    "zero_optimization.cpu_offload_use_pin_memory": "there is no offload yet",
+    "zero_optimization.grad_hooks": "gradients are always reduced from hooks",
+    "aio.block_size": _DISK,
+    "aio.queue_depth": _DISK,
+    "aio.intra_op_parallelism": _DISK,
+    "aio.single_submit": _DISK,
+    "aio.overlap_events": _DISK,
+    "aio.use_gds": _DISK,
+    "disable_python_gc": "Python's collector is left alone; call gc.disable() in the script",
+    "memory_breakdown": "engine.explain() gives the bytes of every state",
+    "timers.throughput.enabled": "steps_per_print and wall_clock_breakdown ask for times",
+    "timers.throughput.synchronized": "times are taken where the step synchronises anyway",
+    "activation_checkpointing.contiguous_memory_optimization": _RECOMPUTE,
+    "activation_checkpointing.number_checkpoints": _RECOMPUTE,
+    "activation_checkpointing.synchronize_checkpoint_boundary": _RECOMPUTE,
+    "activation_checkpointing.profile": _RECOMPUTE,
+    "checkpoint.load_universal": "every checkpoint is universal",
+    "checkpoint.parallel_write.pipeline_stage": _WRITER,
+    "checkpoint.checkpoint_serialization": _WRITER,
+    "checkpoint.writer.type": _WRITER,
+    "checkpoint.writer.io_buffer_size": _WRITER,
+    "checkpoint.writer.io_buffer_double": _WRITER,
+    "checkpoint.writer.io_multiplier": _WRITER,
+    "checkpoint.writer.show_statistics": _WRITER,
+    "checkpoint.writer.data_parallel": _WRITER,
+    "vocabulary_size": "DeepSpeed only prints a hint about alignment for it",
+}
+
+_COMPRESSION = (
+    "layer_reduction.enabled",
+    *(
+        f"{technique}.shared_parameters.enabled"
+        for technique in (
+            "weight_quantization",
+            "activation_quantization",
+            "sparse_pruning",
+            "row_pruning",
+            "head_pruning",
+            "channel_pruning",
+        )
+    ),
+)
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        what="offload of optimizer state",
+        remedy='set the device to "none"; zero_optimization.stage 1 to 3 shard the state over the ranks',
+        switches=("zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload"),
+        off=("none", False, None),
+        blocks=("zero_optimization.offload_optimizer",),
+    ),
+    Feature(
+        what="offload of parameters",
+        remedy='set the device to "none"; zero_optimization.stage 3 shards the parameters over the ranks',
+        switches=("zero_optimization.offload_param.device", "zero_optimization.cpu_offload_param"),
+        off=("none", False, None),
+        blocks=("zero_optimization.offload_param",),
+    ),
+    Feature(
+        what="ZenFlow",
+        remedy="drop the block zero_optimization.zenflow",
+        switches=("zero_optimization.zenflow.topk_ratio",),
+        off=(),
+        blocks=("zero_optimization.zenflow",),
+    ),
+    Feature(
+        what="quantised ZeRO communication (ZeRO++)",
+        remedy="drop the key; communication_data_type halves the bytes of gradients",
+        switches=(
+            "zero_optimization.zero_quantized_weights",
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            "zero_optimization.zero_quantized_gradients",
+        ),
+    ),
+    Feature(
+        what="quantised ZeRO communication with error feedback (LoCo)",
+        remedy="drop the block zero_optimization.zeropp_loco_param",
+        switches=("zero_optimization.zeropp_loco_param.err_beta",),
+        off=(),
+        blocks=("zero_optimization.zeropp_loco_param",),
+    ),
+    Feature(
+        what="a secondary partition of the parameters (hpZ)",
+        remedy="drop the key; zero_optimization.mics_shard_size keeps all gathers inside a group",
+        switches=("zero_optimization.zero_hpz_partition_size",),
+        off=(0, 1),
+    ),
+    Feature(
+        what="NVIDIA Apex AMP",
+        remedy='use "bf16", "fp16" or "torch_autocast" with "enabled": true',
+        switches=("amp.enabled",),
+        blocks=("amp",),
+    ),
+    Feature(
+        what="MS-AMP",
+        remedy='use "bf16", "fp16" or "torch_autocast" with "enabled": true',
+        switches=("msamp.enabled",),
+        blocks=("msamp",),
+    ),
+    Feature(
+        what="a cast of the buffers",
+        remedy="cast them before initialize, where they may lose precision",
+        switches=("data_types.buffer_dtype",),
+    ),
+    Feature(
+        what="sparse gradients of embeddings",
+        remedy="drop the key; dense reduction gives the same numbers",
+        switches=("sparse_gradients",),
+    ),
+    Feature(
+        what="tensor parallelism",
+        remedy="set the size to 0 or 1; zero_optimization.stage 3 shards the weights as well",
+        switches=("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+        off=(0, 1),
+        blocks=("tensor_parallel",),
+    ),
+    Feature(
+        what="expert parallelism",
+        remedy="drop the key; experts train as ordinary parameters at every ZeRO stage",
+        switches=("expert_parallel.enabled", "use_data_before_expert_parallelism"),
+        blocks=("expert_parallel",),
+    ),
+    Feature(
+        what="sequence parallelism",
+        remedy="set sequence_parallel_size to 1",
+        switches=("sequence_parallel_size",),
+        off=(1,),
+    ),
+    Feature(
+        what="pipeline parallelism",
+        remedy='set pipeline.stages to 1 or "auto"; zero_optimization.stage 3 spreads the layers as well',
+        switches=("pipeline.stages",),
+        off=("auto", 1, "1"),
+        blocks=("pipeline",),
+    ),
+    Feature(
+        what="the hybrid engine for RLHF",
+        remedy="set hybrid_engine.enabled to false; generation under torch.no_grad() works at every stage",
+        switches=("hybrid_engine.enabled",),
+        blocks=("hybrid_engine",),
+    ),
+    Feature(
+        what="weight quantisation for inference",
+        remedy="drop the block weight_quantization",
+        switches=("weight_quantization.quantized_initialization", "weight_quantization.post_init_quant"),
+        off=({},),
+        blocks=("weight_quantization",),
+    ),
+    Feature(
+        what="DeepCompile",
+        remedy="set compile.deepcompile to false and call torch.compile on the model or its blocks",
+        switches=("compile.deepcompile",),
+        blocks=("compile",),
+    ),
+    Feature(
+        what="graph harvesting",
+        remedy='drop the key; torch.compile(mode="reduce-overhead") captures CUDA graphs',
+        switches=("graph_harvesting",),
+    ),
+    Feature(
+        what="partitioning of checkpointed activations",
+        remedy="set it to false; it needs tensor parallelism",
+        switches=("activation_checkpointing.partition_activations",),
+    ),
+    Feature(
+        what="checkpointed activations in host memory",
+        remedy="set it to false; torch.autograd.graph.save_on_cpu does it around a forward",
+        switches=("activation_checkpointing.cpu_checkpointing",),
+    ),
+    Feature(
+        what="block-sparse attention",
+        remedy='drop the block or set its mode to "dense"; FlexAttention of torch takes block masks',
+        switches=("sparse_attention.mode",),
+        off=("dense",),
+        blocks=("sparse_attention",),
+    ),
+    Feature(
+        what="the flops profiler",
+        remedy="set it to false; torch.utils.flop_counter counts a forward and backward",
+        switches=("flops_profiler.enabled",),
+        blocks=("flops_profiler",),
+    ),
+    Feature(
+        what="data efficiency (curriculum sampling, random-LTD)",
+        remedy="set data_efficiency.enabled to false",
+        switches=(
+            "data_efficiency.enabled",
+            "data_efficiency.data_sampling.enabled",
+            "data_efficiency.data_routing.enabled",
+        ),
+        blocks=("data_efficiency",),
+    ),
+    Feature(
+        what="curriculum learning",
+        remedy="set curriculum_learning.enabled to false and cut the sequences in the data loader",
+        switches=("curriculum_learning.enabled",),
+        blocks=("curriculum_learning",),
+    ),
+    Feature(
+        what="progressive layer dropping",
+        remedy="set progressive_layer_drop.enabled to false",
+        switches=("progressive_layer_drop.enabled",),
+        blocks=("progressive_layer_drop",),
+    ),
+    Feature(
+        what="eigenvalue estimation",
+        remedy="set eigenvalue.enabled to false",
+        switches=("eigenvalue.enabled", "quantize_training.eigenvalue.enabled"),
+        blocks=("eigenvalue", "quantize_training.eigenvalue"),
+    ),
+    Feature(
+        what="compression (quantisation-aware training, pruning, layer reduction)",
+        remedy="set the technique's enabled to false",
+        switches=(
+            *(f"compression_training.{switch}" for switch in _COMPRESSION),
+            "quantize_training.enabled",
+        ),
+        blocks=("compression_training", "quantize_training"),
+    ),
+    Feature(
+        what="monitoring by TensorBoard, Weights & Biases, Comet or CSV",
+        remedy="set it to false and log the loss and engine.global_grad_norm from the script",
+        switches=("tensorboard.enabled", "wandb.enabled", "comet.enabled", "csv_monitor.enabled"),
+        blocks=("tensorboard", "wandb", "comet", "csv_monitor"),
+    ),
+    Feature(
+        what="the communication log",
+        remedy="set it to false; engine.explain() gives the bytes on the wire per step",
+        switches=("comms_logger.enabled",),
+        blocks=("comms_logger",),
+    ),
+    Feature(
+        what="elastic batch sizes",
+        remedy="set elasticity.enabled to false and restart; checkpoints load at any world size",
+        switches=("elasticity.enabled",),
+        blocks=("elasticity",),
+    ),
+    Feature(
+        what="checkpoints on node-local disks",
+        remedy="set it to false and save to a directory that all nodes see",
+        switches=("checkpoint.use_node_local_storage",),
+    ),
+    Feature(
+        what="checkpoints written while training goes on",
+        remedy="set it to false; saves are synchronous",
+        switches=("checkpoint.writer.decoupled",),
+    ),
+    Feature(
+        what="Nebula checkpoints",
+        remedy="set nebula.enabled to false; saves are atomic and sharded already",
+        switches=("nebula.enabled",),
+        blocks=("nebula",),
+    ),
+    Feature(
+        what="DataStates checkpoints",
+        remedy="drop the key; saves are atomic and sharded already",
+        switches=("datastates_ckpt",),
+    ),
+    Feature(
+        what="autotuning",
+        remedy="set autotuning.enabled to false; `slipstream plan` shows the bytes before anything runs",
+        switches=("autotuning.enabled",),
+        blocks=("autotuning",),
+    ),
+)
+
+
+@cache
+def table() -> Mapping[str, Key]:
+    """The class of every key of the schema, by generic dotted name. A key without a class is a KeyError."""
+    from .parse import schema_keys
+
+    return MappingProxyType({name: _classify(name) for name in schema_keys()})
+
+
+def counts() -> Counts:
+    fates = [key.fate for key in table().values()]
+    return Counts(*(fates.count(fate) for fate in (Fate.HONOURED, Fate.NO_EFFECT, Fate.REFUSED)))
+
+
+def refuse(leaves: Iterable[Leaf]) -> None:
+    """Raise one ValueError that names every feature that is asked for and not built."""
+    refusals = []
+    for leaf in leaves:
+        feature = _switched_by(leaf.key)
+        if feature is not None and leaf.value not in feature.off:
+            asked = f"{leaf.path} = {leaf.value!r} asks for {feature.what}"
+            refusals.append(f"{asked}, which is not built yet; {feature.remedy}")
+    if refusals:
+        head = "" if len(refusals) == 1 else "the config asks for features that are not built yet:\n- "
+        raise ValueError(head + "\n- ".join(refusals))
+
+
+def without_effect(leaves: Iterable[Leaf]) -> tuple[str, ...]:
+    """One sentence for each reason that makes keys set by the user do nothing here."""
+    idle: dict[str, list[str]] = {}
+    for leaf in leaves:
+        if not leaf.given or leaf.value == leaf.default:
+            continue
+        key = table()[leaf.key]
+        if key.fate is Fate.NO_EFFECT:
+            idle.setdefault(key.reason, []).append(leaf.path)
+    return tuple(
+        f"{', '.join(paths)} {'has' if len(paths) == 1 else 'have'} no effect here: {reason}"
+        for reason, paths in idle.items()
+    )
+
+
+def say(notes: Iterable[str]) -> None:
+    """Log the notes of a plan. Called by `initialize`, once, on rank 0."""
+    for note in notes:
+        logger.warning("config: %s", note)
+
+
+def _classify(name: str) -> Key:
+    assert not (name in HONOURED and name in NO_EFFECT), f"{name} has two classes"
+    if name in HONOURED:
+        return Key(name=name, fate=Fate.HONOURED, proof=HONOURED[name])
+    if name in NO_EFFECT:
+        return Key(name=name, fate=Fate.NO_EFFECT, reason=NO_EFFECT[name])
+    feature = _switched_by(name) or _set_up_by(name)
+    if feature is None:
+        raise KeyError(f"config key {name} has no class in keys.py")
+    return Key(name=name, fate=Fate.REFUSED, reason=f"{feature.what} is not built yet", remedy=feature.remedy)
+
+
+def _switched_by(name: str) -> Feature | None:
+    if name in HONOURED or name in NO_EFFECT:
+        return None
+    return next((feature for feature in FEATURES if name in feature.switches), None)
+
+
+def _set_up_by(name: str) -> Feature | None:
+    return next((f for f in FEATURES if any(name.startswith(f"{block}.") for block in f.blocks)), None)

@@ -1,0 +1,204 @@
+"""The frozen `Plan`: everything the engine needs to know of the JSON, and where each value came from.
+
+Nothing below `config/` sees JSON, `"auto"`, aliases or defaults. A plan is plain data: it can be compared,
+pickled and sent to another process. `resolution.py` makes it.
+
+Glossary of `sources`, by dotted key: "config" (the user wrote it), "argument" (given beside the config),
+"default" (DeepSpeed 0.19's), "auto: <rule>" (the user wrote "auto"), "derived: <formula>" (follows from other
+values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataWorld:
+    data_parallel: int  # ranks that a batch is split over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What rules for "auto" may ask of the model, the device and the other arguments of `initialize`."""
+
+    hidden_size: int | None
+    num_params: int
+    device_type: str
+    supports_bf16: bool
+    loader_batch_size: int | None = None  # of a DataLoader that the user brought
+    optimizer_lr: float | None = None  # of an optimizer that the user brought
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """`train_batch_size` = `micro_batch_size` x `accumulation` x data-parallel ranks."""
+
+    train_batch_size: int
+    micro_batch_size: int
+    accumulation: int
+    managed: bool  # step() counts micro-batches and acts at the boundary; otherwise every step() is one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroPlan:
+    stage: Literal[0, 1, 2, 3]
+    shard_size: int | None  # MiCS: ranks that share one copy of the states; None = all data-parallel ranks
+    transport: Literal["auto", "shared", "gloo"]
+    reduce_op: Literal["mean", "sum"]
+    reduce_bucket_bytes: int | None  # None = by unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScalePlan:
+    static: float | None  # None = dynamic, by the fields below
+    initial: float
+    window: int  # clean steps before the scale doubles
+    hysteresis: int  # overflows before it halves
+    consecutive_hysteresis: bool  # a clean step restores the hysteresis
+    minimum: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionPlan:
+    param_dtype: torch.dtype
+    master_dtype: torch.dtype
+    state_dtype: torch.dtype
+    grad_accum_dtype: torch.dtype | None  # None = the gradient's own at accumulation 1, fp32 above
+    comm_dtype: torch.dtype | None  # None = the gradient's own
+    autocast_dtype: torch.dtype | None
+    auto_cast_inputs: bool
+    check_overflow: bool
+    loss_scale: LossScalePlan | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerPlan:
+    type: str
+    params: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerPlan:
+    type: str
+    params: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPlan:
+    drop_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPlan:
+    tag_validation: Literal["ignore", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugPlan:
+    timeout_s: float = 1800.0
+    poison_released: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    batch: BatchPlan
+    zero: ZeroPlan
+    precision: PrecisionPlan
+    optimizer: OptimizerPlan | None
+    scheduler: SchedulerPlan | None
+    gradient_clipping: float  # 0 = off
+    data: DataPlan
+    checkpoint: CheckpointPlan
+    steps_per_print: int | None  # None = never
+    wall_clock_breakdown: bool
+    dump_state: bool
+    log_level: str | None
+    seed: int  # of the loader's shuffle
+    debug: DebugPlan
+    notes: tuple[str, ...]  # what the user set without effect; `keys.say` logs them
+    sources: Mapping[str, str]
+
+
+def describe(plan: Plan) -> str:
+    """The plan as a table of key, value and source, one key per line."""
+    rows = [("key", "value", "source")]
+    rows += [
+        (key, _text(value), plan.sources.get(key, "default")) for key, value in plan_values(plan).items()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}" for key, value, source in rows]
+    rule = "-" * max(map(len, lines))
+    return "\n".join([lines[0], rule, *lines[1:], *(f"note: {note}" for note in plan.notes)])
+
+
+def plan_values(plan: Plan) -> dict[str, Any]:
+    """The plan under the JSON's own keys, in reading order."""
+    batch, zero, precision = plan.batch, plan.zero, plan.precision
+    half = {dtype: precision.param_dtype is dtype for dtype in (torch.float16, torch.bfloat16)}
+    values: dict[str, Any] = {
+        "train_batch_size": batch.train_batch_size,
+        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
+        "gradient_accumulation_steps": batch.accumulation,
+        "managed_gradient_accumulation": batch.managed,
+        "zero_optimization.stage": zero.stage,
+        "zero_optimization.mics_shard_size": zero.shard_size,
+        "gradient_allreduce_op": zero.reduce_op,
+        "communication_data_type": precision.comm_dtype,
+        "fp16.enabled": half[torch.float16],
+        "bf16.enabled": half[torch.bfloat16],
+        "data_types.param_dtype": precision.param_dtype,
+        "data_types.grad_accum_dtype": precision.grad_accum_dtype,
+        "fp16.fp16_master_weights_and_grads": precision.master_dtype is torch.float16,
+        "bf16.bf16_master_weights_and_grads": precision.master_dtype is torch.bfloat16,
+        "bf16.bf16_optimizer_states": precision.state_dtype is torch.bfloat16,
+        "fp16.auto_cast": precision.auto_cast_inputs,
+        "torch_autocast.enabled": precision.autocast_dtype is not None,
+        "torch_autocast.dtype": precision.autocast_dtype,
+    }
+    if half[torch.bfloat16]:
+        values["bf16.check_grad_overflow"] = precision.check_overflow
+    if precision.loss_scale is not None:
+        scale = precision.loss_scale
+        values |= {
+            "fp16.loss_scale": "dynamic" if scale.static is None else scale.static,
+            "fp16.initial_scale_power": scale.initial,
+            "fp16.loss_scale_window": scale.window,
+            "fp16.hysteresis": scale.hysteresis,
+            "fp16.consecutive_hysteresis": scale.consecutive_hysteresis,
+            "fp16.min_loss_scale": scale.minimum,
+        }
+    for name, part in (("optimizer", plan.optimizer), ("scheduler", plan.scheduler)):
+        if part is not None:
+            values[f"{name}.type"] = part.type
+            values |= {f"{name}.params.{key}": value for key, value in part.params.items()}
+    return values | {
+        "gradient_clipping": plan.gradient_clipping,
+        "dataloader_drop_last": plan.data.drop_last,
+        "checkpoint.tag_validation": plan.checkpoint.tag_validation,
+        "steps_per_print": plan.steps_per_print,
+        "wall_clock_breakdown": plan.wall_clock_breakdown,
+        "dump_state": plan.dump_state,
+        "log_level": plan.log_level,
+        "slipstream.seed": plan.seed,
+        "slipstream.transport": zero.transport,
+        "slipstream.timeout_s": plan.debug.timeout_s,
+        "slipstream.poison_released": plan.debug.poison_released,
+    }
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, torch.dtype):
+        return _NAMES[value]
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

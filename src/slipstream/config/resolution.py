@@ -1,0 +1,464 @@
+"""A parsed JSON becomes a `Plan`: "auto" and the batch triad are worked out, contradictions are refused.
+
+`resolve` is a pure function of its arguments, so that every rank that calls it with the same ones gets the
+same plan or the same error, before any collective.
+
+Rules for "auto": the table `AUTO` (and, for what optimizers and schedulers take, `AUTO_PARAMS`). A key
+without a rule becomes its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from . import keys
+from .plan import (
+    DTYPES,
+    BatchPlan,
+    CheckpointPlan,
+    DataPlan,
+    DataWorld,
+    DebugPlan,
+    LossScalePlan,
+    ModelFacts,
+    OptimizerPlan,
+    Plan,
+    PrecisionPlan,
+    SchedulerPlan,
+    ZeroPlan,
+)
+
+if TYPE_CHECKING:
+    from .parse import Parsed
+
+
+class Auto(NamedTuple):
+    """A rule for "auto": what it says, and its value given the config and the facts."""
+
+    text: str
+    value: Callable[[Parsed, ModelFacts], Any]
+
+
+def _on(parsed: Parsed, path: str) -> bool:
+    return bool(parsed.leaves[path].value) and path not in parsed.autos
+
+
+AUTO: Mapping[str, Auto] = MappingProxyType(
+    {
+        "train_batch_size": Auto(
+            "follows from the micro batch and the accumulation", lambda parsed, facts: None
+        ),
+        "gradient_accumulation_steps": Auto(
+            "follows from the batch sizes, else 1", lambda parsed, facts: None
+        ),
+        "train_micro_batch_size_per_gpu": Auto(
+            "follows from train_batch_size, else the batch size of the loader given to initialize, else 1",
+            lambda parsed, facts: None,
+        ),
+        "bf16.enabled": Auto(
+            "bf16 where the device supports it, unless fp16 is on",
+            lambda parsed, facts: facts.supports_bf16 and not _on(parsed, "fp16.enabled"),
+        ),
+        "fp16.enabled": Auto(
+            "fp16 on CUDA devices without bf16, unless bf16 is on",
+            lambda parsed, facts: (
+                facts.device_type == "cuda" and not facts.supports_bf16 and not _on(parsed, "bf16.enabled")
+            ),
+        ),
+        "gradient_clipping": Auto("1.0", lambda parsed, facts: 1.0),
+        "zero_optimization.reduce_bucket_size": Auto(
+            "hidden size squared, in elements",
+            lambda parsed, facts: None if facts.hidden_size is None else facts.hidden_size**2,
+        ),
+    }
+)
+
+# What "auto" is for parameters of DeepSpeed's optimizers and schedules: its defaults. Of others, "auto" is left
+# out, and the optimizer's own default holds.
+_ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+AUTO_PARAMS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "adam": _ADAM,
+        "adamw": _ADAM,
+        "lamb": _ADAM,
+        "lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
+        "adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
+        "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+        "warmuplr": {"warmup_min_lr": 0.0, "warmup_num_steps": 1000},
+        "warmupdecaylr": {"warmup_min_lr": 0.0, "warmup_num_steps": 1000},
+        "warmupcosinelr": {"warmup_min_ratio": 0.0, "warmup_num_steps": 1000, "cos_min_ratio": 0.0001},
+    }
+)
+_FROM_OPTIMIZER = ("warmup_max_lr", "cycle_max_lr")  # "auto" is the optimizer's learning rate
+_FROM_LOOP = ("total_num_steps",)  # "auto" cannot be known here
+_NOT_BUILT = {"onebitadam", "onebitlamb", "zerooneadam"}
+_TUPLES = ("betas", "etas", "step_sizes")
+
+
+def resolve(
+    raw: Mapping[str, Any],
+    *,
+    world: DataWorld,
+    facts: ModelFacts,
+    overrides: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The plan for a config (a dictionary, see `load_config`); `overrides`, by dotted key, win over it.
+
+    Raises ValueError for unknown keys, bad values, contradictions and features that are not built yet.
+    """
+    from .parse import parse  # pydantic takes a while to import
+
+    parsed = parse(_overridden(raw, overrides or {}))
+    keys.refuse(parsed.leaves.values())
+    values = _Values(parsed, facts, frozenset(overrides or ()))
+    batch = _batch(values, world)
+    precision = _precision(values)
+    optimizer, clipping = _optimizer(values)
+    return Plan(
+        batch=batch,
+        zero=_zero(values, world, precision),
+        precision=precision,
+        optimizer=optimizer,
+        scheduler=_scheduler(values, optimizer),
+        gradient_clipping=clipping,
+        data=DataPlan(drop_last=values.take("dataloader_drop_last")),
+        checkpoint=CheckpointPlan(tag_validation=values.take("checkpoint.tag_validation")),
+        steps_per_print=values.take("steps_per_print"),
+        wall_clock_breakdown=values.take("wall_clock_breakdown"),
+        dump_state=values.take("dump_state"),
+        log_level=values.take("log_level"),
+        seed=values.take("slipstream.seed"),
+        debug=DebugPlan(
+            timeout_s=values.take("slipstream.timeout_s"),
+            poison_released=values.take("slipstream.poison_released"),
+        ),
+        notes=(*keys.without_effect(parsed.leaves.values()), *values.notes),
+        sources=dict(sorted(values.sources.items())),
+    )
+
+
+class _Values:
+    """Reads a parsed config key by key, resolves "auto" and remembers where each value came from."""
+
+    def __init__(self, parsed: Parsed, facts: ModelFacts, arguments: frozenset[str]) -> None:
+        self.parsed, self.facts, self.arguments = parsed, facts, arguments
+        self.sources: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def take(self, path: str) -> Any:
+        leaf = self.parsed.leaves[path]
+        rule = AUTO.get(path)
+        if not self.is_auto(path):
+            self.sources[path] = self.origin(path) if leaf.given else "default"
+            return leaf.value
+        self.sources[path] = "auto: the default" if rule is None else f"auto: {rule.text}"
+        return leaf.value if rule is None else rule.value(self.parsed, self.facts)
+
+    def idle(self, block: str, why: str) -> None:
+        """The values taken so far of a block that is off, given or not, are not the plan's."""
+        for path, source in self.sources.items():
+            if path.startswith(f"{block}.") and path != f"{block}.enabled" and source in ("config", "argument"):
+                self.sources[path] = why
+
+    def is_auto(self, path: str) -> bool:
+        parts = path.split(".")
+        return any(".".join(parts[: i + 1]) in self.parsed.autos for i in range(len(parts)))
+
+    def origin(self, path: str) -> str:
+        return "argument" if any(f"{path}.".startswith(f"{name}.") for name in self.arguments) else "config"
+
+
+def _overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(raw)
+    for path, value in overrides.items():
+        *parents, name = path.split(".")
+        block = result
+        for depth, parent in enumerate(parents):
+            below = block.get(parent)
+            if isinstance(below, bool) and parents[: depth + 1] == ["zero_optimization"]:
+                below = {"stage": int(below)}
+            block[parent] = dict(below) if isinstance(below, Mapping) else {}
+            block = block[parent]
+        block[name] = value
+    return result
+
+
+def _batch(values: _Values, world: DataWorld) -> BatchPlan:
+    ranks = world.data_parallel
+    stated = values.take("data_parallel_size")
+    if stated is not None and stated != ranks:
+        raise ValueError(
+            f"data_parallel_size is {stated}, but the batch is split over {ranks} ranks; "
+            f"drop the key, or start {stated} processes"
+        )
+    train = values.take("train_batch_size")
+    micro = values.take("train_micro_batch_size_per_gpu")
+    accumulation = values.take("gradient_accumulation_steps")
+    if train is None and micro is None and values.is_auto("train_micro_batch_size_per_gpu"):
+        micro = values.facts.loader_batch_size or 1
+        if values.facts.loader_batch_size is None:
+            values.notes.append(
+                'train_micro_batch_size_per_gpu is "auto" with nothing to go by and became 1; '
+                "give train_batch_size or the micro batch size"
+            )
+    batch = triad(train, micro, accumulation, ranks)
+    for path, given, formula in (
+        ("train_batch_size", train, "micro batch x accumulation x data parallel"),
+        ("train_micro_batch_size_per_gpu", micro, "train_batch_size / (accumulation x data parallel)"),
+        ("gradient_accumulation_steps", accumulation, "train_batch_size / (micro batch x data parallel)"),
+    ):
+        if given is None:
+            values.sources[path] = f"derived: {formula}"
+    if accumulation is None and (train is None or micro is None):
+        values.sources["gradient_accumulation_steps"] = "default"
+    return BatchPlan(
+        train_batch_size=batch.train,
+        micro_batch_size=batch.micro,
+        accumulation=batch.accumulation,
+        managed=values.take("managed_gradient_accumulation"),
+    )
+
+
+class Triad(NamedTuple):
+    train: int
+    micro: int
+    accumulation: int
+
+
+def triad(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> Triad:
+    """The batch triad from any one or two of its members (accumulation alone says nothing).
+
+    Raises ValueError when the members disagree or do not divide.
+    """
+    if train is None:
+        if micro is None:
+            raise ValueError(
+                "neither train_batch_size nor train_micro_batch_size_per_gpu is set; give one of them "
+                "(train_batch_size = micro batch x gradient_accumulation_steps x data parallel)"
+            )
+        accumulation = accumulation or 1
+        return Triad(micro * accumulation * ranks, micro, accumulation)
+    if micro is None:
+        accumulation = accumulation or 1
+        _divides(train, "accumulation", accumulation, ranks)
+        return Triad(train, train // (accumulation * ranks), accumulation)
+    if accumulation is None:
+        _divides(train, "micro batch", micro, ranks)
+        return Triad(train, micro, train // (micro * ranks))
+    if train != micro * accumulation * ranks:
+        raise ValueError(
+            f"train_batch_size ({train}) != micro batch ({micro}) x accumulation ({accumulation}) "
+            f"x data parallel ({ranks}) = {micro * accumulation * ranks}; drop one of the three and it is "
+            "derived"
+        )
+    return Triad(train, micro, accumulation)
+
+
+def _divides(train: int, name: str, factor: int, ranks: int) -> None:
+    unit = factor * ranks
+    if train % unit:
+        below, above = train // unit * unit, (train // unit + 1) * unit
+        near = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"train_batch_size ({train}) is not a multiple of {name} ({factor}) x data parallel ({ranks}) = "
+            f"{unit}; the nearest that is: {near}"
+        )
+
+
+def _precision(values: _Values) -> PrecisionPlan:
+    fp16, bf16 = values.take("fp16.enabled"), values.take("bf16.enabled")
+    if fp16 and bf16:
+        raise ValueError(
+            "fp16.enabled and bf16.enabled are both true; weights have one dtype, turn one of them off"
+        )
+    if bf16 and not values.facts.supports_bf16:
+        raise ValueError(
+            f"bf16.enabled is true, but this {values.facts.device_type} device does not support bf16; "
+            'use {"fp16": {"enabled": true}}, or "auto" in both'
+        )
+    param = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
+    stated = values.take("data_types.param_dtype")
+    if stated is None:
+        values.sources["data_types.param_dtype"] = "derived: fp16.enabled and bf16.enabled"
+    elif (fp16 or bf16) and DTYPES[stated] is not param:
+        raise ValueError(
+            f"data_types.param_dtype is {stated}, but {'fp16' if fp16 else 'bf16'}.enabled is true; drop one"
+        )
+    elif stated == "fp16" and not fp16:
+        raise ValueError(
+            'data_types.param_dtype fp16 needs a loss scale; write {"fp16": {"enabled": true}} instead'
+        )
+    else:
+        param = DTYPES[stated]
+    master = torch.float32
+    for half, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        if values.take(f"{half}.{half}_master_weights_and_grads") and param is dtype:
+            master = dtype
+    states = values.take("bf16.bf16_optimizer_states") and param is torch.bfloat16
+    autocast = DTYPES[values.take("torch_autocast.dtype")] if values.take("torch_autocast.enabled") else None
+    check = values.take("bf16.check_grad_overflow")
+    scaled = fp16 or autocast is torch.float16
+    auto_cast = values.take("fp16.auto_cast")
+    for half, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        if param is not dtype:
+            values.idle(half, f"derived: the weights are not {half}")
+    accumulated = values.take("data_types.grad_accum_dtype")
+    if accumulated is None and master is not torch.float32:
+        values.sources["data_types.grad_accum_dtype"] = "derived: master_weights_and_grads"
+    comm = values.take("communication_data_type")
+    return PrecisionPlan(
+        param_dtype=param,
+        master_dtype=master,
+        state_dtype=torch.bfloat16 if states else torch.float32,
+        grad_accum_dtype=DTYPES[accumulated] if accumulated else None if master is torch.float32 else master,
+        comm_dtype=DTYPES[comm] if comm else None,
+        autocast_dtype=autocast,
+        auto_cast_inputs=auto_cast and fp16,
+        check_overflow=scaled or (check and param is torch.bfloat16),
+        loss_scale=_loss_scale(values) if scaled else None,
+    )
+
+
+def _loss_scale(values: _Values) -> LossScalePlan:
+    static = values.take("fp16.loss_scale")
+    plan = LossScalePlan(
+        static=static or None,
+        initial=2.0 ** values.take("fp16.initial_scale_power"),
+        window=values.take("fp16.loss_scale_window"),
+        hysteresis=values.take("fp16.hysteresis"),
+        consecutive_hysteresis=values.take("fp16.consecutive_hysteresis"),
+        minimum=values.take("fp16.min_loss_scale"),
+    )
+    if plan.static is None and plan.initial < plan.minimum:
+        raise ValueError(
+            f"fp16.initial_scale_power gives a loss scale of {plan.initial:g}, below fp16.min_loss_scale "
+            f"({plan.minimum:g}); raise the power or lower the minimum"
+        )
+    return plan
+
+
+def _zero(values: _Values, world: DataWorld, precision: PrecisionPlan) -> ZeroPlan:
+    stage, shard = values.take("zero_optimization.stage"), values.take("zero_optimization.mics_shard_size")
+    shard = shard if shard > 0 else None
+    if shard is not None and stage != 3:
+        raise ValueError(
+            f"zero_optimization.mics_shard_size ({shard}) shards weights, gradients and optimizer state in "
+            f"groups, which is stage 3, but the stage is {stage}; set it to 3 or drop mics_shard_size"
+        )
+    if shard is not None and world.data_parallel % shard:
+        sizes = [size for size in range(1, world.data_parallel + 1) if world.data_parallel % size == 0]
+        raise ValueError(
+            f"zero_optimization.mics_shard_size ({shard}) does not divide the {world.data_parallel} "
+            f"data-parallel ranks; use one of {', '.join(map(str, sizes))}"
+        )
+    bucket, set_by = (
+        values.take("zero_optimization.reduce_bucket_size"),
+        "zero_optimization.reduce_bucket_size",
+    )
+    return ZeroPlan(
+        stage=stage,
+        shard_size=shard,
+        transport=values.take("slipstream.transport"),
+        reduce_op=values.take("gradient_allreduce_op"),
+        reduce_bucket_bytes=(
+            None
+            if bucket is None or values.sources[set_by] == "default"
+            else bucket * (precision.comm_dtype or precision.param_dtype).itemsize
+        ),
+    )
+
+
+def _optimizer(values: _Values) -> tuple[OptimizerPlan | None, float]:
+    clipping = float(values.take("gradient_clipping"))
+    if values.parsed.config.optimizer is None:
+        return None, clipping
+    name = values.take("optimizer.type")
+    if name.lower() in _NOT_BUILT:
+        raise ValueError(
+            f"optimizer.type {name!r} is compressed communication, which is not built yet; use Adam or Lamb"
+        )
+    params = _params(values, "optimizer", name)
+    norm = params.pop("max_grad_norm", None)
+    values.sources.pop("optimizer.params.max_grad_norm", None)
+    if norm:
+        stated = values.parsed.leaves["gradient_clipping"].given and not values.is_auto("gradient_clipping")
+        if stated and clipping != norm:
+            raise ValueError(
+                f"gradient_clipping ({clipping:g}) and optimizer.params.max_grad_norm ({norm:g}) "
+                "disagree; they are two names of one thing, keep gradient_clipping"
+            )
+        if not stated:
+            clipping = float(norm)
+            values.sources["gradient_clipping"] = "derived: optimizer.params.max_grad_norm"
+    return OptimizerPlan(type=name, params=params), clipping
+
+
+def _scheduler(values: _Values, optimizer: OptimizerPlan | None) -> SchedulerPlan | None:
+    if values.parsed.config.scheduler is None:
+        return None
+    name = values.take("scheduler.type")
+    params = _params(values, "scheduler", name)
+    given = values.parsed.leaves["scheduler.params"].value
+    for key in (key for key, value in given.items() if _is_auto(value)):
+        path = f"scheduler.params.{key}"
+        if key in _FROM_OPTIMIZER:
+            rate = _learning_rate(optimizer, values.facts)
+            if rate is None:
+                raise ValueError(
+                    f'{path} is "auto", and the learning rate is not known here; give the number'
+                )
+            params[key] = rate
+            values.sources[path] = "auto: the optimizer's learning rate"
+        elif key in _FROM_LOOP:
+            raise ValueError(
+                f'{path} is "auto", and only the training loop knows it; give the number of optimizer steps'
+            )
+    return SchedulerPlan(type=name, params=params)
+
+
+def _learning_rate(optimizer: OptimizerPlan | None, facts: ModelFacts) -> float | None:
+    if facts.optimizer_lr is not None or optimizer is None:
+        return facts.optimizer_lr
+    rate = optimizer.params.get("lr", AUTO_PARAMS.get(optimizer.type.lower(), {}).get("lr"))
+    return None if rate is None else float(rate)
+
+
+def _params(values: _Values, block: str, name: str) -> dict[str, Any]:
+    """The free arguments of an optimizer or scheduler, as Python values, with "auto" by `AUTO_PARAMS`."""
+    rules = AUTO_PARAMS.get(name.lower(), {})
+    params: dict[str, Any] = {}
+    for key, value in values.parsed.leaves[f"{block}.params"].value.items():
+        path = f"{block}.params.{key}"
+        if value is None:
+            continue
+        if not _is_auto(value):
+            params[key] = _plain(key, value)
+            values.sources[path] = values.origin(path)
+        elif key in rules:
+            params[key] = rules[key]
+            values.sources[path] = "auto: DeepSpeed's default"
+    return params
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value.lower() == "auto"
+
+
+def _plain(key: str, value: Any) -> Any:
+    """Text that is a number or a truth value becomes one; lists that torch wants as tuples become tuples."""
+    if isinstance(value, (list, tuple)):
+        items = [_plain("", item) for item in value]
+        return tuple(items) if key in _TUPLES else items
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    return int(value) if value.strip().lstrip("+-").isdigit() else number

@@ -1,0 +1,98 @@
+"""The values a key of the JSON may hold: pydantic types that take what people and launchers really write.
+
+Numbers come as text (YAML reads 1e-5 as a string), sizes as floats (0.9 * hidden * hidden), "never" as
+infinity, dtypes in five spellings. What is accepted here is accepted for every key of that type; nothing else
+is guessed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+MIB = 1 << 20
+
+_DTYPES = {
+    "fp32": ("fp32", "float32", "float", "torch.float32"),
+    "fp16": ("fp16", "float16", "half", "torch.float16"),
+    "bf16": ("bf16", "bfloat16", "bfloat", "torch.bfloat16"),
+}
+
+
+def _numeric(value: Any) -> Any:
+    """Numbers may arrive as text (YAML reads 1e-5 as a string); booleans are never numbers here."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    if isinstance(value, str):
+        try:
+            return float(value) if set(value) & set(".eEnN") else int(value)
+        except ValueError:
+            raise ValueError("must be a number") from None
+    return value
+
+
+def _integral(value: Any) -> Any:
+    value = _numeric(value)
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError("must be a whole number")
+    return value
+
+
+def _truncated(value: Any) -> Any:
+    """Sizes are computed by callers (0.9 * hidden * hidden): a fraction is cut, infinity means no limit."""
+    value = _numeric(value)
+    if isinstance(value, float):
+        return (
+            sys.maxsize if math.isinf(value) and value > 0 else int(value) if math.isfinite(value) else value
+        )
+    return value
+
+
+def _interval(value: Any) -> Any:
+    """Steps between two reports: infinity and 0 both mean never."""
+    value = _numeric(value)
+    return None if value == 0 or value == math.inf else _integral(value)
+
+
+def _dtype(value: Any) -> Any:
+    text = str(value).lower()
+    for name, spellings in _DTYPES.items():
+        if text in spellings:
+            return name
+    raise ValueError(f"must be one of {', '.join(_DTYPES)}")
+
+
+def _dtype_or_none(value: Any) -> Any:
+    return None if str(value).lower() == "none" else _dtype(value)
+
+
+def lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Int = Annotated[int, BeforeValidator(_integral)]
+Count = Annotated[int, BeforeValidator(_integral), Field(ge=1)]
+Size = Annotated[int, BeforeValidator(_truncated), Field(ge=0)]
+Real = Annotated[float, BeforeValidator(_numeric)]
+Positive = Annotated[float, BeforeValidator(_numeric), Field(gt=0)]
+Fraction = Annotated[float, BeforeValidator(_numeric), Field(ge=0, le=1)]
+Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_interval)]
+Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
+DtypeOrNone = Annotated[Literal["fp32", "fp16", "bf16"] | None, BeforeValidator(_dtype_or_none)]
+Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lower)]
+Names = Annotated[list[str], BeforeValidator(_one_or_many)]
+
+
+class Block(BaseModel):
+    """A JSON object. Its keys are its fields, and there are no others."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True
+    )

@@ -1,0 +1,149 @@
+"""One node: torch.distributed.run in this process, with the ending told by us.
+
+Started as `python -m slipstream.launch.agent [--report] [--lease] TORCHRUN-OPTIONS...`, or called by `run` for a job on this host.
+`--report` sends failures to the starter as marked lines; without it the summary is printed here. `--lease` stops when stdin ends,
+which is how an ssh that goes away takes its ranks with it.
+
+torch's names touched here: `torch.distributed.run.{parse_args, run}`, `ChildFailedError.failures`, `SignalException`, `RendezvousError`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.launch import environment
+from slipstream.launch.failure import Failure, encode, first, render, shell_code, with_reason
+from slipstream.launch.watch import Watch
+from slipstream.launch.worker import read_records, read_stack
+from slipstream.observe.host import num_cores, read_pressure
+
+__all__ = ["main", "run_node"]
+
+
+def _quiet_torchrun() -> None:
+    """torchrun tells every signal and exit at WARNING and above; we tell the ending once. LOGLEVEL, its own switch, is obeyed."""
+    if "LOGLEVEL" in os.environ:
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+def _share_cores(num_ranks: int) -> None:
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = num_cores()
+    threads = environment.num_threads(cores, num_ranks)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    print(
+        f"slipstream run: OMP_NUM_THREADS={threads} for each rank ({cores} cores, {num_ranks} ranks); set it to choose otherwise",
+        file=sys.stderr,
+    )
+
+
+def _collect(failures: dict[int, Any], folder: Path, watch: Watch) -> list[Failure]:
+    """torchrun's process failures joined with the records of the ranks and the times of their deaths."""
+    attempts = [int(path.name.removeprefix("attempt").partition("-")[0]) for path in folder.glob("attempt*-rank*")]
+    attempt = max(attempts, default=0)
+    records = {record.rank: record for record in read_records(folder, attempt)}
+    collected = []
+    for rank, ended in failures.items():
+        if rank in records:
+            collected.append(replace(records[rank], exit_code=records[rank].exit_code or ended.exitcode))
+            continue
+        collected.append(
+            Failure(
+                rank=rank,
+                host=socket.gethostname(),
+                time_ns=watch.deaths.get(ended.pid, ended.timestamp * 10**9),
+                exit_code=ended.exitcode,
+                stack=read_stack(folder, attempt, rank),
+                stopped=ended.pid in watch.killed or (ended.exitcode == -signal.SIGTERM and len(failures) > 1),
+            )
+        )
+    return collected
+
+
+def run_node(argv: Sequence[str], *, report: bool, lease: bool = False) -> int:
+    """Run one node's ranks to their end. Returns the exit code for the shell."""
+    from torch.distributed import DistError
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    options = torchrun.parse_args(list(argv))
+    _share_cores(int(options.nproc_per_node))
+    _quiet_torchrun()
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
+    options.log_dir = str(folder / "torchrun")
+    os.environ[environment.FAILURES] = str(folder)
+    before = read_pressure()
+    try:
+        with Watch() as watch:
+            if lease:
+                _stop_with_stdin(watch)
+            try:
+                torchrun.run(options)
+                return 0
+            except ChildFailedError as error:
+                after = read_pressure()
+                failures = [with_reason(failure, before, after) for failure in _collect(error.failures, folder, watch)]
+        sys.stderr.write("".join(map(encode, failures)) if report else render(failures))
+        sys.stderr.flush()
+        return shell_code(first(failures).exit_code)
+    except (DistError, RendezvousError) as error:
+        where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+        said = (str(error).splitlines() or [""])[0]
+        print(
+            f"slipstream run: the nodes did not meet at {where}: {said}; --master_addr must be the first node, reachable from "
+            "all, and --master_port free on it",
+            file=sys.stderr,
+        )
+        return 1
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stop_with_stdin(watch: Watch) -> None:
+    """Take stdin away from the ranks, and stop when it ends."""
+    lease = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+    def wait() -> None:
+        while os.read(lease, 4096):
+            pass
+        watch.stop_soon()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="slipstream-lease", daemon=True).start()
+
+
+def main() -> None:
+    argv = sys.argv[1:]
+    ours = {"--report", "--lease"}
+    flags = set()
+    while argv and argv[0] in ours:
+        flags.add(argv.pop(0))
+    sys.exit(run_node(argv, report="--report" in flags, lease="--lease" in flags))
+
+
+if __name__ == "__main__":
+    main()

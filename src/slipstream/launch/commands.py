@@ -1,0 +1,229 @@
+"""From a job to the commands that start it. Pure: nothing here runs, reads a file or looks at this machine.
+
+`ssh` and `pdsh` start one agent per node (`slipstream.launch.agent`, which speaks torchrun's own options), and each agent starts
+its node's ranks. `srun` and `mpirun` start the ranks themselves (`slipstream.launch.worker`), which find their place with `discover`.
+
+Glossary: *agent* one process per node; *worker* one rank, the user's script under our supervision; *exports* the variables that must
+be set on other hosts; *lease* a pipe to a remote agent's stdin, whose end tells it to stop.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.launch.hosts import Host
+
+__all__ = ["LAUNCHERS", "Command", "Job", "agent_argv", "local", "mpich", "one_node", "openmpi", "pdsh", "slurm", "ssh"]
+
+AGENT = "slipstream.launch.agent"
+WORKER = "slipstream.launch.worker"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to run, and where."""
+
+    hosts: tuple[Host, ...]
+    master_addr: str
+    master_port: int
+    python: str
+    directory: str  # where the ranks run
+    program: str  # script, module or executable
+    arguments: tuple[str, ...]
+    module: bool = False
+    no_python: bool = False
+    pass_local_rank: bool = False
+    max_restarts: int = 0
+    exports: Mapping[str, str] = field(default_factory=dict)
+    ssh_port: int | None = None
+    launcher_args: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(len(host.devices) for host in self.hosts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One process to start on this host."""
+
+    name: str  # for messages
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)  # on top of this process's
+    lease: bool = False
+
+
+def worker_arguments(job: Job, *, report: bool) -> list[str]:
+    """What follows `python -m slipstream.launch.worker`."""
+    options = [flag for flag, on in (("--report", report), ("--pass-local-rank", job.pass_local_rank), ("-m", job.module)) if on]
+    return [*options, job.program, *job.arguments]
+
+
+def _entry(job: Job) -> list[str]:
+    if job.no_python:
+        return ["--no-python", job.program, *job.arguments]
+    return ["--module", WORKER, *worker_arguments(job, report=False)]
+
+
+def agent_argv(job: Job, *, num_nodes: int, node_rank: int, num_ranks: int, local_addr: str | None) -> list[str]:
+    """torch.distributed.run's arguments for one node.
+
+    Restarts need the c10d rendezvous: it makes a fresh store for each attempt, where the static one keeps the keys of the attempt
+    that failed (the new ranks then connect to dead ones), and agents learn by it of each other's failures. It numbers the nodes
+    itself. Without restarts the static one, where node ranks are ours.
+    """
+    argv = [f"--nnodes={num_nodes}", f"--nproc-per-node={num_ranks}", f"--max-restarts={job.max_restarts}"]
+    if job.max_restarts:
+        endpoint = f"{job.master_addr}:{job.master_port}"
+        argv += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id=slipstream-{job.master_port}"]
+        argv += [f"--local-addr={local_addr}"] if local_addr else []
+    else:
+        argv += [f"--node-rank={node_rank}", f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
+    return [*argv, *_entry(job)]
+
+
+def one_node(job: Job, *, num_nodes: int = 1, node_rank: int = 0) -> list[str]:
+    """The agent's arguments for this host, alone or as one of several that are started by hand or by a scheduler."""
+    reachable = job.master_addr in _LOOPBACK or node_rank == 0
+    return agent_argv(
+        job,
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        num_ranks=len(job.hosts[0].devices),
+        local_addr=job.master_addr if reachable else None,
+    )
+
+
+def local(job: Job) -> list[Command]:
+    """The one node of the job, here."""
+    (host,) = job.hosts
+    env = {**job.exports, **({"CUDA_VISIBLE_DEVICES": host.mask} if host.mask else {})}
+    return [Command(name=host.name, argv=(job.python, "-u", "-m", AGENT, *one_node(job)), env=env)]
+
+
+def _remote_line(job: Job, exports: Mapping[str, str], agent: Sequence[str]) -> str:
+    """What a remote shell is given: everything quoted for it, and `exec`, so that the agent gets the signals."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in exports.items()]
+    env = ["env", *settings] if settings else []
+    return f"cd {shlex.quote(job.directory)} && exec {' '.join([*env, *agent])}"
+
+
+def ssh(job: Job) -> list[Command]:
+    """One ssh per node. `BatchMode`: a host that would ask for a password fails at once instead of waiting unseen."""
+    commands = []
+    for node_rank, host in enumerate(job.hosts):
+        exports = {**job.exports, **({"CUDA_VISIBLE_DEVICES": host.mask} if host.mask else {})}
+        argv = agent_argv(
+            job, num_nodes=len(job.hosts), node_rank=node_rank, num_ranks=len(host.devices), local_addr=host.name
+        )
+        agent = map(shlex.quote, (job.python, "-u", "-m", AGENT, "--report", "--lease", *argv))
+        port = ["-p", str(job.ssh_port)] if job.ssh_port else []
+        line = _remote_line(job, exports, list(agent))
+        ssh_argv = ("ssh", "-o", "BatchMode=yes", *port, *job.launcher_args, host.name, line)
+        commands.append(Command(name=host.name, argv=ssh_argv, lease=True))
+    return commands
+
+
+def pdsh(job: Job) -> list[Command]:
+    """One pdsh for all nodes, which puts a node's number for `%n`. A terminal at the far end (`-tt`) lets agents die with it.
+
+    The fan-out is the number of nodes: with fewer, the first would wait for the last, which have not been started.
+    """
+    hosts = job.hosts
+    agent = agent_argv(job, num_nodes=len(hosts), node_rank=0, num_ranks=0, local_addr=None)
+    words = [shlex.quote(word) for word in (job.python, "-u", "-m", AGENT, "--report", *agent)]
+    words = ['--nproc-per-node="$RANKS"' if word == "--nproc-per-node=0" else word for word in words]
+    words = ['--node-rank="$NODE"' if word == "--node-rank=0" else word for word in words]
+    cases = []
+    for node_rank, host in enumerate(hosts):
+        mask = f" export CUDA_VISIBLE_DEVICES={host.mask};" if host.mask else ""
+        cases.append(f"{node_rank}) RANKS={len(host.devices)};{mask};")
+    line = f"case $NODE in {' '.join(cases)} esac; {_remote_line(job, job.exports, words)}"
+    line = "NODE=%n; " + line.replace("%", "%%")  # pdsh reads % itself
+    port = f" -p {job.ssh_port}" if job.ssh_port else ""
+    names = ",".join(host.name for host in hosts)
+    argv = ("pdsh", "-S", "-N", "-R", "ssh", "-f", str(len(hosts)), *job.launcher_args, "-w", names, line)
+    return [Command(name="pdsh", argv=argv, env={"PDSH_SSH_ARGS_APPEND": f"-tt -o BatchMode=yes{port}"})]
+
+
+def _ranks_per_host(job: Job, launcher: str) -> int:
+    """The ranks of each host, for starters that take one number."""
+    counts = {len(host.devices) for host in job.hosts}
+    if len(counts) > 1:
+        listed = ", ".join(f"{host.name}: {len(host.devices)}" for host in job.hosts)
+        raise ValueError(f"--launcher {launcher} needs the same number of ranks on each host ({listed}); set --nproc, or use ssh")
+    return counts.pop()
+
+
+def _common_mask(job: Job, launcher: str) -> dict[str, str]:
+    masks = {host.mask for host in job.hosts}
+    if len(masks) > 1:
+        listed = ", ".join(f"{host.name}: {host.devices}" for host in job.hosts)
+        raise ValueError(f"--launcher {launcher} cannot give each host devices of its own ({listed}); choose alike, or use ssh")
+    mask = masks.pop()
+    return {"CUDA_VISIBLE_DEVICES": mask} if mask else {}
+
+
+def _program(job: Job) -> list[str]:
+    if job.no_python:
+        return [job.program, *job.arguments]
+    return [job.python, "-u", "-m", WORKER, *worker_arguments(job, report=True)]
+
+
+def _refuse_restarts(job: Job, launcher: str) -> None:
+    if job.max_restarts:
+        raise ValueError(
+            f"--max_restarts {job.max_restarts}: {launcher} starts the ranks itself and does not restart them; "
+            "use its own requeueing, or --launcher ssh"
+        )
+
+
+def slurm(job: Job, *, num_nodes: int | None = None) -> list[Command]:
+    """One srun, a task per rank, inside the allocation. The nodes are Slurm's to choose where the job names no hosts
+    (`num_nodes` then says how many); MASTER_ADDR is found by `discover` from the step's node list."""
+    _refuse_restarts(job, "slurm")
+    per_host = _ranks_per_host(job, "slurm")
+    nodes = num_nodes or len(job.hosts)
+    named = [] if num_nodes else [f"--nodelist={','.join(host.name for host in job.hosts)}"]
+    argv = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * per_host}", f"--ntasks-per-node={per_host}", *named]
+    argv += ["--kill-on-bad-exit=1", "--export=ALL", f"--chdir={job.directory}", *job.launcher_args, *_program(job)]
+    env = {**job.exports, **_common_mask(job, "slurm"), "MASTER_PORT": str(job.master_port)}
+    return [Command(name="srun", argv=tuple(argv), env=env)]
+
+
+def _mpi_environment(job: Job, launcher: str) -> dict[str, str]:
+    meeting = {"MASTER_ADDR": job.master_addr, "MASTER_PORT": str(job.master_port)}
+    return {**job.exports, **_common_mask(job, launcher), **meeting}
+
+
+def openmpi(job: Job) -> list[Command]:
+    """One mpirun; a rank per slot, hosts filled in order, unbound (threads would else share a core)."""
+    _refuse_restarts(job, "openmpi")
+    hosts = ",".join(f"{host.name}:{len(host.devices)}" for host in job.hosts)
+    settings = [word for name, value in _mpi_environment(job, "openmpi").items() for word in ("-x", f"{name}={value}")]
+    argv = ["mpirun", "-np", str(job.num_ranks), "--host", hosts, "--map-by", "slot", "--bind-to", "none"]
+    argv += ["--wdir", job.directory, *settings, *job.launcher_args, *_program(job)]
+    return [Command(name="mpirun", argv=tuple(argv))]
+
+
+def mpich(job: Job) -> list[Command]:
+    """One Hydra mpiexec (MPICH, Intel MPI), hosts filled in order."""
+    _refuse_restarts(job, "mpich")
+    hosts = ",".join(f"{host.name}:{len(host.devices)}" for host in job.hosts)
+    settings = [word for name, value in _mpi_environment(job, "mpich").items() for word in ("-genv", name, value)]
+    argv = ["mpiexec", "-n", str(job.num_ranks), "-hosts", hosts, "-wdir", job.directory]
+    argv += [*settings, *job.launcher_args, *_program(job)]
+    return [Command(name="mpiexec", argv=tuple(argv))]
+
+
+LAUNCHERS: Mapping[str, Callable[[Job], list[Command]]] = {
+    "local": local,
+    "ssh": ssh,
+    "pdsh": pdsh,
+    "slurm": slurm,
+    "openmpi": openmpi,
+    "mpich": mpich,
+}

@@ -1,0 +1,178 @@
+"""Who am I: rank, world size and meeting point from the environment that a starter left behind. Pure.
+
+Understood, in this order: torchrun and Kubernetes operators (RANK), Open MPI, MVAPICH2, a Slurm step, and PMI (MPICH, Intel MPI).
+The first that names a rank decides, so torchrun inside `srun` is torchrun's.
+
+A Slurm *batch script* also carries SLURM_PROCID=0 and SLURM_NTASKS=n although it is a single process; only a step, which `srun`
+starts and marks with SLURM_STEP_ID, is believed.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+__all__ = ["Node", "discover", "node", "slurm_hosts"]
+
+
+class _Starter(NamedTuple):
+    name: str
+    rank: str
+    world: str
+    local_rank: str
+    local_world: str
+    job: str  # a value that all ranks of one job share
+
+
+_STARTERS = (
+    _Starter(
+        name="Open MPI",
+        rank="OMPI_COMM_WORLD_RANK",
+        world="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job="PMIX_NAMESPACE",
+    ),
+    _Starter(
+        name="MVAPICH2",
+        rank="MV2_COMM_WORLD_RANK",
+        world="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_world="MV2_COMM_WORLD_LOCAL_SIZE",
+        job="PMI_ID",
+    ),
+    _Starter(
+        name="Slurm",
+        rank="SLURM_PROCID",
+        world="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_world="SLURM_STEP_TASKS_PER_NODE",
+        job="SLURM_JOB_ID",
+    ),
+    _Starter(
+        name="PMI",
+        rank="PMI_RANK",
+        world="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_world="MPI_LOCALNRANKS",
+        job="HYDI_CONTROL_FD",
+    ),
+)
+
+
+def slurm_hosts(text: str) -> list[str]:
+    """`node[01-03,07],gpu5` -> [node01, node02, node03, node07, gpu5]."""
+    hosts: list[str] = []
+    for entry in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
+        names = [""]
+        for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", entry):
+            if literal:
+                names = [name + literal for name in names]
+                continue
+            numbers: list[str] = []
+            for part in ranges.split(","):
+                low, _, high = part.partition("-")
+                numbers += [str(n).zfill(len(low)) for n in range(int(low), int(high or low) + 1)]
+            names = [name + number for name in names for number in numbers]
+        hosts += names
+    return hosts
+
+
+def _port(job: str) -> str:
+    """A port that all ranks of a job derive alike; outside the range from which kernels hand out ports."""
+    return str(20_000 + zlib.crc32(job.encode()) % 10_000)
+
+
+def _local_world(text: str, node_id: int) -> str | None:
+    """A count, or Slurm's run-length form `4(x2),3` of counts per node."""
+    counts: list[str] = []
+    for count, _, times in re.findall(r"(\d+)(\(x(\d+)\))?", text):
+        counts += [count] * int(times or 1)
+    return counts[min(node_id, len(counts) - 1)] if counts else None
+
+
+def _number(env: Mapping[str, str], name: str, starter: str) -> int:
+    if name not in env:
+        raise ValueError(f"{starter} set a rank but not {name}; set RANK, WORLD_SIZE, LOCAL_RANK yourself, or use `slipstream run`")
+    if not env[name].isdigit():
+        raise ValueError(f"{name}={env[name]!r} ({starter}) is not a number")
+    return int(env[name])
+
+
+def _meeting_point(env: Mapping[str, str], starter: _Starter, single_host: bool) -> dict[str, str]:
+    address = env.get("MASTER_ADDR")
+    if address is None and starter.name == "Slurm":
+        hosts = slurm_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
+        address = hosts[0] if hosts else None
+    if address is None and single_host:
+        address = "127.0.0.1"
+    if address is None:
+        raise ValueError(
+            f"{starter.name} does not tell the ranks where rank 0 is: set MASTER_ADDR to the first host's name "
+            "(mpirun -x MASTER_ADDR=host1, mpiexec -genv MASTER_ADDR host1), or use `slipstream run --hostfile`"
+        )
+    return {"MASTER_ADDR": address, "MASTER_PORT": env.get("MASTER_PORT") or _port(env.get(starter.job, ""))}
+
+
+def discover(env: Mapping[str, str]) -> dict[str, str] | None:
+    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and, where known, LOCAL_WORLD_SIZE, as torch.distributed reads them.
+
+    None if nothing started this process as one of several. ValueError if something did, and left out what is needed.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        rank, world = _number(env, "RANK", "the environment"), _number(env, "WORLD_SIZE", "the environment")
+        found = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": env.get("LOCAL_RANK", "0" if world == 1 else "")}
+        if not found["LOCAL_RANK"]:
+            raise ValueError(f"RANK={rank} and WORLD_SIZE={world} are set but not LOCAL_RANK; set it to this rank's number on its host")
+        if "MASTER_ADDR" not in env and world > 1:
+            raise ValueError(f"RANK={rank} and WORLD_SIZE={world} are set but not MASTER_ADDR; set it to rank 0's host")
+        if "LOCAL_WORLD_SIZE" in env:
+            found["LOCAL_WORLD_SIZE"] = env["LOCAL_WORLD_SIZE"]
+        return found | {"MASTER_ADDR": env.get("MASTER_ADDR", "127.0.0.1"), "MASTER_PORT": env.get("MASTER_PORT", "29500")}
+    for starter in _STARTERS:
+        if starter.rank not in env or (starter.name == "Slurm" and "SLURM_STEP_ID" not in env):
+            continue
+        rank, world = _number(env, starter.rank, starter.name), _number(env, starter.world, starter.name)
+        local_world = _local_world(env.get(starter.local_world, ""), int(env.get("SLURM_NODEID", "0")))
+        if starter.local_rank not in env and world > 1:
+            raise ValueError(f"{starter.name} set {starter.rank} but not {starter.local_rank}; set LOCAL_RANK, RANK and WORLD_SIZE")
+        found = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": env.get(starter.local_rank, "0")}
+        if local_world is not None:
+            found["LOCAL_WORLD_SIZE"] = local_world
+        return found | _meeting_point(env, starter, single_host=local_world == str(world) or world == 1)
+    return None
+
+
+class Node(NamedTuple):
+    """This node's place among several, each of which starts its own ranks."""
+
+    num_nodes: int
+    node_rank: int
+    master_addr: str | None
+    master_port: int | None
+
+
+def node(env: Mapping[str, str]) -> Node | None:
+    """The place of this node where a scheduler runs one `slipstream run` per node: torchrun's PET_* variables, or a Slurm step with
+    one task per node. None for a node on its own."""
+    if "PET_NNODES" in env and "PET_NODE_RANK" in env:
+        port = env.get("PET_MASTER_PORT") or env.get("MASTER_PORT")
+        return Node(
+            num_nodes=_number(env, "PET_NNODES", "the scheduler"),
+            node_rank=_number(env, "PET_NODE_RANK", "the scheduler"),
+            master_addr=env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR"),
+            master_port=int(port) if port else None,
+        )
+    if "SLURM_STEP_ID" in env and "RANK" not in env:
+        hosts = slurm_hosts(env.get("SLURM_STEP_NODELIST", ""))
+        tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
+        if len(hosts) > 1 and tasks == str(len(hosts)) and env.get("SLURM_LOCALID") == "0":
+            return Node(
+                num_nodes=len(hosts),
+                node_rank=_number(env, "SLURM_NODEID", "Slurm"),
+                master_addr=env.get("MASTER_ADDR") or hosts[0],
+                master_port=int(env.get("MASTER_PORT") or _port(env.get("SLURM_JOB_ID", ""))),
+            )
+    return None

@@ -1,0 +1,71 @@
+"""Which environment variables travel to the ranks, and files of more of them. Pure: text and mappings in, mappings out.
+
+Ranks started on this host inherit everything. To another host go only variables that change how training runs (`PREFIXES`), less
+what belongs to one host (`LOCAL`) and what looks like a secret; an environment file adds any others, by name. Files are
+`.deepspeed_env` and `.slipstream_env`, in the home directory and then in the working directory; the later one wins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+__all__ = ["FILES", "FAILURES", "num_threads", "parse_file", "propagated", "shown"]
+
+FILES = (".deepspeed_env", ".slipstream_env")
+FAILURES = "SLIPSTREAM_FAILURES"  # the directory where the ranks of one agent leave their failure records
+
+PREFIXES = (
+    *("SLIPSTREAM_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "PYTHON", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "KMP_"),
+    *("GOMP_", "UCX_", "FI_", "MV2_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "MLFLOW_", "WANDB_", "TRITON_"),
+)
+NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TZ", "LANG", "LC_ALL")
+# Of one host or one process: wrong, or harmful, elsewhere.
+LOCAL = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_ERROR_FILE", "PYTHONSTARTUP", FAILURES)
+_SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+
+
+def is_secret(name: str) -> bool:
+    return _SECRET.search(name) is not None
+
+
+def propagated(environ: Mapping[str, str]) -> dict[str, str]:
+    """The part of this process's environment that goes to other hosts, by name."""
+    chosen = (
+        name
+        for name in environ
+        if (name in NAMES or name.startswith(PREFIXES)) and name not in LOCAL and not is_secret(name) and _NAME.match(name)
+    )
+    return {name: environ[name] for name in sorted(chosen)}
+
+
+def parse_file(text: str, path: str) -> dict[str, str]:
+    """`VAR=VALUE` a line; `#` at its start makes a comment; quotes around a whole value are dropped."""
+    found: dict[str, str] = {}
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.strip().removeprefix("export ").strip()
+        if not line or line.startswith("#"):
+            continue
+        name, equals, value = line.partition("=")
+        name, value = name.strip(), value.strip()
+        if not equals or not _NAME.match(name):
+            raise ValueError(f"{path}:{number}: {line!r} is not VAR=VALUE")
+        if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'":
+            value = value[1:-1]
+        found[name] = value
+    return found
+
+
+def shown(variables: Mapping[str, str]) -> str:
+    """The variables in one line, for the user; values of secrets and long values are not shown."""
+    words = []
+    for name, value in variables.items():
+        text = "***" if is_secret(name) else value if len(value) <= 60 else value[:57] + "..."
+        words.append(f"{name}={text}")
+    return " ".join(words)
+
+
+def num_threads(num_cores: int, num_ranks: int) -> int:
+    """OMP_NUM_THREADS of each of `num_ranks` ranks that share `num_cores` cores."""
+    return max(1, num_cores // num_ranks)

@@ -1,0 +1,301 @@
+"""`slipstream run`: from arguments and surroundings to a job, its commands, and their end.
+
+`Surroundings` is all that is read from this host; from it and the arguments `plan_run` decides everything, purely. `execute` alone
+reads and starts things.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from slipstream.launch import commands, environment, hosts
+from slipstream.launch.commands import Command, Job
+from slipstream.launch.discover import Node, node
+from slipstream.launch.hosts import Host
+
+__all__ = ["Start", "Surroundings", "execute", "look_around", "plan_run"]
+
+DEFAULT_PORT = 29500  # torch's, where a port must be agreed on between hosts
+_THIS_HOST = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the decision needs to know about this host."""
+
+    environ: Mapping[str, str]
+    directory: str
+    python: str
+    names: tuple[str, ...]  # this host's own names
+    num_devices: int  # CUDA devices
+    free_port: int
+    hostfile: str | None = None  # text
+    env_files: tuple[tuple[str, str], ...] = ()  # (path, text), later ones win
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What to do: run `agent` (torchrun's options) in this process, or else `commands`; and what to say first."""
+
+    commands: tuple[Command, ...]
+    agent: tuple[str, ...] | None
+    env: Mapping[str, str]  # for the agent
+    notes: tuple[str, ...]
+
+
+def _devices_seen(around: Surroundings) -> int:
+    return around.num_devices or 1
+
+
+def _hosts(options: argparse.Namespace, around: Surroundings) -> tuple[Host, ...]:
+    """Hosts and devices after every filter. Without a hostfile: this host, and as many ranks as asked for."""
+    if around.hostfile is not None:
+        found = hosts.parse_hostfile(around.hostfile, options.hostfile)
+    else:
+        wanted = options.nproc if options.nproc is not None else _devices_seen(around)
+        slots = max(wanted, around.num_devices)
+        found = (Host(name="localhost", devices=tuple(range(slots))),)
+    if options.include:
+        found = hosts.include(found, options.include)
+    if options.exclude:
+        found = hosts.exclude(found, options.exclude)
+    return hosts.limit(found, options.num_nodes if around.hostfile is not None else None, options.nproc)
+
+
+def _default_launcher(options: argparse.Namespace, around: Surroundings, chosen: Sequence[Host], place: Node | None) -> str:
+    if options.launcher:
+        return str(options.launcher)
+    if options.node_rank is not None or options.no_ssh or place is not None:
+        return "local"
+    if around.hostfile is not None:
+        alone = len(chosen) == 1 and chosen[0].name in (*_THIS_HOST, *around.names)
+        return "local" if alone else "ssh"
+    in_allocation = int(around.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 and "RANK" not in around.environ
+    return "slurm" if in_allocation and (options.num_nodes or 2) > 1 else "local"
+
+
+def _node_of_this_host(options: argparse.Namespace, around: Surroundings, chosen: Sequence[Host], place: Node | None) -> Node:
+    """Where this host stands when it starts its own ranks only."""
+    num_nodes = len(chosen) if around.hostfile is not None else options.num_nodes or (place.num_nodes if place else 1)
+    if options.node_rank is not None:
+        node_rank = options.node_rank
+    elif place is not None:
+        node_rank = place.node_rank
+    elif num_nodes == 1:
+        node_rank = 0
+    else:
+        raise ValueError(
+            f"--num_nodes {num_nodes}: which of them is this? Give --node_rank 0..{num_nodes - 1} on each node, or a --hostfile "
+            "to start them all from here"
+        )
+    if not 0 <= node_rank < num_nodes:
+        raise ValueError(f"--node_rank {node_rank}: with {num_nodes} node(s) it is 0..{num_nodes - 1}; give --num_nodes")
+    master = options.master_addr or (place.master_addr if place else None)
+    if master is None and around.hostfile is not None:
+        master = chosen[0].name
+    if num_nodes > 1 and master is None:
+        raise ValueError(f"--num_nodes {num_nodes} needs --master_addr, the name or address of node 0, alike on each node")
+    port = options.master_port or (place.master_port if place else None)
+    return Node(num_nodes=num_nodes, node_rank=node_rank, master_addr=master, master_port=port)
+
+
+def _exports(options: argparse.Namespace, around: Surroundings) -> tuple[dict[str, str], list[str]]:
+    """Variables of the environment files, and a note on each file."""
+    merged: dict[str, str] = {}
+    notes = []
+    for path, text in around.env_files:
+        found = environment.parse_file(text, path)
+        merged |= found
+        notes.append(f"from {path}: {environment.shown(found) or 'nothing'}")
+    return merged, notes
+
+
+def _local_mask(mask: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for ranks of this host: device numbers count within what is visible already."""
+    if mask is None:
+        return {}
+    visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    chosen = [int(device) for device in mask.split(",")]
+    if visible and max(chosen) >= len(visible):
+        raise ValueError(f"device {max(chosen)} is not among CUDA_VISIBLE_DEVICES={','.join(visible)}; number them from 0")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[device] if visible else str(device) for device in chosen)}
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _describe_local(options: argparse.Namespace, around: Surroundings, num_ranks: int, place: Node) -> str:
+    why = ""
+    if options.nproc is None and around.hostfile is None:
+        found = _counted(around.num_devices, "CUDA device")
+        why = f" ({found})" if around.num_devices else " (no CUDA device; --nproc N starts more)"
+    if place.num_nodes == 1:
+        return f"{_counted(num_ranks, 'rank')} on this host{why}"
+    where = f"node {place.node_rank} of {place.num_nodes}, master {place.master_addr}:{place.master_port or DEFAULT_PORT}"
+    return f"{_counted(num_ranks, 'rank')} on this host{why}; {where}"
+
+
+def _start_here(options: argparse.Namespace, around: Surroundings, job: Job, place: Node) -> Start:
+    """One node: the agent runs in this process."""
+    exports, notes = _exports(options, around)
+    here = job.hosts[place.node_rank if around.hostfile is not None and len(job.hosts) > 1 else 0]
+    port = options.master_port or place.master_port or (around.free_port if place.num_nodes == 1 else DEFAULT_PORT)
+    job = replace(job, hosts=(here,), master_addr=place.master_addr or "127.0.0.1", master_port=port)
+    agent = commands.one_node(job, num_nodes=place.num_nodes, node_rank=place.node_rank)
+    env = {**exports, **_local_mask(here.mask, around.environ)}
+    summary = _describe_local(options, around, len(here.devices), place)
+    return Start(commands=(), agent=tuple(agent), env=env, notes=(summary, *notes))
+
+
+def _start_elsewhere(options: argparse.Namespace, around: Surroundings, job: Job, launcher: str) -> Start:
+    """Several nodes, or a starter of processes that is not ours."""
+    from_files, notes = _exports(options, around)
+    exports = {**environment.propagated(around.environ), **from_files}
+    master = options.master_addr or job.hosts[0].name
+    if len(job.hosts) > 1 and master in _THIS_HOST and any(host.name not in _THIS_HOST for host in job.hosts):
+        raise ValueError(f"the master is {master}, which other hosts cannot reach; give --master_addr, or its real name in the hostfile")
+    job = replace(job, master_addr=master, master_port=options.master_port or DEFAULT_PORT, exports=exports)
+    if launcher == "slurm":
+        job = replace(job, exports=from_files)  # srun exports everything itself
+        nodes = None
+        if around.hostfile is None:
+            nodes = options.num_nodes or int(around.environ.get("SLURM_JOB_NUM_NODES", "1"))
+        started = commands.slurm(job, num_nodes=nodes)
+        num_nodes = nodes or len(job.hosts)
+    else:
+        started = commands.LAUNCHERS[launcher](job)
+        num_nodes = len(job.hosts)
+        notes.insert(0, f"environment passed on: {environment.shown(environment.propagated(around.environ)) or 'nothing'}")
+    num_ranks = num_nodes * len(job.hosts[0].devices) if launcher == "slurm" else job.num_ranks
+    where = "" if launcher == "slurm" and not options.master_addr else f"; master {job.master_addr}:{job.master_port}"
+    summary = f"{_counted(num_ranks, 'rank')} on {_counted(num_nodes, 'host')}, by {launcher}{where}"
+    return Start(commands=tuple(started), agent=None, env={}, notes=(summary, *notes))
+
+
+def plan_run(options: argparse.Namespace, around: Surroundings) -> Start:
+    """Everything that `slipstream run` decides. ValueError for what the user can mend."""
+    if options.module and options.no_python:
+        raise ValueError("--module and --no_python exclude each other: a module needs Python")
+    if options.no_python and options.pass_local_rank:
+        raise ValueError("--pass_local_rank needs a Python script; an executable finds LOCAL_RANK in its environment")
+    place = node(around.environ)
+    chosen = _hosts(options, around)
+    launcher = _default_launcher(options, around, chosen, place)
+    job = Job(
+        hosts=chosen,
+        master_addr="",
+        master_port=0,
+        python=around.python,
+        directory=around.directory,
+        program=options.script,
+        arguments=tuple(options.arguments),
+        module=options.module,
+        no_python=options.no_python,
+        pass_local_rank=options.pass_local_rank,
+        max_restarts=options.max_restarts,
+        ssh_port=options.ssh_port,
+        launcher_args=tuple(shlex.split(options.launcher_args)),
+    )
+    if launcher == "local":
+        if around.hostfile is not None and len(chosen) > 1 and options.node_rank is None and place is None:
+            raise ValueError(
+                f"--launcher local with {len(chosen)} hosts: give --node_rank on each of them, or --launcher ssh to start them from here"
+            )
+        return _start_here(options, around, job, _node_of_this_host(options, around, chosen, place))
+    if around.hostfile is None and launcher in ("ssh", "pdsh"):
+        raise ValueError(f"--launcher {launcher} needs --hostfile, with one `HOST slots=N` a line")
+    if around.hostfile is None and launcher in ("openmpi", "mpich") and (options.num_nodes or 1) > 1:
+        raise ValueError(f"--launcher {launcher} with --num_nodes {options.num_nodes} needs --hostfile, to know which hosts")
+    return _start_elsewhere(options, around, job, launcher)
+
+
+def _read_env_files(explicit: str | None) -> tuple[tuple[str, str], ...]:
+    if explicit is not None:
+        return ((explicit, Path(explicit).read_text()),)
+    folders = dict.fromkeys((Path.home(), Path.cwd()))
+    paths = (folder / name for folder in folders for name in environment.FILES)
+    return tuple((str(path), path.read_text()) for path in paths if path.is_file())
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _count_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def look_around(options: argparse.Namespace) -> Surroundings:
+    """Read what `plan_run` needs from this host."""
+    hostfile = None
+    try:
+        if options.hostfile:
+            hostfile = Path(options.hostfile).read_text()
+        env_files = _read_env_files(options.env_file)
+    except OSError as error:
+        raise ValueError(f"cannot read {error.filename}: {error.strerror}") from None
+    return Surroundings(
+        environ=dict(os.environ),
+        directory=os.getcwd(),
+        python=sys.executable,
+        names=tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn()))),
+        num_devices=_count_devices(),
+        free_port=_free_port(),
+        hostfile=hostfile,
+        env_files=env_files,
+    )
+
+
+def _check_program(options: argparse.Namespace) -> None:
+    """Only for ranks of this host: one line instead of a failure of each rank."""
+    script = options.script
+    if options.no_python:
+        if shutil.which(script) is None:
+            raise ValueError(f"{script}: no such executable (--no_python runs it as it is)")
+    elif not options.module and not Path(script).exists():
+        folder = Path(script).parent
+        siblings = [entry.name for entry in folder.glob("*.py")] if folder.is_dir() else []
+        near = difflib.get_close_matches(Path(script).name, siblings, n=1)
+        hint = f"; did you mean {folder / near[0]}?" if near else "; --module runs a module by its dotted name"
+        raise ValueError(f"{script}: no such script{hint}")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Do what `slipstream run` was asked. Returns the exit code."""
+    start = plan_run(options, look_around(options))
+    if start.agent is not None:
+        _check_program(options)
+    if not options.quiet:
+        for note in start.notes:
+            print(f"slipstream run: {note}", file=sys.stderr, flush=True)
+    if options.dry_run:
+        for command in start.commands:
+            settings = [f"{name}={value}" for name, value in command.env.items()]
+            print(shlex.join(["env", *settings, *command.argv] if settings else command.argv))
+        if start.agent is not None:
+            settings = [f"{name}={value}" for name, value in start.env.items()]
+            argv = [sys.executable, "-m", "torch.distributed.run", *start.agent]
+            print(shlex.join(["env", *settings, *argv] if settings else argv))
+        return 0
+    if start.agent is None:
+        from slipstream.launch.remote import run_commands
+
+        return run_commands(start.commands)
+    from slipstream.launch.agent import run_node
+
+    os.environ.update(start.env)
+    return run_node(start.agent, report=False)

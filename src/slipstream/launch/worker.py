@@ -1,0 +1,189 @@
+"""One rank: runs the user's script as `python script.py` would, and leaves a record of how it failed instead of a traceback.
+
+Started as `python -m slipstream.launch.worker [--report] [--pass-local-rank] [-m] TARGET ARGS...`, by torchrun (the agent reads the
+records from a directory), or with `--report` by srun and mpirun (the record goes to stderr, marked, and the rank finds its own place).
+
+Invariants: TARGET sees `sys.argv`, `sys.path[0]` and `__main__` as if it had been started by itself; a rank that raised is gone
+within `EXIT_S` (native libraries like to hang at exit), so that its peers can be stopped; it dies with its agent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from slipstream.launch import discover as places
+from slipstream.launch.environment import FAILURES
+from slipstream.launch.failure import Failure, decode, encode, first, is_consequence, shorten
+
+__all__ = ["EXIT_S", "main", "read_records", "read_stack"]
+
+EXIT_S = 2.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this rank stands and where its record goes."""
+
+    rank: int
+    local_rank: int
+    attempt: int
+    folder: Path | None  # None: the record goes to stderr
+
+
+def record_file(folder: Path, attempt: int, rank: int) -> Path:
+    return folder / f"attempt{attempt}-rank{rank}.json"
+
+
+def stack_file(folder: Path, attempt: int, rank: int) -> Path:
+    return folder / f"attempt{attempt}-rank{rank}.stack"
+
+
+def read_stack(folder: Path, attempt: int, rank: int) -> str:
+    """Python's stack at the fatal signal that ended a rank, without our frames; empty if there was none."""
+    path = stack_file(folder, attempt, rank)
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    ours = (f'File "{__file__}"', 'File "<frozen runpy>"', "Extension modules:")
+    return shorten("\n".join(line for line in lines if not line.strip().startswith(ours)).strip())
+
+
+def read_records(folder: Path, attempt: int) -> list[Failure]:
+    """What the ranks of one attempt left behind."""
+    records = (decode(path.read_text()) for path in sorted(folder.glob(f"attempt{attempt}-rank*.json")))
+    return [record for record in records if record is not None]
+
+
+def _without_our_frames(error: BaseException) -> TracebackType | None:
+    """The traceback from the user's first frame on."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        frame = frame.tb_next
+    return frame
+
+
+def describe(error: BaseException, place: Place) -> Failure:
+    """The record of an exception that ended the script."""
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1
+        message = f"sys.exit({error.code})" if isinstance(error.code, int) else str(error.code)
+        text = ""
+    else:
+        code = 1
+        message = traceback.format_exception_only(error)[-1].strip()
+        text = "".join(traceback.format_exception(type(error), error, _without_our_frames(error)))
+    return Failure(
+        rank=place.rank,
+        host=socket.gethostname(),
+        time_ns=time.time_ns(),
+        exit_code=code,
+        message=shorten(message),
+        traceback=shorten(text),
+        consequence=is_consequence(message),
+    )
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit as Python does, but surely: after `EXIT_S` a C thread ends the process, whatever holds it up."""
+    sys.stdout.flush()
+    faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 (must outlive us)
+    sys.exit(code)
+
+
+def _put(failure: Failure, place: Place) -> None:
+    if place.folder is None:
+        os.write(2, encode(failure).encode())
+        return
+    path = record_file(place.folder, place.attempt, place.rank)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(encode(failure).partition(" ")[2])
+    unfinished.rename(path)
+
+
+def _announce_restart(place: Place) -> None:
+    """After a restart the first rank of a node says why the attempt before ended."""
+    if place.attempt == 0 or place.local_rank != 0 or place.folder is None:
+        return
+    records = read_records(place.folder, place.attempt - 1)
+    why = f"rank {first(records).rank}: {first(records).message}" if records else "a rank died without a word"
+    allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+    print(f"slipstream run: restart {place.attempt} of {allowed} after {why}", file=sys.stderr, flush=True)
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _find_place(report: bool) -> Place:
+    found = places.discover(os.environ)
+    if found is None:
+        raise ValueError("no rank in the environment; start scripts with `slipstream run`, which starts this in turn")
+    os.environ.update(found)
+    folder = os.environ.get(FAILURES)
+    return Place(
+        rank=int(found["RANK"]),
+        local_rank=int(found["LOCAL_RANK"]),
+        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        folder=None if report or folder is None else Path(folder),
+    )
+
+
+def _run_target(target: str, arguments: list[str], *, module: bool) -> None:
+    sys.argv = [target, *arguments]
+    if module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+        return
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.abspath(target))
+    runpy.run_path(target, run_name="__main__")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m slipstream.launch.worker", allow_abbrev=False)
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--pass-local-rank", action="store_true")
+    parser.add_argument("-m", dest="module", action="store_true")
+    parser.add_argument("target")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    _die_with_parent()
+    try:
+        place = _find_place(options.report)
+    except ValueError as error:
+        sys.exit(f"slipstream run: {error}")
+    _announce_restart(place)
+    if place.folder is not None:
+        stack = open(stack_file(place.folder, place.attempt, place.rank), "w")  # noqa: SIM115 (open until we die)
+        faulthandler.enable(file=stack)
+    local_rank = [f"--local_rank={place.local_rank}"] if options.pass_local_rank else []
+    try:
+        _run_target(options.target, [*local_rank, *options.arguments], module=options.module)
+    except KeyboardInterrupt:
+        _leave(128 + signal.SIGINT)
+    except SystemExit as error:
+        if error.code in (None, 0):
+            raise
+        failure = describe(error, place)
+    except BaseException as error:
+        failure = describe(error, place)
+    else:
+        return
+    _put(failure, place)
+    _leave(failure.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What this host offers and what has happened to it: cores, memory, limits, counts of the out-of-memory killer.
+
+Reading and parsing are apart: the parsers are pure and tested on text, `read_pressure` and its kin only open files. A file that
+is missing (another kernel, a container that hides it) gives None, never an error: these are facts to report, not to rely on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Pressure", "Space", "cgroup_directories", "cpu_flags", "memory_total", "num_cores", "read_pressure"]
+
+_CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page below 2^63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """A file system's bytes."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pressure:
+    """Memory limits and kill counts at one moment; the difference of two tells what the kernel did in between."""
+
+    cgroup_kills: int | None  # processes that the OOM killer ended in this control group
+    host_kills: int | None  # the same over the whole host
+    limit: int | None  # bytes this control group may use; None = no limit
+    shm: Space | None  # /dev/shm
+
+
+def counter(text: str, name: str) -> int | None:
+    """The value of `name N` in a file of one counter a line (memory.events, memory.oom_control, /proc/vmstat)."""
+    found = re.search(rf"^{re.escape(name)} (\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def cgroup_directories(text: str, root: Path = _CGROUP) -> list[Path]:
+    """Directories that may hold this process's memory files, most specific first, from the text of /proc/self/cgroup.
+
+    Inside a container the path named there often does not exist, and its files lie at the root of the mount.
+    """
+    found: list[Path] = []
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        mount = root if not controllers else root / "memory"
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        here = mount / path.lstrip("/")
+        found += [here, *(parent for parent in here.parents if parent == mount or mount in parent.parents)]
+    return found
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _first_counter(directories: Sequence[Path], names: Sequence[str]) -> int | None:
+    for directory in directories:
+        for name in names:
+            text = _read(directory / name)
+            value = counter(text, "oom_kill") if text else None
+            if value is not None:
+                return value
+    return None
+
+
+def _smallest_limit(directories: Sequence[Path]) -> int | None:
+    limits = []
+    for directory in directories:
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = (_read(directory / name) or "").strip()
+            if text.isdigit() and int(text) < _UNLIMITED:
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def space(path: str) -> Space | None:
+    try:
+        stat = os.statvfs(path)
+    except OSError:
+        return None
+    return Space(total=stat.f_blocks * stat.f_frsize, free=stat.f_bavail * stat.f_frsize)
+
+
+def read_pressure() -> Pressure:
+    directories = cgroup_directories(_read(Path("/proc/self/cgroup")) or "")
+    vmstat = _read(Path("/proc/vmstat"))
+    return Pressure(
+        cgroup_kills=_first_counter(directories, ("memory.events", "memory.oom_control")),
+        host_kills=counter(vmstat, "oom_kill") if vmstat else None,
+        limit=_smallest_limit(directories),
+        shm=space("/dev/shm"),
+    )
+
+
+def memory_total() -> int | None:
+    """Bytes of RAM, or of the control group's limit where that is smaller."""
+    found = re.search(r"^MemTotal:\s+(\d+) kB", _read(Path("/proc/meminfo")) or "", re.MULTILINE)
+    limit = read_pressure().limit
+    sizes = [size for size in (int(found[1]) * 1024 if found else None, limit) if size is not None]
+    return min(sizes, default=None)
+
+
+def num_cores() -> int:
+    """Cores this process may run on (affinity and cpuset, not what the machine has)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_flags() -> frozenset[str]:
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", _read(Path("/proc/cpuinfo")) or "", re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()

@@ -1,0 +1,12 @@
+"""Kernels for the hot loops, each with a torch twin: sums over ranks, Adam in one pass, streaming copies, shared words.
+
+`cpu.py` checks arguments and chooses, `reference.py` holds the twins, `build.py` compiles and finds the C library
+(`csrc/`), `words.py` does atomics and futexes. Importing compiles and loads nothing; the first call does. With
+SLIPSTREAM_NATIVE=0, or without a compiler, the twins serve; `report()` says which and why.
+"""
+
+from slipstream.ops import words
+from slipstream.ops.cpu import OpReport, adamw, copy_stream, report, sum_ranks
+from slipstream.ops.reference import Partial
+
+__all__ = ["OpReport", "Partial", "adamw", "copy_stream", "report", "sum_ranks", "words"]

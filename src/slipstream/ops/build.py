@@ -1,0 +1,144 @@
+"""The native kernels as a shared library: compile it, find it, say why it is not there.
+
+`setup.py` compiles `csrc/` into the package when a C compiler is present. Where that did not happen (no compiler then, a
+changed source tree), the first use compiles once into a per-user cache. Nothing here raises when it fails: the torch
+twins in `reference.py` serve instead, and `Library.reason` says why.
+
+Invariants: only the standard library is imported, because `setup.py` loads this file by path, before the package exists.
+A library is used only if it was built from these very sources and flags (`source_hash`). A file appears under its final
+name whole or not at all. Importing this module does nothing; the environment is read in `load` and `find_compiler`.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+LIBRARY = "libslipstream_ops.so"
+SOURCES = ("kernels_avx512.c", "kernels_avx2.c", "kernels_portable.c", "dispatch.c", "words.c")
+CSRC = Path(__file__).parent / "csrc"
+
+# -ffp-contract=off: a fused multiply-add would round differently from one instruction set to the next.
+FLAGS = ("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
+
+
+class BuildError(RuntimeError):
+    """The compiler was found but did not give a library; the text ends with what it said."""
+
+
+class Library(NamedTuple):
+    """What `load` found. `kernels` releases the GIL around a call, `quick` does not: for calls of nanoseconds."""
+
+    kernels: ctypes.CDLL | None
+    quick: ctypes.PyDLL | None
+    reason: str
+
+
+@functools.cache
+def source_hash() -> str:
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for path in sorted(CSRC.iterdir()):
+        if path.suffix in (".c", ".h"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def find_compiler() -> list[str] | None:
+    """The C compiler as a command: $CC if it is set, else the first of cc, gcc and clang on the PATH."""
+    chosen = os.environ.get("CC")
+    for candidate in [chosen] if chosen else ["cc", "gcc", "clang"]:
+        command = shlex.split(candidate)
+        if command and shutil.which(command[0]):
+            return command
+    return None
+
+
+def compile_library(target: Path, compiler: list[str]) -> None:
+    """Compile `csrc/` to `target`, replacing it in one step. Raises BuildError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
+        objects = [str(Path(scratch, source).with_suffix(".o")) for source in SOURCES]
+        define = f'-DSLIPSTREAM_SOURCE_HASH="{source_hash()}"'
+        _run(
+            [*compiler, *FLAGS, define, "-c", str(CSRC / source), "-o", output]
+            for source, output in zip(SOURCES, objects, strict=True)
+        )
+        linked = str(Path(scratch, LIBRARY))
+        _run([[*compiler, "-shared", *objects, "-o", linked, "-lm"]])
+        os.replace(linked, target)
+
+
+def _run(commands: Iterable[list[str]]) -> None:
+    """Run commands side by side and wait for all of them."""
+    running: list[tuple[list[str], subprocess.Popen[bytes]]] = []
+    try:
+        for command in commands:
+            running.append((command, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)))
+    except OSError as error:
+        raise BuildError(f"cannot start the C compiler: {error}") from error
+    finally:
+        outputs = [process.communicate()[0] for _, process in running]
+    for (command, process), output in zip(running, outputs, strict=True):
+        if process.returncode != 0:
+            said = output.decode(errors="replace").strip()
+            raise BuildError(f"`{shlex.join(command)}` exited with {process.returncode}: {said}")
+
+
+@functools.cache
+def load() -> Library:
+    """The kernels, from the package, else from the user's cache, else compiled now. Once per process; never raises."""
+    if os.environ.get("SLIPSTREAM_NATIVE") == "0":
+        return Library(None, None, "SLIPSTREAM_NATIVE=0")
+    cached = _cache_directory() / LIBRARY
+    for path, origin in ((Path(__file__).with_name(LIBRARY), "built when installed"), (cached, f"cached in {cached}")):
+        if library := _open(path, origin):
+            return library
+    compiler = find_compiler()
+    if compiler is None:
+        return Library(None, None, "no C compiler ($CC, cc, gcc or clang on the PATH); with one, the next run builds them")
+    try:
+        return _build_now(cached, compiler)
+    except (BuildError, OSError) as error:
+        return Library(None, None, f"not built: {error}")
+
+
+def _build_now(cached: Path, compiler: list[str]) -> Library:
+    try:
+        compile_library(cached, compiler)
+        library = _open(cached, f"compiled now, cached in {cached}")
+    except OSError:  # a home that cannot be written: build for this process alone
+        with tempfile.TemporaryDirectory(prefix="slipstream-ops-") as private:
+            compile_library(Path(private, LIBRARY), compiler)
+            library = _open(Path(private, LIBRARY), f"compiled now, not kept: cannot write {cached.parent}")
+    if library is None:
+        raise BuildError(f"what `{shlex.join(compiler)}` made cannot be loaded here")
+    return library
+
+
+def _cache_directory() -> Path:
+    """One directory per machine type and source, so that versions and architectures live side by side."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base, "slipstream", "ops", f"{platform.machine()}-{source_hash()}")
+
+
+def _open(path: Path, origin: str) -> Library | None:
+    """The library at `path` if it loads here and was built from these sources."""
+    if not path.is_file():
+        return None
+    try:
+        kernels, quick = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        kernels.slipstream_source_hash.restype = ctypes.c_char_p
+        kernels.slipstream_compiler.restype = ctypes.c_char_p
+        if kernels.slipstream_source_hash() != source_hash().encode():
+            return None
+        return Library(kernels, quick, f"{kernels.slipstream_compiler().decode()}, {origin}")
+    except (OSError, AttributeError):  # another architecture or C library; not ours
+        return None

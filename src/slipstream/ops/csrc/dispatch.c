@@ -1,0 +1,146 @@
+/* The C ABI of the kernels, and the choice of instruction set.
+ *
+ * The choice is made once, on first use, from what the processor (and the kernel below us) supports. Every entry point
+ * works on whole arrays; splitting over threads is the caller's, at multiples of BLOCK elements.
+ */
+#include "slipstream_ops.h"
+
+#include <math.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#ifndef SLIPSTREAM_SOURCE_HASH
+#error "compile through ops/build.py, which defines SLIPSTREAM_SOURCE_HASH"
+#endif
+
+static _Atomic(const struct kernels *) chosen;
+
+#if defined(__x86_64__)
+/* Not in every compiler's list of names for __builtin_cpu_supports. */
+static int has_f16c(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+static int supported(const struct kernels *table)
+{
+    if (table == kernels_portable)
+        return 1;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+    if (table == kernels_avx2)
+        return avx2;
+    if (table == kernels_avx512)
+        return avx2 && __builtin_cpu_supports("avx512f");
+#endif
+    return 0;
+}
+
+static const struct kernels *kernels(void)
+{
+    const struct kernels *table = atomic_load_explicit(&chosen, memory_order_acquire);
+    if (table)
+        return table;
+    table = kernels_avx512 && supported(kernels_avx512) ? kernels_avx512
+            : kernels_avx2 && supported(kernels_avx2)   ? kernels_avx2
+                                                        : kernels_portable;
+    atomic_store_explicit(&chosen, table, memory_order_release);
+    return table;
+}
+
+SLIPSTREAM_API const char *slipstream_source_hash(void) { return SLIPSTREAM_SOURCE_HASH; }
+
+SLIPSTREAM_API const char *slipstream_compiler(void)
+{
+#if defined(__clang__)
+    return "clang " __clang_version__;
+#else
+    return "gcc " __VERSION__;
+#endif
+}
+
+/* The instruction set in use: "avx512", "avx2" or "portable". */
+SLIPSTREAM_API const char *slipstream_isa(void) { return kernels()->name; }
+
+/* Use a named instruction set from now on; 0 when this processor lacks it. For tests and measurements. */
+SLIPSTREAM_API int slipstream_use_isa(const char *name)
+{
+    const struct kernels *tables[] = {kernels_avx512, kernels_avx2, kernels_portable};
+    for (int i = 0; i < 3; ++i)
+        if (tables[i] && strcmp(tables[i]->name, name) == 0 && supported(tables[i])) {
+            atomic_store_explicit(&chosen, tables[i], memory_order_release);
+            return 1;
+        }
+    return 0;
+}
+
+static int aligned(const void *p) { return ((uintptr_t)p & 63u) == 0; }
+
+/* out[i] = round(alpha * (sources[0][i] + sources[1][i] + ...) + (accumulate ? out[i] : 0)), added in fp32 in that order.
+ * Returns the fp64 sum of squares of out, added block by block; where `blocks` is given, also each block's own sum. It is
+ * finite exactly when every element of out is: an fp64 sum of squares of fp32 values cannot overflow. */
+SLIPSTREAM_API double slipstream_sum_ranks(void *out, const void *const *sources, int64_t num_sources, int64_t numel,
+                                           int source, int target, float alpha, int accumulate, int stream,
+                                           double *blocks)
+{
+    const struct kernels *table = kernels();
+    const struct sum_args args = {out, sources, num_sources, alpha, accumulate, stream && aligned(out)};
+    double total = 0.0;
+    for (int64_t start = 0; start < numel; start += BLOCK) {
+        int64_t stop = numel - start < BLOCK ? numel : start + BLOCK;
+        double partial = table->sum_block(&args, start, stop, source, target);
+        if (blocks)
+            blocks[start / BLOCK] = partial;
+        total += partial;
+    }
+    return total;
+}
+
+/* One Adam step. Hyperparameters arrive in fp64 and are rounded to fp32 once, here; no element is touched in fp64. */
+SLIPSTREAM_API void slipstream_adamw(float *master, const void *grad, float *exp_avg, float *exp_avg_sq, void *out,
+                                     int64_t numel, int grad_dtype, int target, int decoupled, int bias_correction,
+                                     int stream, int64_t step, double scale, double lr, double beta1, double beta2,
+                                     double eps, double weight_decay)
+{
+    const double correction1 = bias_correction ? 1.0 - pow(beta1, (double)step) : 1.0;
+    const double correction2 = bias_correction ? 1.0 - pow(beta2, (double)step) : 1.0;
+    const int lerp_from_grad = (float)(1.0 - beta1) >= 0.5f;
+    const struct adamw_args args = {
+        .master = master,
+        .grad = grad,
+        .exp_avg = exp_avg,
+        .exp_avg_sq = exp_avg_sq,
+        .out = out,
+        .scale = (float)scale,
+        .keep = decoupled ? (float)(1.0 - lr * weight_decay) : 1.0f,
+        .l2 = decoupled ? 0.0f : (float)weight_decay,
+        .rate = (float)(lerp_from_grad ? beta1 : 1.0 - beta1),
+        .lerp_from_grad = lerp_from_grad,
+        .beta2 = (float)beta2,
+        .one_minus_beta2 = (float)(1.0 - beta2),
+        .root_correction = (float)(1.0 / sqrt(correction2)),
+        .eps = (float)eps,
+        .step_size = (float)(lr / correction1),
+        .stream = stream && out && aligned(out),
+    };
+    kernels()->adamw(&args, 0, numel, grad_dtype, target);
+}
+
+/* memcpy past the caches. The ranges do not overlap. */
+SLIPSTREAM_API void slipstream_copy_stream(char *dst, const char *src, int64_t nbytes)
+{
+    int64_t head = (int64_t)(-(uintptr_t)dst & 63u), body;
+    if (head > nbytes)
+        head = nbytes;
+    body = (nbytes - head) & ~(int64_t)255;
+    memcpy(dst, src, (size_t)head);
+    kernels()->copy(dst + head, src + head, body);
+    memcpy(dst + head + body, src + head + body, (size_t)(nbytes - head - body));
+}

@@ -1,0 +1,12 @@
+/* The kernels for x86-64 with AVX2, FMA and F16C. */
+#include "slipstream_ops.h"
+
+#if defined(__x86_64__)
+#include "vec_avx2.h"
+#include "kernels.h"
+
+static const struct kernels table = {"avx2", sum_block, adamw, copy};
+const struct kernels *const kernels_avx2 = &table;
+#else
+const struct kernels *const kernels_avx2 = 0;
+#endif

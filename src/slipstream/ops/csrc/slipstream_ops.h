@@ -1,0 +1,68 @@
+/* The shared vocabulary of the native kernels: element types, argument records, the table each instruction set fills.
+ *
+ * Plain C11 with a C ABI: no Python.h, no libtorch. vec_{avx512,avx2,portable}.h give 16 fp32 lanes each, kernels.h is
+ * the one text of the kernels, compiled once per instruction set; dispatch.c picks a table at run time.
+ *
+ * [Note: Same bits everywhere] Every instruction set, and the torch twin, performs the same IEEE operations in the same
+ * order: no fused multiply-add in fp32 (-ffp-contract=off), division and square root correctly rounded, sums of
+ * squares in 16 fp64 lanes (products of fp32 values are exact in fp64) that are folded in one fixed order. A tail is
+ * padded with zeros and goes through the same vector code, so there is no scalar path to differ from it.
+ */
+#ifndef SLIPSTREAM_OPS_H
+#define SLIPSTREAM_OPS_H
+
+#include <stdint.h>
+
+#define SLIPSTREAM_API __attribute__((visibility("default")))
+
+enum dtype { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_F16 = 2 };
+
+/* Elements per partial sum of squares: a constant, so that sums do not depend on how work is split. */
+#define BLOCK 65536
+
+/* Elements per step of every kernel: four vectors of 16 lanes. */
+#define GROUP 64
+
+struct sum_args {
+    void *out;
+    const void *const *sources;
+    int64_t num_sources;
+    float alpha;
+    int accumulate; /* add the old value of out */
+    int stream;     /* write out past the caches; out is 64-byte aligned */
+};
+
+struct adamw_args {
+    float *master;
+    const void *grad;
+    float *exp_avg;
+    float *exp_avg_sq;
+    void *out; /* weights in their own dtype, or NULL when they are the master */
+    float scale;
+    float keep;        /* 1 - lr * weight_decay when decoupled, else 1 */
+    float l2;          /* weight_decay when not decoupled, else 0 */
+    float rate; /* exp_avg := a + rate * (b - a); see lerp in kernels.h */
+    int lerp_from_grad;
+    float beta2, one_minus_beta2;
+    float root_correction; /* 1 / sqrt(1 - beta2^step) */
+    float eps;
+    float step_size; /* lr / (1 - beta1^step) */
+    int stream;
+};
+
+struct kernels {
+    const char *name;
+    /* Elements [start, stop), at most one BLOCK; returns the sum of squares of what it wrote. */
+    double (*sum_block)(const struct sum_args *args, int64_t start, int64_t stop, int source, int target);
+    /* Elements [start, stop); grad and target name dtypes, target is ignored when args->out is NULL. */
+    void (*adamw)(const struct adamw_args *args, int64_t start, int64_t stop, int grad, int target);
+    /* nbytes is a multiple of 256 and dst is 64-byte aligned. */
+    void (*copy)(char *dst, const char *src, int64_t nbytes);
+};
+
+/* NULL where the compiler does not target that architecture. */
+extern const struct kernels *const kernels_avx512;
+extern const struct kernels *const kernels_avx2;
+extern const struct kernels *const kernels_portable;
+
+#endif

@@ -1,0 +1,128 @@
+/* 16 fp32 lanes in two AVX2 registers. See kernels.h for the meaning of each operation. */
+#include <immintrin.h>
+
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define INLINE static inline __attribute__((always_inline)) TARGET
+
+typedef struct {
+    __m256 low, high;
+} vec;
+typedef struct {
+    __m256d a, b, c, d;
+} vec64;
+
+INLINE vec vec_set(float x) { return (vec){_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE vec vec_add(vec a, vec b) { return (vec){_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+INLINE vec vec_sub(vec a, vec b) { return (vec){_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+INLINE vec vec_mul(vec a, vec b) { return (vec){_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+INLINE vec vec_div(vec a, vec b) { return (vec){_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+INLINE vec vec_sqrt(vec a) { return (vec){_mm256_sqrt_ps(a.low), _mm256_sqrt_ps(a.high)}; }
+
+INLINE vec load_f32(const void *p)
+{
+    const float *x = p;
+    return (vec){_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)};
+}
+INLINE __m256 widen_bf16(__m128i bits)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+INLINE vec load_bf16(const void *p)
+{
+    const __m128i *x = p;
+    return (vec){widen_bf16(_mm_loadu_si128(x)), widen_bf16(_mm_loadu_si128(x + 1))};
+}
+INLINE vec load_f16(const void *p)
+{
+    const __m128i *x = p;
+    return (vec){_mm256_cvtph_ps(_mm_loadu_si128(x)), _mm256_cvtph_ps(_mm_loadu_si128(x + 1))};
+}
+
+INLINE vec store_f32(void *p, vec a, int stream)
+{
+    float *x = p;
+    if (stream) {
+        _mm256_stream_ps(x, a.low);
+        _mm256_stream_ps(x + 8, a.high);
+    } else {
+        _mm256_storeu_ps(x, a.low);
+        _mm256_storeu_ps(x + 8, a.high);
+    }
+    return a;
+}
+INLINE void store_halves(void *p, __m256i bits, int stream)
+{
+    if (stream)
+        _mm256_stream_si256((__m256i *)p, bits);
+    else
+        _mm256_storeu_si256((__m256i *)p, bits);
+}
+/* bf16 bits in the low half of each 32-bit lane, to nearest even; a NaN stays one. */
+INLINE __m256i round_bf16(__m256 a)
+{
+    __m256i bits = _mm256_castps_si256(a);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i even_up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(even_up, quiet, is_nan), 16);
+}
+INLINE vec store_bf16(void *p, vec a, int stream)
+{
+    __m256i low = round_bf16(a.low), high = round_bf16(a.high);
+    store_halves(p, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8), stream);
+    return (vec){_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+}
+INLINE vec store_f16(void *p, vec a, int stream)
+{
+    __m128i low = _mm256_cvtps_ph(a.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m128i high = _mm256_cvtps_ph(a.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    store_halves(p, _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1), stream);
+    return (vec){_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)};
+}
+
+INLINE vec64 vec64_zero(void)
+{
+    __m256d zero = _mm256_setzero_pd();
+    return (vec64){zero, zero, zero, zero};
+}
+INLINE __m256d add_squares(__m256d sum, __m128 a)
+{
+    __m256d wide = _mm256_cvtps_pd(a);
+    return _mm256_fmadd_pd(wide, wide, sum);
+}
+INLINE vec64 vec64_add_squares(vec64 sum, vec a)
+{
+    sum.a = add_squares(sum.a, _mm256_castps256_ps128(a.low));
+    sum.b = add_squares(sum.b, _mm256_extractf128_ps(a.low, 1));
+    sum.c = add_squares(sum.c, _mm256_castps256_ps128(a.high));
+    sum.d = add_squares(sum.d, _mm256_extractf128_ps(a.high, 1));
+    return sum;
+}
+INLINE void vec64_store(double *lanes, vec64 sum)
+{
+    _mm256_storeu_pd(lanes, sum.a);
+    _mm256_storeu_pd(lanes + 4, sum.b);
+    _mm256_storeu_pd(lanes + 8, sum.c);
+    _mm256_storeu_pd(lanes + 12, sum.d);
+}
+
+INLINE void copy_256_bytes(char *dst, const char *src)
+{
+    const __m256i *from = (const __m256i *)src;
+    __m256i *to = (__m256i *)dst;
+    __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
+    __m256i c = _mm256_loadu_si256(from + 2), d = _mm256_loadu_si256(from + 3);
+    __m256i e = _mm256_loadu_si256(from + 4), f = _mm256_loadu_si256(from + 5);
+    __m256i g = _mm256_loadu_si256(from + 6), h = _mm256_loadu_si256(from + 7);
+    _mm256_stream_si256(to, a);
+    _mm256_stream_si256(to + 1, b);
+    _mm256_stream_si256(to + 2, c);
+    _mm256_stream_si256(to + 3, d);
+    _mm256_stream_si256(to + 4, e);
+    _mm256_stream_si256(to + 5, f);
+    _mm256_stream_si256(to + 6, g);
+    _mm256_stream_si256(to + 7, h);
+}
+/* Streamed stores are weakly ordered: nobody may be told of them before this fence. */
+INLINE void fence_streams(void) { _mm_sfence(); }

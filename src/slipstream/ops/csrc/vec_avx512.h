@@ -1,0 +1,85 @@
+/* 16 fp32 lanes in one AVX-512F register. See kernels.h for the meaning of each operation. */
+#include <immintrin.h>
+
+#define TARGET __attribute__((target("avx512f,avx2,fma,f16c")))
+#define INLINE static inline __attribute__((always_inline)) TARGET
+
+typedef __m512 vec;
+typedef struct {
+    __m512d low, high;
+} vec64;
+
+INLINE vec vec_set(float x) { return _mm512_set1_ps(x); }
+INLINE vec vec_add(vec a, vec b) { return _mm512_add_ps(a, b); }
+INLINE vec vec_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+INLINE vec vec_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+INLINE vec vec_div(vec a, vec b) { return _mm512_div_ps(a, b); }
+INLINE vec vec_sqrt(vec a) { return _mm512_sqrt_ps(a); }
+
+INLINE vec load_f32(const void *p) { return _mm512_loadu_ps(p); }
+INLINE vec load_bf16(const void *p)
+{
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+INLINE vec load_f16(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+
+INLINE vec store_f32(void *p, vec a, int stream)
+{
+    if (stream)
+        _mm512_stream_ps((float *)p, a);
+    else
+        _mm512_storeu_ps(p, a);
+    return a;
+}
+INLINE void store_halves(void *p, __m256i bits, int stream)
+{
+    if (stream)
+        _mm256_stream_si256((__m256i *)p, bits);
+    else
+        _mm256_storeu_si256((__m256i *)p, bits);
+}
+INLINE vec store_bf16(void *p, vec a, int stream)
+{
+    __m512i bits = _mm512_castps_si512(a);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i even_up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    __m512i rounded = _mm512_mask_or_epi32(even_up, is_nan, bits, _mm512_set1_epi32(0x400000));
+    rounded = _mm512_srli_epi32(rounded, 16);
+    store_halves(p, _mm512_cvtepi32_epi16(rounded), stream);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(rounded, 16));
+}
+INLINE vec store_f16(void *p, vec a, int stream)
+{
+    __m256i bits = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    store_halves(p, bits, stream);
+    return _mm512_cvtph_ps(bits);
+}
+
+INLINE vec64 vec64_zero(void) { return (vec64){_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+INLINE vec64 vec64_add_squares(vec64 sum, vec a)
+{
+    __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(a));
+    __m512d high = _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)));
+    sum.low = _mm512_fmadd_pd(low, low, sum.low);
+    sum.high = _mm512_fmadd_pd(high, high, sum.high);
+    return sum;
+}
+INLINE void vec64_store(double *lanes, vec64 sum)
+{
+    _mm512_storeu_pd(lanes, sum.low);
+    _mm512_storeu_pd(lanes + 8, sum.high);
+}
+
+INLINE void copy_256_bytes(char *dst, const char *src)
+{
+    __m512i a = _mm512_loadu_si512(src), b = _mm512_loadu_si512(src + 64);
+    __m512i c = _mm512_loadu_si512(src + 128), d = _mm512_loadu_si512(src + 192);
+    _mm512_stream_si512((__m512i *)dst, a);
+    _mm512_stream_si512((__m512i *)(dst + 64), b);
+    _mm512_stream_si512((__m512i *)(dst + 128), c);
+    _mm512_stream_si512((__m512i *)(dst + 192), d);
+}
+/* Streamed stores are weakly ordered: nobody may be told of them before this fence. */
+INLINE void fence_streams(void) { _mm_sfence(); }

@@ -1,0 +1,161 @@
+"""Words in memory that processes share: atomic stores, loads and adds, and waiting for a value.
+
+A word is a naturally aligned uint32 (a heartbeat a uint64) at an address inside a shared mapping. A store or an add
+releases and a load or a finished wait acquires: who sees a value also sees all that its writer wrote before. Values wrap
+at 2**32 and are compared by signed difference, so a counter may run for ever. The caller keeps the mapping alive.
+
+Without a compiler the same functions work through ctypes: waiting polls with short sleeps instead of sleeping on the
+futex, `add` is libstdc++'s atomic add (torch has loaded that library already), and so are the fences that processors
+other than x86 need.
+"""
+
+import ctypes
+import functools
+import platform
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from slipstream.ops import build
+
+_ATOMIC_ADD = "_ZN9__gnu_cxx18__exchange_and_addEPVii"  # int __gnu_cxx::__exchange_and_add(volatile int*, int)
+_SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3  # seconds
+
+
+class _Words(NamedTuple):
+    store: Callable[[int, int], None]
+    load: Callable[[int], int]
+    add: Callable[[int, int], int]
+    store64: Callable[[int, int], None]
+    load64: Callable[[int], int]
+    wait: Callable[[int, int, int, int], bool]  # address, value, spin in ns, timeout in ns; may return False early
+
+
+def store_release_and_wake(address: int, value: int) -> None:
+    """Set the word and wake all that wait on it."""
+    if address & 3:
+        raise _misaligned(address, 4)
+    _words().store(address, value)
+
+
+def load_acquire(address: int) -> int:
+    if address & 3:
+        raise _misaligned(address, 4)
+    return _words().load(address)
+
+
+def add(address: int, delta: int) -> int:
+    """Add to the word atomically, wake all that wait on it, and return what it was before."""
+    if address & 3:
+        raise _misaligned(address, 4)
+    return _words().add(address, delta)
+
+
+def store64(address: int, value: int) -> None:
+    """Set a uint64, for instance a heartbeat's time. Nobody is woken."""
+    if address & 7:
+        raise _misaligned(address, 8)
+    _words().store64(address, value)
+
+
+def load64(address: int) -> int:
+    if address & 7:
+        raise _misaligned(address, 8)
+    return _words().load64(address)
+
+
+def wait_at_least(address: int, value: int, spin_us: int, timeout_ms: int) -> bool:
+    """Wait until the word is at least `value` (signed difference): spin, then sleep. False when the time is up.
+
+    The GIL is released, and signals are handled (Ctrl-C raises) within 50 ms.
+    """
+    if address & 3:
+        raise _misaligned(address, 4)
+    wait, spin, left = _words().wait, spin_us * 1000, timeout_ms * 1_000_000
+    deadline = time.monotonic_ns() + left
+    while not wait(address, value, spin, left):
+        left, spin = deadline - time.monotonic_ns(), 0
+        if left <= 0:
+            return bool(wait(address, value, 0, 0))
+    return True
+
+
+def _misaligned(address: int, size: int) -> ValueError:
+    return ValueError(f"address {address:#x} is not a multiple of {size}; atomic words are naturally aligned")
+
+
+@functools.cache
+def _words() -> _Words:
+    library = build.load()
+    if library.kernels is None or library.quick is None:
+        return _fallback()
+    pointer, word, long, double_word = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64
+    quick, patient = library.quick, library.kernels
+    words = _Words(
+        quick.slipstream_store_release_and_wake,
+        quick.slipstream_load_acquire,
+        quick.slipstream_add,
+        quick.slipstream_store64,
+        quick.slipstream_load64,
+        patient.slipstream_wait_at_least,
+    )
+    signatures = (
+        ([pointer, word], None),
+        ([pointer], word),
+        ([pointer, word], word),
+        ([pointer, double_word], None),
+        ([pointer], double_word),
+        ([pointer, word, long, long], ctypes.c_int),
+    )
+    for function, (arguments, result) in zip(words, signatures, strict=True):
+        function.argtypes = arguments
+        function.restype = result
+    return words
+
+
+def _fallback() -> _Words:
+    try:
+        exchange_and_add = getattr(ctypes.CDLL("libstdc++.so.6"), _ATOMIC_ADD)
+        exchange_and_add.argtypes, exchange_and_add.restype = [ctypes.c_void_p, ctypes.c_int32], ctypes.c_uint32
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(
+            "shared-memory words need a C compiler (to build the native ops) or libstdc++.so.6, and neither is here; "
+            'install one, or set "slipstream": {"transport": "gloo"}'
+        ) from error
+    # x86 keeps stores in order and loads in order; elsewhere an atomic add of zero is the fence.
+    ordered = platform.machine() in ("x86_64", "AMD64")
+
+    def store(address: int, value: int) -> None:
+        if not ordered:
+            exchange_and_add(address, 0)
+        ctypes.c_uint32.from_address(address).value = value
+
+    def load(address: int) -> int:
+        return ctypes.c_uint32.from_address(address).value if ordered else exchange_and_add(address, 0)
+
+    def store64(address: int, value: int) -> None:
+        if not ordered:
+            exchange_and_add(address, 0)
+        ctypes.c_uint64.from_address(address).value = value
+
+    def load64(address: int) -> int:
+        value = ctypes.c_uint64.from_address(address).value
+        if not ordered:
+            exchange_and_add(address, 0)
+        return value
+
+    def reached(address: int, value: int) -> bool:
+        return (load(address) - value) & 0xFFFFFFFF < 0x80000000
+
+    def wait(address: int, value: int, spin: int, timeout: int) -> bool:
+        start, nap = time.monotonic_ns(), _SHORTEST_NAP
+        while not reached(address, value):
+            waited = time.monotonic_ns() - start
+            if waited >= timeout:
+                return False
+            if waited >= spin:
+                time.sleep(nap)
+                nap = min(2 * nap, _LONGEST_NAP)
+        return True
+
+    return _Words(store, load, exchange_and_add, store64, load64, wait)

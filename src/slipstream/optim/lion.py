@@ -1,0 +1,63 @@
+"""Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum.
+
+Elementwise: an element's update depends on its own weight, gradient and momentum only, so the optimizer may
+run on any range of a flat buffer. One state per element, in fp32, and one temporary of a tensor's size.
+
+    update  = sign(beta1 * exp_avg + (1 - beta1) * grad)
+    param   = param * (1 - lr * weight_decay) - lr * update
+    exp_avg = beta2 * exp_avg + (1 - beta2) * grad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+
+class Lion(Optimizer):
+    """Lion with DeepSpeed's parameters and defaults. A good rate is 3 to 10 times below AdamW's."""
+
+    elementwise: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        if lr < 0 or weight_decay < 0:
+            raise ValueError(f"Lion: lr ({lr}) and weight_decay ({weight_decay}) must not be negative")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Lion: betas {tuple(betas)} must lie in [0, 1)")
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, group)
+        return loss
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if grad.is_sparse:
+            raise ValueError(f"Lion: the gradient of a parameter of shape {tuple(param.shape)} is sparse")
+        state = self.state[param]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+        exp_avg: Tensor = state["exp_avg"]
+        grad = grad.to(exp_avg.dtype)
+        beta1, beta2 = group["betas"]
+        lr = float(group["lr"])
+        update = exp_avg.lerp(grad, 1 - beta1).sign_()
+        param.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
+        exp_avg.lerp_(grad, 1 - beta2)

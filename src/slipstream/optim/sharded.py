@@ -1,0 +1,217 @@
+"""Running an optimizer on the shards of units.
+
+The user's (or the JSON's) torch optimizer stays the one place where parameter groups and hyperparameters
+live: schedulers change `lr` there. What is stepped are *pieces*: the part of each parameter that lies in this
+rank's optimizer span.
+
+FusedAdamW   one native pass over each stretch of neighbouring pieces that share a group and a step count
+TorchSteps   any torch optimizer: elementwise ones see 1D pieces, shape-aware ones whole tensors (layout
+`whole`)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from slipstream import ops
+from slipstream.zero.layout import overlap
+from slipstream.zero.unit import Unit
+
+
+@dataclass(slots=True)
+class Piece:
+    """The part of one parameter that this rank's optimizer owns; `start`, `stop` count from the optimizer span's start."""
+
+    name: str
+    param: nn.Parameter
+    shape: tuple[int, ...]
+    offset: int  # of the piece within the flattened parameter
+    start: int
+    stop: int
+    group: int
+    step: int = 0
+
+
+def pieces_of(unit: Unit, group_of: dict[int, int]) -> list[Piece]:
+    """This rank's pieces of a unit, in span order, also empty ones of zero-size parameters that lie inside."""
+    base = unit.optim_span[0]
+    pieces = []
+    for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
+        start, stop = overlap(slot.span, unit.optim_span)
+        if id(param) in group_of and start < stop:
+            pieces.append(
+                Piece(
+                    name,
+                    param,
+                    slot.shape,
+                    start - slot.offset,
+                    start - base,
+                    stop - base,
+                    group_of[id(param)],
+                )
+            )
+    return sorted(pieces, key=lambda piece: piece.start)
+
+
+class ShardedSteps(ABC):
+    """One optimizer over the spans of all units. Abstract; the engine calls `step` per unit, in unit order."""
+
+    def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
+        self.inner = inner
+        group_of = {id(param): i for i, group in enumerate(inner.param_groups) for param in group["params"]}
+        self.pieces = {unit.index: pieces_of(unit, group_of) for unit in units}
+
+    @abstractmethod
+    def step(self, unit: Unit, scale: float) -> None:
+        """Update the unit's masters, and its weights where they are separate, with `unit.grads` times `scale`."""
+
+    @abstractmethod
+    def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor]:
+        """Per-element optimizer state of a piece, 1D views of this rank's memory; made on first use."""
+
+    @abstractmethod
+    def scalars(self, unit: Unit, piece: Piece) -> dict[str, Any]:
+        """What else the optimizer remembers of the piece's parameter (step counts, whole small tensors)."""
+
+    @abstractmethod
+    def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
+        """Undo `scalars`."""
+
+
+class FusedAdamW(ShardedSteps):
+    """Adam and AdamW in one native pass: gradients in their own dtype, unscale and clip in the same factor.
+
+    Source: Kingma & Ba (arXiv 1412.6980); Loshchilov & Hutter (arXiv 1711.05101).
+    """
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, units: Sequence[Unit], *, decoupled: bool, bias_correction: bool,
+        state_dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__(inner, units)
+        self.decoupled, self.bias_correction, self.state_dtype = decoupled, bias_correction, state_dtype
+        self.moments: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _moments(self, unit: Unit) -> tuple[Tensor, Tensor]:
+        if unit.index not in self.moments:
+            first = torch.zeros(unit.master.numel(), dtype=self.state_dtype, device=unit.master.device)
+            self.moments[unit.index] = (first, torch.zeros_like(first))
+        return self.moments[unit.index]
+
+    def step(self, unit: Unit, scale: float) -> None:
+        assert unit.grads is not None
+        exp_avg, exp_avg_sq = self._moments(unit)
+        for start, stop, group, step in _stretches(self.pieces[unit.index]):
+            options = self.inner.param_groups[group]
+            ops.adamw(
+                unit.master[start:stop], unit.grads[start:stop], exp_avg[start:stop], exp_avg_sq[start:stop],
+                None if unit.out is None else unit.out[start:stop],
+                scale=scale, lr=float(options["lr"]), beta1=options["betas"][0], beta2=options["betas"][1], eps=options["eps"],
+                weight_decay=options["weight_decay"], step=step, decoupled=self.decoupled, bias_correction=self.bias_correction,
+            )  # fmt: skip
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether the optimizer stepped first
+
+    def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor]:
+        exp_avg, exp_avg_sq = self._moments(unit)
+        return {
+            "exp_avg": exp_avg[piece.start : piece.stop],
+            "exp_avg_sq": exp_avg_sq[piece.start : piece.stop],
+        }
+
+    def scalars(self, unit: Unit, piece: Piece) -> dict[str, Any]:
+        return {"step": piece.step}
+
+    def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
+        piece.step = int(values["step"])
+
+
+def _stretches(pieces: Sequence[Piece]) -> Iterator[tuple[int, int, int, int]]:
+    """(start, stop, group, step) of maximal runs of trainable neighbours; counts their steps. The zero gap between two
+    parameters belongs to the run: its gradient is zero and its weight too, so no update changes it."""
+    run: tuple[int, int, int, int] | None = None
+    for piece in pieces:
+        if not piece.param.requires_grad:
+            continue
+        piece.step += 1
+        if run is not None and (run[2], run[3]) == (piece.group, piece.step) and piece.start - run[1] < 64:
+            run = (run[0], piece.stop, piece.group, piece.step)
+        else:
+            if run is not None:
+                yield run
+            run = (piece.start, piece.stop, piece.group, piece.step)
+    if run is not None:
+        yield run
+
+
+class TorchSteps(ShardedSteps):
+    """Any torch optimizer, unit by unit, on fp32 copies of the gradient pieces."""
+
+    def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], *, whole: bool) -> None:
+        super().__init__(inner, units)
+        self.whole = whole
+        self.stepped: dict[int, list[Tensor]] = {}  # unit index -> one leaf per piece, a view of the master
+        inner.register_step_pre_hook(self._refuse_outside)
+        self._inside = False
+
+    def _refuse_outside(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._inside:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called on an optimizer that an engine owns; call engine.step()"
+            )
+
+    def _leaves(self, unit: Unit) -> list[Tensor]:
+        if unit.index not in self.stepped:
+            self.stepped[unit.index] = [
+                unit.master[piece.start : piece.stop].view(piece.shape if self.whole else (-1,)).detach()
+                for piece in self.pieces[unit.index]
+            ]
+        return self.stepped[unit.index]
+
+    def step(self, unit: Unit, scale: float) -> None:
+        assert unit.grads is not None
+        groups = self.inner.param_groups
+        users = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
+        leaves = self._leaves(unit)
+        for piece, leaf in zip(self.pieces[unit.index], leaves, strict=True):
+            if piece.param.requires_grad:
+                leaf.grad = unit.grads[piece.start : piece.stop].to(leaf.dtype).mul(scale).view(leaf.shape)
+                groups[piece.group]["params"].append(leaf)
+        self._inside = True
+        try:
+            self.inner.step()
+        finally:
+            self._inside = False
+            for group, params in zip(groups, users, strict=True):
+                group["params"] = params
+            for leaf in leaves:
+                leaf.grad = None
+        if unit.out is not None:
+            unit.out.copy_(unit.master)
+
+    def _state(self, unit: Unit, piece: Piece) -> dict[str, Any]:
+        leaf = self._leaves(unit)[self.pieces[unit.index].index(piece)]
+        return self.inner.state[leaf]
+
+    def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor]:
+        numel = piece.stop - piece.start
+        return {
+            name: value.view(-1)
+            for name, value in self._state(unit, piece).items()
+            if isinstance(value, Tensor) and value.numel() == numel and value.dim() > 0
+        }
+
+    def scalars(self, unit: Unit, piece: Piece) -> dict[str, Any]:
+        per_element = self.states(unit, piece)
+        return {name: value for name, value in self._state(unit, piece).items() if name not in per_element}
+
+    def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
+        self._state(unit, piece).update(values)

@@ -1,0 +1,1 @@
+"""Training: the engine, its step, precision, schedules and data."""

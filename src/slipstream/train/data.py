@@ -1,0 +1,352 @@
+"""The training data of one rank: a loader that knows where it is.
+
+`StatefulLoader` shuffles a map-style dataset anew each epoch, deals the samples to the ranks and remembers
+how many the whole job has taken, so that a checkpoint resumes at the next batch without reading the ones
+before, at another world or batch size too. Every rank gets the same number of batches of the same sizes.
+
+[Note: Dealing] An epoch is one permutation, the same on all ranks (seed + epoch, as in torch's
+DistributedSampler). Sample i of it goes to rank i % world, so a global batch is a contiguous window of the
+permutation, and a position within the epoch is one integer: samples consumed by all ranks together. Without
+`drop_last` the end is padded with the epoch's first samples, fewer than one per rank; with it the last
+incomplete global batch is left out.
+
+[Note: Iterable datasets] An `IterableDataset`, or any other iterable, is taken to be the same stream in every
+process. Each rank reads all of it, by windows of a global batch, and keeps its own samples, dealt as above;
+with two or more workers that cannot hold, so they are refused. A dataset with the attribute
+`already_sharded = True` is passed through: it yields this rank's (and worker's) samples only, and equal
+numbers of batches are its own business. To resume, a dataset with `state_dict` and `load_state_dict` is asked
+if no worker process stands between; else the samples before the position are read and dropped. A dataset with
+`set_epoch` is told the epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+Collate = Callable[[list[Any]], Any]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What a checkpoint can keep the position of."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
+@runtime_checkable
+class SetsEpoch(Protocol):
+    """A sampler or dataset that is reshuffled from outside."""
+
+    def set_epoch(self, epoch: int, /) -> None: ...
+
+
+@dataclass(slots=True)
+class Position:
+    """Where one iteration is: `samples` of `epoch` were consumed by all ranks together."""
+
+    epoch: int = 0
+    samples: int = 0
+
+
+def distributed_loader(
+    dataset: Any,
+    *,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    collate_fn: Collate | None,
+    drop_last: bool,
+    seed: int,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> StatefulLoader:
+    """The loader of rank `rank`; `batch_size` is that of one micro-batch on one rank, in samples."""
+    if batch_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(
+            f"training data: needs batch_size ({batch_size}) >= 1 and 0 <= rank ({rank}) < world_size"
+            f" ({world_size})"
+        )
+    kind = type(dataset).__name__
+    iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    if iterable:
+        if not hasattr(dataset, "__iter__"):
+            raise ValueError(f"training data: {kind} has neither __getitem__ nor __iter__")
+        if num_workers > 1 and not _is_sharded(dataset):
+            raise ValueError(
+                f"training data: with num_workers={num_workers} each worker reads all of the iterable {kind}:"
+                f" use at most 1, or shard it by rank and worker yourself and set already_sharded = True"
+            )
+    else:
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"training data: {kind} has __getitem__ but no __len__; add it, or use an IterableDataset"
+            )
+        if len(dataset) < (batch_size * world_size if drop_last else 1):
+            raise ValueError(
+                f"training data: {len(dataset)} samples make no batch of {batch_size} on each of {world_size}"
+                f" ranks (drop_last={drop_last})"
+            )
+    return StatefulLoader(
+        dataset=dataset,
+        iterable=iterable,
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        collate_fn=default_collate if collate_fn is None else collate_fn,
+        drop_last=drop_last,
+        seed=seed,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class StatefulLoader:
+    """Made by `distributed_loader`. Each `iter()` is one epoch, shuffled by its number.
+
+    After `load_state_dict` the next `iter()` yields the rest of the saved epoch, and an iteration that is
+    under way goes on from there. An epoch that was left early is not taken up again: the next `iter()` is a
+    new one.
+    """
+
+    dataset: Any
+    iterable: bool
+    batch_size: int
+    rank: int
+    world_size: int
+    collate_fn: Collate
+    drop_last: bool
+    seed: int
+    num_workers: int
+    pin_memory: bool
+
+    def __post_init__(self) -> None:
+        self._position = Position()  # of the newest iteration, which moves it
+        self._resume = False  # the next iter() starts at _position
+        self._loads = 0
+
+    @property
+    def epoch(self) -> int:
+        return self._position.epoch
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one micro-batch over all ranks."""
+        return self.batch_size * self.world_size
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank; TypeError for an iterable without a length."""
+        samples = len(self.dataset)
+        window = self.batch_size if self.iterable and _is_sharded(self.dataset) else self.global_batch_size
+        return samples // window if self.drop_last else -(-samples // window)
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed = self._resume
+        if not resumed:
+            left_early = self._position.samples > 0
+            self._position = Position(epoch=self._position.epoch + left_early)
+        return _Epoch(self, resumed=resumed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the next batch as integers, the same on all ranks; and the dataset's own state."""
+        epoch, samples = self._position.epoch, self._position.samples
+        if not self.iterable:
+            if samples + (self.global_batch_size if self.drop_last else 1) > len(self.dataset):
+                epoch, samples = epoch + 1, 0
+            return {"epoch": epoch, "samples": samples, "seed": self.seed, "length": len(self.dataset)}
+        state: dict[str, Any] = {"epoch": epoch, "samples": samples, "seed": self.seed}
+        if self._dataset_keeps_position():
+            state["dataset"] = self.dataset.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to a saved position. The saved seed is taken over; batch size and world size may differ."""
+        epoch, samples, seed = (_natural(state, key) for key in ("epoch", "samples", "seed"))
+        if not self.iterable and _natural(state, "length") != len(self.dataset):
+            raise ValueError(
+                f"saved data position: it is of {state['length']} samples and this dataset has"
+                f" {len(self.dataset)}; bring back that dataset, or leave the position out of the load"
+            )
+        if self._dataset_keeps_position():
+            if "dataset" not in state:
+                raise ValueError(f"saved data position: no state of the dataset in it, only {sorted(state)}")
+            if isinstance(self.dataset, SetsEpoch):
+                self.dataset.set_epoch(epoch)
+            self.dataset.load_state_dict(state["dataset"])
+        self.seed = seed
+        self._position = Position(epoch, samples)
+        self._resume = True
+        self._loads += 1
+
+    def _dataset_keeps_position(self) -> bool:
+        return self.iterable and self.num_workers == 0 and isinstance(self.dataset, Stateful)
+
+    def _batches(self, position: Position, *, resumed: bool) -> Iterator[Any]:
+        """The batches from `position` to the end of its epoch.
+
+        The generator is for worker seeds; without one a DataLoader draws from torch's global random state,
+        and a resumed run, which opens its epoch once more, would no longer see the numbers of the first.
+        """
+        seed = f"{self.seed} {position.epoch} {position.samples} {self.rank}".encode()
+        generator = torch.Generator()
+        generator.manual_seed(int.from_bytes(hashlib.blake2b(seed, digest_size=7).digest(), "big"))
+        options: dict[str, Any] = {
+            "collate_fn": self.collate_fn,
+            "num_workers": self.num_workers,
+            "pin_memory": self.pin_memory,
+            "generator": generator,
+        }
+        if not self.iterable:
+            return iter(DataLoader(self.dataset, batch_sampler=self._indices(position), **options))
+        positioned = resumed and self._dataset_keeps_position()
+        if isinstance(self.dataset, SetsEpoch) and not positioned:
+            self.dataset.set_epoch(position.epoch)
+        skip = 0 if positioned else position.samples
+        if not _is_sharded(self.dataset):
+            return iter(DataLoader(_RankStream(self, skip), batch_size=None, **options))
+        own = DataLoader(self.dataset, batch_size=self.batch_size, drop_last=self.drop_last, **options)
+        return itertools.islice(own, skip // self.global_batch_size, None)
+
+    def _indices(self, position: Position) -> _RankBatches:
+        """This rank's samples of the epoch from `position` on ([Note: Dealing])."""
+        start, count = position.samples, len(self.dataset)
+        rest = max(0, count - start)
+        unit = self.global_batch_size if self.drop_last else self.world_size
+        stop = start + (rest // unit if self.drop_last else -(-rest // unit)) * unit
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + position.epoch))
+        own = torch.arange(start + self.rank, max(stop, start + self.rank), self.world_size)
+        return _RankBatches(order[own % count], self.batch_size)
+
+
+class RepeatingLoader:
+    """An endless iterator over a loader of any kind: an epoch begins where the one before it ends.
+
+    A loader whose `sampler` has `set_epoch` (torch's DistributedSampler) is reshuffled. The state is the
+    loader's.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.epoch = 0  # epochs that ended here
+        self._batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __len__(self) -> int:
+        """Batches of one epoch."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __next__(self) -> Any:
+        for _ in range(2):  # the rest of an epoch may be empty, a whole one may not
+            if self._batches is None:
+                self._batches = iter(self.loader)
+            try:
+                return next(self._batches)
+            except StopIteration:
+                self._batches = None
+                self.epoch += 1
+                sampler = getattr(self.loader, "sampler", None)
+                if isinstance(sampler, SetsEpoch):
+                    sampler.set_epoch(self.epoch)
+        raise ValueError(
+            f"RepeatingLoader: the {type(self.loader).__name__} yields no batch; a generator has one run"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._stateful().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._stateful().load_state_dict(state)
+        self._batches = None
+
+    def _stateful(self) -> Stateful:
+        if not isinstance(self.loader, Stateful):
+            raise TypeError(
+                f"RepeatingLoader: a {type(self.loader).__name__} keeps no position to save or load"
+            )
+        return self.loader
+
+
+class _Epoch:
+    """One iteration over a StatefulLoader; it moves to a position that is loaded on the way."""
+
+    def __init__(self, loader: StatefulLoader, *, resumed: bool) -> None:
+        self.loader = loader
+        self._open(resumed=resumed)
+
+    def _open(self, *, resumed: bool) -> None:
+        self.loads = self.loader._loads
+        self.position = self.loader._position
+        self.batches = self.loader._batches(self.position, resumed=resumed)
+        self.loader._resume = False
+
+    def __iter__(self) -> _Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        if self.loads != self.loader._loads:
+            self._open(resumed=True)
+        position = self.position
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            self.batches = iter(())
+            if position.samples > 0:
+                position.epoch, position.samples = position.epoch + 1, 0
+            raise
+        position.samples += self.loader.global_batch_size
+        return batch
+
+
+@dataclass(slots=True)
+class _RankBatches:
+    """A batch sampler: lists of at most `batch_size` of `indices`, made as they are asked for."""
+
+    indices: Tensor  # int64 1-D
+    batch_size: int
+
+    def __len__(self) -> int:
+        return -(-self.indices.numel() // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (part.tolist() for part in self.indices.split(self.batch_size) if part.numel() > 0)
+
+
+class _RankStream(IterableDataset[list[Any]]):
+    """This rank's batches, as lists of samples, of a stream that every rank reads."""
+
+    def __init__(self, loader: StatefulLoader, skip: int) -> None:
+        self.dataset = loader.dataset
+        self.window, self.drop_last = loader.global_batch_size, loader.drop_last
+        self.rank, self.world_size = loader.rank, loader.world_size
+        self.skip = skip
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        stream = itertools.islice(iter(self.dataset), self.skip, None)
+        while window := list(itertools.islice(stream, self.window)):
+            if len(window) < self.window and self.drop_last:
+                return
+            stop = -(-len(window) // self.world_size) * self.world_size
+            yield [window[i % len(window)] for i in range(self.rank, stop, self.world_size)]
+
+
+def _is_sharded(dataset: Any) -> bool:
+    return getattr(dataset, "already_sharded", False) is True
+
+
+def _natural(state: Mapping[str, Any], key: str) -> int:
+    value = state.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"saved data position: {key} is {value!r}, it must be an integer >= 0")
+    return value

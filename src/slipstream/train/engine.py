@@ -1,0 +1,250 @@
+"""The main path: forward, backward, step. Everything here reads like the loop it serves.
+
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)      # or loss.backward()
+        engine.step()
+
+An engine owns its units, transports, optimizer and counters; two engines in one process share nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from slipstream.config.plan import Plan
+from slipstream.mesh import Mesh
+from slipstream.optim.sharded import ShardedSteps
+from slipstream.train import step as window
+from slipstream.train.precision import Precision
+from slipstream.zero import access
+from slipstream.zero.hooks import Hooks, Phase, Slots
+from slipstream.zero.unit import Comms, Unit
+from slipstream.zero.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What `initialize` builds and an engine is made of."""
+
+    model: nn.Module
+    plan: Plan
+    mesh: Mesh
+    comms: Comms
+    units: list[Unit]
+    slots: Slots
+    hooks: Hooks
+    precision: Precision
+    steps: ShardedSteps | None  # None: an engine without optimizer
+    watch: Watch
+    device: torch.device
+
+
+class Engine(nn.Module):
+    """A model, its sharded states and its optimizer. Made by `slipstream.initialize`."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.module = parts.model
+        self.plan, self.mesh, self.comms, self.device = parts.plan, parts.mesh, parts.comms, parts.device
+        self.units, self.slots, self.hooks, self.steps = parts.units, parts.slots, parts.hooks, parts.steps
+        self.precision, self.watch = parts.precision, parts.watch
+        self.optimizer: Any = None  # what initialize returned; set by it
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.rank, self.world_size = parts.mesh.data.index, parts.mesh.data.size
+        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
+        self.global_grad_norm: float | None = None
+        self.step_applied = False
+        self._scaled_by_accumulation: bool | None = None
+        self._boundary: bool | None = None  # set by hand (accelerate); None: count micro-batches
+
+    # -- the loop --
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. Its units gather and release themselves."""
+        self._refuse_destroyed()
+        with self.precision.autocast():
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True, retain_graph: bool = False, **kwargs: Any) -> Tensor:
+        """`loss.backward()`, returning the loss divided by the accumulation steps, as scripts log it.
+
+        `scale_wrt_gas=False` says that the caller has divided the loss already. Other keywords go to `Tensor.backward`
+        (`gradient=` for a loss that is not a scalar).
+        """
+        accumulation = self.plan.batch.accumulation if self.plan.batch.managed else 1
+        self._divide(scale_wrt_gas)
+        loss.backward(retain_graph=retain_graph, **kwargs)
+        return loss.detach() / accumulation if scale_wrt_gas else loss.detach()
+
+    def step(self) -> None:
+        """On the last micro-batch of a window: reduce, clip, update, publish, tick the schedule. Else count it."""
+        self._refuse_destroyed()
+        self.micro_steps += 1
+        self.step_applied = False
+        if not self.at_boundary:
+            return
+        if self.steps is None:
+            raise RuntimeError("engine.step() on an engine without optimizer; give one to initialize() or in the config")
+        self.watch.phase, self.watch.step = "step", self.global_steps
+        with torch.no_grad():
+            verdict = self._finish_window()
+            if verdict.finite or not self.precision.plan.check_overflow:
+                window.update(self.units, self.steps, verdict.scale)
+                self.step_applied = True
+        self._count(verdict)
+        self.watch.phase = "idle"
+
+    def _finish_window(self) -> window.Verdict:
+        for unit in self.units:
+            if not unit.placement.weights:
+                unit.check_writes()
+        if self.hooks.phase is Phase.BACKWARD:
+            self.hooks.abandon_backward()
+        if any(unit.placement.grads for unit in self.units if unit.trainable):
+            window.reduce_leftovers(self.units, self.hooks, self.comms)
+        window.settle(self.units, self.alpha, self.slots)
+        return window.judge(
+            self.units, self.comms, self.hooks.backwards, self.precision.loss_scale, self.plan.gradient_clipping,
+            self.precision.plan.check_overflow,
+        )  # fmt: skip
+
+    def _count(self, verdict: window.Verdict) -> None:
+        self.global_grad_norm = verdict.norm
+        self.global_steps += 1
+        self.global_samples += self.plan.batch.train_batch_size
+        for unit in self.units:
+            unit.forget_gradients()
+        self.hooks.step_done()
+        self._scaled_by_accumulation = None
+        self._divide(None)
+        if self.step_applied:
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        else:
+            self.skipped_steps += 1
+        self.precision.scaler.update(verdict.finite)
+
+    # -- windows of micro-batches --
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the next or current `step()` applies the update."""
+        if self._boundary is not None:
+            return self._boundary
+        return not self.plan.batch.managed or self.micro_steps % self.plan.batch.accumulation == 0
+
+    @property
+    def alpha(self) -> float:
+        """What summed gradients are multiplied with: the mean over ranks and, unless the caller did, over micro-batches."""
+        divided = self._scaled_by_accumulation is False or not self.plan.batch.managed
+        mean = self.world_size if self.plan.zero.reduce_op == "mean" else 1
+        return 1.0 / (mean * (1 if divided else self.plan.batch.accumulation))
+
+    def _divide(self, scale: bool | None) -> None:
+        if self._scaled_by_accumulation not in (None, scale) and scale is not None:
+            raise ValueError("engine.backward() got scale_wrt_gas=True and False within one accumulation window; use one")
+        self._scaled_by_accumulation = scale
+        self.hooks.reducer.alpha = self.alpha
+
+    def set_boundary(self, is_boundary: bool | None) -> None:
+        """Say by hand whether the next `step()` applies the update; None goes back to counting."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep their gradients on this rank; the next one outside, or `step()`, reduces them."""
+        before, self.hooks.sync = self.hooks.sync, False
+        try:
+            yield
+        finally:
+            self.hooks.sync = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients accumulated since the last step."""
+        for unit in self.units:
+            unit.forget_gradients()
+        self.hooks.backwards = 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the fp16 loss scale: for losses of parameters that do not pass through the engine's outputs."""
+        return loss.float() * self.precision.loss_scale
+
+    # -- states by name --
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's complete `state_dict`, whatever is sharded, in tensors of the caller's own. Collective."""
+        with access.gathered_units(self._all_params(), None, write=False):
+            state = self.module.state_dict(*args, **kwargs)
+        copies: dict[tuple[int, Any], Any] = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                key = (value.data_ptr(), value.shape) if value.numel() else (id(value), value.shape)
+                state[name] = copies.setdefault(key, value.detach().clone())
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a complete `state_dict` into the shards and masters. Collective."""
+        if assign:
+            raise ValueError("load_state_dict(assign=True) would replace the engine's parameters; use assign=False")
+        with access.gathered_units(self._all_params(), None):
+            return self.module.load_state_dict(state_dict, strict=strict)
+
+    def gradient(self, name: str) -> Tensor:
+        """The mean gradient so far of parameter `name`, whole and unscaled, in fp32. Collective."""
+        return access.full_gradient(*self._find(name), self.alpha) / self.precision.loss_scale
+
+    def optimizer_state(self, name: str) -> dict[str, Tensor]:
+        """The optimizer's per-element states of parameter `name`, whole, with "master". Collective."""
+        unit, i = self._find(name)
+        return access.full_optimizer_state(unit, i, self.steps)
+
+    def set_optimizer_state(self, name: str, values: Mapping[str, Tensor]) -> None:
+        """Overwrite optimizer states of parameter `name`; "master" also sets the weight. The same values on all ranks."""
+        unit, i = self._find(name)
+        access.set_optimizer_state(unit, i, self.steps, values)
+
+    def _find(self, name: str) -> tuple[Unit, int]:
+        for unit in self.units:
+            if name in unit.names:
+                return unit, unit.names.index(name)
+        import difflib
+
+        names = [known for unit in self.units for known in unit.names]
+        raise KeyError(f"no parameter {name!r}; the nearest are {difflib.get_close_matches(name, names)}")
+
+    def _all_params(self) -> dict[Unit, list[int]]:
+        return {unit: list(range(len(unit.params))) for unit in self.units}
+
+    # -- life --
+
+    def destroy(self) -> None:
+        """Give everything back: the model's parameters become ordinary whole ones again, the rest is freed. Collective."""
+        if self.hooks is None:
+            return
+        self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
+        self.hooks.remove()
+        for unit in self.units:
+            unit.close()
+        self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
+        for comm in (self.comms.dp, self.comms.dp_replicate, self.comms.data):
+            comm.close()
+        self.watch.stop()
+        self.units, self.steps, self.hooks = [], None, None  # type: ignore[assignment]
+        self.slots = Slots({})
+        self.optimizer = self.lr_scheduler = self.training_dataloader = None
+
+    def _refuse_destroyed(self) -> None:
+        if self.hooks is None:
+            raise RuntimeError("this engine was destroyed; call slipstream.initialize() for a new one")

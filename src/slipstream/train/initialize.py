@@ -1,0 +1,217 @@
+"""`slipstream.initialize`: from a model and a config to an engine. Validation first, then memory, then hooks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from slipstream.config import DataWorld, ModelFacts, Plan, load_config, resolve
+from slipstream.distributed import init_distributed, local_device
+from slipstream.mesh import Mesh, data_mesh
+from slipstream.optim import is_elementwise, muon_groups, resolve_optimizer
+from slipstream.optim.sharded import FusedAdamW, ShardedSteps, TorchSteps
+from slipstream.train.data import distributed_loader
+from slipstream.train.engine import Engine, Parts
+from slipstream.train.handle import OptimizerHandle
+from slipstream.train.precision import Precision
+from slipstream.train.schedules import build_scheduler
+from slipstream.zero.build import Recipe, build_units, connect
+from slipstream.zero.hooks import Hooks, Reducer
+from slipstream.zero.materialize import materialize
+from slipstream.zero.placement import stage_placement
+from slipstream.zero.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, Any, Any, Any]:
+    """Make an engine of `model`; returns (engine, optimizer, training dataloader, lr scheduler). Collective.
+
+    config            a path to DeepSpeed's JSON, or a dict of it; `args.deepspeed_config` where it is not given
+    optimizer         a torch optimizer over the model's parameters, or a callable that makes one from parameters or groups;
+                      without it, the config's, or none (an engine for inference)
+    model_parameters  parameters or parameter groups for the config's optimizer; all trainable ones by default
+    training_data     a dataset; gives a distributed loader with the config's micro-batch size
+    lr_scheduler      a scheduler, or a callable that makes one from the optimizer; without it, the config's
+    mpu               an object with `get_data_parallel_group()`, whose ranks then share the states
+
+    Raises ValueError for everything a user can mend, before any memory is allocated.
+    """
+    if model is None:
+        raise ValueError("initialize() needs model=")
+    if mesh_param is not None:
+        raise ValueError("mesh_param (sequence parallel meshes) is not built yet; drop it")
+    raw = load_config(config=config, config_params=config_params, args=args)
+    if dist_init_required is not False:
+        init_distributed()
+    device = local_device()
+    if any(tensor.is_meta for tensor in model.parameters()):
+        materialize(model, device)
+    else:
+        model.to(device)
+    group = mpu.get_data_parallel_group() if mpu is not None else None
+    size = dist.get_world_size(group) if dist.is_initialized() else 1
+    plan = resolve(raw, world=DataWorld(data_parallel=size), facts=_facts(model, device))
+    mesh = data_mesh(plan.zero.shard_size if plan.zero.stage == 3 else None, group)
+    inner, native = _optimizer(plan, model, optimizer, model_parameters)
+    engine = _engine(plan, model, mesh, device, inner, native)
+    handle = OptimizerHandle(engine, inner) if inner is not None else None
+    engine.optimizer = handle
+    engine.lr_scheduler = _scheduler(plan, lr_scheduler, inner)
+    if training_data is not None:
+        engine.training_dataloader = distributed_loader(
+            training_data, batch_size=plan.batch.micro_batch_size, rank=mesh.data.index, world_size=mesh.data.size,
+            collate_fn=collate_fn, drop_last=plan.data.drop_last, seed=0, pin_memory=device.type == "cuda",
+        )  # fmt: skip
+    return engine, handle, engine.training_dataloader, engine.lr_scheduler
+
+
+def _facts(model: nn.Module, device: torch.device) -> ModelFacts:
+    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    return ModelFacts(
+        hidden_size=hidden if isinstance(hidden, int) else None,
+        num_params=sum(param.numel() for param in model.parameters()),
+        device_type=device.type,
+        supports_bf16=device.type != "cuda" or torch.cuda.is_bf16_supported(),
+    )
+
+
+def _engine(
+    plan: Plan, model: nn.Module, mesh: Mesh, device: torch.device, inner: torch.optim.Optimizer | None, native: bool
+) -> Engine:
+    whole = inner is not None and not native and not is_elementwise(inner)
+    precision = plan.precision
+    recipe = Recipe(
+        placement=stage_placement(plan.zero.stage),
+        weights_dtype=None if precision.param_dtype is torch.float32 else precision.param_dtype,
+        master_dtype=precision.master_dtype,
+        grads_dtype=precision.grad_accum_dtype,
+        wire_dtype=precision.comm_dtype,
+        accumulates=plan.batch.accumulation > 1 or not plan.batch.managed,
+        whole=whole,
+    )
+    if recipe.weights_dtype is not None:
+        _convert_buffers(model, recipe.weights_dtype)
+    watch = Watch(plan.debug.timeout_s)
+    comms = connect(mesh, device, plan.zero.transport, watch)
+    units, slots = build_units(model, recipe, comms)
+    watch.start(mesh.data.ranks, mesh.data.index, units[0].serial)
+    numerics = Precision(precision, device)
+    hooks = Hooks(model, units, Reducer(units, slots), watch, numerics.inputs, numerics.outputs)
+    steps: ShardedSteps | None = None
+    if inner is not None and native:
+        options = inner.param_groups[0]
+        steps = FusedAdamW(
+            inner, units, decoupled=isinstance(inner, torch.optim.AdamW),
+            bias_correction=options.get("bias_correction", True), state_dtype=precision.state_dtype,
+        )  # fmt: skip
+    elif inner is not None:
+        steps = TorchSteps(inner, units, whole=whole)
+    for unit in units:
+        unit.release()
+    return Engine(
+        Parts(
+            model=model, plan=plan, mesh=mesh, comms=comms, units=units, slots=slots, hooks=hooks, precision=numerics,
+            steps=steps, watch=watch, device=device,
+        )  # fmt: skip
+    )
+
+
+def _convert_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Buffers that are saved follow the weights' dtype, as in `model.to(dtype)`; derived ones (rotary frequencies, made with
+    persistent=False) keep the precision they were made in."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                setattr(module, name, buffer.to(dtype))
+
+
+def _optimizer(
+    plan: Plan, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> tuple[torch.optim.Optimizer | None, bool]:
+    """The torch optimizer that holds the groups, and whether the native AdamW computes the same."""
+    params = list(model_parameters) if model_parameters is not None else None
+    if params and isinstance(params[0], tuple):
+        params = [param for _, param in params]
+    trainable = params if params is not None else [param for param in model.parameters() if param.requires_grad]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _checked(optimizer, model), _is_native(optimizer)
+    if optimizer is not None:
+        made = optimizer(trainable)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(f"optimizer= was called and returned a {type(made).__name__}, not a torch.optim.Optimizer")
+        return _checked(made, model), _is_native(made)
+    if plan.optimizer is None or not trainable:
+        return None, False
+    resolved = resolve_optimizer(plan.optimizer.type, plan.optimizer.params)
+    groups: Any = trainable
+    if resolved.cls.__name__ == "Muon" and resolved.cls.__module__.startswith("slipstream"):
+        groups = muon_groups(
+            model.named_parameters(remove_duplicate=False),
+            [group if isinstance(group, Mapping) else {"params": [group]} for group in trainable] if params is not None else None,
+        )
+        groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+    made = resolved.cls(groups, **resolved.kwargs)
+    for group in made.param_groups:
+        group.update(resolved.group_options)
+    return _checked(made, model), resolved.native
+
+
+def _checked(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot run on shards: it needs "
+            + ("a closure that evaluates the model again" if isinstance(optimizer, torch.optim.LBFGS) else "sparse gradients")
+            + "; use any other torch.optim optimizer"
+        )
+    known = {id(param) for param in model.parameters()}
+    for i, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in known:
+                raise ValueError(
+                    f"optimizer group {i} holds a parameter of shape {tuple(param.shape)} that is not the model's; make the "
+                    f"optimizer after the model has its final parameters"
+                )
+    if optimizer.state:
+        raise ValueError(
+            f"{type(optimizer).__name__} has stepped before; its state cannot be sharded. Pass a fresh optimizer, and load "
+            f"state with engine.load_checkpoint()"
+        )
+    return optimizer
+
+
+def _is_native(optimizer: torch.optim.Optimizer) -> bool:
+    refused = ("amsgrad", "maximize", "capturable", "differentiable")
+    return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and not any(
+        group.get(option) for group in optimizer.param_groups for option in refused
+    )
+
+
+def _scheduler(plan: Plan, lr_scheduler: Any, inner: torch.optim.Optimizer | None) -> Any:
+    if lr_scheduler is None and (plan.scheduler is None or inner is None):
+        return None
+    if lr_scheduler is None:
+        assert plan.scheduler is not None
+        return build_scheduler(plan.scheduler.type, plan.scheduler.params, inner)
+    if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler) or hasattr(lr_scheduler, "step"):
+        return lr_scheduler
+    return lr_scheduler(inner)

@@ -1,0 +1,419 @@
+"""Learning-rate schedules by DeepSpeed's names, parameters and formulas, and torch's by name.
+
+A schedule is a pure function of one integer, `last_batch_iteration`: -1 before the first `step()`, 0 after
+it. So its state is that integer, and loading sets the rates at once. Each value may be a number for all
+parameter groups or a list with one per group; rates and momenta are written into `optimizer.param_groups`,
+nothing else is touched.
+
+With i = last_batch_iteration:
+
+    LRRangeTest      min * (1 + rate * (i + 1) / size), the quotient floored with `staircase`
+    WarmupLR         min + (max - min) * g(i); g = log(i + 1) / log(W) or i / W for i < W, then 1
+    WarmupDecayLR    the same, then g = max(0, (T - i) / max(1, T - W))
+    WarmupCosineLR   base * r(i); r = m + (1 - m) * g(i) for i < W, then c + (1 - c) (1 + cos(pi p)) / 2,
+                     p = min(1, (i - W + 1) / max(1, T - W))
+    OneCycle         min -> max -> min over two half cycles, then min / (1 + decay * (i - cycle + 1) /
+    interval);
+                     momentum max -> min -> max, then max * (1 + decay * ...)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.optim.resolve import check_arguments, nearest
+
+log = logging.getLogger(__name__)
+
+PerGroup = float | Sequence[float]
+
+
+class Schedule(ABC):
+    """What the five share. A subclass ends its constructor with `_start`."""
+
+    optimizer: Any  # anything with param_groups
+    last_batch_iteration: int
+
+    @abstractmethod
+    def _values(self) -> list[dict[str, Any]]:
+        """What each parameter group is to hold at `last_batch_iteration`: always `lr`, perhaps `betas`."""
+
+    def _start(self, last_batch_iteration: int) -> None:
+        self.last_batch_iteration = last_batch_iteration
+        self._apply()
+
+    def _apply(self) -> None:
+        values = self._values()
+        for group, new in zip(self.optimizer.param_groups, values, strict=True):
+            for key, value in new.items():
+                if isinstance(group[key], Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+        self._last_lr = [float(new["lr"]) for new in values]
+
+    def step(self, iteration: int | None = None) -> None:
+        """Advances by one, or to `iteration`, and sets the optimizer's values."""
+        self.last_batch_iteration = self.last_batch_iteration + 1 if iteration is None else iteration
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """The rate of each parameter group at `last_batch_iteration`."""
+        return [float(new["lr"]) for new in self._values()]
+
+    def get_last_lr(self) -> list[float]:
+        """The rates that were last set."""
+        return self._last_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        iteration = state.get("last_batch_iteration")
+        if not isinstance(iteration, int) or iteration < -1:
+            raise ValueError(
+                f"{type(self).__name__}: the saved state {dict(state)!r} has no last_batch_iteration"
+                f" >= -1; it is another scheduler's. Load with load_lr_scheduler_states=False to start this one afresh"
+            )
+        self._start(iteration)
+
+
+class LRRangeTest(Schedule):
+    """The range test (Smith 2018, arXiv 1803.09820): grows without bound, to find where training diverges."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.optimizer = _checked(optimizer)
+        self.min_lr = lr_range_test_min_lr
+        self.step_size = _whole("lr_range_test_step_size", lr_range_test_step_size, minimum=1)
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        self._start(last_batch_iteration)
+
+    def _values(self) -> list[dict[str, Any]]:
+        interval = (self.last_batch_iteration + 1) / self.step_size
+        factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
+        return [{"lr": lr * factor} for lr in _each(self.optimizer, "lr_range_test_min_lr", self.min_lr)]
+
+
+class OneCycle(Schedule):
+    """The 1-cycle policy (Smith 2018, arXiv 1803.09820) with a decay phase behind the cycle.
+
+    Momentum is beta1 of the groups that have `betas`; as in DeepSpeed their beta2 becomes 0.99 with it, and
+    the steps before the first `step()` see `cycle_min_mom`. `decay_step_size` 0 means no decay. A stair count
+    holds the values for that many equal parts of a half cycle.
+    """
+
+    BETA2 = 0.99
+
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: float = 2000,
+        cycle_second_step_size: float | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: float = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.optimizer = _checked(optimizer)
+        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        if cycle_first_step_size <= 0 or second < 0 or decay_step_size < 0:
+            raise ValueError(
+                f"OneCycle: needs cycle_first_step_size ({cycle_first_step_size}) > 0, cycle_second_step_size"
+                f" ({second}) >= 0 and decay_step_size ({decay_step_size}) >= 0"
+            )
+        self.min_lr, self.max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
+        self.min_mom, self.max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
+        self.first_size, self.second_size = float(cycle_first_step_size), float(second)
+        self.first_stairs = cycle_first_stair_count
+        self.second_stairs = (
+            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        )
+        self.decay_step_size = decay_step_size
+        self.cycle_momentum = cycle_momentum and self._can_cycle_momentum()
+        self._start(last_batch_iteration)
+
+    def _can_cycle_momentum(self) -> bool:
+        betas = [group["betas"] for group in self.optimizer.param_groups if "betas" in group]
+        if not betas:
+            log.warning(
+                "OneCycle: momentum is not cycled, no parameter group has betas; set cycle_momentum=false"
+            )
+        elif any(beta2 != self.BETA2 for _, beta2 in betas):
+            log.warning(
+                "OneCycle: cycling the momentum sets beta2 to %s as in DeepSpeed (it was %s);"
+                " cycle_momentum=false leaves betas alone",
+                self.BETA2,
+                betas[0][1],
+            )
+        return bool(betas)
+
+    def _values(self) -> list[dict[str, Any]]:
+        lrs = [self._lr(low, high) for low, high in self._bounds("lr", self.min_lr, self.max_lr)]
+        values: list[dict[str, Any]] = [{"lr": lr} for lr in lrs]
+        if self.cycle_momentum:
+            bounds = self._bounds("mom", self.min_mom, self.max_mom)
+            for group, new, (low, high) in zip(self.optimizer.param_groups, values, bounds, strict=True):
+                if "betas" in group:
+                    new["betas"] = (self._momentum(low, high), self.BETA2)
+        return values
+
+    def _bounds(self, name: str, low: PerGroup, high: PerGroup) -> list[tuple[float, float]]:
+        lows = _each(self.optimizer, f"cycle_min_{name}", low)
+        return list(zip(lows, _each(self.optimizer, f"cycle_max_{name}", high), strict=True))
+
+    def _lr(self, low: float, high: float) -> float:
+        if self.last_batch_iteration < 0:
+            return low
+        decay = self._decay_interval()
+        if decay is not None:
+            return low / (1 + self.decay_lr_rate * decay)
+        return low + (high - low) * self._height()
+
+    def _momentum(self, low: float, high: float) -> float:
+        if self.last_batch_iteration < 0:
+            return low
+        decay = self._decay_interval()
+        if decay is not None:
+            return high * (1 + self.decay_mom_rate * decay)
+        return high - (high - low) * self._height()
+
+    def _decay_interval(self) -> float | None:
+        """Intervals since the end of the cycle, None within it; stays at 0 when there is no decay."""
+        past = self.last_batch_iteration - (self.first_size + self.second_size)
+        if past < 0:
+            return None
+        return (past + 1) / self.decay_step_size if self.decay_step_size > 0 else 0.0
+
+    def _height(self) -> float:
+        """Where in the cycle: 0 at its ends, 1 at its peak.
+
+        Stairs are cut from the integer position: the quotient can lie an ulp below a stair's edge.
+        """
+        total = self.first_size + self.second_size
+        position = (self.last_batch_iteration + 1) % total
+        if position <= self.first_size:
+            part, size, stairs = position, self.first_size, self.first_stairs
+        else:
+            part, size, stairs = total - position, self.second_size, self.second_stairs
+        return math.floor(part * stairs / size) / stairs if stairs > 0 else part / size
+
+
+class WarmupLR(Schedule):
+    """Rises from `warmup_min_lr` to `warmup_max_lr` (default: the optimizer's own rate), then stays."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.optimizer = _checked(optimizer)
+        self.ramp = _Ramp("WarmupLR", warmup_num_steps, warmup_type)
+        self.min_lr = warmup_min_lr
+        self.max_lr = _rates(self.optimizer) if warmup_max_lr is None else warmup_max_lr
+        self._start(last_batch_iteration)
+
+    def _values(self) -> list[dict[str, Any]]:
+        iteration = self.last_batch_iteration
+        fraction = self.ramp(iteration) if iteration < self.ramp.steps else 1.0
+        return _between(self.optimizer, self.min_lr, self.max_lr, fraction)
+
+
+class WarmupDecayLR(Schedule):
+    """WarmupLR, then a straight line back to `warmup_min_lr` at `total_num_steps`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.optimizer = _checked(optimizer)
+        self.ramp = _Ramp("WarmupDecayLR", warmup_num_steps, warmup_type)
+        self.total_num_steps = self.ramp.total(total_num_steps)
+        self.min_lr, self.max_lr = warmup_min_lr, warmup_max_lr
+        self._start(last_batch_iteration)
+
+    def _values(self) -> list[dict[str, Any]]:
+        iteration = self.last_batch_iteration
+        if iteration < self.ramp.steps:
+            fraction = self.ramp(iteration)
+        else:
+            fraction = max(
+                0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - self.ramp.steps)
+            )
+        return _between(self.optimizer, self.min_lr, self.max_lr, fraction)
+
+
+class WarmupCosineLR(Schedule):
+    """Ratios of the optimizer's own rate: up from `warmup_min_ratio`, then half a cosine to `cos_min_ratio`.
+
+    As in DeepSpeed the rate is 0, whatever the minimum ratio, until the first `step()`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.optimizer = _checked(optimizer)
+        self.ramp = _Ramp("WarmupCosineLR", warmup_num_steps, warmup_type)
+        self.total_num_steps = self.ramp.total(total_num_steps)
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.base_lrs = _rates(self.optimizer)
+        self._start(last_batch_iteration)
+
+    def _values(self) -> list[dict[str, Any]]:
+        return [
+            {"lr": lr * self._ratio()} for lr in _each(self.optimizer, "the optimizer's lr", self.base_lrs)
+        ]
+
+    def _ratio(self) -> float:
+        iteration, warmup = self.last_batch_iteration, self.ramp.steps
+        if iteration < 0:
+            return 0.0
+        if iteration < warmup:
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.ramp(iteration)
+        progress = min(1.0, (iteration - warmup + 1) / max(1, self.total_num_steps - warmup))
+        return max(
+            0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+        )
+
+
+class _Ramp:
+    """From 0 at the start to 1 at `steps`, straight or logarithmic (steep first). At least 2 steps long."""
+
+    def __init__(self, owner: str, warmup_num_steps: int, warmup_type: str) -> None:
+        if warmup_type not in ("log", "linear"):
+            hint = nearest(str(warmup_type), ("log", "linear"))
+            raise ValueError(f"{owner}: warmup_type {warmup_type!r} must be 'log' or 'linear'{hint}")
+        self.owner = owner
+        self.steps = max(2, _whole("warmup_num_steps", warmup_num_steps, minimum=0))
+        self.logarithmic = warmup_type == "log"
+
+    def __call__(self, iteration: int) -> float:
+        if iteration <= 0:
+            return 0.0
+        return (
+            math.log(iteration + 1) * (1.0 / math.log(self.steps))
+            if self.logarithmic
+            else iteration / self.steps
+        )
+
+    def total(self, total_num_steps: int) -> int:
+        total = _whole("total_num_steps", total_num_steps, minimum=0)
+        if total < self.steps:
+            log.warning(
+                "%s: total_num_steps %d is less than warmup_num_steps %d", self.owner, total, self.steps
+            )
+        return total
+
+
+_SCHEDULES: dict[str, type[Schedule]] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+VALID: tuple[str, ...] = tuple(_SCHEDULES)
+
+# torch schedulers that JSON cannot describe.
+_REFUSED: dict[str, str] = {
+    "LRScheduler": "is the base class of torch's schedulers",
+    "LambdaLR": "needs a function",
+    "MultiplicativeLR": "needs a function",
+    "SequentialLR": "needs other schedulers",
+    "ChainedScheduler": "needs other schedulers",
+    "ReduceLROnPlateau": "needs a metric at each step: make it yourself and step it where you evaluate",
+}
+
+
+def build_scheduler(plan_type: str, params: Mapping[str, Any], optimizer: Any) -> Any:
+    """The scheduler that `scheduler.type` names: one of `VALID`, or any of `torch.optim.lr_scheduler`."""
+    torch_names = [name for name in torch.optim.lr_scheduler.__all__ if name not in _SCHEDULES]
+    names = {name.lower(): name for name in (*torch_names, *VALID)}
+    name = names.get(plan_type.lower())
+    if name is None:
+        known = sorted(set(names.values()) - set(_REFUSED))
+        raise ValueError(
+            f"scheduler.type {plan_type!r} is not known{nearest(plan_type, known)}; it may be any of {known},"
+            f" or pass a scheduler, or a callable that makes one, as lr_scheduler="
+        )
+    if name in _REFUSED:
+        raise ValueError(
+            f"scheduler.type {name!r} {_REFUSED[name]}; pass a callable that makes it as lr_scheduler="
+        )
+    cls: type[Any] = _SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name)
+    check_arguments(cls, params, f"scheduler.params of {name}")
+    return cls(optimizer, **params)
+
+
+def _checked(optimizer: Any) -> Any:
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise ValueError(
+            f"a scheduler needs an optimizer with param_groups, not a {type(optimizer).__name__}"
+        )
+    return optimizer
+
+
+def _rates(optimizer: Any) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _each(optimizer: Any, name: str, value: PerGroup) -> list[float]:
+    """One number per parameter group."""
+    count = len(optimizer.param_groups)
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} values for {count} parameter groups")
+    return list(value)
+
+
+def _between(optimizer: Any, low: PerGroup, high: PerGroup, fraction: float) -> list[dict[str, Any]]:
+    lows, highs = _each(optimizer, "warmup_min_lr", low), _each(optimizer, "warmup_max_lr", high)
+    return [{"lr": a + (b - a) * fraction} for a, b in zip(lows, highs, strict=True)]
+
+
+def _whole(name: str, value: float, *, minimum: int) -> int:
+    """An integer; configurations from other tools write sizes as floats."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or value != int(value)
+        or value < minimum
+    ):
+        raise ValueError(f"{name} is {value!r}; it must be an integer >= {minimum}")
+    return int(value)

@@ -1,0 +1,113 @@
+"""The end of a window: settle, norm, verdict, update, publish. The same decisions on every rank.
+
+`finish_window` is the fence of the step: its exchange lets no rank go on before all have finished their backward, which
+is what allows weights in shared memory to be overwritten.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.optim.sharded import ShardedSteps
+from slipstream.zero.comm import Pending, gather_objects
+from slipstream.zero.hooks import Hooks, Slots
+from slipstream.zero.unit import Comms, Unit
+
+logger = logging.getLogger(__name__)
+
+
+class Verdict(NamedTuple):
+    """What all ranks agree on before the optimizer runs."""
+
+    norm: float  # global L2 norm of the mean gradient, unscaled, before clipping
+    finite: bool
+    scale: float  # what the optimizer multiplies gradients with: unscale and clip in one factor
+
+
+def reduce_leftovers(units: Sequence[Unit], hooks: Hooks, comms: Comms) -> None:
+    """Reduce gradients that are still in `.grad` on any rank (late ones, and those of no_sync). Collective."""
+    mine = hooks.leftovers()
+    rows = comms.data.exchange(torch.tensor([float(hooks.backwards), *map(float, mine)], dtype=torch.float64))
+    _check_rounds(rows[:, 0], comms)
+    for unit in reversed(units):
+        if rows[:, 1 + unit.index].any():
+            hooks.reducer.launch(unit)
+    hooks.reducer.drain()
+
+
+def _check_rounds(backwards: Tensor, comms: Comms) -> None:
+    if backwards.min() != backwards.max():
+        counts = {rank: int(n) for rank, n in zip(comms.data.axis.ranks, backwards.tolist(), strict=True)}
+        raise RuntimeError(
+            f"ranks ran different numbers of backward passes before engine.step(): {counts} (rank: passes). Every rank must run "
+            f"as many; a rank that is out of data can run one more with a loss of zero, or use dataloader_drop_last"
+        )
+
+
+def settle(units: Sequence[Unit], alpha: float, slots: Slots) -> None:
+    """Bring every unit's gradients to the optimizer's placement."""
+    trainable = [unit for unit in reversed(units) if unit.trainable]
+    in_flight: list[Pending[None]] = []
+    for unit in trainable:
+        through = unit.memory.local is not None and unit.dtypes.wire != unit.dtypes.local
+        if through and len(in_flight) >= len(slots) - 1:
+            in_flight.pop(0).wait()
+        in_flight.append(unit.settle(alpha, slots.next(unit.dtypes.wire) if through else None))
+    for pending in in_flight:
+        pending.wait()
+
+
+def judge(
+    units: Sequence[Unit], comms: Comms, backwards: int, loss_scale: float, clipping: float, skip_overflow: bool
+) -> Verdict:
+    """One exchange: the squares of every (unit, rank) in fp64, added in that order. Collective; every rank waits for all."""
+    trainable = [unit for unit in units if unit.trainable]
+    values = [float(backwards), *(float(unit.partial.sumsq) for unit in trainable)]
+    rows = comms.data.exchange(torch.tensor(values, dtype=torch.float64))
+    _check_rounds(rows[:, 0], comms)
+    total = 0.0
+    for column in rows[:, 1:].T.tolist():
+        for square in column:
+            total += square
+    finite = math.isfinite(total)
+    norm = math.sqrt(total) / loss_scale if finite else float("nan") if math.isnan(total) else math.inf
+    if not finite:
+        _name_culprit(trainable, comms, skip_overflow)
+    # The clip factor of torch.nn.utils.clip_grad_norm_
+    clip = min(1.0, clipping / (norm + 1e-6)) if clipping > 0 and finite else 1.0 if finite or not clipping else norm * 0
+    return Verdict(norm, finite, clip / loss_scale)
+
+
+def _name_culprit(units: Sequence[Unit], comms: Comms, skipped: bool) -> None:
+    """Log the first parameter, in model order, whose gradient is not finite on any rank. Collective, rare."""
+    found: tuple[int, int, str] | None = None
+    for unit in units:
+        if found is not None or math.isfinite(float(unit.partial.sumsq)) or unit.grads is None:
+            continue
+        base = unit.optim_span[0]
+        for i, slot in enumerate(unit.layout.slots):
+            piece = unit.grads[max(slot.offset - base, 0) : max(slot.offset + slot.numel - base, 0)]
+            if not bool(torch.isfinite(piece).all()):
+                found = (unit.index, i, unit.names[i])
+                break
+    everyone = [item for item in gather_objects(found, comms.data.axis) if item is not None]
+    if everyone and comms.data.rank == 0:
+        what = "step skipped" if skipped else "step taken all the same"
+        logger.warning("gradient of %r is not finite (the first such parameter); %s", min(everyone)[2], what)
+
+
+def update(units: Sequence[Unit], steps: ShardedSteps, scale: float) -> None:
+    """Run the optimizer on every unit and publish each as soon as it is done."""
+    published: list[Pending[None]] = []
+    for unit in units:
+        if unit.trainable:
+            steps.step(unit, scale)
+            published.append(unit.publish())
+    for pending in published:
+        pending.wait()

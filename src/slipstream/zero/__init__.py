@@ -1,0 +1,34 @@
+"""Sharded training states: placements, units, transports. `gathered` is the public part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch.nn as nn
+
+__all__ = ["gathered"]
+
+
+@contextmanager
+def gathered(
+    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, modifier_rank: int | None = None
+) -> Iterator[None]:
+    """Show parameters whole and writable; what is written goes back to every shard and master. Collective.
+
+        with slipstream.zero.gathered(model.head.weight):
+            model.head.weight.normal_()
+
+    Works in every stage. Parameters of no engine are left as they are. With `modifier_rank` None all ranks must write the
+    same values; otherwise that data-parallel rank's count. An exception inside writes nothing.
+    """
+    from slipstream.zero import access
+
+    if isinstance(params, nn.Module):
+        chosen = list(params.parameters())
+    elif isinstance(params, nn.Parameter):
+        chosen = [params]
+    else:
+        chosen = list(params)
+    with access.gathered_units(access.units_of(chosen), modifier_rank):
+        yield

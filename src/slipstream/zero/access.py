@@ -1,0 +1,195 @@
+"""Reading and writing whole parameters by hand: `with zero.gathered(params): ...`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from slipstream.zero.comm import broadcast_from, gather_objects
+from slipstream.zero.layout import overlap
+from slipstream.zero.parameter import ReducedParameter, ReleasedParameter
+from slipstream.zero.unit import State, Unit
+
+
+# Every living unit of the process, for the one question that a parameter cannot answer: which unit is it in?
+_living: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def register(units: Iterable[Unit]) -> None:
+    """Make the units' parameters known to `units_of`."""
+    _living.update(units)
+
+
+def units_of(params: Iterable[nn.Parameter]) -> dict[Unit, list[int]]:
+    """Which parameters of which units are meant, in unit order; parameters of no unit are left out."""
+    wanted = {id(param) for param in params}
+    units = sorted(_living, key=lambda unit: unit.serial)
+    found = {unit: [i for i, param in enumerate(unit.params) if id(param) in wanted] for unit in units}
+    return {unit: indices for unit, indices in found.items() if indices}
+
+
+def full_values(unit: Unit) -> Tensor:
+    """The unit's whole weights as one flat tensor of this rank's own. Collective over the shards."""
+    if unit.state is State.GATHERED:
+        return unit.full.clone()
+    unit.gather()
+    values = unit.full.clone()
+    unit.release()
+    return values
+
+
+def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
+    """Parameter i's summed gradient times `alpha`, fp32, in its shape. Collective."""
+    slot = unit.layout.slots[i]
+    part = slice(slot.offset, slot.offset + slot.numel)
+    if unit.memory.local is not None:  # not reduced yet
+        local = unit.memory.local.tensor[part].float() if i in unit.filled else torch.zeros(slot.numel)
+        pieces = gather_objects(local, unit.comms.data.axis)
+        return torch.stack(pieces).sum(0).mul_(alpha).view(slot.shape)
+    if unit.grads is None or not unit.has_gradient:
+        return torch.zeros(slot.shape)
+    full = full_span(unit, unit.grads.float(), bool(unit.placement.grads))[part]
+    if unit.comms.dp_replicate.size > 1:
+        full = torch.stack(gather_objects(full, unit.comms.dp_replicate.axis)).sum(0)
+    return full.view(slot.shape)
+
+
+def full_optimizer_state(unit: Unit, i: int, steps: Any) -> dict[str, Tensor]:
+    """Parameter i's master and per-element optimizer states, in its shape. Collective."""
+    slot = unit.layout.slots[i]
+    part = slice(slot.offset, slot.offset + slot.numel)
+    sharded = bool(unit.placement.optim)
+    result = {"master": full_span(unit, unit.master, sharded)[part].view(slot.shape).float()}
+    pieces = [piece for piece in steps.pieces[unit.index] if piece.name == unit.names[i]] if steps else []
+    mine = [(piece.offset, name, value) for piece in pieces for name, value in steps.states(unit, piece).items()]
+    everyone = gather_objects(mine, unit.comms.dp.axis) if sharded else [mine]
+    for offset, name, value in (item for rank in everyone for item in rank):
+        whole = result.setdefault(name, torch.zeros(slot.shape, dtype=value.dtype))
+        whole.view(-1)[offset : offset + value.numel()].copy_(value)
+    return result
+
+
+def set_optimizer_state(unit: Unit, i: int, steps: Any, values: Mapping[str, Tensor]) -> None:
+    """Overwrite parameter i's states on the ranks that own them, and the weights when "master" is among them."""
+    slot = unit.layout.slots[i]
+    for name, value in values.items():
+        if tuple(value.shape) != slot.shape:
+            raise ValueError(f"{name} of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
+    if "master" in values:
+        with gathered_units({unit: [i]}, None), torch.no_grad():
+            unit.params[i].copy_(values["master"])
+        start, stop = overlap(slot.span, unit.optim_span)
+        base = unit.optim_span[0]
+        unit.master[start - base : stop - base].copy_(values["master"].view(-1)[start - slot.offset : stop - slot.offset])
+    for piece in steps.pieces[unit.index] if steps else []:
+        if piece.name == unit.names[i]:
+            states = steps.states(unit, piece)
+            for name in values.keys() - {"master"}:
+                if name not in states:
+                    raise KeyError(f"no optimizer state {name!r} of {piece.name!r}; there are {sorted(states)}")
+                states[name].copy_(values[name].reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start])
+
+
+def full_span(unit: Unit, shard: Tensor, sharded: bool) -> Tensor:
+    """Any per-element state of the optimizer's span as one flat tensor over the whole unit. Collective."""
+    if not sharded:
+        return shard.clone()
+    dp = unit.comms.dp
+    full = torch.zeros(unit.layout.numel, dtype=shard.dtype, device=shard.device)
+    longest = max(b - a for a, b in zip(unit.cuts, unit.cuts[1:], strict=False))
+    if shard.device.type == "cpu":  # through the exchange of the transport: exact, and not on the hot path
+        for rank, piece in enumerate(gather_objects(shard, dp.axis)):
+            full[unit.cuts[rank] : unit.cuts[rank + 1]] = piece
+        return full
+    assert longest == shard.numel(), "uneven shards on a device"
+    dp.gather_into(full, shard, unit.cuts).wait()
+    return full
+
+
+@contextmanager
+def gathered_units(
+    chosen: dict[Unit, list[int]], modifier_rank: int | None, write: bool = True
+) -> Iterator[None]:
+    """Show private whole copies of the chosen parameters, and write changes back to every shard at the end.
+
+    With `modifier_rank` None every rank writes the spans it owns from its own copy, so all ranks must write the same;
+    otherwise that data rank's copy counts. An exception inside writes nothing.
+    """
+    copies: dict[Unit, Tensor] = {}
+    classes = {unit: [type(param) for param in unit.params] for unit in chosen}
+    for unit in chosen:
+        copies[unit] = full_values(unit)
+    for unit, indices in chosen.items():
+        for i in indices:
+            param, slot = unit.params[i], unit.layout.slots[i]
+            if isinstance(param, (ReducedParameter, ReleasedParameter)):
+                param.__class__ = nn.Parameter
+            param.data = copies[unit][slot.offset : slot.offset + slot.numel].view(slot.shape)
+    written = False
+    try:
+        yield
+        written = write
+    finally:
+        for unit, indices in chosen.items():
+            for i in indices:
+                param, slot = unit.params[i], unit.layout.slots[i]
+                new = param.data
+                view = copies[unit][slot.offset : slot.offset + slot.numel].view(slot.shape)
+                if written and new.data_ptr() != view.data_ptr():
+                    if new.shape != view.shape:
+                        raise ValueError(
+                            f"parameter {unit.names[i]!r} was given shape {tuple(new.shape)} inside gathered(), it is "
+                            f"{tuple(view.shape)}; to resize, change the model before initialize"
+                        )
+                    view.copy_(new)
+        for unit, indices in chosen.items():
+            if written:
+                _write_back(unit, indices, copies[unit], modifier_rank)
+            else:
+                _restore(unit, indices)
+            for i in indices:
+                unit.params[i].__class__ = classes[unit][i]
+
+
+def _restore(unit: Unit, indices: list[int]) -> None:
+    for i in indices:
+        unit.params[i].__class__ = nn.Parameter
+        unit.params[i].data = unit.views[i]
+        unit.accept_version(i)
+
+
+def _write_back(unit: Unit, indices: list[int], values: Tensor, modifier_rank: int | None) -> None:
+    data = unit.comms.data
+    if modifier_rank is not None and data.size > 1:
+        broadcast_from(values, data.axis, modifier_rank)
+    data.exchange(torch.zeros(1, dtype=torch.float64))  # no rank reads the old values any more
+    with torch.no_grad():
+        for i in indices:
+            slot = unit.layout.slots[i]
+            span = (slot.offset, slot.offset + slot.numel)
+            _write_masters(unit, span, values)
+            if not unit.placement.weights:
+                unit.full[slice(*span)].copy_(values[slice(*span)])
+            else:
+                start, stop = overlap(span, unit.span)
+                unit.shard[start - unit.span[0] : stop - unit.span[0]].copy_(values[start:stop])
+    _restore(unit, indices)
+    if unit.memory.common:
+        unit.comms.dp.publish(unit.memory.common)
+
+
+def _write_masters(unit: Unit, span: tuple[int, int], values: Tensor) -> None:
+    """Masters keep their precision where the value has not changed."""
+    if unit.out is None:
+        return
+    start, stop = overlap(span, unit.optim_span)
+    base = unit.optim_span[0]
+    master, new = unit.master[start - base : stop - base], values[start:stop]
+    changed = master.to(new.dtype) != new
+    master.copy_(torch.where(changed, new.to(master.dtype), master))

@@ -1,0 +1,141 @@
+"""From a model to its units: group, lay out, allocate everything at once, move the parameters in.
+
+Collective: every rank calls `build_units` with the same model and plan. Nothing is allocated before all of it has been
+laid out, so that a refusal costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+
+from slipstream.mesh import Axis, Mesh
+from slipstream.zero import access
+from slipstream.zero.comm import Buffer, Comm, LocalComm, ProcessGroupComm
+from slipstream.zero.hooks import Slots
+from slipstream.zero.layout import Layout, flat_layout, whole_layout
+from slipstream.zero.placement import Placement
+from slipstream.zero.shared import SharedComm, hosts_agree
+from slipstream.zero.unit import Comms, Dtypes, Memory, Unit
+from slipstream.zero.watch import Watch
+from slipstream.zero.wrap import Group, wrap
+
+_NUM_SLOTS = 2  # one gradient buffer fills while the other is being summed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What `build_units` needs to know of the plan."""
+
+    placement: Placement
+    weights_dtype: torch.dtype | None  # None: parameters keep their own
+    master_dtype: torch.dtype
+    grads_dtype: torch.dtype | None  # None: the gradient's own where it is written once, fp32 where it accumulates
+    wire_dtype: torch.dtype | None  # None: the gradient's own
+    accumulates: bool  # more than one micro-batch a step, or an unknown number
+    whole: bool  # the optimizer looks at shapes
+
+
+def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> Comms:
+    """One transport per axis. `transport`: "auto" and "shared" use shared memory where all ranks share a host.
+
+    Raises ValueError when "shared" is asked for and impossible.
+    """
+
+    def comm(axis: Axis) -> Comm:
+        if axis.size == 1:
+            return LocalComm(axis, device)
+        if device.type == "cpu" and transport != "gloo":
+            if hosts_agree(axis):
+                return SharedComm(axis, watch)
+            if transport == "shared":
+                raise ValueError(
+                    f'"slipstream": {{"transport": "shared"}} but the ranks {axis.ranks} cannot map each other\'s memory '
+                    f"(another host, container or user); use \"auto\""
+                )
+        return ProcessGroupComm(axis, device, watch)
+
+    dp = comm(mesh.dp)
+    replicate = comm(mesh.dp_replicate)
+    return Comms(dp=dp, dp_replicate=replicate, data=dp if mesh.dp.ranks == mesh.data.ranks else comm(mesh.data))
+
+
+def _dtypes(group: Group, recipe: Recipe) -> Dtypes:
+    if not group.dtype.is_floating_point:
+        return Dtypes(weights=group.dtype, master=group.dtype, local=group.dtype, wire=group.dtype, grads=group.dtype)
+    weights = recipe.weights_dtype or group.dtype
+    kept = recipe.grads_dtype or (torch.promote_types(weights, torch.float32) if recipe.accumulates else weights)
+    if not group.trainable:
+        return Dtypes(weights=weights, master=weights, local=kept, wire=kept, grads=kept)
+    wire = recipe.wire_dtype or (kept if not recipe.placement.grads else weights)
+    # fp32 and wider weights are their own master
+    master = weights if weights.itemsize >= recipe.master_dtype.itemsize else recipe.master_dtype
+    return Dtypes(weights=weights, master=master, local=kept, wire=wire, grads=kept)
+
+
+def _layout(group: Group, model: nn.Module, recipe: Recipe, num_shards: int) -> Layout:
+    params = dict(model.named_parameters())
+    shapes = [(name, tuple(params[name].shape)) for name in group.param_names]
+    return (whole_layout if recipe.whole else flat_layout)(shapes, num_shards)
+
+
+def build_units(model: nn.Module, recipe: Recipe, comms: Comms) -> tuple[list[Unit], Slots]:
+    """Move every parameter of `model` into units; returns them in layout order, with the gradient ring."""
+    groups = wrap(model)
+    place = recipe.placement
+    layouts = [_layout(group, model, recipe, comms.data.size) for group in groups]
+    dtypes = [_dtypes(group, recipe) for group in groups]
+    memories = [Memory(full=None, common=None, local=None, replica=None) for _ in groups]
+
+    def give(
+        name: str, comm: Comm, which: list[int], size: Callable[[int], tuple[int, torch.dtype]], common: bool = False
+    ) -> None:
+        requests = [size(i) for i in which]
+        buffers = comm.allocate_common(requests) if common else comm.allocate(requests)
+        for i, buffer in zip(which, buffers or [], strict=False):
+            setattr(memories[i], name, buffer)
+
+    everything = list(range(len(groups)))
+    trainable = [i for i in everything if groups[i].trainable]
+    if place.weights:
+        give("common", comms.dp, everything, lambda i: (layouts[i].numel, dtypes[i].weights), common=True)
+    else:
+        give("full", comms.dp, everything, lambda i: (layouts[i].numel, dtypes[i].weights))
+    if not place.grads:
+        give("local", comms.dp, trainable, lambda i: (layouts[i].numel, dtypes[i].local))
+    elif comms.dp_replicate.size > 1:
+        cuts = [layout.shards(comms.dp.size) for layout in layouts]
+        give(
+            "replica", comms.dp_replicate, trainable,
+            lambda i: (cuts[i][comms.dp.rank + 1] - cuts[i][comms.dp.rank], dtypes[i].grads),
+        )  # fmt: skip
+    slots = _slots([layouts[i] for i in trainable], [dtypes[i] for i in trainable], place, comms.dp)
+    params = dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    units = []
+    for i, group in enumerate(groups):
+        unit_place = place if group.trainable else Placement(weights=place.weights, grads=place.weights, optim=place.weights)
+        unit = Unit(
+            group.name, i, modules[group.module_name] if group.module_name else None,
+            [(name, params[name]) for name in group.param_names], layouts[i], unit_place, dtypes[i], comms, memories[i],
+        )  # fmt: skip
+        if not group.trainable:
+            unit.grads = None
+        units.append(unit)
+    comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # common weights are written before anyone reads them
+    access.register(units)
+    return units, slots
+
+
+def _slots(layouts: Sequence[Layout], dtypes: Sequence[Dtypes], place: Placement, comm: Comm) -> Slots:
+    longest: dict[torch.dtype, int] = {}
+    for layout, dtype in zip(layouts, dtypes, strict=True):
+        if place.grads or dtype.wire != dtype.local:
+            longest[dtype.wire] = max(longest.get(dtype.wire, 0), layout.numel)
+    rings: dict[torch.dtype, list[Buffer]] = {}
+    for dtype, numel in longest.items():
+        rings[dtype] = comm.allocate([(numel, dtype)] * _NUM_SLOTS)
+    return Slots(rings)

@@ -1,0 +1,306 @@
+"""Moving flat buffers between the ranks of one mesh axis: the seam behind which every transport sits.
+
+A `Buffer` is memory that a transport can move. Operations come in two halves, launch and `wait`, so that a caller can
+work in between; every rank launches the same operations in the same order. Reductions add in rank order in fp32 and
+round once, on every transport (docs/ARCHITECTURE.md, Note: Bit identity).
+
+LocalComm         an axis of one rank
+ProcessGroupComm  torch.distributed: gloo on CPU, NCCL on CUDA
+SharedComm        ranks of one host over shared memory (zero/shared.py)
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream import ops
+from slipstream.mesh import Axis
+from slipstream.ops import Partial
+from slipstream.zero.watch import Watch
+
+T = TypeVar("T")
+
+_SLICE = timedelta(seconds=1)  # how long a wait sleeps before it looks whether it still makes sense
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Memory that a comm can move. `peers[r]` is rank r's buffer where this process can read it directly."""
+
+    tensor: Tensor  # 1D
+    peers: list[Tensor] = field(default_factory=list)
+    channel: int = -1  # SharedComm's row of counters
+    posted: int = 0  # how often this rank has offered its content to the others
+
+
+@dataclass(slots=True)
+class Pending(Generic[T]):
+    """The second half of an operation; `wait` runs it once and keeps the result."""
+
+    finish: Callable[[], T] | None
+    result: T | None = None
+
+    def wait(self) -> T:
+        if self.finish is not None:
+            self.result, self.finish = self.finish(), None
+        return self.result  # type: ignore[return-value]
+
+
+class Comm(ABC):
+    """Collectives on flat buffers over one axis. One caller per rank; the launch order is the same on all ranks."""
+
+    axis: Axis
+
+    @property
+    def rank(self) -> int:
+        return self.axis.index
+
+    @property
+    def size(self) -> int:
+        return self.axis.size
+
+    @abstractmethod
+    def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        """Zeroed memory per rank, one buffer for each (numel, dtype). Collective."""
+
+    @abstractmethod
+    def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
+        """Zeroed memory that all ranks see as one, or None where the transport has none. Collective."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
+    ) -> Pending[Partial]:
+        """out (+)= alpha x the sum over ranks of this rank's span. `out` may be that span of `buffer` itself.
+
+        The buffer may be written again once `reusable(buffer)` has returned.
+        """
+
+    @abstractmethod
+    def reusable(self, buffer: Buffer) -> None:
+        """Wait until every rank has read what this rank last offered in `buffer`."""
+
+    @abstractmethod
+    def all_gather(self, buffer: Buffer, cuts: Sequence[int]) -> Pending[None]:
+        """Fill the other ranks' spans of `buffer` from theirs; this rank's span is already in place."""
+
+    @abstractmethod
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+        """Fill all of `full` from every rank's `shard`. Plain memory on both sides."""
+
+    @abstractmethod
+    def publish(self, common: Buffer) -> None:
+        """Say that this rank's span of a common buffer is new."""
+
+    @abstractmethod
+    def await_published(self, common: Buffer) -> None:
+        """Wait until every rank has published `common` as often as this one has."""
+
+    @abstractmethod
+    def exchange(self, values: Tensor) -> Tensor:
+        """All ranks' `values` (1D fp64 on CPU, equal length) as rows in rank order. Every rank waits for all."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` with the first rank's. For set-up, not for the hot path."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give all memory back. Always safe to call twice."""
+
+
+def reduce_into(out: Tensor, sources: Sequence[Tensor], alpha: float, accumulate: bool) -> Partial:
+    """The one reduction of the package, on any device: rank-order fp32 sum, one rounding, squares and finiteness."""
+    if out.numel() == 0:
+        return Partial(0.0, True)
+    if out.device.type == "cpu":
+        return ops.sum_ranks(out, sources, alpha=alpha, accumulate=accumulate)
+    total = sources[0].float()
+    for source in sources[1:]:
+        total = total + source.float()
+    total = total * alpha
+    out.copy_(total.add_(out.float()) if accumulate else total)
+    square = out.double().square().sum()
+    return Partial(square, torch.isfinite(square))  # type: ignore[arg-type]  # stays on the device until the verdict
+
+
+class LocalComm(Comm):
+    """An axis of one rank: nothing moves."""
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self.axis, self.device = axis, device
+
+    def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        return [Buffer(torch.zeros(numel, dtype=dtype, device=self.device)) for numel, dtype in requests]
+
+    def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
+        return self.allocate(requests)
+
+    def reduce_scatter(
+        self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
+    ) -> Pending[Partial]:
+        return Pending(None, reduce_into(out, [buffer.tensor[: cuts[-1]]], alpha, accumulate))
+
+    def reusable(self, buffer: Buffer) -> None:
+        pass
+
+    def all_gather(self, buffer: Buffer, cuts: Sequence[int]) -> Pending[None]:
+        return Pending(None)
+
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+        full.copy_(shard)
+        return Pending(None)
+
+    def publish(self, common: Buffer) -> None:
+        pass
+
+    def await_published(self, common: Buffer) -> None:
+        pass
+
+    def exchange(self, values: Tensor) -> Tensor:
+        return values.unsqueeze(0)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes: gloo moves every dtype this way, also those it has no name for."""
+    return tensor.view(torch.uint8)
+
+
+class ProcessGroupComm(Comm):
+    """torch.distributed. On gloo a reduce-scatter is an all-to-all and our own sum: gloo's own is an all-reduce inside,
+    sends twice the bytes and adds in another order. On NCCL it is NCCL's, unless `deterministic` is asked for."""
+
+    def __init__(self, axis: Axis, device: torch.device, watch: Watch, deterministic: bool = False) -> None:
+        assert axis.group is not None, f"axis {axis.name} has one rank"
+        self.axis, self.device, self.watch, self.group = axis, device, watch, axis.group
+        self.native_reduce = device.type != "cpu" and not deterministic
+
+    def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        return [Buffer(torch.zeros(numel, dtype=dtype, device=self.device)) for numel, dtype in requests]
+
+    def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
+        return None
+
+    def _finish(self, work: Any, what: str) -> None:
+        if self.device.type != "cpu":  # waits on the stream, not on the host
+            work.wait()
+            return
+        since = time.monotonic()
+        with self.watch.waiting(what):
+            while True:
+                try:
+                    work.wait(_SLICE)
+                    return
+                except RuntimeError:
+                    if time.monotonic() - since < _SLICE.total_seconds() or work.is_completed():
+                        raise  # not a time-out: gloo lost a peer
+                    self.watch.check(since)
+
+    def reduce_scatter(
+        self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
+    ) -> Pending[Partial]:
+        start, stop = cuts[self.rank], cuts[self.rank + 1]
+        lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+        full = buffer.tensor[: cuts[-1]]
+        if self.native_reduce and len(set(lengths)) == 1:
+            total = full.new_empty(stop - start)
+            work: Any = dist.reduce_scatter_tensor(total, full, group=self.group, async_op=True)
+            sources = [total]
+        else:
+            received = full.new_empty((stop - start) * self.size)
+            item = full.element_size()
+            work = dist.all_to_all_single(
+                _bytes(received),
+                _bytes(full),
+                [(stop - start) * item] * self.size,
+                [length * item for length in lengths],
+                group=self.group,
+                async_op=True,
+            )
+            sources = list(received.view(self.size, stop - start).unbind(0))
+
+        def finish() -> Partial:
+            self._finish(work, "reduce-scatter")
+            return reduce_into(out, sources, alpha, accumulate)
+
+        return Pending(finish)
+
+    def reusable(self, buffer: Buffer) -> None:
+        pass  # waiting for the all-to-all has already meant that this rank's part was sent
+
+    def all_gather(self, buffer: Buffer, cuts: Sequence[int]) -> Pending[None]:
+        start, stop = cuts[self.rank], cuts[self.rank + 1]
+        return self.gather_into(buffer.tensor, buffer.tensor[start:stop].clone(), cuts)
+
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+        item = full.element_size()
+        lengths = [(b - a) * item for a, b in zip(cuts, cuts[1:], strict=False)]
+        if len(set(lengths)) == 1:
+            work: Any = _all_gather_single(_bytes(full), _bytes(shard), self.group)
+        else:
+            send = _bytes(shard).repeat(self.size)
+            work = dist.all_to_all_single(
+                _bytes(full), send, lengths, [shard.numel() * item] * self.size, group=self.group, async_op=True
+            )
+        return Pending(lambda: self._finish(work, "all-gather"))
+
+    def publish(self, common: Buffer) -> None:
+        raise AssertionError("a process group has no common memory")
+
+    def await_published(self, common: Buffer) -> None:
+        raise AssertionError("a process group has no common memory")
+
+    def exchange(self, values: Tensor) -> Tensor:
+        rows = torch.empty(self.size * values.numel(), dtype=values.dtype, device=self.device)
+        work: Any = _all_gather_single(_bytes(rows), _bytes(values.to(self.device)), self.group)
+        self._finish(work, "exchange")
+        return rows.view(self.size, -1).cpu()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        broadcast_first(tensor, self.axis)
+
+    def close(self) -> None:
+        pass
+
+
+def broadcast_first(tensor: Tensor, axis: Axis) -> None:
+    """The values of the axis' first rank, through its process group."""
+    broadcast_from(tensor, axis, 0)
+
+
+def broadcast_from(tensor: Tensor, axis: Axis, rank: int) -> None:
+    """The values of the axis' `rank`-th rank, through its process group."""
+    if not 0 <= rank < axis.size:
+        raise ValueError(f"modifier_rank is {rank}, but the data-parallel ranks are 0..{axis.size - 1}")
+    if tensor.numel():
+        dist.broadcast(_bytes(tensor), src=axis.ranks[rank], group=axis.group)
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's `value`, in rank order, pickled between our own processes. For set-up and inspection."""
+    if axis.group is None:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
+def _all_gather_single(out: Tensor, shard: Tensor, group: Any) -> Any:
+    """`all_gather_single` exists from torch 2.13, where the older name warns."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(out, shard, group=group, async_op=True)

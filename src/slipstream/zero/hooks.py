@@ -1,0 +1,367 @@
+"""Where autograd and the module tree call the edges. All the order there is lives here, as explicit states.
+
+[Note: When things happen]
+forward   the root's pre-hook opens the engine's forward; a block's pre-hook gathers its units, its post-hook releases
+          them; inside, a released parameter that is touched is gathered on demand and stays until the end of backward.
+backward  the first hook that fires opens it and queues the callback that closes it. A block's outputs gather its units
+          when their gradient arrives. A unit is complete when all its parameters' gradients have landed, or when the
+          gradient of the block's input has (unused parameters), or at the end. Complete units are reduced in one fixed
+          order, reverse layout order: one that is early waits, one that never fires joins with zeros at the end.
+recompute inside backward runs forward hooks again, or only some of them: they gather and never release. No counting of
+          gradient hooks: a reentrant checkpoint may fire one twice. What lands after its unit was reduced stays in
+          `.grad` and is reduced in an extra round before the step (`leftovers`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from slipstream.zero.comm import Buffer, Pending
+from slipstream.zero.unit import State, Unit, raw_grad
+from slipstream.zero.watch import Watch
+
+
+class Phase(Enum):
+    """What the engine's model is doing."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Slots:
+    """A ring of movable buffers, each large enough for any unit: gradients pass through them on their way out."""
+
+    def __init__(self, buffers: Mapping[torch.dtype, Sequence[Buffer]]) -> None:
+        self._rings = {dtype: deque(ring) for dtype, ring in buffers.items()}
+
+    def next(self, dtype: torch.dtype) -> Buffer:
+        ring = self._rings[dtype]
+        ring.rotate(-1)
+        return ring[-1]
+
+    def __len__(self) -> int:
+        return max((len(ring) for ring in self._rings.values()), default=0)
+
+
+class Reducer:
+    """Launches `unit.reduce` in one fixed order per backward, each as soon as it and all before it are complete."""
+
+    def __init__(self, units: Sequence[Unit], slots: Slots) -> None:
+        self.units, self.slots = units, slots
+        self.alpha = 1.0
+        self.order: list[Unit] = []
+        self.missing: dict[int, set[int]] = {}  # unit index -> parameters whose gradient has not landed
+        self.complete: set[int] = set()
+        self.launched = 0
+        self.in_flight: deque[Pending[None]] = deque()
+
+    def begin(self) -> None:
+        """A backward starts."""
+        self.order = [unit for unit in reversed(self.units) if unit.trainable and unit.placement.grads]
+        self.missing = {
+            unit.index: {i for i, param in enumerate(unit.params) if param.requires_grad} for unit in self.order
+        }
+        self.complete.clear()
+        self.launched = 0
+
+    def landed(self, unit: Unit, i: int) -> bool:
+        """Parameter i's gradient is in `.grad`. True when the unit has become complete by it."""
+        missing = self.missing[unit.index]
+        missing.discard(i)
+        return not missing and unit.index not in self.complete
+
+    def finish(self, unit: Unit) -> None:
+        """The unit is complete: reduce it now if it is its turn."""
+        if unit.index in self.missing and unit.index not in self.complete:
+            self.complete.add(unit.index)
+            while self.launched < len(self.order) and self.order[self.launched].index in self.complete:
+                self.launch(self.order[self.launched])
+                self.launched += 1
+
+    def launch(self, unit: Unit) -> None:
+        """Reduce one unit; every rank calls this for the same units in the same order."""
+        while len(self.in_flight) >= max(1, len(self.slots) - 1):
+            self.in_flight.popleft().wait()
+        self.in_flight.append(unit.reduce(self.slots.next(unit.dtypes.wire), self.alpha))
+
+    def flush(self) -> None:
+        """The backward ends: the rest is complete as it is."""
+        for unit in self.order:
+            self.finish(unit)
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait for everything in flight."""
+        while self.in_flight:
+            self.in_flight.popleft().wait()
+
+
+class Hooks:
+    """Wires one model to its units. `remove` undoes it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        reducer: Reducer,
+        watch: Watch,
+        on_inputs: Callable[[Any, Any], tuple[Any, Any]],
+        on_outputs: Callable[[Any], Any],
+    ) -> None:
+        self.model, self.units, self.reducer, self.watch = model, units, reducer, watch
+        self.on_inputs, self.on_outputs = on_inputs, on_outputs
+        self.phase = Phase.IDLE
+        self.sync = True  # False inside no_sync()
+        self.keep = False  # a graph of a graph is alive: weights stay until the step
+        self.backwards = 0  # since the last step
+        self.calls: dict[int, int] = {}  # unit index -> block calls whose input gradient is still to come
+        self.handles: list[Any] = []
+        self.root_units = [unit for unit in units if unit.block is None]
+        self._wire()
+
+    # -- wiring --
+
+    def _wire(self) -> None:
+        add = self.handles.append
+        add(self.model.register_forward_pre_hook(_eager(self._root_pre), with_kwargs=True, prepend=True))
+        add(self.model.register_forward_hook(_eager(self._root_post), with_kwargs=True, always_call=True))
+        for unit in self.units:
+            for i, param in enumerate(unit.params):
+                if param.requires_grad or unit.grads is not None:
+                    add(_grad_hook(param, self._on_grad, unit, i))
+        if not any(unit.placement.weights for unit in self.units):
+            return
+        for module, units in self._users().items():
+            if module is self.model:
+                continue
+            add(module.register_forward_pre_hook(_eager(_Bound(self._block_pre, units)), with_kwargs=True, prepend=True))
+            add(module.register_forward_hook(_eager(_Bound(self._block_post, units)), with_kwargs=True, always_call=True))
+
+    def _users(self) -> dict[nn.Module, list[Unit]]:
+        """Modules that gather: every block its own units and those of shared parameters inside it, and every module
+        that holds root parameters itself, for calls that do not go through the root (T5's encoder in generate)."""
+        unit_of = {id(param): unit for unit in self.units for param in unit.params}
+        users: dict[nn.Module, list[Unit]] = {}
+        blocks = {unit.block for unit in self.units if unit.block is not None}
+        for block in blocks:
+            found = {id(unit_of[id(p)]): unit_of[id(p)] for p in block.parameters() if id(p) in unit_of}
+            users[block] = list(found.values())
+        inside = {id(module) for block in blocks for module in block.modules()}
+        for module in self.model.modules():
+            if id(module) not in inside:
+                found = {id(unit_of[id(p)]): unit_of[id(p)] for p in module.parameters(recurse=False) if id(p) in unit_of}
+                if found:
+                    users[module] = list(found.values())
+        return users
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    # -- forward --
+
+    def _root_pre(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.phase is Phase.BACKWARD and not _in_backward():
+            self.abandon_backward()
+        if self.phase is Phase.BACKWARD:  # the whole model is being recomputed
+            return None
+        self.phase = self.watch_phase(Phase.FORWARD)
+        for unit in self.units:
+            if unit.state is State.GATHERED:
+                unit.check_writes()
+                unit.show_weights()
+            unit.may_gather_on_demand = True
+        for unit in self.root_units:
+            unit.gather()
+        return self.on_inputs(args, kwargs)
+
+    def _root_post(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if self.phase is not Phase.FORWARD:
+            return None
+        self.phase = self.watch_phase(Phase.IDLE)
+        pinned = torch.is_grad_enabled()
+        for unit in self.units:
+            unit.may_gather_on_demand = False
+            if not (unit.pinned and pinned) and not self.keep:
+                unit.release()
+        if output is None:
+            return None
+        output = self.on_outputs(output)
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._on_output_grad)
+        return output
+
+    def _block_pre(self, units: Sequence[Unit], module: nn.Module, args: Any, kwargs: Any) -> None:
+        for unit in units:
+            self.watch.unit = unit.name
+            unit.gather()
+        if self.phase is not Phase.BACKWARD and torch.is_grad_enabled() and units[0].block is module:
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    for unit in units:
+                        if unit.block is module:
+                            self.calls[unit.index] = self.calls.get(unit.index, 0) + 1
+                    tensor.register_hook(_Bound(self._on_input_grad, [unit for unit in units if unit.block is module]))
+                    break
+
+    def _block_post(self, units: Sequence[Unit], module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        grad = torch.is_grad_enabled()
+        if grad and output is not None:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(_Bound(self._on_block_grad, units))
+        if self.phase is Phase.BACKWARD or self.keep:
+            return
+        for unit in units:
+            if unit.block is None and (self.phase is Phase.FORWARD or grad):
+                continue  # the root stays for its forward; without one, until the backward
+            if not unit.pinned:
+                unit.release()
+
+    # -- backward --
+
+    def _enter_backward(self) -> None:
+        if self.phase is Phase.IDLE:
+            self.phase = self.watch_phase(Phase.BACKWARD)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            self.reducer.begin()
+            for unit in self.units:
+                unit.may_gather_on_demand = True
+                unit.show_weights()
+        if torch.is_grad_enabled():  # create_graph: its own backward will read the weights again
+            self.keep = True
+
+    def _on_output_grad(self, grad: Tensor) -> None:
+        self._enter_backward()
+        for unit in self.root_units:
+            unit.gather()
+
+    def _on_block_grad(self, units: Sequence[Unit], grad: Tensor) -> None:
+        self._enter_backward()
+        for unit in units:
+            self.watch.unit = unit.name
+            unit.gather()
+
+    def _on_input_grad(self, units: Sequence[Unit], grad: Tensor) -> None:
+        for unit in units:
+            self.calls[unit.index] -= 1
+            if self.calls[unit.index] == 0 and self.phase is Phase.BACKWARD:
+                self._complete(unit)
+
+    def _on_grad(self, unit: Unit, i: int) -> None:
+        self._enter_backward()
+        with torch.no_grad():
+            if unit.memory.local is not None:
+                unit.add_local(i)
+            elif self.sync and unit.index in self.reducer.missing and self.reducer.landed(unit, i):
+                self._complete(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        if not self.keep and not unit.pinned and unit.block is not None:
+            unit.release()
+        if self.sync and unit.trainable and unit.placement.grads:
+            with torch.no_grad():
+                self.reducer.finish(unit)
+
+    def _end_backward(self) -> None:
+        if self.sync:
+            self.watch.unit = "end of backward"
+            with torch.no_grad():
+                self.reducer.flush()
+            self.backwards += 1
+        self._close_backward()
+
+    def _close_backward(self) -> None:
+        self.calls.clear()
+        for unit in self.units:
+            unit.may_gather_on_demand = False
+            if not self.keep:
+                unit.release()
+            unit.hide_gradients()
+        self.phase = self.watch_phase(Phase.IDLE)
+
+    def abandon_backward(self) -> None:
+        """A backward raised half-way: what it left in flight is finished, so that the engine can be used again."""
+        self.reducer.drain()
+        self._close_backward()
+
+    # -- the step's side --
+
+    def leftovers(self) -> list[bool]:
+        """Per unit, whether gradients are still in `.grad`: late ones, and those of no_sync()."""
+        return [
+            unit.placement.grads != () and unit.trainable and any(raw_grad(param) is not None for param in unit.params)
+            for unit in self.units
+        ]
+
+    def step_done(self) -> None:
+        """The window is over."""
+        if self.keep:
+            self.keep = False
+            for unit in self.units:
+                unit.release()
+        self.backwards = 0
+
+    def watch_phase(self, phase: Phase) -> Phase:
+        self.watch.phase, self.watch.unit = phase.value, ""
+        return phase
+
+
+class _Bound:
+    """`partial` with the bound arguments first, as an object without a frame of its own in the hook's way."""
+
+    __slots__ = ("call", "first")
+
+    def __init__(self, call: Callable[..., Any], first: Any) -> None:
+        self.call, self.first = call, first
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(self.first, *args)
+
+
+def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of a hook, so that a compiled block's graph has only the block in it."""
+
+    def run(*args: Any) -> Any:
+        return hook(*args)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets, without its import
+    return run
+
+
+def _grad_hook(param: nn.Parameter, call: Callable[[Unit, int], None], unit: Unit, i: int) -> Any:
+    def landed(_: Tensor) -> None:
+        call(unit, i)
+
+    return param.register_post_accumulate_grad_hook(landed)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside tuples, lists, dicts, dataclasses and mappings, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))

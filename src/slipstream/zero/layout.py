@@ -1,0 +1,104 @@
+"""The layout of one unit's flat buffer: where each parameter lies and where the shards are cut. Pure, no processes.
+
+Invariants: every parameter starts on a multiple of `ALIGN` elements; every cut is a multiple of `ALIGN`, so no kernel
+has a scalar tail; the layout depends on the parameters and the data-parallel size, never on the stage
+(see docs/ARCHITECTURE.md, Note: Bit identity).
+
+slot   where one parameter lies in the flat buffer
+cut    a shard boundary; `cuts` has one more element than there are shards
+span   a half-open range `(start, stop)` of the flat buffer
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGN = 64  # elements: 128 bytes of bf16, one AVX-512 register of fp32 times four
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in the flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def span(self) -> Span:
+        return self.offset, self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Slots in parameter order and the cuts of the finest sharding."""
+
+    slots: tuple[Slot, ...]
+    cuts: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.cuts[-1]
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.cuts) - 1
+
+    def shards(self, count: int) -> tuple[int, ...]:
+        """Cuts of a coarser sharding into `count` parts, each a union of neighbouring finest shards."""
+        assert self.num_shards % count == 0, f"{self.num_shards} shards do not group into {count}"
+        return self.cuts[:: self.num_shards // count]
+
+    def span(self, count: int, index: int) -> Span:
+        """The `index`-th of `count` shards."""
+        cuts = self.shards(count)
+        return cuts[index], cuts[index + 1]
+
+
+def overlap(a: Span, b: Span) -> Span:
+    """The common part of two spans; empty (start == stop) when they do not meet."""
+    start = max(a[0], b[0])
+    return start, max(start, min(a[1], b[1]))
+
+
+def _align(numel: int) -> int:
+    return -(-numel // ALIGN) * ALIGN
+
+
+def flat_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int) -> Layout:
+    """Parameters one after another, cut into `num_shards` equal shards wherever the cuts happen to fall."""
+    slots, offset = [], 0
+    for name, shape in shapes:
+        slots.append(Slot(name, tuple(shape), offset))
+        offset += _align(math.prod(shape))
+    shard = _align(-(-offset // num_shards))
+    return Layout(tuple(slots), tuple(shard * i for i in range(num_shards + 1)))
+
+
+def whole_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int) -> Layout:
+    """Every parameter whole inside one shard, for optimizers that look at shapes; shards may differ in length.
+
+    The largest parameter first goes to the least loaded shard, ties to the lower index, so all ranks agree.
+    """
+    load = [0] * num_shards
+    owner: dict[int, int] = {}
+    for i in sorted(range(len(shapes)), key=lambda i: (-math.prod(shapes[i][1]), i)):
+        owner[i] = min(range(num_shards), key=lambda shard: (load[shard], shard))
+        load[owner[i]] += _align(math.prod(shapes[i][1]))
+    cuts = [0]
+    for numel in load:
+        cuts.append(cuts[-1] + numel)
+    fill = cuts[:-1].copy()
+    slots = []
+    for i, (name, shape) in enumerate(shapes):
+        slots.append(Slot(name, tuple(shape), fill[owner[i]]))
+        fill[owner[i]] += _align(math.prod(shape))
+    return Layout(tuple(slots), tuple(cuts))

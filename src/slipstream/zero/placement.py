@@ -1,0 +1,38 @@
+"""Where each training state is sharded: one value says everything that tells the ZeRO stages apart.
+
+Training keeps three states per parameter: weights, gradients, optimizer state. A `Placement` names, for each, the mesh
+axes over which it is sharded; `()` is replicated. Each state extends the sharding of the one before it, so shards nest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Mesh axes per state. `Placement()` is plain data parallelism; `Placement(dp, dp, dp)` is ZeRO-3."""
+
+    weights: Axes = ()
+    grads: Axes = ()
+    optim: Axes = ()
+
+    def __post_init__(self) -> None:
+        if self.optim[: len(self.grads)] != self.grads or self.grads[: len(self.weights)] != self.weights:
+            raise ValueError(
+                f"each state must extend the sharding of the one before it (weights, grads, optim), but got {self}"
+            )
+
+
+def stage_placement(stage: int, axes: Axes = ("dp",)) -> Placement:
+    """The placement of a ZeRO stage over `axes`: 0 shards nothing, 1 the optimizer, 2 gradients too, 3 weights too.
+
+    MiCS/HSDP is stage 3 over the inner axis of a two-axis mesh. Source: Rajbhandari et al., ZeRO (arXiv 1910.02054).
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_optimization.stage is {stage}; it must be 0, 1, 2 or 3")
+    return Placement(
+        weights=axes if stage >= 3 else (), grads=axes if stage >= 2 else (), optim=axes if stage >= 1 else ()
+    )

@@ -1,0 +1,240 @@
+"""Shared memory between the ranks of one host: a transport in which gathering moves no bytes.
+
+Each rank maps its own private segment, every other rank's, and one common segment. A segment is a memfd: it has no
+name, so nothing is left behind even after kill -9, and it ignores the size of /dev/shm.
+
+counters   per (channel, kind, rank) one uint32 on its own cache line in the common segment. READY counts how often a
+           rank offered a buffer's content, DONE how often it has finished reading the others'. A reader waits for
+           counters, never for a collective, so a rank that takes another branch does not hold up the rest.
+fences     no rank writes what others may still read: a published weight changes only after all ranks have entered the
+           step's exchange; a posted gradient buffer only after `reusable`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream import ops
+from slipstream.mesh import Axis
+from slipstream.ops import Partial, words
+from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_first, reduce_into
+from slipstream.zero.watch import PeerError, Watch
+
+_PAGE = 4096
+_LINE = 64  # bytes between counters
+_READY, _DONE = 0, 1
+_SPIN_US = 200
+_SLICE_MS = 200  # how long a sleep lasts before it looks whether the peer still lives
+_EXCHANGE_NUMEL = 8192
+
+
+def hosts_agree(axis: Axis) -> bool:
+    """Whether all ranks of `axis` can open each other's descriptors. Collective over the axis."""
+    if axis.group is None:
+        return True
+    fd = os.memfd_create("slipstream-probe", os.MFD_CLOEXEC)
+    token = os.urandom(16)
+    os.write(fd, token)
+    told: list[Any] = [None] * axis.size
+    dist.all_gather_object(told, (os.getpid(), fd, token), group=axis.group)
+    seen = True
+    for pid, peer_fd, peer_token in told:
+        try:
+            with open(f"/proc/{pid}/fd/{peer_fd}", "rb") as file:
+                seen &= file.read() == peer_token
+        except OSError:
+            seen = False
+    answers: list[Any] = [None] * axis.size
+    dist.all_gather_object(answers, seen, group=axis.group)
+    os.close(fd)
+    return all(answers)
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def _views(mapping: mmap.mmap, requests: Sequence[tuple[int, torch.dtype]], start: int = 0) -> list[Tensor]:
+    views, offset = [], start
+    for numel, dtype in requests:
+        if numel:
+            views.append(torch.frombuffer(mapping, dtype=dtype, count=numel, offset=offset))
+        else:
+            views.append(torch.empty(0, dtype=dtype))
+        offset += _pages(numel, dtype)
+    return views
+
+
+def _pages(numel: int, dtype: torch.dtype) -> int:
+    return -(-numel * dtype.itemsize // _PAGE) * _PAGE
+
+
+class SharedComm(Comm):
+    """One axis whose ranks share a host. Made collectively; `hosts_agree(axis)` must have said yes."""
+
+    def __init__(self, axis: Axis, watch: Watch) -> None:
+        assert axis.group is not None, f"axis {axis.name} has one rank"
+        self.axis, self.watch = axis, watch
+        self.pids: list[int] = [0] * axis.size
+        dist.all_gather_object(self.pids, os.getpid(), group=axis.group)
+        self.counters: list[tuple[Tensor, int]] = []  # per allocation: its counters and the address of the first
+        self.exchange_buffers = self.allocate([(_EXCHANGE_NUMEL, torch.float64)] * 2)
+        self.exchanges = 0
+
+    # -- memory --
+
+    def _segments(self, private_nbytes: int, common_nbytes: int) -> tuple[list[mmap.mmap], mmap.mmap]:
+        """Map every rank's private segment and the common one, which rank 0 makes."""
+        own = os.memfd_create("slipstream", os.MFD_CLOEXEC)
+        os.ftruncate(own, max(private_nbytes, _PAGE))
+        common = os.memfd_create("slipstream", os.MFD_CLOEXEC) if self.rank == 0 else -1
+        if self.rank == 0:
+            os.ftruncate(common, common_nbytes)
+        told: list[Any] = [None] * self.size
+        dist.all_gather_object(told, (own, common), group=self.axis.group)
+        privates = []
+        for pid, (peer_fd, _) in zip(self.pids, told, strict=True):
+            fd = os.open(f"/proc/{pid}/fd/{peer_fd}", os.O_RDWR | os.O_CLOEXEC)
+            privates.append(_map(fd, max(private_nbytes, _PAGE)))
+            os.close(fd)
+        fd = os.open(f"/proc/{self.pids[0]}/fd/{told[0][1]}", os.O_RDWR | os.O_CLOEXEC)
+        shared = _map(fd, common_nbytes)
+        os.close(fd)
+        dist.barrier(group=self.axis.group)  # everyone has opened everything
+        os.close(own)
+        if self.rank == 0:
+            os.close(common)
+        return privates, shared
+
+    def _counters(self, shared: mmap.mmap, num_channels: int) -> int:
+        """Register the counters at the start of `shared`; returns the index of the first channel."""
+        first = sum(tensor.numel() for tensor, _ in self.counters) // (2 * self.size * _LINE)
+        tensor = torch.frombuffer(shared, dtype=torch.uint8, count=num_channels * 2 * self.size * _LINE)
+        self.counters.append((tensor, first))
+        return first
+
+    def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        if not requests:
+            return []
+        counters_nbytes = len(requests) * 2 * self.size * _LINE
+        privates, shared = self._segments(sum(_pages(*request) for request in requests), counters_nbytes)
+        first = self._counters(shared, len(requests))
+        peers = list(zip(*[_views(mapping, requests) for mapping in privates], strict=True))
+        return [Buffer(list(views)[self.rank], list(views), first + i) for i, views in enumerate(peers)]
+
+    def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
+        if not requests:
+            return []
+        counters_nbytes = -(-len(requests) * 2 * self.size * _LINE // _PAGE) * _PAGE
+        _, shared = self._segments(0, counters_nbytes + sum(_pages(*request) for request in requests))
+        first = self._counters(shared, len(requests))
+        views = _views(shared, requests, counters_nbytes)
+        return [Buffer(view, [view] * self.size, first + i) for i, view in enumerate(views)]
+
+    # -- counters --
+
+    def _address(self, channel: int, kind: int, rank: int) -> int:
+        for tensor, first in reversed(self.counters):
+            if channel >= first:
+                return tensor.data_ptr() + (((channel - first) * 2 + kind) * self.size + rank) * _LINE
+        raise AssertionError(f"no channel {channel}")
+
+    def _post(self, buffer: Buffer) -> int:
+        buffer.posted += 1
+        words.store_release_and_wake(self._address(buffer.channel, _READY, self.rank), buffer.posted)
+        return buffer.posted
+
+    def _await(self, channel: int, kind: int, rank: int, value: int, what: str) -> None:
+        address = self._address(channel, kind, rank)
+        if words.wait_at_least(address, value, _SPIN_US, 0):
+            return
+        since = time.monotonic()
+        with self.watch.waiting(f"{what} for rank {self.axis.ranks[rank]}"):
+            while not words.wait_at_least(address, value, 0, _SLICE_MS):
+                self._check_alive(rank, what, address, value)
+                self.watch.check(since)
+
+    def _check_alive(self, rank: int, what: str, address: int, value: int) -> None:
+        try:
+            with open(f"/proc/{self.pids[rank]}/stat") as file:
+                alive = file.read().rpartition(")")[2].split()[0] not in "ZX"
+        except OSError:
+            alive = False
+        if not alive and not words.wait_at_least(address, value, 0, 0):
+            raise PeerError(
+                f"rank {self.axis.ranks[rank]} (pid {self.pids[rank]}) is gone; this rank waited for it in {what} "
+                f"(step {self.watch.step}, {self.watch.phase}, unit {self.watch.unit or '-'})"
+            )
+
+    # -- operations --
+
+    def reduce_scatter(
+        self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
+    ) -> Pending[Partial]:
+        posted = self._post(buffer)
+
+        def finish() -> Partial:
+            start, stop = cuts[self.rank], cuts[self.rank + 1]
+            for rank in range(self.size):
+                self._await(buffer.channel, _READY, rank, posted, "reduce-scatter")
+            partial = reduce_into(out, [peer[start:stop] for peer in buffer.peers], alpha, accumulate)
+            words.store_release_and_wake(self._address(buffer.channel, _DONE, self.rank), posted)
+            return partial
+
+        return Pending(finish)
+
+    def reusable(self, buffer: Buffer) -> None:
+        for rank in range(self.size):
+            self._await(buffer.channel, _DONE, rank, buffer.posted, "buffer reuse")
+
+    def all_gather(self, buffer: Buffer, cuts: Sequence[int]) -> Pending[None]:
+        posted = self._post(buffer)
+
+        def finish() -> None:
+            for rank in range(self.size):
+                if rank != self.rank and cuts[rank] < cuts[rank + 1]:
+                    self._await(buffer.channel, _READY, rank, posted, "all-gather")
+                    span = slice(cuts[rank], cuts[rank + 1])
+                    ops.copy_stream(buffer.tensor[span], buffer.peers[rank][span])
+            words.store_release_and_wake(self._address(buffer.channel, _DONE, self.rank), posted)
+
+        return Pending(finish)
+
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+        raise AssertionError("shared memory gathers common buffers in place")
+
+    def publish(self, common: Buffer) -> None:
+        self._post(common)
+
+    def await_published(self, common: Buffer) -> None:
+        for rank in range(self.size):
+            self._await(common.channel, _READY, rank, common.posted, "weights")
+
+    def exchange(self, values: Tensor) -> Tensor:
+        n = values.numel()
+        assert n <= _EXCHANGE_NUMEL, f"exchange of {n} values, at most {_EXCHANGE_NUMEL}"
+        buffer = self.exchange_buffers[self.exchanges % 2]
+        self.exchanges += 1
+        buffer.tensor[:n].copy_(values)
+        posted = self._post(buffer)
+        for rank in range(self.size):
+            self._await(buffer.channel, _READY, rank, posted, "exchange")
+        return torch.stack([peer[:n] for peer in buffer.peers])
+
+    def broadcast(self, tensor: Tensor) -> None:
+        broadcast_first(tensor, self.axis)
+
+    def close(self) -> None:
+        self.counters.clear()
+        self.exchange_buffers = []

@@ -1,0 +1,398 @@
+"""Parameters that are gathered together, where their three states rest, and the four edges that move them.
+
+full       the whole unit in the weights' dtype, 1D; every parameter is a view into it. Replicated weights: always there.
+           Sharded weights: one mapping that all ranks of the host see, or a storage that is 0 bytes while released
+shard      this rank's span of the weights, 1D: a view of `full`, or memory of its own where `full` can be released
+master     this rank's span of the weights in the optimizer's dtype; the same memory as `shard` when the dtypes agree
+local      this rank's unreduced gradients of the whole unit, 1D (placement.grads == ())
+grads      this rank's span of the gradients, 1D: the sum over ranks once `settle` has run
+
+Invariants: a parameter is always the same Python object; the geometry is the layout's and knows no stage; gaps between
+parameters are zero in every buffer. Edges are methods; hooks only call them (zero/hooks.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from slipstream.ops import Partial
+from slipstream.zero.comm import Buffer, Comm, Pending
+from slipstream.zero.layout import Layout, Span
+from slipstream.zero.parameter import ReducedParameter, ReleasedParameter, parameter_classes
+from slipstream.zero.placement import Placement
+
+
+_serials = itertools.count()
+
+
+class State(Enum):
+    """Whether a unit's weights can be read."""
+
+    RELEASED = "released"
+    GATHERED = "gathered"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comms:
+    """The transports of an engine's axes."""
+
+    dp: Comm  # shards
+    dp_replicate: Comm  # copies of the shards
+    data: Comm  # both
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dtypes:
+    """In which precision a unit's states are kept and moved."""
+
+    weights: torch.dtype
+    master: torch.dtype
+    local: torch.dtype  # unreduced gradients (placement.grads == ())
+    wire: torch.dtype  # gradients between ranks
+    grads: torch.dtype  # reduced gradients
+
+
+@dataclass(slots=True, kw_only=True)
+class Memory:
+    """What a unit was given by the transports; made for all units at once (zero/build.py)."""
+
+    full: Buffer | None  # movable memory for replicated weights
+    common: Buffer | None  # one mapping for sharded weights
+    local: Buffer | None  # movable memory for unreduced gradients
+    replica: Buffer | None  # movable memory for this rank's span where copies of it exist
+
+
+class Unit:
+    """One flat buffer's worth of parameters. See the module's glossary."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        block: nn.Module | None,
+        params: Sequence[tuple[str, nn.Parameter]],
+        layout: Layout,
+        placement: Placement,
+        dtypes: Dtypes,
+        comms: Comms,
+        memory: Memory,
+    ) -> None:
+        self.name, self.index = name, index
+        self.serial = next(_serials)  # the same on all ranks for the same unit: engines are made alike everywhere
+        self.block = block  # the module whose forward gathers it; None for the root's
+        self.layout, self.placement, self.dtypes, self.comms = layout, placement, dtypes, comms
+        self.params = [param for _, param in params]
+        self.names = [name for name, _ in params]
+        self.memory = memory
+        self.cuts = layout.shards(comms.dp.size)
+        self.span: Span = (self.cuts[comms.dp.rank], self.cuts[comms.dp.rank + 1])
+        self.optim_span: Span = self.span if placement.optim else (0, layout.numel)
+        self.gaps = _gaps(layout)
+        self.reduced_class, self.released_class = parameter_classes(self)
+        self.state = State.GATHERED
+        self.pinned = False  # gathered on demand: stays until the end of backward
+        self.may_gather_on_demand = False  # set by the hooks while the engine's forward runs
+        self.filled: set[int] = set()  # parameters whose `local` holds this window's gradient
+        self.has_gradient = False  # some gradient has left `.grad` since the last step
+        self.partial = Partial(0.0, True)  # of this rank's finest span, after the last reduction
+        self._place_weights()
+        self.grads = self._place_grads() if memory.local or memory.replica or placement.grads else None
+        self._versions = [param._version for param in self.params]
+
+    # -- memory --
+
+    def _place_weights(self) -> None:
+        numel, dtype, device = self.layout.numel, self.dtypes.weights, self.params[0].device
+        old = [param.detach() for param in self.params]
+        buffer = self.memory.common or self.memory.full
+        self.full = buffer.tensor if buffer else torch.zeros(numel, dtype=dtype, device=device)
+        self.full_nbytes = self.full.untyped_storage().nbytes()
+        start, stop = self.span
+        whole = _flatten(old, self.layout, self.master_source_dtype(old))
+        self.comms.data.broadcast(whole)  # every rank starts from the first one's values
+        if not self.memory.common or self.comms.dp.rank == 0:
+            self.full.copy_(whole)
+        self.views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
+        for param, view in zip(self.params, self.views, strict=True):
+            param.data = view
+        owns_shard = bool(self.placement.weights) and not self.memory.common
+        self.shard = self.full[start:stop].clone() if owns_shard else self.full[start:stop]
+        if self.dtypes.master == dtype:
+            self.master = self.shard if self.placement.optim else self.full
+        else:
+            a, b = self.optim_span
+            self.master = whole[a:b].to(self.dtypes.master, copy=True)
+
+    def master_source_dtype(self, tensors: Iterable[Tensor]) -> torch.dtype:
+        """The widest dtype of what the user gave, so that masters start from it and not from its rounding."""
+        wide = self.dtypes.weights
+        for tensor in tensors:
+            wide = torch.promote_types(wide, tensor.dtype)
+        return wide
+
+    def _place_grads(self) -> Tensor:
+        if self.memory.replica:
+            return self.memory.replica.tensor
+        if self.placement.grads:
+            return torch.zeros(self.span[1] - self.span[0], dtype=self.dtypes.grads, device=self.full.device)
+        assert self.memory.local is not None
+        return self.memory.local.tensor[slice(*self.optim_span)]
+
+    @property
+    def trainable(self) -> bool:
+        return self.grads is not None and any(param.requires_grad for param in self.params)
+
+    @property
+    def out(self) -> Tensor | None:
+        """Where the optimizer writes new weights, or None when the master is the weights."""
+        if self.dtypes.master == self.dtypes.weights:
+            return None
+        return self.shard if self.placement.optim else self.full
+
+    # -- parameter classes (zero/parameter.py asks these) --
+
+    def param_name(self, param: nn.Parameter) -> str:
+        return next((name for name, p in zip(self.names, self.params, strict=True) if p is param), "?")
+
+    def gather_on_demand(self) -> bool:
+        if not self.may_gather_on_demand:
+            return False
+        self.pinned = True
+        self.gather()
+        return True
+
+    def holds_gradient(self) -> bool:
+        return self.has_gradient
+
+    def _set_class(self, cls: type[nn.Parameter]) -> None:
+        for param in self.params:
+            param.__class__ = cls
+
+    def show_weights(self) -> None:
+        """Parameters are plain again: a forward is about to run."""
+        if self.state is State.GATHERED:
+            self._set_class(nn.Parameter)
+
+    def hide_gradients(self) -> None:
+        """`.grad` raises from here on: gradients have moved to the unit's buffers."""
+        if self.state is State.GATHERED and self.has_gradient:
+            self._set_class(self.reduced_class)
+
+    # -- edge: gather (weights shard -> full weights) and its undoing --
+
+    def gather(self) -> None:
+        """Make the weights readable. Safe to call when they are."""
+        if self.state is State.GATHERED:
+            return
+        if self.memory.common:
+            self.comms.dp.await_published(self.memory.common)
+        else:
+            self.full.untyped_storage().resize_(self.full_nbytes)
+            with torch.autograd._unsafe_preserve_version_counter(self.full):
+                self.comms.dp.gather_into(self.full, self.shard, self.cuts).wait()
+        self._set_class(nn.Parameter)
+        self.state = State.GATHERED
+
+    def release(self) -> None:
+        """Give the full weights back where they are sharded. Safe to call when they are."""
+        if not self.placement.weights or self.state is State.RELEASED:
+            return
+        self.check_writes()
+        self._set_class(self.released_class)
+        if not self.memory.common:
+            self.full.untyped_storage().resize_(0)
+        self.state, self.pinned = State.RELEASED, False
+
+    # -- edge: reduce (full gradients -> grads shard) --
+
+    def add_local(self, i: int) -> None:
+        """Replicated gradients: move parameter i's gradient into `local`, adding to this window's earlier ones."""
+        param, slot = self.params[i], self.layout.slots[i]
+        assert self.memory.local is not None and param.grad is not None
+        view = self.memory.local.tensor[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        if i in self.filled:
+            view.add_(param.grad)
+        else:
+            view.copy_(param.grad)
+            self.filled.add(i)
+        param.grad = None
+        self.has_gradient = True
+
+    def reduce(self, buffer: Buffer, alpha: float) -> Pending[None]:
+        """Sharded gradients: offer every `.grad` (or zero) through `buffer` and add the sum to `grads`."""
+        assert self.grads is not None, f"unit {self.name}: reduce() of a frozen unit"
+        self.comms.dp.reusable(buffer)
+        flat = buffer.tensor[: self.layout.numel]
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            view = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            grad = raw_grad(param)
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad)
+                _drop_grad(param)
+        for start, stop in self.gaps:
+            flat[start:stop].zero_()
+        pending = self.comms.dp.reduce_scatter(
+            buffer, self.cuts, self.grads, alpha=alpha, accumulate=self.has_gradient
+        )
+        self.has_gradient = True
+
+        def finish() -> None:
+            self.partial = pending.wait()
+
+        return Pending(finish)
+
+    # -- edge: settle (grads shard -> optimizer shard) --
+
+    def settle(self, alpha: float, wire: Buffer | None) -> Pending[None]:
+        """Finish this window's reduction; afterwards `grads` and `partial` are what the optimizer and the norm see.
+
+        `wire` carries replicated gradients whose wire dtype is not their own.
+        """
+        dp, copies = self.comms.dp, self.comms.dp_replicate
+        assert self.grads is not None, f"unit {self.name}: settle() of a frozen unit"
+        scattered: Pending[Partial] | None = None
+        local = self.memory.local
+        if local is not None:
+            for i, slot in enumerate(self.layout.slots):
+                if i not in self.filled:
+                    local.tensor[slot.offset : slot.offset + slot.numel].zero_()
+            self.filled.clear()
+            if wire is not None:
+                dp.reusable(wire)
+                wire.tensor[: self.layout.numel].copy_(local.tensor)
+            out = local.tensor[slice(*self.span)]
+            scattered = dp.reduce_scatter(wire or local, self.cuts, out, alpha=alpha, accumulate=False)
+        elif not self.has_gradient:
+            self.grads.zero_()
+            self.partial = Partial(0.0, True)
+
+        def finish() -> None:
+            if scattered is not None:
+                self.partial = scattered.wait()
+            if local is not None and not self.placement.optim:
+                dp.all_gather(local, self.cuts).wait()
+            if copies.size > 1:
+                assert self.memory.replica is not None
+                self._all_reduce(copies, self.memory.replica)
+
+        return Pending(finish)
+
+    def _all_reduce(self, comm: Comm, buffer: Buffer) -> None:
+        cuts = _even_cuts(buffer.tensor.numel(), comm.size)
+        out = buffer.tensor[cuts[comm.rank] : cuts[comm.rank + 1]]
+        self.partial = comm.reduce_scatter(buffer, cuts, out, alpha=1.0, accumulate=False).wait()
+        comm.all_gather(buffer, cuts).wait()
+
+    # -- edge: publish (optimizer shard -> weights shard) --
+
+    def publish(self) -> Pending[None]:
+        """Offer this rank's new weights to the others. Every graph from before now refuses its backward."""
+        torch.autograd.graph.increment_version(self.params)
+        self._versions = [version + 1 for version in self._versions]
+        if self.memory.common:
+            self.comms.dp.publish(self.memory.common)
+        elif self.placement.optim and not self.placement.weights:
+            assert self.memory.full is not None
+            return self.comms.dp.all_gather(self.memory.full, self.cuts)
+        return Pending(None)
+
+    def forget_gradients(self) -> None:
+        """Drop everything accumulated since the last step."""
+        for param in self.params:
+            _drop_grad(param)
+        self.filled.clear()
+        self.has_gradient = False
+        self.show_weights()
+
+    # -- writes from outside --
+
+    def check_writes(self) -> None:
+        """See that parameters still live in `full`, and take in-place writes of the user's into the masters.
+
+        Raises RuntimeError by name when a parameter was given other memory, or was written where the write cannot
+        reach every rank's shard.
+        """
+        base, item = self.full.data_ptr(), self.full.element_size()
+        for i, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
+            if slot.numel and param.data_ptr() != base + slot.offset * item:
+                raise RuntimeError(
+                    f"parameter {self.names[i]!r} no longer lives in the engine's memory (model.to/half/cuda or `p.data = ...` "
+                    f"after initialize). Convert the model before initialize, or set precision in the config; write values "
+                    f"inside `with slipstream.zero.gathered(param):`"
+                )
+            if param._version != self._versions[i]:
+                if self.placement.weights:
+                    raise RuntimeError(
+                        f"parameter {self.names[i]!r} was written in place outside `slipstream.zero.gathered(...)`; its weights "
+                        f"are sharded, so the write cannot reach the ranks that own them. Write inside `with "
+                        f"slipstream.zero.gathered(param):`"
+                    )
+                self.refresh_master(i)
+                self._versions[i] = param._version
+
+    def accept_version(self, i: int) -> None:
+        """Parameter i's content is what the engine put there."""
+        self._versions[i] = self.params[i]._version
+
+    def refresh_master(self, i: int) -> None:
+        """Replicated weights: the master takes parameter i's values."""
+        if self.out is None:
+            return
+        slot = self.layout.slots[i]
+        start, stop = max(slot.offset, self.optim_span[0]), min(slot.offset + slot.numel, self.optim_span[1])
+        if start < stop:
+            self.master[start - self.optim_span[0] : stop - self.optim_span[0]].copy_(self.full[start:stop])
+
+    def close(self) -> None:
+        """Hand parameters back as ordinary ones with memory of their own. The unit is unusable afterwards."""
+        self.gather()
+        for param, view in zip(self.params, self.views, strict=True):
+            param.__class__ = nn.Parameter
+            param.data = view.clone()
+            param.grad = None
+        self.views = []
+        self.memory = Memory(full=None, common=None, local=None, replica=None)
+        self.full = self.shard = self.master = torch.empty(0)
+        self.grads = None
+
+
+def _gaps(layout: Layout) -> list[Span]:
+    """Spans of the flat buffer that belong to no parameter."""
+    gaps, at = [], 0
+    for slot in sorted(layout.slots, key=lambda slot: (slot.offset, slot.numel)):
+        if slot.offset > at:
+            gaps.append((at, slot.offset))
+        at = max(at, slot.offset + slot.numel)
+    return gaps + ([(at, layout.numel)] if at < layout.numel else [])
+
+
+def _even_cuts(numel: int, parts: int) -> list[int]:
+    step = -(-numel // (64 * parts)) * 64
+    return [min(i * step, numel) for i in range(parts + 1)]
+
+
+def _flatten(tensors: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+    flat = torch.zeros(layout.numel, dtype=dtype, device=tensors[0].device)
+    for tensor, slot in zip(tensors, layout.slots, strict=True):
+        flat[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(tensor)
+    return flat
+
+
+def raw_grad(param: nn.Parameter) -> Tensor | None:
+    if isinstance(param, (ReducedParameter, ReleasedParameter)):
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]
+    return param.grad
+
+
+def _drop_grad(param: nn.Parameter) -> None:
+    param.grad = None

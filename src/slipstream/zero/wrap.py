@@ -1,0 +1,66 @@
+"""Which parameters are gathered together: model -> groups. Pure: it reads the module tree and touches nothing.
+
+A group is one repeated block (an element of a list of like modules: a transformer layer, an MoE layer with all its
+experts); what is in no block forms the root group, which comes first. Inside a block, groups are keyed by
+(dtype, trainable), because a flat buffer has one dtype and frozen weights need neither gradients nor state.
+A parameter that several modules share belongs to the first group that meets it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Parameters that live in one flat buffer."""
+
+    module_name: str  # the block, "" for the root
+    param_names: tuple[str, ...]  # first name of each parameter, in registration order
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def name(self) -> str:
+        return (self.module_name or "<root>") + ("" if self.trainable else " (frozen)")
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Names of the outermost modules that repeat: children of one container that share a class and own parameters."""
+    blocks: list[str] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+        kinds = [type(child) for _, child in children]
+        is_container = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        for name, child in children:
+            path = f"{prefix}{name}"
+            if is_container and kinds.count(type(child)) >= 2:
+                blocks.append(path)
+            else:
+                visit(child, path + ".")
+
+    visit(model, "")
+    return blocks
+
+
+def wrap(model: nn.Module) -> list[Group]:
+    """Group every parameter of `model`; the order of groups is the order of first use in a forward, root first."""
+    blocks = repeated_blocks(model)
+    owner_of: dict[str, str] = {}
+    for name, _ in model.named_parameters(remove_duplicate=True):
+        inside = [block for block in blocks if name.startswith(block + ".")]
+        owner_of[name] = inside[0] if inside else ""
+    groups: list[Group] = []
+    params = dict(model.named_parameters(remove_duplicate=True))
+    for module_name in ["", *blocks]:
+        keyed: dict[tuple[torch.dtype, bool], list[str]] = {}
+        for name, owner in owner_of.items():
+            if owner == module_name:
+                keyed.setdefault((params[name].dtype, params[name].requires_grad), []).append(name)
+        for (dtype, trainable), names in keyed.items():
+            groups.append(Group(module_name=module_name, param_names=tuple(names), dtype=dtype, trainable=trainable))
+    return groups

@@ -1,0 +1,373 @@
+"""Distributed tests as ordinary functions, over a pool of worker processes that is started once.
+
+    @distributed(world_size=(2, 4), transports=("shared", "gloo"))
+    def test_x(world_size: int, transport: str) -> None:      # runs on every rank, inside a gloo group of its own
+        assert dist.get_world_size() == world_size
+
+    def test_y() -> None:
+        ranks = run(2, some_module_level_function, 1, key="a")    # the return values, by rank
+
+Arguments (parameters, fixtures such as `tmp_path`) and return values are pickled; the function itself travels by its
+module and qualified name. Seeds are fixed, warnings are errors (filter inside the body: marks stay in pytest's process).
+
+What goes wrong shows as the test's failure: the traceback of the rank that failed first, then what each other rank was
+doing, then what the ranks printed. Other ranks are interrupted; those that do not listen (blocked in native code) are
+killed, as is everybody after `timeout` seconds, each with its Python stacks in the report. A test that passes but leaves
+something behind (a shared mapping, a descriptor, a thread, a changed default) fails. Killed workers are replaced at
+the next test. Which process does what: `worker.py`.
+
+Cost on 2 cores: 2-3 s for the first distributed test of a session, 30-60 ms for each further one, 0.1 s to replace
+workers.
+"""
+
+import functools
+import inspect
+import math
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from tests.worker import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report
+
+MAX_WORLD = 4
+GRACE_S = 0.3  # after the first failure, for the other ranks to report failures of their own
+PATIENCE_S = 2.0  # after the interrupt, for them to notice it
+CLEAN_UP_S = 15.0
+START_S = 120.0
+OUTPUT_TAIL = 8000  # characters of each rank's output in a failure
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class RankError(Exception):
+    """Some rank did not pass: `first` is the report of the one that failed first, the message is the whole story."""
+
+    def __init__(self, first: Report, story: str) -> None:
+        super().__init__(story)
+        self.first = first
+
+
+def single_threaded(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of test processes: one thread each, the loopback interface, nobody's rank."""
+    clean = {key: value for key, value in environ.items() if key not in RANK_VARIABLES}
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    return clean | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
+
+
+class _Worker:
+    """One forked process: its connection, and the file that its stdout and stderr go to."""
+
+    def __init__(self, template: "_Template") -> None:
+        self.connection, theirs = Pipe()
+        self.output: IO[bytes] = tempfile.TemporaryFile()
+        self.pid = template.fork(theirs, self.output)
+        theirs.close()
+
+    def begin(self, job: Job) -> None:
+        os.ftruncate(self.output.fileno(), 0)
+        os.lseek(self.output.fileno(), 0, os.SEEK_SET)  # the worker's position too
+        self.connection.send_bytes(pickle.dumps(job))
+
+    def printed(self, start: int = 0) -> str:
+        size = os.fstat(self.output.fileno()).st_size - start
+        return os.pread(self.output.fileno(), max(size, 0), start).decode(errors="replace").strip()
+
+    def stacks(self) -> str:
+        """Every thread's Python stack, from a process that need not be able to answer."""
+        start = os.fstat(self.output.fileno()).st_size
+        _signal(self.pid, DUMP)
+        deadline = time.monotonic() + 1.0
+        while "most recent call first" not in self.printed(start) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        return self.printed(start) or "(no stack: the process does not answer)"
+
+    def close(self) -> None:
+        self.connection.close()
+        self.output.close()
+
+
+class _Template:
+    """The process that workers are forked from."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        root = str(Path(__file__).resolve().parents[1])
+        code = f"import sys; sys.path.insert(0, {root!r}); from tests.worker import serve; serve({theirs.fileno()})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-c", code],
+            pass_fds=[theirs.fileno()],
+            env=single_threaded(os.environ),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is pytest's
+        )
+        theirs.close()
+        ours.settimeout(START_S)
+        self._requests = ours
+        self._ready = False
+
+    def _answer(self, size: int) -> bytes:
+        data = self._requests.recv(size, socket.MSG_WAITALL)
+        if len(data) != size:
+            raise RuntimeError(f"the workers' template process ended with exit code {self._process.wait()}")
+        return data
+
+    def _ask(self, verb: int, pid: int, fds: list[int]) -> int:
+        if not self._ready:
+            self._answer(len(READY))
+            self._ready = True
+        socket.send_fds(self._requests, [REQUEST.pack(verb, pid)], fds)
+        answer: int = REQUEST.unpack(self._answer(REQUEST.size))[1]
+        return answer
+
+    def fork(self, connection: Connection, output: IO[bytes]) -> int:
+        return self._ask(FORK, 0, [connection.fileno(), output.fileno()])
+
+    def exit_code(self, pid: int) -> int:
+        return self._ask(WAIT, pid, [])
+
+    def close(self) -> None:
+        self._requests.close()
+        self._process.wait(10)
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.filters = ["error"]  # warnings, in the form of pytest's ini file
+        self._template: _Template | None = None
+        self._store: Any = None  # torch.distributed.TCPStore
+        self._workers: list[_Worker] = []
+        self._tests = 0
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    ) -> list[Any]:
+        if not 1 <= world_size <= MAX_WORLD:
+            raise ValueError(f"world_size ({world_size}) is not in 1..{MAX_WORLD}, the size of the worker pool")
+        if "<" in function.__qualname__:
+            raise ValueError(f"{function.__qualname__} travels by name: define it at the top of its module")
+        arguments = pickle.dumps((args, kwargs))
+        self._start(world_size)
+        workers = self._workers[:world_size]
+        self._tests += 1
+        try:
+            for rank, worker in enumerate(workers):
+                worker.begin(
+                    Job(rank, world_size, self._store.port, f"test{self._tests}", timeout, list(sys.path),
+                        self.filters, function.__module__, inspect.getfile(function), function.__qualname__, arguments)
+                )  # fmt: skip
+            return _Round(workers, timeout, self._exit_code).results()
+        except BaseException as error:
+            if not (isinstance(error, RankError | pytest.skip.Exception) and _is_reusable(error)):
+                self.kill()
+            raise
+
+    def kill(self) -> None:
+        """SIGKILL for every worker and what it started; the next test gets fresh ones."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            _signal_group(worker.pid, signal.SIGKILL)
+        for worker in workers:
+            self._exit_code(worker)
+            worker.close()
+
+    def close(self) -> None:
+        self.kill()
+        if self._template is not None:
+            self._template.close()
+            self._template = self._store = None
+
+    def pids(self) -> list[int]:
+        """Of the live workers, by rank."""
+        return [worker.pid for worker in self._workers]
+
+    def _start(self, world_size: int) -> None:
+        if self._template is None:
+            self._template = _Template()
+            from torch.distributed import TCPStore  # while the template imports torch too
+
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        while len(self._workers) < world_size:
+            self._workers.append(_Worker(self._template))
+
+    def _exit_code(self, worker: _Worker) -> int:
+        assert self._template is not None, "a worker outlived its template"
+        return self._template.exit_code(worker.pid)
+
+
+class _Round:
+    """One test on its workers: reports come in, and after the first bad one the other ranks are stopped."""
+
+    def __init__(self, workers: list[_Worker], timeout: float, exit_code: Callable[[_Worker], int]) -> None:
+        self._workers = workers
+        self._timeout = timeout
+        self._exit_code = exit_code
+        self._reports: dict[int, Report] = {}
+        self._released: set[int] = set()
+
+    def results(self) -> list[Any]:
+        self._collect()
+        bad = [r for r in self._by_time() if r.status != "passed"]
+        leaks = self._clean_up()
+        if not bad and not leaks:
+            return [pickle.loads(self._reports[rank].value) for rank in range(len(self._workers))]
+        failed = [r for r in bad if r.status not in ("skipped", "interrupted")]
+        if failed:
+            raise _reusable(RankError(failed[0], self._story(failed[0])), not leaks)
+        if bad:
+            raise _reusable(pytest.skip.Exception(bad[0].text), not leaks)
+        rank, text = leaks[0]
+        first = Report(rank, "failed", text, b"", time.monotonic())
+        raise RankError(first, "\n".join(f"rank {rank} passed but left behind: {text}" for rank, text in leaks))
+
+    def _by_time(self) -> list[Report]:
+        return sorted(self._reports.values(), key=lambda report: report.when)
+
+    def _pending(self) -> dict[Connection, int]:
+        return {w.connection: rank for rank, w in enumerate(self._workers) if rank not in self._reports}
+
+    def _collect(self) -> None:
+        """A report from every rank, in three phases: running, then grace for own failures, then interrupted."""
+        deadline, phase = time.monotonic() + self._timeout, "running"
+        while pending := self._pending():
+            ready = wait(list(pending), max(deadline - time.monotonic(), 0.0))
+            for connection in ready:
+                self._receive(pending[connection])  # type: ignore[index]
+            if phase == "running" and any(report.status != "passed" for report in self._reports.values()):
+                deadline, phase = time.monotonic() + GRACE_S, "grace"
+            elif not ready and phase == "grace":
+                for rank in pending.values():
+                    _signal(self._workers[rank].pid, INTERRUPT)
+                deadline, phase = time.monotonic() + PATIENCE_S, "interrupted"
+            elif not ready:
+                reason = f"no answer after {self._timeout:g} s" if phase == "running" else "did not stop when interrupted"
+                for rank in pending.values():
+                    text = f"{reason}; its stacks:\n{self._workers[rank].stacks()}"
+                    self._reports[rank] = Report(rank, "hung", text, b"", time.monotonic())
+            if phase == "interrupted":
+                for rank in self._reports:  # their groups close, which ends the others' collectives
+                    self._release(rank)
+        for rank in self._reports:
+            self._release(rank)
+
+    def _receive(self, rank: int) -> None:
+        try:
+            self._reports[rank] = pickle.loads(self._workers[rank].connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            code = self._exit_code(self._workers[rank])
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            self._reports[rank] = Report(rank, "died", f"the process was ended {how}", b"", time.monotonic())
+
+    def _release(self, rank: int) -> None:
+        if rank not in self._released and self._reports[rank].status not in ("died", "hung"):
+            self._workers[rank].connection.send_bytes(b"clean up")
+        self._released.add(rank)
+
+    def _clean_up(self) -> list[tuple[int, str]]:
+        """What each rank says that the test left behind."""
+        leaks: list[tuple[int, str]] = []
+        deadline = time.monotonic() + CLEAN_UP_S
+        for rank, worker in enumerate(self._workers):
+            if self._reports[rank].status in ("died", "hung"):
+                leaks.append((rank, "a dead process"))
+            elif not worker.connection.poll(max(deadline - time.monotonic(), 0.0)):
+                leaks.append((rank, f"a clean-up that hangs; its stacks:\n{worker.stacks()}"))
+            else:
+                try:
+                    leaks += [(rank, text) for text in pickle.loads(worker.connection.recv_bytes())]
+                except (EOFError, ConnectionError):
+                    leaks.append((rank, "a process that died in its clean-up"))
+        return leaks
+
+    def _story(self, first: Report) -> str:
+        world = len(self._workers)
+        lines = [f"rank {first.rank} of {world} {first.status} first:", first.text]
+        lines += [f"\nrank {r.rank} {r.status}" + (f":\n{r.text}" if r.text else "")
+                  for r in self._by_time() if r is not first]  # fmt: skip
+        for rank, worker in enumerate(self._workers):
+            if printed := worker.printed()[-OUTPUT_TAIL:]:
+                lines.append(f"\nrank {rank} printed:\n{printed}")
+        return "\n".join(lines)
+
+
+def _reusable(error: Any, clean: bool) -> Any:
+    """Mark whether the workers may take the next test."""
+    error.workers_are_clean = clean
+    return error
+
+
+def _is_reusable(error: BaseException) -> bool:
+    return getattr(error, "workers_are_clean", False)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:  # not yet in a session of its own, or gone
+        _signal(pid, number)
+
+
+pool = Pool()
+
+
+def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    """Call `function(*args, **kwargs)` on `world_size` ranks; the results by rank, or `RankError`."""
+    __tracebackhide__ = True
+    return pool.run(world_size, function, args, kwargs, timeout)
+
+
+def distributed(
+    world_size: int | tuple[int, ...] = 2, *, transports: tuple[str, ...] = (), timeout: float = 60.0
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test run on every rank of each world size, once per transport.
+
+    The function takes `transport` where transports are given, and may take `world_size`.
+    """
+    worlds = (world_size,) if isinstance(world_size, int) else world_size
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        signature = inspect.signature(body)
+        takes_world = "world_size" in signature.parameters
+        if bool(transports) != ("transport" in signature.parameters):
+            raise ValueError(f"{body.__name__}: transports={transports} and the parameter `transport` go together")
+
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            __tracebackhide__ = True
+            world = arguments["world_size"] if takes_world else arguments.pop("world_size")
+            try:
+                run(world, body, timeout=timeout, **arguments)
+            except RankError as error:
+                story = str(error)
+            else:
+                return
+            pytest.fail(story, pytrace=False)
+
+        parameters = list(signature.parameters.values())
+        if not takes_world:
+            parameters.append(inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY))
+        test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        test.body = body  # type: ignore[attr-defined]
+        marked: Callable[..., None] = pytest.mark.parametrize("world_size", worlds, ids=lambda n: f"world{n}")(test)
+        return pytest.mark.parametrize("transport", transports)(marked) if transports else marked
+
+    return decorate
