@@ -20,9 +20,9 @@ Cost on 2 cores: 2-3 s for the first distributed test of a session, 30-60 ms for
 workers.
 """
 
+import contextlib
 import functools
 import inspect
-import math
 import os
 import pickle
 import signal
@@ -31,8 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -71,32 +70,46 @@ class _Worker:
 
     def __init__(self, template: "_Template") -> None:
         self.connection, theirs = Pipe()
-        self.output: IO[bytes] = tempfile.TemporaryFile()
-        self.pid = template.fork(theirs, self.output)
+        self._output: IO[bytes] = tempfile.TemporaryFile()
+        self._output_end: int | None = None  # where stacks follow what the test printed
+        self._template = template
+        self._exit_code: int | None = None
+        self.pid = template.fork(theirs, self._output)
         theirs.close()
 
     def begin(self, job: Job) -> None:
-        os.ftruncate(self.output.fileno(), 0)
-        os.lseek(self.output.fileno(), 0, os.SEEK_SET)  # the worker's position too
+        os.ftruncate(self._output.fileno(), 0)
+        os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the worker's position too
         self.connection.send_bytes(pickle.dumps(job))
 
-    def printed(self, start: int = 0) -> str:
-        size = os.fstat(self.output.fileno()).st_size - start
-        return os.pread(self.output.fileno(), max(size, 0), start).decode(errors="replace").strip()
+    def printed(self) -> str:
+        return self._read(0, self._output_end if self._output_end is not None else self._size())
 
     def stacks(self) -> str:
-        """Every thread's Python stack, from a process that need not be able to answer."""
-        start = os.fstat(self.output.fileno()).st_size
+        """Every thread's Python stack, from a process that need not be able to answer, and is to be killed."""
+        self._output_end = start = self._size()
         _signal(self.pid, DUMP)
         deadline = time.monotonic() + 1.0
-        while "most recent call first" not in self.printed(start) and time.monotonic() < deadline:
+        while "most recent call first" not in self._read(start, self._size()) and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.05)
-        return self.printed(start) or "(no stack: the process does not answer)"
+        return self._read(start, self._size()) or "(no stack: the process does not answer)"
+
+    def exit_code(self) -> int:
+        """Of a process that has ended, or closed its connection and so is ended."""
+        if self._exit_code is None:
+            self._exit_code = self._template.exit_code(self.pid)
+        return self._exit_code
 
     def close(self) -> None:
         self.connection.close()
-        self.output.close()
+        self._output.close()
+
+    def _size(self) -> int:
+        return os.fstat(self._output.fileno()).st_size
+
+    def _read(self, start: int, stop: int) -> str:
+        return os.pread(self._output.fileno(), stop - start, start).decode(errors="replace").strip()
 
 
 class _Template:
@@ -160,19 +173,27 @@ class Pool:
             raise ValueError(f"{function.__qualname__} travels by name: define it at the top of its module")
         arguments = pickle.dumps((args, kwargs))
         self._start(world_size)
-        workers = self._workers[:world_size]
         self._tests += 1
+        this = _Round(self._workers[:world_size], timeout)
         try:
-            for rank, worker in enumerate(workers):
-                worker.begin(
-                    Job(rank, world_size, self._store.port, f"test{self._tests}", timeout, list(sys.path),
-                        self.filters, function.__module__, inspect.getfile(function), function.__qualname__, arguments)
-                )  # fmt: skip
-            return _Round(workers, timeout, self._exit_code).results()
-        except BaseException as error:
-            if not (isinstance(error, RankError | pytest.skip.Exception) and _is_reusable(error)):
+            return this.results(
+                Job(
+                    rank=0,
+                    world_size=world_size,
+                    port=self._store.port,
+                    prefix=f"test{self._tests}",
+                    timeout=timeout,
+                    path=list(sys.path),
+                    filters=self.filters,
+                    module=function.__module__,
+                    file=inspect.getfile(function),
+                    qualname=function.__qualname__,
+                    arguments=arguments,
+                )
+            )
+        finally:  # also on Ctrl-C
+            if not this.clean:
                 self.kill()
-            raise
 
     def kill(self) -> None:
         """SIGKILL for every worker and what it started; the next test gets fresh ones."""
@@ -180,7 +201,7 @@ class Pool:
         for worker in workers:
             _signal_group(worker.pid, signal.SIGKILL)
         for worker in workers:
-            self._exit_code(worker)
+            worker.exit_code()
             worker.close()
 
     def close(self) -> None:
@@ -189,48 +210,44 @@ class Pool:
             self._template.close()
             self._template = self._store = None
 
-    def pids(self) -> list[int]:
-        """Of the live workers, by rank."""
-        return [worker.pid for worker in self._workers]
-
     def _start(self, world_size: int) -> None:
         if self._template is None:
             self._template = _Template()
             from torch.distributed import TCPStore  # while the template imports torch too
 
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if any(worker.connection.poll() for worker in self._workers):  # an idle worker has nothing to say: it died
+            self.kill()
         while len(self._workers) < world_size:
             self._workers.append(_Worker(self._template))
-
-    def _exit_code(self, worker: _Worker) -> int:
-        assert self._template is not None, "a worker outlived its template"
-        return self._template.exit_code(worker.pid)
 
 
 class _Round:
     """One test on its workers: reports come in, and after the first bad one the other ranks are stopped."""
 
-    def __init__(self, workers: list[_Worker], timeout: float, exit_code: Callable[[_Worker], int]) -> None:
+    def __init__(self, workers: list[_Worker], timeout: float) -> None:
         self._workers = workers
         self._timeout = timeout
-        self._exit_code = exit_code
         self._reports: dict[int, Report] = {}
         self._released: set[int] = set()
+        self.clean = False  # the workers may take another test
 
-    def results(self) -> list[Any]:
+    def results(self, job: Job) -> list[Any]:
+        for rank, worker in enumerate(self._workers):
+            worker.begin(job._replace(rank=rank))
         self._collect()
-        bad = [r for r in self._by_time() if r.status != "passed"]
         leaks = self._clean_up()
-        if not bad and not leaks:
-            return [pickle.loads(self._reports[rank].value) for rank in range(len(self._workers))]
-        failed = [r for r in bad if r.status not in ("skipped", "interrupted")]
-        if failed:
-            raise _reusable(RankError(failed[0], self._story(failed[0])), not leaks)
-        if bad:
-            raise _reusable(pytest.skip.Exception(bad[0].text), not leaks)
-        rank, text = leaks[0]
-        first = Report(rank, "failed", text, b"", time.monotonic())
-        raise RankError(first, "\n".join(f"rank {rank} passed but left behind: {text}" for rank, text in leaks))
+        self.clean = not leaks
+        first = next((report for report in self._by_time() if report.status != "passed"), None)
+        if first is not None and first.status == "skipped":
+            pytest.skip(first.text)
+        if first is not None:
+            raise RankError(first, self._story(first))
+        if leaks:
+            story = "\n".join(f"rank {rank} passed but left behind: {text}" for rank, text in leaks)
+            rank, text = leaks[0]
+            raise RankError(Report(rank, "failed", text, b"", time.monotonic()), story)
+        return [pickle.loads(self._reports[rank].value) for rank in range(len(self._workers))]
 
     def _by_time(self) -> list[Report]:
         return sorted(self._reports.values(), key=lambda report: report.when)
@@ -266,9 +283,10 @@ class _Round:
         try:
             self._reports[rank] = pickle.loads(self._workers[rank].connection.recv_bytes())
         except (EOFError, ConnectionError):
-            code = self._exit_code(self._workers[rank])
+            when = time.monotonic()
+            code = self._workers[rank].exit_code()
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            self._reports[rank] = Report(rank, "died", f"the process was ended {how}", b"", time.monotonic())
+            self._reports[rank] = Report(rank, "died", f"the process was ended {how}", b"", when)
 
     def _release(self, rank: int) -> None:
         if rank not in self._released and self._reports[rank].status not in ("died", "hung"):
@@ -302,21 +320,9 @@ class _Round:
         return "\n".join(lines)
 
 
-def _reusable(error: Any, clean: bool) -> Any:
-    """Mark whether the workers may take the next test."""
-    error.workers_are_clean = clean
-    return error
-
-
-def _is_reusable(error: BaseException) -> bool:
-    return getattr(error, "workers_are_clean", False)
-
-
 def _signal(pid: int, number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
@@ -329,7 +335,9 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 pool = Pool()
 
 
-def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+def run(
+    world_size: int, function: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any
+) -> list[Any]:
     """Call `function(*args, **kwargs)` on `world_size` ranks; the results by rank, or `RankError`."""
     __tracebackhide__ = True
     return pool.run(world_size, function, args, kwargs, timeout)
@@ -355,7 +363,7 @@ def distributed(
             __tracebackhide__ = True
             world = arguments["world_size"] if takes_world else arguments.pop("world_size")
             try:
-                run(world, body, timeout=timeout, **arguments)
+                pool.run(world, body, (), arguments, timeout)
             except RankError as error:
                 story = str(error)
             else:

@@ -181,7 +181,7 @@ def _join(job: Job) -> None:
     torch.manual_seed(0)
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
     os.environ.update(LOCAL_RANK=str(job.rank), LOCAL_WORLD_SIZE=str(job.world_size))
-    patience = timedelta(seconds=job.timeout)
+    patience = timedelta(seconds=job.timeout + 30)  # the pool, which shows stacks, is to be first
     store = dist.PrefixStore(job.prefix, dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=patience))
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=patience)
 

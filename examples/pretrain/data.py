@@ -60,23 +60,32 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
+    """A cache folder, to be read in windows of `context` tokens."""
+
     folder: Path
+    context: int
     facts: Facts
     tokenizer: Tokenizer
 
-    def train(self, length: int) -> Windows:
-        return Windows(_tokens(self.folder / "train.bin"), length)
+    @property
+    def end(self) -> int:
+        token = self.tokenizer.token_to_id(END)
+        assert token is not None, f"{self.folder}/tokenizer.json has no {END}"
+        return token
 
-    def validation(self, length: int, batch: int, rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
+    def train(self) -> Windows:
+        return Windows(_tokens(self.folder / "train.bin"), self.context)
+
+    def validation(self, batch: int, rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's batches of `batch` windows. All ranks have equally many, and together every token once:
         the last windows are filled up with targets that are IGNORED."""
         tokens = _tokens(self.folder / "validation.bin").astype(np.int64)
-        share = batch * length * world_size
+        share = batch * self.context * world_size
         missing = -(len(tokens) - 1) % share
         inputs = np.concatenate([tokens[:-1], np.zeros(missing, np.int64)])
         targets = np.concatenate([tokens[1:], np.full(missing, IGNORED, np.int64)])
         dealt = [
-            torch.from_numpy(part.reshape(-1, world_size, batch, length)[:, rank])
+            torch.from_numpy(part.reshape(-1, world_size, batch, self.context)[:, rank])
             for part in (inputs, targets)
         ]
         return list(zip(*dealt, strict=True))
@@ -123,7 +132,7 @@ def read_texts(source: Path) -> dict[str, bytes]:
     if not any(map(is_validation, texts)) or all(map(is_validation, texts)):
         raise ValueError(
             f"{source}: {len(texts)} text files ({', '.join(sorted(TEXT_SUFFIXES))}) are too few to split "
-            f"by file into training and {VALIDATION_PERCENT}% validation; give --data a folder with more files"
+            f"by file into training and {VALIDATION_PERCENT}% validation; give --data a larger folder"
         )
     return texts
 
@@ -175,9 +184,10 @@ def prepare(source: Path, cache: Path, vocab_size: int) -> Path:
     return folder
 
 
-def load(folder: Path) -> Corpus:
+def load(folder: Path, context: int) -> Corpus:
     facts = Facts(**json.loads((folder / "corpus.json").read_text()))
-    return Corpus(folder=folder, facts=facts, tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Corpus(folder=folder, context=context, facts=facts, tokenizer=tokenizer)
 
 
 def _build(texts: dict[str, bytes], folder: Path, vocab_size: int) -> None:
@@ -215,9 +225,9 @@ def pack(texts: dict[str, bytes], tokenizer: Tokenizer, path: Path) -> int:
     """Write all texts as one run of tokens, END before each; the number of tokens written."""
     if tokenizer.get_vocab_size() > np.iinfo(np.uint16).max + 1:
         raise ValueError(f"a vocabulary of {tokenizer.get_vocab_size()} does not fit uint16 tokens (65536)")
-    end = [tokenizer.token_to_id(END)]
+    end = tokenizer.token_to_id(END)
     encodings = tokenizer.encode_batch([text.decode() for text in texts.values()], add_special_tokens=False)
-    runs = [np.asarray(end + encoding.ids, dtype=np.uint16) for encoding in encodings]
+    runs = [np.asarray([end, *encoding.ids], dtype=np.uint16) for encoding in encodings]
     tokens = np.concatenate(runs)
     tokens.tofile(path)
     return len(tokens)

@@ -8,7 +8,7 @@ vocabulary.
 Weights, gradients and communication have the dtype of the configuration (bf16), but a CPU without bf16
 instructions multiplies bf16 far slower than fp32: on one Zen 3 core at 9 against 80 GFLOP/s, and this model
 trains 12 times slower. There the activations are fp32 and each layer widens its weight as it uses it; in
-backward the same cast rounds the gradient to the weight's dtype. `arithmetic_dtype` is the one place that decides.
+backward the same cast rounds the gradient to the weight's dtype. `arithmetic_dtype` is where this is decided.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class ModelConfig:
     layers: int = 8
     heads: int = 5
     hidden: int = 864
-    context: int = 256
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
 

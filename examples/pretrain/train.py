@@ -35,6 +35,7 @@ from slipstream.checkpoint import latest_tag
 
 HERE = Path(__file__).parent
 VOCAB_SIZE = 8192
+CONTEXT = 256
 LOG_EVERY = 5  # steps: the losses between are averaged over them and over the ranks
 EVALUATION_BATCH = 4  # windows per rank
 GLANCE_BATCHES = 3  # per rank: a look at the validation loss in the middle of training
@@ -50,20 +51,19 @@ def main() -> None:
     config = json.loads(args.config.read_text())
     steps = plan_steps(config, args)
     torch.manual_seed(args.seed)
-    model_config = ModelConfig(vocab_size=corpus.tokenizer.get_vocab_size())
-    model = LanguageModel(model_config)
+    model = LanguageModel(ModelConfig(vocab_size=corpus.tokenizer.get_vocab_size()))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engine, _, loader, _ = slipstream.initialize(
         model=model,
         model_parameters=model.parameters(),
-        training_data=corpus.train(model_config.context),
+        training_data=corpus.train(),
         config=config,
     )
     history = report.History()
     if args.resume:
         _, client_state = engine.load_checkpoint(args.out / "checkpoints")
         history = report.History(**client_state["history"])
-    console.print(opening(engine, model, num_parameters, corpus.facts))
+    console.print(opening(engine, model.config, num_parameters, corpus))
 
     train(engine, loader, corpus, history, steps, args, console)
     save(engine, history, args)
@@ -120,7 +120,7 @@ def shared_corpus(args: argparse.Namespace) -> data.Corpus:
         raise ValueError(
             f"--data {args.data}: the ranks have read different text ({folders}); copy it to every host"
         )
-    return data.load(folder)
+    return data.load(folder, CONTEXT)
 
 
 def plan_steps(config: dict[str, Any], args: argparse.Namespace) -> int:
@@ -220,9 +220,7 @@ class Meter:
 def evaluate(engine: slipstream.Engine, corpus: data.Corpus, num_batches: int | None = None) -> float:
     """The validation loss in nats per token: of every token, or of about `num_batches` per rank spread over
     them. Each window starts without context. Collective: every rank has the same number of batches."""
-    batches = corpus.validation(
-        engine.module.config.context, EVALUATION_BATCH, engine.rank, engine.world_size
-    )
+    batches = corpus.validation(EVALUATION_BATCH, engine.rank, engine.world_size)
     stride = 1 if num_batches is None else math.ceil(len(batches) / num_batches)
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # nats, tokens
     engine.eval()
@@ -242,15 +240,14 @@ def complete(engine: slipstream.Engine, corpus: data.Corpus, args: argparse.Name
     """The prompt and what the model writes after it. A forward pass is collective where weights are sharded,
     so every rank runs this loop, and draws the same random numbers."""
     generator = torch.Generator().manual_seed(args.seed)
-    end = corpus.tokenizer.token_to_id(data.END)
-    written = [end, *corpus.tokenizer.encode(args.prompt).ids]
+    written = [corpus.end, *corpus.tokenizer.encode(args.prompt).ids]
     engine.eval()
     for _ in range(args.new_tokens):
-        window = torch.tensor([written[-engine.module.config.context :]], device=engine.device)
+        window = torch.tensor([written[-corpus.context :]], device=engine.device)
         likely = engine(window)[0, -1].float().cpu().topk(50)
         choice = torch.multinomial((likely.values / args.temperature).softmax(dim=0), 1, generator=generator)
         token = int(likely.indices[choice])
-        if token == end:
+        if token == corpus.end:
             break
         written.append(token)
     engine.train()
@@ -280,17 +277,17 @@ def peak_memory(device: torch.device) -> list[int]:
     return [int(nbytes) for nbytes in by_rank.tolist()]
 
 
-def opening(engine: slipstream.Engine, model: LanguageModel, num_parameters: int, facts: data.Facts) -> str:
+def opening(engine: slipstream.Engine, config: ModelConfig, num_parameters: int, corpus: data.Corpus) -> str:
+    facts = corpus.facts
     stored = engine.plan.precision.param_dtype
     arithmetic = arithmetic_dtype(engine.device, stored)
     lines = [
-        f"model     {num_parameters / 1e6:.1f}M parameters, {model.config.layers} blocks of "
-        f"width {model.config.dim}",
+        f"model     {num_parameters / 1e6:.1f}M parameters, {config.layers} blocks of width {config.dim}",
         f"text      {facts.train_bytes / 1e6:.1f} MB in {facts.train_files} files, "
         f"{facts.train_tokens / 1e6:.2f}M tokens; "
         f"validation {facts.validation_bytes / 1e6:.2f} MB in {facts.validation_files}",
         f"training  ZeRO-{engine.plan.zero.stage} on {engine.world_size} x {engine.device.type}, "
-        f"{engine.plan.batch.train_batch_size * model.config.context:,} tokens per step",
+        f"{engine.plan.batch.train_batch_size * corpus.context:,} tokens per step",
         f"numbers   weights, gradients and communication {name(stored)}, arithmetic {name(arithmetic)}"
         + (f": this CPU has no {name(stored)} instructions" if arithmetic != stored else ""),
     ]

@@ -170,7 +170,7 @@ def test_resume_at_another_size(n: int, before: tuple[int, int], after: tuple[in
 def test_order_is_that_of_torch(world: int, n: int) -> None:
     for rank in range(world):
         ours = loader(Numbers(n), 1, rank, world, seed=3)
-        sampler = DistributedSampler(range(n), world, rank, shuffle=True, seed=3)  # type: ignore[arg-type]
+        sampler: DistributedSampler[int] = DistributedSampler(Numbers(n), world, rank, shuffle=True, seed=3)
         for epoch in range(2):
             sampler.set_epoch(epoch)
             assert [b[0] for b in ours] == list(sampler)
@@ -320,7 +320,7 @@ def test_stateful_streams_need_their_state() -> None:
 
 
 def test_repeating_loader_reshuffles_torchs_loaders() -> None:
-    sampler = DistributedSampler(Numbers(40), 1, 0, shuffle=True)
+    sampler: DistributedSampler[int] = DistributedSampler(Numbers(40), 1, 0, shuffle=True)
     repeating = RepeatingLoader(DataLoader(Numbers(40), batch_size=40, sampler=sampler))
     first, second = next(repeating), next(repeating)
     assert sorted(first.tolist()) == sorted(second.tolist())

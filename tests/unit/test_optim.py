@@ -114,7 +114,7 @@ def test_closure_and_missing_gradients() -> None:
     def closure() -> float:
         optimizer.zero_grad()
         loss = (used**2).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return float(loss.detach())
 
     assert optimizer.step(closure) == pytest.approx(float((parameters([(3, 3)])[0] ** 2).sum().detach()))
@@ -274,7 +274,7 @@ def test_muon_groups() -> None:
 
 def test_muon_groups_keep_the_callers_groups() -> None:
     model = Model()
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": model.up.parameters(), "weight_decay": 0.5, "lr": 0.7},
         {"params": model.embed_tokens.weight},
         {"params": [model.shared_expert.weight], "use_muon": False},
@@ -300,6 +300,6 @@ def test_muon_groups_keep_the_callers_groups() -> None:
         ({"lr": 0.5, "adam_lr": 0.0}, (0.5, 0.0)),
     ],
 )
-def test_muon_rates(options: dict[str, float], expected: tuple[float, float]) -> None:
+def test_muon_rates(options: dict[str, Any], expected: tuple[float, float]) -> None:
     groups = Muon(Model().named_parameters(), **options).param_groups
     assert (groups[0]["lr"], groups[1]["lr"]) == expected

@@ -212,7 +212,7 @@ def test_elementwise_is_declared_not_inherited_from_torch() -> None:
         elementwise = True
 
     class Withdrawn(Lion):
-        elementwise = False  # type: ignore[misc]
+        elementwise = False
 
     weight = [torch.zeros(2)]
     assert not is_elementwise(Mine)

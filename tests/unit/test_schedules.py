@@ -200,12 +200,12 @@ def test_torch_schedulers_by_name() -> None:
 def test_names() -> None:
     assert VALID == ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
     for name in VALID:
-        params = {
+        cases: dict[str, dict[str, Any]] = {
             "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_momentum": False},
             "WarmupDecayLR": {"total_num_steps": 2000},
             "WarmupCosineLR": {"total_num_steps": 2000},
-        }.get(name, {})
-        assert type(build_scheduler(name, params, optimizer())).__name__ == name
+        }
+        assert type(build_scheduler(name, cases.get(name, {}), optimizer())).__name__ == name
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ _NO_LOCKS = -1
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock; None where another process has it, -1 where locks do not exist."""
+    """A descriptor that holds the folder's lock; None where another process has it, -1 without locks."""
     with suppress(FileNotFoundError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

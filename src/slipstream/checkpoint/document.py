@@ -147,7 +147,7 @@ def parse(raw: bytes) -> Document:
         raise CheckpointError(f"not the metadata of a Slipstream checkpoint (it begins with {raw[:24]!r})")
     if int(found[2]) != VERSION:
         raise CheckpointError(
-            f"format version {int(found[2])}; this Slipstream reads version {VERSION}: use the one that wrote it"
+            f"format version {int(found[2])}; this one reads version {VERSION}, use the one that wrote it"
         )
     body = raw[found.end() :].removesuffix(b"\n}\n")
     if zlib.crc32(body) != int(found[3]):

@@ -181,10 +181,12 @@ def _read(ranks: Ranks, step: str, path: Path, document: Document, state: dict[s
                 no_dist=ranks.group is None,
             )
     except CheckpointException as error:
-        failed = {rank: describe(cause) for rank, (cause, _) in error.failures.items()}
-        raise ranks.failure(step, failed, error.failures.get(ranks.rank, (None,))[0]) from None
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+    else:
+        return
     finally:
         storage.close()
+    raise ranks.failure(step, {rank: describe(e) for rank, e in causes.items()}, causes.get(ranks.rank))
 
 
 def _stand_ins(document: Document, prefix: str, device: str) -> dict[str, Tensor]:

@@ -127,9 +127,10 @@ def _write(ranks: Ranks, step: str, folder: Path, state: dict[str, Any]) -> Writ
                 no_dist=ranks.group is None,
             )
     except CheckpointException as error:
-        failed = {rank: describe(cause) for rank, (cause, _) in error.failures.items()}
-        raise ranks.failure(step, failed, error.failures.get(ranks.rank, (None,))[0]) from None
-    return writer
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+    else:
+        return writer
+    raise ranks.failure(step, {rank: describe(e) for rank, e in causes.items()}, causes.get(ranks.rank))
 
 
 def check_entry(name: str, held: FlatSlice | Tensor) -> None:

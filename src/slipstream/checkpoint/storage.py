@@ -145,7 +145,7 @@ class FlatLoadPlanner(DefaultLoadPlanner):
 
 
 class Writer(StorageWriter):
-    """Writes this rank's pieces into one file of `folder`; `finish`, on rank 0, makes `entries` of all results."""
+    """Writes this rank's pieces to one file; on rank 0, `finish` leaves all ranks' `entries` and `files`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._file = folder, file_name(rank)
@@ -373,7 +373,7 @@ def _runs(entry: Entry, piece: Piece, item: ReadItem) -> Iterator[tuple[int, int
 
 
 def _host_bytes(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, row-major, in stages of whole blocks; what is on a device is copied to the host."""
+    """The bytes of a tensor, row-major, in stages of whole blocks; from a device they are copied first."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.device.type == "cpu":
         yield _memory(flat)

@@ -188,7 +188,9 @@ def _unknown(location: tuple[str, ...]) -> str:
     meant = [*(elsewhere if len(elsewhere) <= 3 else ()), *(prefix + near for near in close)]
     if meant:
         return f"{text}; did you mean {' or '.join(dict.fromkeys(meant))}?"
-    return f"{text}; no key is near it" if len(siblings) > 24 else f"{text}; known here: {', '.join(siblings)}"
+    return (
+        f"{text}; no key is near it" if len(siblings) > 24 else f"{text}; known here: {', '.join(siblings)}"
+    )
 
 
 def _walk(location: Sequence[str]) -> Iterator[tuple[str, type[Block] | None]]:

@@ -161,8 +161,9 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "bf16.bf16_optimizer_states": precision.state_dtype is torch.bfloat16,
         "fp16.auto_cast": precision.auto_cast_inputs,
         "torch_autocast.enabled": precision.autocast_dtype is not None,
-        "torch_autocast.dtype": precision.autocast_dtype,
     }
+    if precision.autocast_dtype is not None:
+        values["torch_autocast.dtype"] = precision.autocast_dtype
     if half[torch.bfloat16]:
         values["bf16.check_grad_overflow"] = precision.check_overflow
     if precision.loss_scale is not None:

@@ -77,7 +77,7 @@ AUTO: Mapping[str, Auto] = MappingProxyType(
     }
 )
 
-# What "auto" is for parameters of DeepSpeed's optimizers and schedules: its defaults. Of others, "auto" is left
+# What "auto" is for parameters of DeepSpeed's optimizers and schedules: its defaults. Others are left
 # out, and the optimizer's own default holds.
 _ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 AUTO_PARAMS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -161,7 +161,11 @@ class _Values:
     def idle(self, block: str, why: str) -> None:
         """The values taken so far of a block that is off, given or not, are not the plan's."""
         for path, source in self.sources.items():
-            if path.startswith(f"{block}.") and path != f"{block}.enabled" and source in ("config", "argument"):
+            if (
+                path.startswith(f"{block}.")
+                and path != f"{block}.enabled"
+                and source in ("config", "argument")
+            ):
                 self.sources[path] = why
 
     def is_auto(self, path: str) -> bool:
@@ -299,7 +303,9 @@ def _precision(values: _Values) -> PrecisionPlan:
         if values.take(f"{half}.{half}_master_weights_and_grads") and param is dtype:
             master = dtype
     states = values.take("bf16.bf16_optimizer_states") and param is torch.bfloat16
-    autocast = DTYPES[values.take("torch_autocast.dtype")] if values.take("torch_autocast.enabled") else None
+    autocast = DTYPES[values.take("torch_autocast.dtype")]
+    if not values.take("torch_autocast.enabled"):
+        autocast = None
     check = values.take("bf16.check_grad_overflow")
     scaled = fp16 or autocast is torch.float16
     auto_cast = values.take("fp16.auto_cast")

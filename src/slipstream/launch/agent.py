@@ -36,7 +36,9 @@ def _quiet_torchrun() -> None:
     if "LOGLEVEL" in os.environ:
         return
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
+        if name.startswith(
+            ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
+        ):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
@@ -54,7 +56,9 @@ def _share_cores(num_ranks: int) -> None:
 
 def _collect(failures: dict[int, Any], folder: Path, watch: Watch) -> list[Failure]:
     """torchrun's process failures joined with the records of the ranks and the times of their deaths."""
-    attempts = [int(path.name.removeprefix("attempt").partition("-")[0]) for path in folder.glob("attempt*-rank*")]
+    attempts = [
+        int(path.name.removeprefix("attempt").partition("-")[0]) for path in folder.glob("attempt*-rank*")
+    ]
     attempt = max(attempts, default=0)
     records = {record.rank: record for record in read_records(folder, attempt)}
     collected = []
@@ -69,7 +73,8 @@ def _collect(failures: dict[int, Any], folder: Path, watch: Watch) -> list[Failu
                 time_ns=watch.deaths.get(ended.pid, ended.timestamp * 10**9),
                 exit_code=ended.exitcode,
                 stack=read_stack(folder, attempt, rank),
-                stopped=ended.pid in watch.killed or (ended.exitcode == -signal.SIGTERM and len(failures) > 1),
+                stopped=ended.pid in watch.killed
+                or (ended.exitcode == -signal.SIGTERM and len(failures) > 1),
             )
         )
     return collected
@@ -86,6 +91,10 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False) -> int:
     options = torchrun.parse_args(list(argv))
     _share_cores(int(options.nproc_per_node))
     _quiet_torchrun()
+    if options.max_restarts:
+        # By default the ranks of every attempt share the agent's store, whose keys still name the dead ranks of the attempt before:
+        # process groups then connect to nobody, or hang. Without sharing, rank 0 makes a store of its own for each attempt.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
     options.log_dir = str(folder / "torchrun")
     os.environ[environment.FAILURES] = str(folder)
@@ -99,7 +108,9 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False) -> int:
                 return 0
             except ChildFailedError as error:
                 after = read_pressure()
-                failures = [with_reason(failure, before, after) for failure in _collect(error.failures, folder, watch)]
+                failures = [
+                    with_reason(failure, before, after) for failure in _collect(error.failures, folder, watch)
+                ]
         sys.stderr.write("".join(map(encode, failures)) if report else render(failures))
         sys.stderr.flush()
         return shell_code(first(failures).exit_code)

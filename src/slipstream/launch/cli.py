@@ -67,32 +67,102 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     where = parser.add_argument_group("where")
     ranks = _both("--nproc", "--num_gpus", "--nproc_per_node")
-    where.add_argument(*ranks, dest="nproc", type=_positive, metavar="N", help="ranks per host; default: its CUDA devices, else 1")
-    where.add_argument(*_both("--num_nodes", "--nnodes"), dest="num_nodes", type=_positive, metavar="N", help="number of hosts")
+    where.add_argument(
+        *ranks,
+        dest="nproc",
+        type=_positive,
+        metavar="N",
+        help="ranks per host; default: its CUDA devices, else 1",
+    )
+    where.add_argument(
+        *_both("--num_nodes", "--nnodes"),
+        dest="num_nodes",
+        type=_positive,
+        metavar="N",
+        help="number of hosts",
+    )
     where.add_argument("-H", "--hostfile", metavar="FILE", help="one `HOST slots=N` a line")
     where.add_argument("-i", "--include", default="", metavar="FILTER", help="only these: host1:0,1@host2")
-    where.add_argument("-e", "--exclude", default="", metavar="FILTER", help="all but these, in the same form")
-    where.add_argument(*_both("--node_rank"), dest="node_rank", type=_count, metavar="R", help="this node's number, if each is started by itself")
-    where.add_argument(*_both("--master_addr"), dest="master_addr", metavar="HOST", help="where rank 0 is; default: the first host")
-    where.add_argument(*_both("--master_port"), dest="master_port", type=_port, metavar="PORT", help="default: 29500; on one host a free one")
+    where.add_argument(
+        "-e", "--exclude", default="", metavar="FILTER", help="all but these, in the same form"
+    )
+    where.add_argument(
+        *_both("--node_rank"),
+        dest="node_rank",
+        type=_count,
+        metavar="R",
+        help="this node's number, if each is started by itself",
+    )
+    where.add_argument(
+        *_both("--master_addr"),
+        dest="master_addr",
+        metavar="HOST",
+        help="where rank 0 is; default: the first host",
+    )
+    where.add_argument(
+        *_both("--master_port"),
+        dest="master_port",
+        type=_port,
+        metavar="PORT",
+        help="default: 29500; on one host a free one",
+    )
     how = parser.add_argument_group("how")
-    how.add_argument("--launcher", choices=sorted(LAUNCHERS), help="default: local on one host, slurm in an allocation, else ssh")
-    how.add_argument(*_both("--launcher_args"), dest="launcher_args", default="", metavar="ARGS", help="further arguments for ssh, srun, mpirun ...")
+    how.add_argument(
+        "--launcher",
+        choices=sorted(LAUNCHERS),
+        help="default: local on one host, slurm in an allocation, else ssh",
+    )
+    how.add_argument(
+        *_both("--launcher_args"),
+        dest="launcher_args",
+        default="",
+        metavar="ARGS",
+        help="further arguments for ssh, srun, mpirun ...",
+    )
     how.add_argument(*_both("--ssh_port"), dest="ssh_port", type=_port, metavar="PORT")
-    how.add_argument(*_both("--no_ssh"), dest="no_ssh", action="store_true", help="start this node's ranks only; with --node_rank")
-    how.add_argument(*_both("--max_restarts"), dest="max_restarts", type=_count, default=0, metavar="N", help="restart all ranks up to N times after a failure")
-    how.add_argument(*_both("--env_file"), dest="env_file", metavar="FILE", help="VAR=VALUE lines; default: .deepspeed_env and .slipstream_env here and at home")
-    how.add_argument(*_both("--dry_run"), dest="dry_run", action="store_true", help="print the commands, start nothing")
+    how.add_argument(
+        *_both("--no_ssh"),
+        dest="no_ssh",
+        action="store_true",
+        help="start this node's ranks only; with --node_rank",
+    )
+    how.add_argument(
+        *_both("--max_restarts"),
+        dest="max_restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="restart all ranks up to N times after a failure",
+    )
+    how.add_argument(
+        *_both("--env_file"),
+        dest="env_file",
+        metavar="FILE",
+        help="VAR=VALUE lines; default: .deepspeed_env and .slipstream_env here and at home",
+    )
+    how.add_argument(
+        *_both("--dry_run"), dest="dry_run", action="store_true", help="print the commands, start nothing"
+    )
     how.add_argument("-q", "--quiet", action="store_true", help="say nothing before the script does")
     what = parser.add_argument_group("what")
-    what.add_argument("-m", "--module", action="store_true", help="the script is a module's dotted name, as in python -m")
-    what.add_argument(*_both("--no_python"), dest="no_python", action="store_true", help="the script is an executable")
+    what.add_argument(
+        "-m", "--module", action="store_true", help="the script is a module's dotted name, as in python -m"
+    )
+    what.add_argument(
+        *_both("--no_python"), dest="no_python", action="store_true", help="the script is an executable"
+    )
     local_rank = what.add_mutually_exclusive_group()
     local_rank.add_argument(
-        *_both("--pass_local_rank"), dest="pass_local_rank", action="store_true", help="give older scripts --local_rank=N"
+        *_both("--pass_local_rank"),
+        dest="pass_local_rank",
+        action="store_true",
+        help="give older scripts --local_rank=N",
     )
     local_rank.add_argument(
-        *_both("--no_local_rank"), dest="pass_local_rank", action="store_false", help="do not (the default; DeepSpeed's spelling)"
+        *_both("--no_local_rank"),
+        dest="pass_local_rank",
+        action="store_false",
+        help="do not (the default; DeepSpeed's spelling)",
     )
     parser.add_argument("script", help="script, module or executable")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, passed on untouched")
@@ -105,14 +175,26 @@ def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
-        "plan", help="what a configuration comes to", description="Print the resolved configuration, and bytes per rank.", allow_abbrev=False
+        "plan",
+        help="what a configuration comes to",
+        description="Print the resolved configuration, and bytes per rank.",
+        allow_abbrev=False,
     )
     parser.add_argument("config", help="a JSON file in DeepSpeed's format")
-    parser.add_argument("--world", type=_positive, default=1, metavar="N", help="data-parallel ranks; default 1")
+    parser.add_argument(
+        "--world", type=_positive, default=1, metavar="N", help="data-parallel ranks; default 1"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: what this host has")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument(*_both("--num_params"), dest="num_params", metavar="N", help="parameters of the model: 7e9, 1.3B, 350M")
-    size.add_argument("--model", metavar="MODULE:FUNCTION", help="a function that builds the model; run on the meta device")
+    size.add_argument(
+        *_both("--num_params"),
+        dest="num_params",
+        metavar="N",
+        help="parameters of the model: 7e9, 1.3B, 350M",
+    )
+    size.add_argument(
+        "--model", metavar="MODULE:FUNCTION", help="a function that builds the model; run on the meta device"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -135,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "report":
                 from slipstream.observe import report
 
-                return report.execute(as_json=options.json)
+                return report.execute(machine=options.json)
             case _:
                 from slipstream.launch import plan
 

@@ -95,7 +95,9 @@ def _local_world(text: str, node_id: int) -> str | None:
 
 def _number(env: Mapping[str, str], name: str, starter: str) -> int:
     if name not in env:
-        raise ValueError(f"{starter} set a rank but not {name}; set RANK, WORLD_SIZE, LOCAL_RANK yourself, or use `slipstream run`")
+        raise ValueError(
+            f"{starter} set a rank but not {name}; set RANK, WORLD_SIZE, LOCAL_RANK yourself, or use `slipstream run`"
+        )
     if not env[name].isdigit():
         raise ValueError(f"{name}={env[name]!r} ({starter}) is not a number")
     return int(env[name])
@@ -119,25 +121,23 @@ def _meeting_point(env: Mapping[str, str], starter: _Starter, single_host: bool)
 def discover(env: Mapping[str, str]) -> dict[str, str] | None:
     """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and, where known, LOCAL_WORLD_SIZE, as torch.distributed reads them.
 
-    None if nothing started this process as one of several. ValueError if something did, and left out what is needed.
+    None if nothing started this process as one of several. ValueError if a starter did, and left out what is needed.
+    Where RANK and WORLD_SIZE are set already, they and whichever of the others are set are returned as they are.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
-        rank, world = _number(env, "RANK", "the environment"), _number(env, "WORLD_SIZE", "the environment")
-        found = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": env.get("LOCAL_RANK", "0" if world == 1 else "")}
-        if not found["LOCAL_RANK"]:
-            raise ValueError(f"RANK={rank} and WORLD_SIZE={world} are set but not LOCAL_RANK; set it to this rank's number on its host")
-        if "MASTER_ADDR" not in env and world > 1:
-            raise ValueError(f"RANK={rank} and WORLD_SIZE={world} are set but not MASTER_ADDR; set it to rank 0's host")
-        if "LOCAL_WORLD_SIZE" in env:
-            found["LOCAL_WORLD_SIZE"] = env["LOCAL_WORLD_SIZE"]
-        return found | {"MASTER_ADDR": env.get("MASTER_ADDR", "127.0.0.1"), "MASTER_PORT": env.get("MASTER_PORT", "29500")}
+        # Said by someone who knows torch's names: what is missing may be meant to be (an init_method without MASTER_ADDR).
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        place = {name: str(_number(env, name, "the environment")) for name in ("RANK", "WORLD_SIZE")}
+        return place | {name: env[name] for name in names if name in env}
     for starter in _STARTERS:
         if starter.rank not in env or (starter.name == "Slurm" and "SLURM_STEP_ID" not in env):
             continue
         rank, world = _number(env, starter.rank, starter.name), _number(env, starter.world, starter.name)
         local_world = _local_world(env.get(starter.local_world, ""), int(env.get("SLURM_NODEID", "0")))
         if starter.local_rank not in env and world > 1:
-            raise ValueError(f"{starter.name} set {starter.rank} but not {starter.local_rank}; set LOCAL_RANK, RANK and WORLD_SIZE")
+            raise ValueError(
+                f"{starter.name} set {starter.rank} but not {starter.local_rank}; set LOCAL_RANK, RANK and WORLD_SIZE"
+            )
         found = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": env.get(starter.local_rank, "0")}
         if local_world is not None:
             found["LOCAL_WORLD_SIZE"] = local_world

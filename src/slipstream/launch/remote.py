@@ -105,7 +105,9 @@ def _tell(failures: Sequence[Failure], failed: Sequence[_Running]) -> int:
         return shell_code(first(failures).exit_code)
     for one in failed:
         hint = f"; try `ssh -o BatchMode=yes {one.name} true`" if one.process.returncode == 255 else ""
-        print(f"slipstream run: {one.name} ended with exit code {one.process.returncode}{hint}", file=sys.stderr)
+        print(
+            f"slipstream run: {one.name} ended with exit code {one.process.returncode}{hint}", file=sys.stderr
+        )
     return shell_code(failed[0].process.returncode)
 
 
@@ -129,7 +131,9 @@ def run_commands(commands: Sequence[Command]) -> int:
         return _tell([failure for one in running for failure in one.extract.failures], failed)
     except FileNotFoundError as error:
         _stop(running)
-        raise ValueError(f"{error.filename} is not installed on this host; choose another --launcher") from None
+        raise ValueError(
+            f"{error.filename} is not installed on this host; choose another --launcher"
+        ) from None
     except _Stopped as stop:
         _stop(running)
         return 128 + stop.number

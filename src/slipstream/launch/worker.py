@@ -69,7 +69,11 @@ def read_records(folder: Path, attempt: int) -> list[Failure]:
 def _without_our_frames(error: BaseException) -> TracebackType | None:
     """The traceback from the user's first frame on."""
     frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while frame is not None and frame.tb_frame.f_code.co_filename in (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+    ):
         frame = frame.tb_next
     return frame
 
@@ -130,12 +134,14 @@ def _die_with_parent() -> None:
 def _find_place(report: bool) -> Place:
     found = places.discover(os.environ)
     if found is None:
-        raise ValueError("no rank in the environment; start scripts with `slipstream run`, which starts this in turn")
+        raise ValueError(
+            "no rank in the environment; start scripts with `slipstream run`, which starts this in turn"
+        )
     os.environ.update(found)
     folder = os.environ.get(FAILURES)
     return Place(
         rank=int(found["RANK"]),
-        local_rank=int(found["LOCAL_RANK"]),
+        local_rank=int(found.get("LOCAL_RANK", "0")),
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         folder=None if report or folder is None else Path(folder),
     )

@@ -27,7 +27,7 @@ SOURCES = ("kernels_avx512.c", "kernels_avx2.c", "kernels_portable.c", "dispatch
 CSRC = Path(__file__).parent / "csrc"
 
 # -ffp-contract=off: a fused multiply-add would round differently from one instruction set to the next.
-FLAGS = ("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi")
+FLAGS = ("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 
 
 class BuildError(RuntimeError):

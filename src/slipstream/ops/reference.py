@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -96,13 +97,21 @@ def adamw(
         else:
             m.add_((g - m).mul_(1.0 - beta1))
         v.mul_(beta2).add_((g * (1.0 - beta2)).mul_(g))
-        denominator = v.sqrt().mul_(root_correction).add_(eps)
+        denominator = _sqrt(v).mul_(root_correction).add_(eps)
         p.sub_((m * step_size).div_(denominator))
         for stored, value in ((master, p), (exp_avg, m), (exp_avg_sq, v)):
             if stored.dtype is not torch.float32:
                 stored[span] = value
         if out is not None:
             out[span] = p
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """torch's own is a vector maths library's on CPU, which is off by one unit in the last place now and then."""
+    if not x.is_cpu:
+        return x.sqrt()
+    with numpy.errstate(invalid="ignore"):
+        return torch.from_numpy(numpy.sqrt(x.numpy()))
 
 
 @torch.no_grad()

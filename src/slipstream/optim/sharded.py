@@ -12,7 +12,7 @@ TorchSteps   any torch optimizer: elementwise ones see 1D pieces, shape-aware on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,19 @@ class ShardedSteps(ABC):
         self.inner = inner
         group_of = {id(param): i for i, group in enumerate(inner.param_groups) for param in group["params"]}
         self.pieces = {unit.index: pieces_of(unit, group_of) for unit in units}
+        # Some optimizers make state when they are built (Adagrad), and a user's may have stepped: it is sharded here
+        self._given = dict(inner.state)
+        inner.state.clear()
+
+    def _given_state(self, piece: Piece, flat: bool) -> dict[str, Any]:
+        """The piece's part of the state that the optimizer brought along."""
+        result: dict[str, Any] = {}
+        for name, value in self._given.get(piece.param, {}).items():
+            if isinstance(value, Tensor) and tuple(value.shape) == piece.shape and flat and value.dim() > 0:
+                result[name] = value.detach().reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start].clone()
+            else:
+                result[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        return result
 
     @abstractmethod
     def step(self, unit: Unit, scale: float) -> None:
@@ -79,6 +92,10 @@ class ShardedSteps(ABC):
     @abstractmethod
     def scalars(self, unit: Unit, piece: Piece) -> dict[str, Any]:
         """What else the optimizer remembers of the piece's parameter (step counts, whole small tensors)."""
+
+    @abstractmethod
+    def make_states(self, unit: Unit, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
+        """Make room for the named per-element states, so that a checkpoint can fill them; returns what undoes it."""
 
     @abstractmethod
     def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
@@ -103,6 +120,12 @@ class FusedAdamW(ShardedSteps):
         if unit.index not in self.moments:
             first = torch.zeros(unit.master.numel(), dtype=self.state_dtype, device=unit.master.device)
             self.moments[unit.index] = (first, torch.zeros_like(first))
+            for piece in self.pieces[unit.index]:
+                given = self._given_state(piece, flat=True)
+                if given:
+                    for name, moment in zip(("exp_avg", "exp_avg_sq"), self.moments[unit.index], strict=True):
+                        moment[piece.start : piece.stop].copy_(given[name])
+                    piece.step = int(given["step"])
         return self.moments[unit.index]
 
     def step(self, unit: Unit, scale: float) -> None:
@@ -127,6 +150,9 @@ class FusedAdamW(ShardedSteps):
 
     def scalars(self, unit: Unit, piece: Piece) -> dict[str, Any]:
         return {"step": piece.step}
+
+    def make_states(self, unit: Unit, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
+        return lambda: None  # both moments are there, or zero
 
     def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
         piece.step = int(values["step"])
@@ -172,6 +198,10 @@ class TorchSteps(ShardedSteps):
                 unit.master[piece.start : piece.stop].view(piece.shape if self.whole else (-1,)).detach()
                 for piece in self.pieces[unit.index]
             ]
+            for piece, leaf in zip(self.pieces[unit.index], self.stepped[unit.index], strict=True):
+                given = self._given_state(piece, flat=not self.whole)
+                if given:
+                    self.inner.state[leaf] = given
         return self.stepped[unit.index]
 
     def step(self, unit: Unit, scale: float) -> None:
@@ -197,21 +227,36 @@ class TorchSteps(ShardedSteps):
         if unit.out is not None:
             unit.out.copy_(unit.master)
 
+    def _leaf(self, unit: Unit, piece: Piece) -> Tensor:
+        return self._leaves(unit)[self.pieces[unit.index].index(piece)]
+
     def _state(self, unit: Unit, piece: Piece) -> dict[str, Any]:
-        leaf = self._leaves(unit)[self.pieces[unit.index].index(piece)]
-        return self.inner.state[leaf]
+        return self.inner.state.get(self._leaf(unit, piece), {})
 
     def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor]:
-        numel = piece.stop - piece.start
+        shape = self._leaf(unit, piece).shape
         return {
             name: value.view(-1)
             for name, value in self._state(unit, piece).items()
-            if isinstance(value, Tensor) and value.numel() == numel and value.dim() > 0
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
         }
+
+    def make_states(self, unit: Unit, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
+        leaf = self._leaf(unit, piece)
+        before = self.inner.state.pop(leaf, None)
+        if dtypes:
+            self.inner.state[leaf] = {name: torch.zeros_like(leaf, dtype=dtype) for name, dtype in dtypes.items()}
+
+        def undo() -> None:
+            self.inner.state.pop(leaf, None)
+            if before is not None:
+                self.inner.state[leaf] = before
+
+        return undo
 
     def scalars(self, unit: Unit, piece: Piece) -> dict[str, Any]:
         per_element = self.states(unit, piece)
         return {name: value for name, value in self._state(unit, piece).items() if name not in per_element}
 
     def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
-        self._state(unit, piece).update(values)
+        self.inner.state[self._leaf(unit, piece)].update(values)

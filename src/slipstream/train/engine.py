@@ -215,6 +215,30 @@ class Engine(nn.Module):
         unit, i = self._find(name)
         access.set_optimizer_state(unit, i, self.steps, values)
 
+    def save_checkpoint(
+        self, save_dir: str, tag: str | None = None, client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
+        """Write everything needed to go on, atomically; any world size and stage can load it. Collective."""
+        from slipstream.train import persist
+
+        self.watch.phase = "save"
+        persist.save(self, str(save_dir), tag, client_state, save_latest, exclude_frozen_parameters)
+        self.watch.phase = "idle"
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
+        """Go on from a checkpoint: (its folder, client_state), or (None, {}) without one. A failed load changes nothing."""
+        from slipstream.train import persist
+
+        return persist.load(
+            self, str(load_dir), tag, strict=load_module_strict, optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states, module_only=load_module_only,
+        )  # fmt: skip
+
     def _find(self, name: str) -> tuple[Unit, int]:
         for unit in self.units:
             if name in unit.names:

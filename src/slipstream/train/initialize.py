@@ -191,11 +191,6 @@ def _checked(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.
                     f"optimizer group {i} holds a parameter of shape {tuple(param.shape)} that is not the model's; make the "
                     f"optimizer after the model has its final parameters"
                 )
-    if optimizer.state:
-        raise ValueError(
-            f"{type(optimizer).__name__} has stepped before; its state cannot be sharded. Pass a fresh optimizer, and load "
-            f"state with engine.load_checkpoint()"
-        )
     return optimizer
 
 

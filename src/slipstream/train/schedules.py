@@ -80,7 +80,7 @@ class Schedule(ABC):
         if not isinstance(iteration, int) or iteration < -1:
             raise ValueError(
                 f"{type(self).__name__}: the saved state {dict(state)!r} has no last_batch_iteration"
-                f" >= -1; it is another scheduler's. Load with load_lr_scheduler_states=False to start this one afresh"
+                f" >= -1; it is another scheduler's; load_lr_scheduler_states=False leaves it out"
             )
         self._start(iteration)
 

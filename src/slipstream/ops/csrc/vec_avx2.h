@@ -57,15 +57,14 @@ INLINE void store_halves(void *p, __m256i bits, int stream)
     else
         _mm256_storeu_si256((__m256i *)p, bits);
 }
-/* bf16 bits in the low half of each 32-bit lane, to nearest even; a NaN stays one. */
+/* bf16 bits in the low half of each 32-bit lane, to nearest even; a NaN becomes 0xffff. */
 INLINE __m256i round_bf16(__m256 a)
 {
     __m256i bits = _mm256_castps_si256(a);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i even_up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
-    return _mm256_srli_epi32(_mm256_blendv_epi8(even_up, quiet, is_nan), 16);
+    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)); /* all ones, itself a NaN */
+    return _mm256_srli_epi32(_mm256_or_si256(even_up, is_nan), 16);
 }
 INLINE vec store_bf16(void *p, vec a, int stream)
 {

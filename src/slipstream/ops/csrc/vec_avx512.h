@@ -45,8 +45,7 @@ INLINE vec store_bf16(void *p, vec a, int stream)
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i even_up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-    __m512i rounded = _mm512_mask_or_epi32(even_up, is_nan, bits, _mm512_set1_epi32(0x400000));
-    rounded = _mm512_srli_epi32(rounded, 16);
+    __m512i rounded = _mm512_srli_epi32(_mm512_mask_set1_epi32(even_up, is_nan, -1), 16);
     store_halves(p, _mm512_cvtepi32_epi16(rounded), stream);
     return _mm512_castsi512_ps(_mm512_slli_epi32(rounded, 16));
 }

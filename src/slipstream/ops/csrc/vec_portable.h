@@ -3,18 +3,12 @@
 #include <math.h>
 #include <string.h>
 
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi" /* vectors wider than the machine's are never passed: all is inlined */
-#endif
-
 #define TARGET
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(64)));
 typedef double vec64 __attribute__((vector_size(128)));
-typedef int32_t ints __attribute__((vector_size(64))); /* a comparison's result: all ones where true */
-typedef uint32_t words __attribute__((vector_size(64)));
-typedef uint16_t halves __attribute__((vector_size(32)));
+#define OUTLINED __attribute__((noinline)) static
 
 INLINE vec vec_set(float x) { return x - (vec){0}; }
 INLINE vec vec_add(vec a, vec b) { return a + b; }
@@ -30,20 +24,6 @@ INLINE vec vec_sqrt(vec a)
     memcpy(&a, lanes, sizeof lanes);
     return a;
 }
-INLINE words select(ints mask, words yes, words no) { return ((words)mask & yes) | (~(words)mask & no); }
-
-INLINE words load_halves(const void *p)
-{
-    halves bits;
-    memcpy(&bits, p, sizeof bits);
-    return __builtin_convertvector(bits, words);
-}
-INLINE void store_halves(void *p, words a)
-{
-    halves bits = __builtin_convertvector(a, halves);
-    memcpy(p, &bits, sizeof bits);
-}
-
 INLINE vec load_f32(const void *p)
 {
     vec r;
@@ -58,40 +38,90 @@ INLINE vec store_f32(void *p, vec a, int stream)
     return a;
 }
 
-INLINE vec load_bf16(const void *p) { return (vec)(load_halves(p) << 16); }
+/* Conversions are loops over arrays, each a function of its own: that is the form compilers turn into vector code. */
+INLINE float float_of(int32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+INLINE int32_t bits_of(float x)
+{
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+OUTLINED void widen_bf16(float *to, const uint16_t *from)
+{
+    for (int lane = 0; lane < 16; ++lane)
+        to[lane] = float_of((int32_t)((uint32_t)from[lane] << 16));
+}
+/* To nearest even by integer carry; a NaN becomes 0xffff. */
+OUTLINED void narrow_bf16(uint16_t *to, const float *from)
+{
+    for (int lane = 0; lane < 16; ++lane) {
+        uint32_t bits = (uint32_t)bits_of(from[lane]);
+        uint32_t even_up = bits + 0x7fffu + ((bits >> 16) & 1u);
+        int32_t is_nan = (int32_t)(bits & 0x7fffffffu) > 0x7f800000;
+        to[lane] = (uint16_t)((is_nan ? 0xffffffffu : even_up) >> 16);
+    }
+}
+/* The fields shifted into place; a multiplication by 2^112 moves the exponent's bias: exact, subnormals too. */
+OUTLINED void widen_f16(float *to, const uint16_t *from)
+{
+    for (int lane = 0; lane < 16; ++lane) {
+        int32_t half = from[lane], magnitude = (half & 0x7fff) << 13;
+        int32_t finite = bits_of(float_of(magnitude) * 0x1p112f);
+        int32_t wide = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : finite;
+        to[lane] = float_of(wide | (int32_t)((uint32_t)(half & 0x8000) << 16));
+    }
+}
+/* To nearest even: in the normal range by integer carry; below it by adding 0.5, whose last place is fp16's smallest
+ * subnormal, so that the adder rounds; infinite from 65520 up. */
+OUTLINED void narrow_f16(uint16_t *to, const float *from)
+{
+    for (int lane = 0; lane < 16; ++lane) {
+        int32_t bits = bits_of(from[lane]), magnitude = bits & 0x7fffffff;
+        int32_t normal = (magnitude - 0x38000000 + 0x0fff + ((magnitude >> 13) & 1)) >> 13;
+        int32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
+        int32_t half = magnitude < 0x38800000 ? subnormal : normal;
+        half = magnitude >= 0x477ff000 ? 0x7c00 : half;
+        half = magnitude > 0x7f800000 ? 0x7e00 | ((magnitude >> 13) & 0x3ff) : half;
+        to[lane] = (uint16_t)(half | ((bits >> 16) & 0x8000));
+    }
+}
+
+INLINE vec load_halves(const void *p, void (*widen)(float *, const uint16_t *))
+{
+    uint16_t bits[16];
+    float lanes[16];
+    memcpy(bits, p, sizeof bits);
+    widen(lanes, bits);
+    return load_f32(lanes);
+}
+INLINE vec store_halves(void *p, vec a, void (*narrow)(uint16_t *, const float *),
+                        void (*widen)(float *, const uint16_t *))
+{
+    uint16_t bits[16];
+    float lanes[16];
+    memcpy(lanes, &a, sizeof lanes);
+    narrow(bits, lanes);
+    memcpy(p, bits, sizeof bits);
+    widen(lanes, bits);
+    return load_f32(lanes);
+}
+INLINE vec load_bf16(const void *p) { return load_halves(p, widen_bf16); }
+INLINE vec load_f16(const void *p) { return load_halves(p, widen_f16); }
 INLINE vec store_bf16(void *p, vec a, int stream)
 {
     (void)stream;
-    words bits = (words)a;
-    words even_up = bits + 0x7fffu + ((bits >> 16) & 1u);
-    words rounded = select(a != a, bits | 0x400000u, even_up) >> 16;
-    store_halves(p, rounded);
-    return (vec)(rounded << 16);
+    return store_halves(p, a, narrow_bf16, widen_bf16);
 }
-
-/* Shift the fields into place and let a multiplication by 2^112 move the exponent's bias: exact, subnormals too. */
-INLINE vec widen_f16(words half)
-{
-    words magnitude = (half & 0x7fffu) << 13;
-    words finite = (words)((vec)magnitude * 0x1p112f);
-    words wide = select(magnitude >= 0x0f800000u, magnitude | 0x7f800000u, finite);
-    return (vec)(wide | ((half & 0x8000u) << 16));
-}
-INLINE vec load_f16(const void *p) { return widen_f16(load_halves(p)); }
-/* To nearest even: in the normal range by integer carry; below it by adding 0.5, whose last place is fp16's smallest
- * subnormal, so that the adder rounds; infinite from 65520 up. */
 INLINE vec store_f16(void *p, vec a, int stream)
 {
     (void)stream;
-    words bits = (words)a, magnitude = bits & 0x7fffffffu;
-    words normal = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
-    words subnormal = (words)((vec)magnitude + 0.5f) - 0x3f000000u;
-    words nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
-    words half = select(magnitude < 0x38800000u, subnormal, normal);
-    half = select(magnitude >= 0x477ff000u, (words){0} + 0x7c00u, half);
-    half = select(magnitude > 0x7f800000u, nan, half) | ((bits >> 16) & 0x8000u);
-    store_halves(p, half);
-    return widen_f16(half);
+    return store_halves(p, a, narrow_f16, widen_f16);
 }
 
 INLINE vec64 vec64_zero(void) { return (vec64){0}; }

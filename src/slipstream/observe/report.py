@@ -1,0 +1,271 @@
+"""`slipstream report`: what this environment is and what Slipstream makes of it. To be pasted into a bug report.
+
+`collect` gives sections of rows; `as_text`, `as_json` and `_show_table` render them. A row says what is there, and where something is
+not, why. Collecting starts no process group and allocates nothing on a device; it compiles the kernels if nothing did before.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from slipstream.observe.host import cpu_flags, memory_total, num_cores, read_pressure
+
+__all__ = ["Row", "Section", "as_json", "as_text", "collect", "execute"]
+
+_FLAGS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "asimd",
+    "sve",
+    "bf16",
+)
+_PACKAGES = ("numpy", "pydantic", "safetensors", "rich", "triton", "transformers", "accelerate", "deepspeed")
+
+
+class Row(NamedTuple):
+    name: str
+    value: str
+    note: str = ""
+
+
+class Section(NamedTuple):
+    title: str
+    rows: tuple[Row, ...]
+
+
+def _size(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else f"{nbytes / 2**30:.1f} GiB"
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _versions() -> Section:
+    import torch
+
+    import slipstream
+
+    rows = [
+        Row("slipstream", slipstream.__version__),
+        Row("python", platform.python_version(), sys.executable),
+        Row("torch", torch.__version__),
+        Row("system", f"{platform.system()} {platform.release()}", platform.machine()),
+    ]
+    rows += [Row(package, found) for package in _PACKAGES if (found := _installed(package))]
+    rows.append(Row("CUDA of torch", torch.version.cuda or "none"))
+    if torch.version.hip:
+        rows.append(Row("HIP of torch", torch.version.hip))
+    return Section("versions", tuple(rows))
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def _devices() -> Section:
+    import torch
+
+    flags = cpu_flags()
+    rows = [
+        Row("CPU", _processor(), f"{num_cores()} cores for this process, of {os.cpu_count()}"),
+        Row(
+            "CPU flags",
+            " ".join(flag for flag in _FLAGS if flag in flags) or "none of those that matter here",
+        ),
+    ]
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {device.major}.{device.minor}"
+        rows.append(Row(f"CUDA {index}", device.name, f"{_size(device.total_memory)}, {capability}"))
+    if torch.cuda.device_count() == 0:
+        rows.append(Row("CUDA", "no device", _why_no_cuda(torch.version.cuda)))
+    return Section("devices", tuple(rows))
+
+
+def _why_no_cuda(built_with: str | None) -> str:
+    if built_with is None:
+        return "this torch was built without CUDA"
+    if "CUDA_VISIBLE_DEVICES" in os.environ and not os.environ["CUDA_VISIBLE_DEVICES"].strip():
+        return "CUDA_VISIBLE_DEVICES is empty"
+    return "the driver shows none" if Path("/proc/driver/nvidia").exists() else "no NVIDIA driver"
+
+
+def _backends() -> Section:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return Section("backends", (Row("torch.distributed", "no", "this torch was built without it"),))
+    nccl_note = ""
+    if dist.is_nccl_available():
+        nccl_note = ".".join(map(str, torch.cuda.nccl.version()))
+    return Section(
+        "backends",
+        (
+            Row("gloo", _yes(dist.is_gloo_available()), "CPU ranks, and GPU ranks that share a device"),
+            Row(
+                "nccl", _yes(dist.is_nccl_available()), nccl_note or "GPU ranks; needs a CUDA build of torch"
+            ),
+            Row(
+                "mpi",
+                _yes(dist.is_mpi_available()),
+                "" if dist.is_mpi_available() else "not needed: mpirun works with gloo and nccl",
+            ),
+            _shared_memory(),
+        ),
+    )
+
+
+def _yes(present: bool) -> str:
+    return "yes" if present else "no"
+
+
+def _shared_memory() -> Row:
+    """Whether ranks of this host can open each other's memory, tried with a child process as the peer."""
+    name = "shared memory"
+    if not hasattr(os, "memfd_create"):
+        return Row(name, "no", "this system has no memfd_create; ranks of one host talk over gloo")
+    descriptor = os.memfd_create("slipstream-report")
+    try:
+        os.write(descriptor, b"seen")
+        peer = f"print(open('/proc/{os.getpid()}/fd/{descriptor}').read())"
+        tried = subprocess.run([sys.executable, "-S", "-c", peer], capture_output=True, text=True, timeout=30)
+    finally:
+        os.close(descriptor)
+    if tried.stdout.strip() == "seen":
+        return Row(name, "yes", "memfd, opened by another process through /proc/PID/fd")
+    said = (tried.stderr.strip().splitlines() or ["no answer"])[-1]
+    return Row(name, "no", f"another process cannot open it ({said}); ranks of one host talk over gloo")
+
+
+def _kernels() -> Section:
+    if importlib.util.find_spec("slipstream.ops") is None:
+        return Section("kernels", (Row("ops", "none", "this build has no slipstream.ops"),))
+    from slipstream import ops
+
+    return Section("kernels", tuple(Row(op.name, op.implementation, op.reason) for op in ops.report()))
+
+
+def _memory() -> Section:
+    pressure = read_pressure()
+    rows = [
+        Row("memory", _size(memory_total()), "of the control group" if pressure.limit else "of the host"),
+        Row(
+            "/dev/shm",
+            _size(pressure.shm.total),
+            f"{_size(pressure.shm.free)} free; data loader workers use it, Slipstream does not",
+        )
+        if pressure.shm
+        else Row("/dev/shm", "none", "data loader workers need it"),
+        Row(
+            "out-of-memory kills",
+            str(pressure.cgroup_kills if pressure.cgroup_kills is not None else "unknown"),
+            "in this control group",
+        ),
+    ]
+    return Section("memory", tuple(rows))
+
+
+def _limits() -> Section:
+    import resource
+
+    def shown(value: int, nbytes: bool) -> str:
+        if value == resource.RLIM_INFINITY:
+            return "unlimited"
+        return f"{value / 2**20:g} MiB" if nbytes else str(value)
+
+    kinds = (
+        ("open files", resource.RLIMIT_NOFILE, False, "each rank needs some hundreds"),
+        ("locked memory", resource.RLIMIT_MEMLOCK, True, "RDMA networks want it unlimited"),
+        ("processes", resource.RLIMIT_NPROC, False, ""),
+    )
+    rows = []
+    for name, kind, nbytes, note in kinds:
+        soft, hard = resource.getrlimit(kind)
+        rows.append(
+            Row(
+                name,
+                shown(soft, nbytes),
+                "; ".join(
+                    filter(None, (f"may be raised to {shown(hard, nbytes)}" if soft != hard else "", note))
+                ),
+            )
+        )
+    return Section("limits", tuple(rows))
+
+
+def collect() -> tuple[Section, ...]:
+    return (_versions(), _devices(), _backends(), _kernels(), _memory(), _limits())
+
+
+def as_text(sections: Sequence[Section]) -> str:
+    rows = [row for section in sections for row in section.rows]
+    names, values = (max(len(row[column]) for row in rows) for column in range(2))
+    lines = []
+    for section in sections:
+        lines += ["", section.title] if lines else [section.title]
+        lines += [
+            f"  {row.name:<{names}}  {row.value:<{values}}  {row.note}".rstrip() for row in section.rows
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(sections: Sequence[Section]) -> str:
+    document = {
+        section.title: {row.name: {"value": row.value, "note": row.note} for row in section.rows}
+        for section in sections
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _show_table(sections: Sequence[Section]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for style in ("bold", "", "dim"):
+        table.add_column(style=style, overflow="fold")
+    for section in sections:
+        table.add_row(Text(section.title, style="bold cyan"))
+        for row in section.rows:
+            table.add_row(Text(f"  {row.name}"), Text(row.value), Text(row.note))
+        table.add_section()
+    Console().print(table)
+
+
+def execute(*, machine: bool) -> int:
+    """Print the report: JSON for a machine, a table on a terminal, plain text elsewhere."""
+    sections = collect()
+    if machine:
+        sys.stdout.write(as_json(sections))
+    elif sys.stdout.isatty():
+        _show_table(sections)
+    else:
+        sys.stdout.write(as_text(sections))
+    return 0

@@ -1,0 +1,43 @@
+"""What all tests share: the pool's life, fixed seeds, and ranks as plain processes for crash tests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.pool import pool
+from tests.ranks import SpawnRanks
+
+settings.register_profile("slipstream", max_examples=200, deadline=None, database=None, print_blob=True)
+settings.load_profile("slipstream")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """The seed is fixed unless the command line says otherwise; hypothesis reads it from this option."""
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = "0"
+    pool.filters = list(config.getini("filterwarnings"))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.option.hypothesis_seed} (hypothesis and fuzz tests; --hypothesis-seed=N for another)"
+
+
+def pytest_unconfigure() -> None:
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def seed(pytestconfig: pytest.Config) -> int:
+    """For tests that draw their own random choices; printed in the header of the run."""
+    return int(pytestconfig.option.hypothesis_seed)
+
+
+@pytest.fixture
+def spawn_ranks(tmp_path: Path) -> Iterator[SpawnRanks]:
+    """`spawn_ranks(script, nproc, env)` starts plain processes that may be killed; nothing of them outlives the test."""
+    spawn = SpawnRanks(tmp_path)
+    yield spawn
+    spawn.close()

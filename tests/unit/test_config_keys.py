@@ -1,0 +1,180 @@
+"""Every key has a class, every refusal teaches, and every honoured key names a test that exists."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import DataWorld, ModelFacts, resolve, schema
+from slipstream.config.keys import FEATURES, HONOURED, NO_EFFECT, Counts, Fate, Feature, counts, say, table
+from slipstream.config.parse import schema_keys
+from slipstream.config.values import Block
+
+from .test_config_schema import nest
+
+TESTS = Path(__file__).resolve().parents[1]
+WORLD = DataWorld(data_parallel=2)
+FACTS = ModelFacts(hidden_size=64, num_params=1000, device_type="cpu", supports_bf16=True)
+
+
+def resolved(raw: dict[str, Any]) -> Any:
+    return resolve({"train_batch_size": 8} | raw, world=WORLD, facts=FACTS)
+
+
+def enumerate_schema(block: type[Block], prefix: str = "") -> list[str]:
+    """Every leaf of the schema, walked here on its own so that the table cannot miss what `parse` misses."""
+    names = []
+    for name, field in block.model_fields.items():
+        below = schema.child(field.annotation)
+        if below is None:
+            names.append(prefix + name)
+        else:
+            names += enumerate_schema(below.block, f"{prefix}{name}.{'*.' if below.many else ''}")
+    return names
+
+
+def test_every_key_has_exactly_one_class() -> None:
+    assert sorted(table()) == sorted(enumerate_schema(schema.Config))
+    assert not set(HONOURED) & set(NO_EFFECT)
+
+
+def test_no_class_is_stale() -> None:
+    known = set(schema_keys())
+    assert not (set(HONOURED) | set(NO_EFFECT)) - known
+    for feature in FEATURES:
+        assert not set(feature.switches) - known, feature.what
+        for block in feature.blocks:
+            assert any(key.startswith(f"{block}.") for key in known), f"{feature.what}: {block}"
+
+
+def test_a_key_is_refused_by_one_feature_only() -> None:
+    switches = [switch for feature in FEATURES for switch in feature.switches]
+    blocks = [block for feature in FEATURES for block in feature.blocks]
+    assert len(set(switches)) == len(switches)
+    assert len(set(blocks)) == len(blocks)
+
+
+def test_the_defaults_ask_for_nothing() -> None:
+    assert resolved({}).notes == ()
+
+
+def test_counts_add_up() -> None:
+    total = counts()
+    assert isinstance(total, Counts)
+    assert sum(total) == len(schema_keys())
+    assert total.honoured == len(HONOURED)
+    assert total.no_effect == len(NO_EFFECT)
+
+
+def test_every_class_says_why() -> None:
+    for key in table().values():
+        if key.fate is Fate.HONOURED:
+            assert key.proof.startswith("test_"), key.name
+        else:
+            assert key.reason, key.name
+        assert (key.fate is Fate.REFUSED) == bool(key.remedy), key.name
+
+
+def test_every_honoured_key_names_a_test_that_exists() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py"))
+    defined = set(re.findall(r"^\s*def (test_\w+)\(", source, re.MULTILINE))
+    missing = {key: proof for key, proof in HONOURED.items() if proof not in defined}
+    assert not missing, f"{len(missing)} honoured keys without proof: {missing}"
+
+
+def asking(switch: str, feature: Feature) -> Any:
+    """A value of a switch that asks for its feature."""
+    default = schema_keys()[switch]
+    if isinstance(default, bool):
+        return not default
+    special = {
+        "zero_optimization.offload_optimizer.device": "cpu",
+        "zero_optimization.offload_param.device": "nvme",
+        "zero_optimization.zenflow.topk_ratio": 0.2,
+        "zero_optimization.zeropp_loco_param.err_beta": 0.5,
+        "data_types.buffer_dtype": "bf16",
+        "sparse_attention.mode": "bigbird",
+        "weight_quantization.quantized_initialization": {"num_bits": 4},
+        "weight_quantization.post_init_quant": {"fc": {"num_bits": 4}},
+    }
+    return special.get(switch, 2)
+
+
+@pytest.mark.parametrize(("switch", "feature"), [(s, f) for f in FEATURES for s in f.switches])
+def test_a_feature_that_is_not_built_is_refused(switch: str, feature: Feature) -> None:
+    with pytest.raises(ValueError) as error:
+        resolved(nest(switch, asking(switch, feature)))
+    text = str(error.value)
+    assert switch in text and feature.what in text and feature.remedy in text and "not built yet" in text
+
+
+@pytest.mark.parametrize(
+    "switch", [switch for feature in FEATURES for switch in feature.switches if feature.off]
+)
+def test_a_feature_that_is_off_parses(switch: str) -> None:
+    off = "dense" if switch == "sparse_attention.mode" else schema_keys()[switch]
+    assert resolved(nest(switch, off)).notes == ()
+
+
+def test_a_block_that_asks_by_being_there() -> None:
+    with pytest.raises(ValueError, match="block-sparse attention"):
+        resolved({"sparse_attention": {"block": 16}})
+    with pytest.raises(ValueError, match="ZenFlow"):
+        resolved({"zero_optimization": {"stage": 2, "zenflow": {}}})
+    with pytest.raises(ValueError, match="DataStates"):
+        resolved({"datastates_ckpt": {}})
+
+
+def test_settings_of_a_feature_that_is_off_are_quiet() -> None:
+    raw = {"flops_profiler": {"enabled": False, "profile_step": 5}, "elasticity": {"max_gpus": 4}}
+    assert resolved(raw).notes == ()
+
+
+def test_all_refusals_come_at_once() -> None:
+    with pytest.raises(ValueError) as error:
+        resolved({"tensorboard": {"enabled": True}, "zero_optimization": {"cpu_offload": True}})
+    assert "tensorboard.enabled" in str(error.value) and "zero_optimization.cpu_offload" in str(error.value)
+
+
+def other(default: Any) -> Any:
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, (int, float)):
+        return 3
+    return ["Linear"] if isinstance(default, list) else None
+
+
+@pytest.mark.parametrize("key", sorted(NO_EFFECT))
+def test_a_key_without_effect_is_said_when_it_is_set(key: str) -> None:
+    special: dict[str, Any] = {
+        "zero_optimization.overlap_comm": False,
+        "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
+        "data_types.keep_in_fp32_modules": ["lm_head"],
+        "activation_checkpointing.number_checkpoints": 4,
+        "checkpoint.writer.type": "python",
+        "checkpoint.writer.data_parallel": "replica",
+        "seq_parallel_communication_data_type": "bf16",
+        "vocabulary_size": 50257,
+    }
+    raw = nest(key, special.get(key, other(schema_keys()[key])))
+    if key.startswith("optimizer."):
+        raw["optimizer"]["type"] = "Adam"
+    (note,) = resolved(raw).notes
+    assert note == f"{key} has no effect here: {NO_EFFECT[key]}"
+
+
+def test_a_key_without_effect_at_its_default_is_quiet() -> None:
+    raw = {"zero_optimization": {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": 5e8}}
+    assert resolved(raw).notes == ()
+
+
+def test_notes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    plan = resolved({"zero_optimization": {"reduce_bucket_size": 1e6, "allgather_bucket_size": 1e6}})
+    with caplog.at_level(logging.WARNING):
+        say(plan.notes)
+    (record,) = caplog.records
+    assert "reduce_bucket_size, zero_optimization.allgather_bucket_size have no effect" in record.getMessage()

@@ -1,0 +1,451 @@
+"""The plan: the batch triad, "auto", precision, optimizer and schedule, and where each value came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.config import DataWorld, ModelFacts, Plan, describe, resolve
+from slipstream.config.keys import HONOURED
+from slipstream.config.plan import plan_values
+from slipstream.config.resolution import AUTO, triad
+from slipstream.optim import resolve_optimizer
+from slipstream.train.schedules import build_scheduler
+
+from .test_config_schema import ACCELERATE
+
+FACTS = ModelFacts(hidden_size=64, num_params=1000, device_type="cpu", supports_bf16=True)
+V100 = dataclasses.replace(FACTS, device_type="cuda", supports_bf16=False)
+
+
+def plan_of(raw: dict[str, Any], ranks: int = 2, facts: ModelFacts = FACTS, **overrides: Any) -> Plan:
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(raw):
+        raw = {"train_micro_batch_size_per_gpu": 1} | raw
+    return resolve(raw, world=DataWorld(data_parallel=ranks), facts=facts, overrides=overrides)
+
+
+def adam(**params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "Adam", "params": params}}
+
+
+# The batch triad
+
+
+sizes = st.integers(1, 64)
+
+
+@settings(max_examples=300, deadline=None, print_blob=True)
+@given(
+    micro=sizes, accumulation=sizes, ranks=sizes, kept=st.sampled_from(["tma", "tm", "ta", "ma", "t", "m"])
+)
+def test_any_part_of_the_triad_gives_a_consistent_whole(
+    micro: int, accumulation: int, ranks: int, kept: str
+) -> None:
+    train = micro * accumulation * ranks
+    batch = triad(
+        train if "t" in kept else None,
+        micro if "m" in kept else None,
+        accumulation if "a" in kept else None,
+        ranks,
+    )
+    assert batch.train == batch.micro * batch.accumulation * ranks
+    if len(kept) > 1:
+        assert batch == (train, micro, accumulation)
+    elif kept == "t":
+        assert batch == (train, micro * accumulation, 1)
+    else:
+        assert batch == (micro * ranks, micro, 1)
+
+
+@settings(max_examples=300, deadline=None, print_blob=True)
+@given(train=sizes, micro=st.none() | sizes, accumulation=st.none() | sizes, ranks=sizes)
+def test_a_triad_is_whole_or_refused(
+    train: int, micro: int | None, accumulation: int | None, ranks: int
+) -> None:
+    try:
+        batch = triad(train, micro, accumulation, ranks)
+    except ValueError as error:
+        assert train % ((micro or 1) * (accumulation or 1) * ranks) or (micro and accumulation)
+        assert f"train_batch_size ({train})" in str(error)
+        assert f"({ranks})" in str(error)
+    else:
+        assert batch.train == train == batch.micro * batch.accumulation * ranks
+        assert micro in (None, batch.micro) and accumulation in (None, batch.accumulation)
+
+
+def test_train_batch_size() -> None:
+    for train in (8, 16):
+        plan = plan_of({"train_batch_size": train, "train_micro_batch_size_per_gpu": 2})
+        assert (plan.batch.train_batch_size, plan.batch.accumulation) == (train, train // 4)
+    assert plan.sources["gradient_accumulation_steps"].startswith("derived: train_batch_size /")
+
+
+def test_train_micro_batch_size_per_gpu() -> None:
+    for micro in (2, 4):
+        plan = plan_of({"train_micro_batch_size_per_gpu": micro}, ranks=3)
+        assert (plan.batch.micro_batch_size, plan.batch.train_batch_size) == (micro, micro * 3)
+    assert plan.sources["train_batch_size"].startswith("derived")
+
+
+def test_gradient_accumulation_steps() -> None:
+    for steps in (1, 4):
+        plan = plan_of({"train_batch_size": 8, "gradient_accumulation_steps": steps})
+        assert (plan.batch.accumulation, plan.batch.micro_batch_size) == (steps, 4 // steps)
+
+
+def test_triad_errors_teach() -> None:
+    three = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    with pytest.raises(
+        ValueError, match=r"\(32\) != micro batch \(4\) x accumulation \(2\) x data parallel \(3\) = 24"
+    ):
+        plan_of(three, ranks=3)
+    with pytest.raises(
+        ValueError, match=r"not a multiple of micro batch \(4\) x data parallel \(3\) = 12; .* 24 or 36"
+    ):
+        plan_of({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, ranks=3)
+    with pytest.raises(ValueError, match=r"nearest that is: 4$"):
+        plan_of({"train_batch_size": 2}, ranks=4)
+    with pytest.raises(ValueError, match="give one of them"):
+        resolve({"gradient_accumulation_steps": 2}, world=DataWorld(data_parallel=2), facts=FACTS)
+
+
+def test_data_parallel_size_is_checked() -> None:
+    assert plan_of({"data_parallel_size": 2}).batch.train_batch_size == 2
+    with pytest.raises(ValueError, match="data_parallel_size is 4, but the batch is split over 2 ranks"):
+        plan_of({"data_parallel_size": 4})
+
+
+# "auto"
+
+
+def test_auto_batch_sizes() -> None:
+    auto = dict.fromkeys(
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+    )
+    plan = plan_of(auto, facts=dataclasses.replace(FACTS, loader_batch_size=6))
+    assert plan.batch.micro_batch_size == 6 and plan.batch.train_batch_size == 12 and plan.notes == ()
+    plan = plan_of(auto)
+    assert plan.batch.micro_batch_size == 1
+    assert "nothing to go by" in plan.notes[0]
+    assert plan_of(auto | {"train_batch_size": 8}).batch.micro_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("raw", "facts", "dtype"),
+    [
+        ({"bf16": {"enabled": "auto"}}, FACTS, torch.bfloat16),
+        ({"bf16": {"enabled": "auto"}}, V100, torch.float32),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, FACTS, torch.bfloat16),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, V100, torch.float16),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}, FACTS, torch.float16),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}}, FACTS, torch.bfloat16),
+        ({"bf16": "auto"}, FACTS, torch.bfloat16),
+        ({}, FACTS, torch.float32),
+    ],
+)
+def test_auto_precision(raw: dict[str, Any], facts: ModelFacts, dtype: torch.dtype) -> None:
+    assert plan_of(raw, facts=facts).precision.param_dtype is dtype
+
+
+def test_auto_of_everything_else() -> None:
+    raw = adam(lr="auto", betas="auto", eps="auto", weight_decay="auto", foreach="auto")
+    raw |= {"gradient_clipping": "auto", "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"}}
+    raw |= {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}}}
+    plan = plan_of(raw)
+    assert plan.optimizer is not None and plan.scheduler is not None
+    assert plan.optimizer.params == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert plan.scheduler.params == {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3}
+    assert plan.gradient_clipping == 1.0
+    assert plan.zero.stage == 0
+    assert plan.zero.reduce_bucket_bytes == 64 * 64 * 4
+    assert plan.sources["gradient_clipping"] == f"auto: {AUTO['gradient_clipping'].text}"
+    assert plan.sources["scheduler.params.warmup_max_lr"] == "auto: the optimizer's learning rate"
+
+
+def test_auto_that_only_the_loop_knows() -> None:
+    raw = adam(lr=1e-4) | {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}
+    with pytest.raises(ValueError, match=r"scheduler\.params\.total_num_steps is \"auto\".*optimizer steps"):
+        plan_of(raw)
+
+
+def test_auto_learning_rate_of_a_client_optimizer() -> None:
+    raw = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
+    plan = plan_of(raw, facts=dataclasses.replace(FACTS, optimizer_lr=0.25))
+    assert plan.scheduler is not None and plan.scheduler.params["warmup_max_lr"] == 0.25
+    with pytest.raises(ValueError, match="the learning rate is not known here"):
+        plan_of(raw)
+
+
+# Precision
+
+
+def test_precision_dtypes() -> None:
+    fp32 = plan_of({}).precision
+    assert (fp32.param_dtype, fp32.master_dtype, fp32.state_dtype) == (torch.float32,) * 3
+    assert fp32.loss_scale is None and not fp32.check_overflow and fp32.autocast_dtype is None
+    bf16 = plan_of({"bf16": {"enabled": True}}).precision
+    assert (bf16.param_dtype, bf16.master_dtype, bf16.check_overflow) == (torch.bfloat16, torch.float32, True)
+    assert bf16.loss_scale is None and bf16.grad_accum_dtype is None
+    lean = {
+        "enabled": True,
+        "bf16_master_weights_and_grads": True,
+        "bf16_optimizer_states": True,
+        "check_overflow": 0,
+    }
+    small = plan_of({"bf16": lean}).precision
+    assert (small.master_dtype, small.state_dtype, small.grad_accum_dtype) == (torch.bfloat16,) * 3
+    assert not small.check_overflow
+    half = plan_of(
+        {"fp16": {"enabled": True, "auto_cast": True, "fp16_master_weights_and_grads": True}}
+    ).precision
+    assert (half.param_dtype, half.master_dtype, half.auto_cast_inputs) == (
+        torch.float16,
+        torch.float16,
+        True,
+    )
+    assert half.state_dtype is torch.float32
+
+
+def test_dtypes_of_gradients_and_wire() -> None:
+    raw = {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp16",
+    }
+    precision = plan_of(raw).precision
+    assert (precision.grad_accum_dtype, precision.comm_dtype) == (torch.float32, torch.float16)
+    assert plan_of({"communication_data_type": "none"}).precision.comm_dtype is None
+
+
+def test_param_dtype() -> None:
+    assert plan_of({"data_types": {"param_dtype": "bf16"}}).precision.param_dtype is torch.bfloat16
+    with pytest.raises(ValueError, match=r"param_dtype is fp32, but bf16\.enabled is true"):
+        plan_of({"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp32"}})
+    with pytest.raises(ValueError, match="needs a loss scale"):
+        plan_of({"data_types": {"param_dtype": "fp16"}})
+
+
+def test_autocast() -> None:
+    plan = plan_of({"torch_autocast": {"enabled": True}})
+    assert plan.precision.autocast_dtype is torch.bfloat16 and plan.precision.loss_scale is None
+    plan = plan_of({"torch_autocast": {"enabled": True, "dtype": "torch.float16"}})
+    assert plan.precision.autocast_dtype is torch.float16
+    assert plan.precision.loss_scale is not None and plan.precision.check_overflow
+
+
+def test_loss_scale() -> None:
+    dynamic = plan_of({"fp16": {"enabled": True}}).precision.loss_scale
+    assert dynamic is not None
+    assert (dynamic.static, dynamic.initial, dynamic.window) == (None, 2.0**16, 1000)
+    assert (dynamic.hysteresis, dynamic.consecutive_hysteresis, dynamic.minimum) == (2, False, 1.0)
+    block = {
+        "enabled": True, "loss_scale": 128, "initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 3,
+        "consecutive_hysteresis": True, "min_loss_scale": 0.5,
+    }  # fmt: skip
+    static = plan_of({"fp16": block}).precision.loss_scale
+    assert static is not None
+    assert dataclasses.astuple(static) == (128.0, 256.0, 5, 3, True, 0.5)
+    with pytest.raises(ValueError, match=r"below fp16\.min_loss_scale"):
+        plan_of({"fp16": {"enabled": True, "initial_scale_power": 1, "min_loss_scale": 4}})
+
+
+def test_two_precisions_are_refused() -> None:
+    with pytest.raises(ValueError, match="both true"):
+        plan_of({"fp16": {"enabled": True}, "bf16": {"enabled": True}})
+    with pytest.raises(ValueError, match="this cuda device does not support bf16"):
+        plan_of({"bf16": {"enabled": True}}, facts=V100)
+
+
+# ZeRO
+
+
+def test_zero() -> None:
+    plan = plan_of(
+        {"zero_optimization": {"stage": 3, "mics_shard_size": 2}, "gradient_allreduce_op": "SUM"}, ranks=4
+    )
+    assert (plan.zero.stage, plan.zero.shard_size, plan.zero.reduce_op) == (3, 2, "sum")
+    assert plan_of({"zero_optimization": True}).zero.stage == 1
+    assert plan_of({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}).zero.shard_size is None
+    assert plan_of({"zero_optimization": {"reduce_bucket_size": 1000}}).zero.reduce_bucket_bytes == 4000
+    assert plan_of({}).zero.reduce_bucket_bytes is None
+
+
+def test_mics_is_checked() -> None:
+    with pytest.raises(ValueError, match="does not divide the 4 data-parallel ranks; use one of 1, 2, 4"):
+        plan_of({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, ranks=4)
+    with pytest.raises(ValueError, match="but the stage is 1"):
+        plan_of({"zero_optimization": {"stage": 1, "mics_shard_size": 2}}, ranks=4)
+
+
+# Optimizer and schedule
+
+
+def test_optimizer_type() -> None:
+    classes = set()
+    for name in ("Adam", "sgd", "Adagrad", "LAMB"):
+        plan = plan_of({"optimizer": {"type": name}})
+        assert plan.optimizer is not None
+        classes.add(resolve_optimizer(plan.optimizer.type, plan.optimizer.params).cls.__name__.lower())
+    assert classes == {"adamw", "sgd", "adagrad", "lamb"}
+    assert plan_of({}).optimizer is None
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "onebitlamb", "ZeroOneAdam"])
+def test_compressed_optimizers_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="not built yet"):
+        plan_of({"optimizer": {"type": name}})
+
+
+def test_optimizer_params() -> None:
+    for rate in (1e-3, "1e-4"):
+        plan = plan_of(adam(lr=rate, betas=[0.8, "0.99"], torch_adam="true", eps=None))
+        assert plan.optimizer is not None
+        assert plan.optimizer.params == {"lr": float(rate), "betas": (0.8, 0.99), "torch_adam": True}
+        resolved = resolve_optimizer(plan.optimizer.type, plan.optimizer.params)
+        assert resolved.kwargs["lr"] == float(rate)
+    assert plan.sources["optimizer.params.lr"] == "config"
+
+
+def test_max_grad_norm_is_gradient_clipping() -> None:
+    plan = plan_of(adam(max_grad_norm=0.3))
+    assert plan.gradient_clipping == 0.3
+    assert plan.optimizer is not None and "max_grad_norm" not in plan.optimizer.params
+    assert plan.sources["gradient_clipping"] == "derived: optimizer.params.max_grad_norm"
+    assert plan_of(adam(max_grad_norm=0.3) | {"gradient_clipping": 0.3}).gradient_clipping == 0.3
+    assert plan_of(adam(max_grad_norm=0.3) | {"gradient_clipping": "auto"}).gradient_clipping == 0.3
+    assert plan_of(adam(max_grad_norm="auto")).gradient_clipping == 1.0
+    with pytest.raises(
+        ValueError, match=r"gradient_clipping \(1\) and optimizer\.params\.max_grad_norm \(0\.3\)"
+    ):
+        plan_of(adam(max_grad_norm=0.3) | {"gradient_clipping": 1.0})
+
+
+def test_scheduler_type() -> None:
+    rates = []
+    for name, params in (
+        ("WarmupLR", {"warmup_num_steps": 10}),
+        ("WarmupDecayLR", {"warmup_num_steps": 10, "total_num_steps": 12}),
+    ):
+        plan = plan_of({"scheduler": {"type": name, "params": params}})
+        rates.append(last_rate(plan, steps=14))
+    assert rates[0] != rates[1]
+
+
+def test_scheduler_params() -> None:
+    rates = [
+        last_rate(plan_of({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": rate}}}), steps=1100)
+        for rate in ("1e-2", 2e-2)
+    ]
+    assert rates == [1e-2, 2e-2]
+
+
+def last_rate(plan: Plan, steps: int) -> float:
+    assert plan.scheduler is not None
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    schedule = build_scheduler(plan.scheduler.type, plan.scheduler.params, optimizer)
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+# The rest
+
+
+def test_deepspeeds_defaults() -> None:
+    plan = plan_of({})
+    assert plan.gradient_clipping == 1.0
+    assert plan.batch.managed and plan.zero.stage == 0 and plan.zero.reduce_op == "mean"
+    assert plan.steps_per_print is None and not plan.wall_clock_breakdown and not plan.data.drop_last
+    assert plan.checkpoint.tag_validation == "warn" and plan.debug.timeout_s == 1800.0
+
+
+def test_small_values_reach_the_plan() -> None:
+    plan = plan_of(
+        {
+            "steps_per_print": 10.0, "wall_clock_breakdown": True, "dump_state": True, "log_level": "DEBUG",
+            "dataloader_drop_last": True, "managed_gradient_accumulation": False, "gradient_clipping": 0,
+            "checkpoint": {"tag_validation": "Fail"},
+            "slipstream": {"transport": "gloo", "timeout_s": "60", "poison_released": True, "seed": 7},
+        }
+    )  # fmt: skip
+    assert plan.steps_per_print == 10 and plan.wall_clock_breakdown and plan.dump_state
+    assert plan.log_level == "debug" and plan.data.drop_last and not plan.batch.managed
+    assert plan.gradient_clipping == 0.0 and plan.checkpoint.tag_validation == "fail"
+    assert plan.zero.transport == "gloo" and plan.debug.timeout_s == 60.0 and plan.debug.poison_released
+    assert plan.seed == 7
+
+
+def test_overrides_win_and_say_so() -> None:
+    raw = {"train_batch_size": 8, "zero_optimization": True, "bf16": {"enabled": True}}
+    plan = plan_of(
+        raw, **{"zero_optimization.stage": 3, "slipstream.transport": "gloo", "train_batch_size": 16}
+    )
+    assert (plan.zero.stage, plan.zero.transport, plan.batch.train_batch_size) == (3, "gloo", 16)
+    assert plan.sources["zero_optimization.stage"] == plan.sources["train_batch_size"] == "argument"
+    assert plan.sources["bf16.enabled"] == "config"
+    assert raw["zero_optimization"] is True
+    assert plan_of(raw, **{"zero_optimization.overlap_comm": False}).zero.stage == 1
+
+
+def test_a_plan_is_plain_data() -> None:
+    plan = plan_of(ACCELERATE)
+    assert pickle.loads(pickle.dumps(plan)) == plan == plan_of(ACCELERATE)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.gradient_clipping = 0.0  # type: ignore[misc]
+
+
+def test_a_plan_of_what_accelerate_hands_over() -> None:
+    plan = plan_of(ACCELERATE)
+    assert plan.batch == type(plan.batch)(
+        train_batch_size=16, micro_batch_size=8, accumulation=1, managed=True
+    )
+    assert plan.zero.stage == 3 and plan.steps_per_print is None
+    assert plan.precision.param_dtype is torch.bfloat16 and not plan.precision.auto_cast_inputs
+    assert plan.optimizer is not None and plan.optimizer.params == {"lr": 1e-3, "weight_decay": 0.0}
+
+
+FULL = {
+    "train_batch_size": 8,
+    "fp16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+}
+
+
+def test_every_honoured_key_has_a_source() -> None:
+    sources = set(plan_of(FULL).sources)
+    for key in HONOURED:
+        assert key in sources or any(source.startswith(f"{key}.") for source in sources), key
+
+
+@pytest.mark.parametrize(
+    "raw", [FULL, ACCELERATE, {"bf16": {"enabled": True}}], ids=["full", "accelerate", "bf16"]
+)
+def test_describe_shows_every_value_with_its_source(raw: dict[str, Any]) -> None:
+    plan = plan_of(raw)
+    lines = describe(plan).splitlines()
+    assert lines[0].split() == ["key", "value", "source"]
+    for key in plan_values(plan):
+        assert key in plan.sources, key
+        (line,) = [line for line in lines if line.split()[0] == key]
+        assert line.endswith(plan.sources[key])
+    assert [line for line in lines if line.startswith("note: ")] == [f"note: {note}" for note in plan.notes]
+
+
+def test_values_that_a_dtype_switches_off_say_so() -> None:
+    plan = plan_of({"fp16": {"enabled": False, "auto_cast": True}, "bf16": {"enabled": True}})
+    assert plan.sources["fp16.auto_cast"] == "derived: the weights are not fp16"
+    assert plan.sources["fp16.enabled"] == "config"
+
+
+def test_the_plan_prints_numbers_as_people_write_them() -> None:
+    text = describe(plan_of(adam(lr=1e-4) | {"steps_per_print": math.inf}))
+    assert "0.0001" in text and "train_batch_size" in text
