@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"seed: {config.option.hypothesis_seed} (hypothesis and fuzz tests; --hypothesis-seed=N for another)"
+    return f"seed: {config.option.hypothesis_seed} (hypothesis, fuzz; another: --hypothesis-seed=N)"
 
 
 def pytest_unconfigure() -> None:
@@ -37,7 +37,7 @@ def seed(pytestconfig: pytest.Config) -> int:
 
 @pytest.fixture
 def spawn_ranks(tmp_path: Path) -> Iterator[SpawnRanks]:
-    """`spawn_ranks(script, nproc, env)` starts plain processes that may be killed; nothing of them outlives the test."""
+    """`spawn_ranks(script, nproc, env)` starts plain processes, which may be killed and do not outlive the test."""
     spawn = SpawnRanks(tmp_path)
     yield spawn
     spawn.close()

@@ -1,23 +1,23 @@
 """Distributed tests as ordinary functions, over a pool of worker processes that is started once.
 
     @distributed(world_size=(2, 4), transports=("shared", "gloo"))
-    def test_x(world_size: int, transport: str) -> None:      # runs on every rank, inside a gloo group of its own
+    def test_x(world_size: int, transport: str) -> None:    # on every rank, in a gloo group of its own
         assert dist.get_world_size() == world_size
 
     def test_y() -> None:
         ranks = run(2, some_module_level_function, 1, key="a")    # the return values, by rank
 
-Arguments (parameters, fixtures such as `tmp_path`) and return values are pickled; the function itself travels by its
-module and qualified name. Seeds are fixed, warnings are errors (filter inside the body: marks stay in pytest's process).
+Arguments (parameters, fixtures such as `tmp_path`) and return values are pickled; the function itself travels
+by its module and qualified name. Seeds are fixed, warnings are errors (filter inside the body: marks stay in
+pytest's process).
 
-What goes wrong shows as the test's failure: the traceback of the rank that failed first, then what each other rank was
-doing, then what the ranks printed. Other ranks are interrupted; those that do not listen (blocked in native code) are
-killed, as is everybody after `timeout` seconds, each with its Python stacks in the report. A test that passes but leaves
-something behind (a shared mapping, a descriptor, a thread, a changed default) fails. Killed workers are replaced at
-the next test. Which process does what: `worker.py`.
+What goes wrong shows as the test's failure: the traceback of the rank that failed first, then what each other
+rank was doing, then what the ranks printed. Other ranks are interrupted; those that do not listen (blocked in
+native code) are killed, as is everybody after `timeout` seconds, each with its Python stacks in the report. A
+test that passes but leaves something behind (a shared mapping, a descriptor, a thread, a changed default)
+fails. Killed workers are replaced at the next test. Which process does what: `worker.py`.
 
-Cost on 2 cores: 2-3 s for the first distributed test of a session, 30-60 ms for each further one, 0.1 s to replace
-workers.
+What it costs: `python -m pytest tests/dist/test_pool.py -k costs -s`.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -35,11 +36,9 @@ from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, NamedTuple
 
 import pytest
-
-from tests.worker import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report
 
 MAX_WORLD = 4
 GRACE_S = 0.3  # after the first failure, for the other ranks to report failures of their own
@@ -50,8 +49,38 @@ OUTPUT_TAIL = 8000  # characters of each rank's output in a failure
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+INTERRUPT, DUMP = signal.SIGUSR1, signal.SIGUSR2
+FORK, WAIT = 1, 2
+REQUEST = struct.Struct("qq")  # the template's requests: (FORK, 0) -> pid, (WAIT, pid) -> exit code
+READY = b"ready"
+
+Status = Literal["passed", "failed", "skipped", "interrupted", "died", "hung"]
+
+
+class Job(NamedTuple):
+    rank: int
+    world_size: int
+    port: int  # of the session's TCPStore on 127.0.0.1
+    prefix: str  # this test's keys in it
+    timeout: float
+    path: list[str]  # sys.path
+    filters: list[str]  # of warnings, as in pytest's ini file
+    module: str
+    file: str
+    qualname: str
+    arguments: bytes  # pickled (args, kwargs)
+
+
+class Report(NamedTuple):
+    rank: int
+    status: Status
+    text: str  # traceback or reason
+    value: bytes  # pickled return value
+    when: float  # time.monotonic()
+
+
 class RankError(Exception):
-    """Some rank did not pass: `first` is the report of the one that failed first, the message is the whole story."""
+    """Some rank did not pass: `first` is the report of the one that failed first, the message is the story."""
 
     def __init__(self, first: Report, story: str) -> None:
         super().__init__(story)
@@ -62,7 +91,11 @@ def single_threaded(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of test processes: one thread each, the loopback interface, nobody's rank."""
     clean = {key: value for key, value in environ.items() if key not in RANK_VARIABLES}
     loopback = "lo" if sys.platform == "linux" else "lo0"
-    return clean | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
+    return clean | {
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": loopback,
+    }
 
 
 class _Worker:
@@ -70,7 +103,7 @@ class _Worker:
 
     def __init__(self, template: "_Template") -> None:
         self.connection, theirs = Pipe()
-        self._output: IO[bytes] = tempfile.TemporaryFile()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         self._output_end: int | None = None  # where stacks follow what the test printed
         self._template = template
         self._exit_code: int | None = None
@@ -86,7 +119,7 @@ class _Worker:
         return self._read(0, self._output_end if self._output_end is not None else self._size())
 
     def stacks(self) -> str:
-        """Every thread's Python stack, from a process that need not be able to answer, and is to be killed."""
+        """Every thread's Python stack, even of a process that cannot answer; it is to be killed afterwards."""
         self._output_end = start = self._size()
         _signal(self.pid, DUMP)
         deadline = time.monotonic() + 1.0
@@ -118,7 +151,7 @@ class _Template:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         root = str(Path(__file__).resolve().parents[1])
-        code = f"import sys; sys.path.insert(0, {root!r}); from tests.worker import serve; serve({theirs.fileno()})"
+        code = f"import sys; sys.path.insert(0, {root!r}); from tests import worker; worker.serve({theirs.fileno()})"
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", code],
             pass_fds=[theirs.fileno()],
@@ -165,10 +198,15 @@ class Pool:
         self._tests = 0
 
     def run(
-        self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
     ) -> list[Any]:
         if not 1 <= world_size <= MAX_WORLD:
-            raise ValueError(f"world_size ({world_size}) is not in 1..{MAX_WORLD}, the size of the worker pool")
+            raise ValueError(f"world_size ({world_size}) is not in 1..{MAX_WORLD}, the size of the pool")
         if "<" in function.__qualname__:
             raise ValueError(f"{function.__qualname__} travels by name: define it at the top of its module")
         arguments = pickle.dumps((args, kwargs))
@@ -216,7 +254,7 @@ class Pool:
             from torch.distributed import TCPStore  # while the template imports torch too
 
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        if any(worker.connection.poll() for worker in self._workers):  # an idle worker has nothing to say: it died
+        if any(worker.connection.poll() for worker in self._workers):  # end of file: one died while idle
             self.kill()
         while len(self._workers) < world_size:
             self._workers.append(_Worker(self._template))
@@ -256,12 +294,12 @@ class _Round:
         return {w.connection: rank for rank, w in enumerate(self._workers) if rank not in self._reports}
 
     def _collect(self) -> None:
-        """A report from every rank, in three phases: running, then grace for own failures, then interrupted."""
+        """A report from every rank. Phases: running; grace, for further failures; interrupted."""
         deadline, phase = time.monotonic() + self._timeout, "running"
         while pending := self._pending():
             ready = wait(list(pending), max(deadline - time.monotonic(), 0.0))
             for connection in ready:
-                self._receive(pending[connection])  # type: ignore[index]
+                self._receive(pending[connection], phase)  # type: ignore[index]
             if phase == "running" and any(report.status != "passed" for report in self._reports.values()):
                 deadline, phase = time.monotonic() + GRACE_S, "grace"
             elif not ready and phase == "grace":
@@ -269,9 +307,11 @@ class _Round:
                     _signal(self._workers[rank].pid, INTERRUPT)
                 deadline, phase = time.monotonic() + PATIENCE_S, "interrupted"
             elif not ready:
-                reason = f"no answer after {self._timeout:g} s" if phase == "running" else "did not stop when interrupted"
+                late = (
+                    f"no answer after {self._timeout:g} s" if phase == "running" else "not to be interrupted"
+                )
                 for rank in pending.values():
-                    text = f"{reason}; its stacks:\n{self._workers[rank].stacks()}"
+                    text = f"{late}; its stacks:\n{self._workers[rank].stacks()}"
                     self._reports[rank] = Report(rank, "hung", text, b"", time.monotonic())
             if phase == "interrupted":
                 for rank in self._reports:  # their groups close, which ends the others' collectives
@@ -279,11 +319,12 @@ class _Round:
         for rank in self._reports:
             self._release(rank)
 
-    def _receive(self, rank: int) -> None:
+    def _receive(self, rank: int, phase: str) -> None:
         try:
             self._reports[rank] = pickle.loads(self._workers[rank].connection.recv_bytes())
         except (EOFError, ConnectionError):
-            when = time.monotonic()
+            # A death is the cause of what the others report, though they may notice it first.
+            when = time.monotonic() if phase == "interrupted" else 0.0
             code = self._workers[rank].exit_code()
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             self._reports[rank] = Report(rank, "died", f"the process was ended {how}", b"", when)
@@ -356,7 +397,9 @@ def distributed(
         signature = inspect.signature(body)
         takes_world = "world_size" in signature.parameters
         if bool(transports) != ("transport" in signature.parameters):
-            raise ValueError(f"{body.__name__}: transports={transports} and the parameter `transport` go together")
+            raise ValueError(
+                f"{body.__name__}: transports={transports} and a parameter `transport` go together"
+            )
 
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
@@ -375,7 +418,8 @@ def distributed(
             parameters.append(inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY))
         test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         test.body = body  # type: ignore[attr-defined]
-        marked: Callable[..., None] = pytest.mark.parametrize("world_size", worlds, ids=lambda n: f"world{n}")(test)
-        return pytest.mark.parametrize("transport", transports)(marked) if transports else marked
+        if transports:
+            test = pytest.mark.parametrize("transport", transports)(test)
+        return pytest.mark.parametrize("world_size", worlds, ids=lambda n: f"world{n}")(test)
 
     return decorate

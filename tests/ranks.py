@@ -5,10 +5,11 @@
     assert ranks.wait(timeout=5) == [1, -signal.SIGKILL]       # exit codes by rank
     assert "rank 1" in ranks.stderr(0) and not ranks.survivors()
 
-Each rank is in a session of its own, with stdout and stderr in files of its own. A token in the environment marks
-every process that a rank starts, however it detaches: `survivors` finds them, and the fixture's end kills them.
+Each rank is in a session of its own, with stdout and stderr in files of its own. A token in the environment
+marks every process that a rank starts, however it detaches: `survivors` finds them, the fixture kills them.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -57,7 +58,7 @@ class Ranks:
                 )
 
     def wait(self, timeout: float = 60.0) -> list[int]:
-        """Exit codes by rank, once all have ended; `TimeoutError` names those that have not, with what they printed."""
+        """Exit codes by rank, once all have ended; `TimeoutError` shows what those that have not printed."""
         deadline = time.monotonic() + timeout
         while alive := [rank for rank, process in enumerate(self.processes) if process.poll() is None]:
             if time.monotonic() > deadline:
@@ -74,7 +75,7 @@ class Ranks:
             if ended is not None and text not in self.stdout(rank):
                 raise AssertionError(f"rank {rank} ended ({ended}) before {text!r}:\n{self.stderr(rank)}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {rank} did not print {text!r} in {timeout:g} s:\n{self.stderr(rank)}")
+                raise TimeoutError(f"rank {rank}: no {text!r} in {timeout:g} s:\n{self.stderr(rank)}")
             time.sleep(0.005)
 
     def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -107,10 +108,8 @@ class Ranks:
             process.wait(10)
         while survivors := self.survivors():
             for pid in survivors:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
             time.sleep(0.01)
 
     def _file(self, rank: int, name: str) -> Path:

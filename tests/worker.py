@@ -1,14 +1,14 @@
 """What runs inside the pool's processes: the template that forks workers, and a worker's loop over jobs.
 
-The template is one plain subprocess with torch and pytest imported, a single thread and nothing started. Each worker
-is a fork of it, so starting one costs milliseconds, not an import of torch, and killing one costs no more.
+The template is one plain subprocess with torch and pytest imported, a single thread and nothing started. Each
+worker is a fork of it, so starting one costs milliseconds, not an import of torch, and so does killing one.
 
-A job is one rank's part of one test. The worker answers it with a `Report`, waits until every rank has reported (a
-group destroyed earlier would reset the connections of ranks still inside a collective), then cleans up and answers
-once more, with what the test left behind. Invariants:
+A job is one rank's part of one test. The worker answers with a `Report`, waits until every rank has reported (a
+group destroyed earlier would reset the connections of ranks still inside a collective), then cleans up and
+answers once more, with what the test left behind. Invariants:
 
 - every test has a process group of its own, over a store prefix of its own; nothing of it outlives the test;
-- warnings are errors, by the same filters as in pytest's own process, and so are exceptions in `__del__` and threads;
+- warnings are errors, by pytest's own filters, and so are exceptions in `__del__` and in threads;
 - the seeds and the environment are the same at the start of every test.
 
 `faulthandler` writes all stacks to stderr on `DUMP`; `INTERRUPT` raises `Interrupted` in a running test.
@@ -24,7 +24,6 @@ import pickle
 import random
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -35,7 +34,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -43,35 +42,9 @@ import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 from _pytest.config import apply_warning_filters
 
-INTERRUPT, DUMP = signal.SIGUSR1, signal.SIGUSR2
-FORK, WAIT = 1, 2
-REQUEST = struct.Struct("qq")  # the template's requests: (FORK, 0) -> pid, (WAIT, pid) -> exit code
-READY = b"ready"
+from tests.pool import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report, Status
+
 SETTLE_S = 1.0  # how long threads and mappings may take to go after a test
-
-Status = Literal["passed", "failed", "skipped", "interrupted", "died", "hung"]
-
-
-class Job(NamedTuple):
-    rank: int
-    world_size: int
-    port: int  # of the session's TCPStore on 127.0.0.1
-    prefix: str  # this test's keys in it
-    timeout: float
-    path: list[str]  # sys.path
-    filters: list[str]  # of warnings, as in pytest's ini file
-    module: str
-    file: str
-    qualname: str
-    arguments: bytes  # pickled (args, kwargs)
-
-
-class Report(NamedTuple):
-    rank: int
-    status: Status
-    text: str  # traceback or reason
-    value: bytes  # pickled return value
-    when: float  # time.monotonic()
 
 
 class Interrupted(BaseException):
@@ -182,7 +155,8 @@ def _join(job: Job) -> None:
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
     os.environ.update(LOCAL_RANK=str(job.rank), LOCAL_WORLD_SIZE=str(job.world_size))
     patience = timedelta(seconds=job.timeout + 30)  # the pool, which shows stacks, is to be first
-    store = dist.PrefixStore(job.prefix, dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=patience))
+    server = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=patience)
+    store = dist.PrefixStore(job.prefix, server)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=patience)
 
 
@@ -223,7 +197,7 @@ class _Loud:
 
     def __enter__(self) -> None:
         self._hooks = sys.unraisablehook, threading.excepthook
-        sys.unraisablehook = lambda u: self._note(f"{u.err_msg or 'exception ignored in'} {u.object!r}", u.exc_value)
+        sys.unraisablehook = lambda u: self._note(f"{u.err_msg or 'ignored in'} {u.object!r}", u.exc_value)
         threading.excepthook = lambda t: self._note(f"thread {t.thread and t.thread.name}", t.exc_value)
 
     def __exit__(self, *_: object) -> None:
@@ -245,7 +219,8 @@ def _ambient() -> dict[str, Any]:
     if sys.platform == "linux":
         maps = Path("/proc/self/maps").read_text().splitlines()
         facts["shared mappings"] = sum("/memfd:" in line or "/dev/shm/" in line for line in maps)
-        facts["memfd descriptors"] = sum("/memfd:" in _link(entry) for entry in Path("/proc/self/fd").iterdir())
+        descriptors = Path("/proc/self/fd").iterdir()
+        facts["memfd descriptors"] = sum("/memfd:" in _link(entry) for entry in descriptors)
     return facts
 
 
@@ -264,8 +239,11 @@ def _clean_up(before: dict[str, Any]) -> list[str]:
     while True:
         gc.collect()
         after = _ambient()
-        leaks = [f"{fact}: {before[fact]} before the test, {after[fact]} after it" for fact in after
-                 if after[fact] != before[fact]]
+        leaks = [
+            f"{fact}: {before[fact]} before the test, {after[fact]} after it"
+            for fact in after
+            if after[fact] != before[fact]
+        ]
         if not leaks or time.monotonic() > deadline:
             break
         time.sleep(0.02)
@@ -294,7 +272,8 @@ def _load(job: Job) -> Callable[..., object]:
     found: Any = module
     for name in job.qualname.split("."):
         found = getattr(found, name)
-    return getattr(found, "body", found)  # what `distributed` wraps
+    body: Callable[..., object] = getattr(found, "body", found)  # what `distributed` wraps
+    return body
 
 
 def _import(name: str, file: str) -> ModuleType:

@@ -107,6 +107,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return (len(self.tokens) - 1) // self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
         start = index * self.length
         window = torch.from_numpy(self.tokens[start : start + self.length + 1].astype(np.int64))
         return window[:-1], window[1:]

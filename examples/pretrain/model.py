@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    vocab_size: int = 4096
-    dim: int = 320
-    layers: int = 8
-    heads: int = 5
-    hidden: int = 864
+    vocab_size: int = 8192
+    dim: int = 384
+    layers: int = 3
+    heads: int = 6
+    hidden: int = 1024
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
 

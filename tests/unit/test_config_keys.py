@@ -97,6 +97,7 @@ def asking(switch: str, feature: Feature) -> Any:
         "zero_optimization.zenflow.topk_ratio": 0.2,
         "zero_optimization.zeropp_loco_param.err_beta": 0.5,
         "data_types.buffer_dtype": "bf16",
+        "data_types.keep_in_fp32_modules": ["lm_head"],
         "sparse_attention.mode": "bigbird",
         "weight_quantization.quantized_initialization": {"num_bits": 4},
         "weight_quantization.post_init_quant": {"fc": {"num_bits": 4}},
@@ -153,7 +154,6 @@ def test_a_key_without_effect_is_said_when_it_is_set(key: str) -> None:
     special: dict[str, Any] = {
         "zero_optimization.overlap_comm": False,
         "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
-        "data_types.keep_in_fp32_modules": ["lm_head"],
         "activation_checkpointing.number_checkpoints": 4,
         "checkpoint.writer.type": "python",
         "checkpoint.writer.data_parallel": "replica",

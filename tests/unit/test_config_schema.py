@@ -112,7 +112,7 @@ def test_every_error_is_reported_at_once() -> None:
         ({"gradient_clipping": -1.0}, "gradient_clipping must be greater than or equal to 0"),
         ({"communication_data_type": "fp8"}, "communication_data_type must be one of fp32, fp16, bf16"),
         ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op must be 'mean' or 'sum', got 'max'"),
-        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "device must be 'none', 'cpu' or 'nvme'"),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "must be 'none', 'cpu' or 'nvme'"),
         ({"zero_optimization": 3}, "config key zero_optimization must be an object"),
         ({"optimizer": {"params": {}}}, "config key optimizer.type is missing"),
         ({"slipstream": {"transport": "nvlink"}}, "transport must be 'auto', 'shared' or 'gloo'"),

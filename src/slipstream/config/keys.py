@@ -125,7 +125,6 @@ NO_EFFECT: Mapping[str, str] = {
     "fp16.fused_mode": "there is one mixed-precision path",
     "bf16.immediate_grad_update": "gradients are always reduced as soon as they are complete",
     "torch_autocast.lower_precision_safe_modules": "torch.autocast decides by operation, not by module",
-    "data_types.keep_in_fp32_modules": "buffers keep the dtype that the model gave them",
     "zero_optimization.mics_hierarchical_params_gather": "units are gathered inside the sharding group only",
     "zero_optimization.contiguous_gradients": "gradients are contiguous by layout",
     "zero_optimization.reduce_scatter": _TRANSPORT,
@@ -260,9 +259,15 @@ FEATURES: tuple[Feature, ...] = (
         blocks=("msamp",),
     ),
     Feature(
-        what="a cast of the buffers",
-        remedy="cast them before initialize, where they may lose precision",
+        what="a dtype of its own for the buffers",
+        remedy="drop the key; persistent buffers follow the weights' dtype, others keep their own",
         switches=("data_types.buffer_dtype",),
+    ),
+    Feature(
+        what="a list of buffers that stay in fp32",
+        remedy="drop the key; buffers registered with persistent=False keep their dtype",
+        switches=("data_types.keep_in_fp32_modules",),
+        off=(None, []),
     ),
     Feature(
         what="sparse gradients of embeddings",

@@ -303,7 +303,7 @@ def _precision(values: _Values) -> PrecisionPlan:
         if values.take(f"{half}.{half}_master_weights_and_grads") and param is dtype:
             master = dtype
     states = values.take("bf16.bf16_optimizer_states") and param is torch.bfloat16
-    autocast = DTYPES[values.take("torch_autocast.dtype")]
+    autocast: torch.dtype | None = DTYPES[values.take("torch_autocast.dtype")]
     if not values.take("torch_autocast.enabled"):
         autocast = None
     check = values.take("bf16.check_grad_overflow")

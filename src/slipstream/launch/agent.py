@@ -1,10 +1,11 @@
 """One node: torch.distributed.run in this process, with the ending told by us.
 
-Started as `python -m slipstream.launch.agent [--report] [--lease] TORCHRUN-OPTIONS...`, or called by `run` for a job on this host.
-`--report` sends failures to the starter as marked lines; without it the summary is printed here. `--lease` stops when stdin ends,
-which is how an ssh that goes away takes its ranks with it.
+Started as `python -m slipstream.launch.agent [--report] [--lease] TORCHRUN-OPTIONS...`, or called by `run`
+for a job on this host. `--report` sends failures to the starter as marked lines; without it the summary is
+printed here. `--lease` stops when stdin ends, which is how an ssh that goes away takes its ranks with it.
 
-torch's names touched here: `torch.distributed.run.{parse_args, run}`, `ChildFailedError.failures`, `SignalException`, `RendezvousError`.
+torch's names touched here: `torch.distributed.run.{parse_args, run}`, `ChildFailedError.failures`,
+`SignalException`, `RendezvousError`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ __all__ = ["main", "run_node"]
 
 
 def _quiet_torchrun() -> None:
-    """torchrun tells every signal and exit at WARNING and above; we tell the ending once. LOGLEVEL, its own switch, is obeyed."""
+    """torchrun tells every signal and exit at WARNING and above; we tell the ending once. LOGLEVEL, its own
+    switch, is obeyed."""
     if "LOGLEVEL" in os.environ:
         return
     for name in list(logging.root.manager.loggerDict):
@@ -42,14 +44,18 @@ def _quiet_torchrun() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
-def _share_cores(num_ranks: int) -> None:
+def _share_cores(num_ranks: int, *, say: bool) -> None:
+    """Divide this host's cores among its ranks, unless the user has."""
     if "OMP_NUM_THREADS" in os.environ:
         return
     cores = num_cores()
     threads = environment.num_threads(cores, num_ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    if not say:
+        return
     print(
-        f"slipstream run: OMP_NUM_THREADS={threads} for each rank ({cores} cores, {num_ranks} ranks); set it to choose otherwise",
+        f"slipstream run: OMP_NUM_THREADS={threads} for each rank ({cores} cores, {num_ranks} ranks); set "
+        "it to choose otherwise",
         file=sys.stderr,
     )
 
@@ -80,7 +86,7 @@ def _collect(failures: dict[int, Any], folder: Path, watch: Watch) -> list[Failu
     return collected
 
 
-def run_node(argv: Sequence[str], *, report: bool, lease: bool = False) -> int:
+def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: bool = False) -> int:
     """Run one node's ranks to their end. Returns the exit code for the shell."""
     from torch.distributed import DistError
     from torch.distributed import run as torchrun
@@ -89,11 +95,12 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     options = torchrun.parse_args(list(argv))
-    _share_cores(int(options.nproc_per_node))
+    _share_cores(int(options.nproc_per_node), say=not quiet and options.node_rank == 0)
     _quiet_torchrun()
     if options.max_restarts:
-        # By default the ranks of every attempt share the agent's store, whose keys still name the dead ranks of the attempt before:
-        # process groups then connect to nobody, or hang. Without sharing, rank 0 makes a store of its own for each attempt.
+        # By default the ranks of every attempt share the agent's store, whose keys still name the dead ranks
+        # of the attempt before: process groups then connect to nobody, or hang. Without sharing, rank 0 makes
+        # a store of its own for each attempt.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
     options.log_dir = str(folder / "torchrun")
@@ -118,7 +125,8 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False) -> int:
         where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
         said = (str(error).splitlines() or [""])[0]
         print(
-            f"slipstream run: the nodes did not meet at {where}: {said}; --master_addr must be the first node, reachable from "
+            f"slipstream run: the nodes did not meet at {where}: {said}; --master_addr must be the first "
+            "node, reachable from "
             "all, and --master_port free on it",
             file=sys.stderr,
         )

@@ -1,10 +1,12 @@
 """From a job to the commands that start it. Pure: nothing here runs, reads a file or looks at this machine.
 
-`ssh` and `pdsh` start one agent per node (`slipstream.launch.agent`, which speaks torchrun's own options), and each agent starts
-its node's ranks. `srun` and `mpirun` start the ranks themselves (`slipstream.launch.worker`), which find their place with `discover`.
+`ssh` and `pdsh` start one agent per node (`slipstream.launch.agent`, which speaks torchrun's own options),
+and each agent starts its node's ranks. `srun` and `mpirun` start the ranks themselves
+(`slipstream.launch.worker`), which find their place with `discover`.
 
-Glossary: *agent* one process per node; *worker* one rank, the user's script under our supervision; *exports* the variables that must
-be set on other hosts; *lease* a pipe to a remote agent's stdin, whose end tells it to stop.
+Glossary: *agent* one process per node; *worker* one rank, the user's script under our supervision; *exports*
+the variables that must be set on other hosts; *lease* a pipe to a remote agent's stdin, whose end tells it to
+stop.
 """
 
 from __future__ import annotations
@@ -89,8 +91,8 @@ def agent_argv(
 ) -> list[str]:
     """torch.distributed.run's arguments for one node.
 
-    Restarts need the c10d rendezvous, by which agents learn of each other's failures and agree on a new port for each attempt; it
-    numbers the nodes itself. Without restarts the static one, where node ranks are ours.
+    Restarts need the c10d rendezvous, by which agents learn of each other's failures and agree on a new port
+    for each attempt; it numbers the nodes itself. Without restarts the static one, where node ranks are ours.
     """
     argv = [f"--nnodes={num_nodes}", f"--nproc-per-node={num_ranks}", f"--max-restarts={job.max_restarts}"]
     if job.max_restarts:
@@ -111,7 +113,8 @@ def agent_argv(
 
 
 def one_node(job: Job, *, num_nodes: int = 1, node_rank: int = 0) -> list[str]:
-    """The agent's arguments for this host, alone or as one of several that are started by hand or by a scheduler."""
+    """The agent's arguments for this host, alone or as one of several that are started by hand or by a
+    scheduler."""
     reachable = job.master_addr in _LOOPBACK or node_rank == 0
     return agent_argv(
         job,
@@ -130,14 +133,16 @@ def local(job: Job) -> list[Command]:
 
 
 def _remote_line(job: Job, exports: Mapping[str, str], agent: Sequence[str]) -> str:
-    """What a remote shell is given: everything quoted for it, and `exec`, so that the agent gets the signals."""
+    """What a remote shell is given: everything quoted for it, and `exec`, so that the agent gets the
+    signals."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in exports.items()]
     env = ["env", *settings] if settings else []
     return f"cd {shlex.quote(job.directory)} && exec {' '.join([*env, *agent])}"
 
 
 def ssh(job: Job) -> list[Command]:
-    """One ssh per node. `BatchMode`: a host that would ask for a password fails at once instead of waiting unseen."""
+    """One ssh per node. `BatchMode`: a host that would ask for a password fails at once instead of waiting
+    unseen."""
     commands = []
     for node_rank, host in enumerate(job.hosts):
         exports = {**job.exports, **({"CUDA_VISIBLE_DEVICES": host.mask} if host.mask else {})}
@@ -157,9 +162,11 @@ def ssh(job: Job) -> list[Command]:
 
 
 def pdsh(job: Job) -> list[Command]:
-    """One pdsh for all nodes, which puts a node's number for `%n`. A terminal at the far end (`-tt`) lets agents die with it.
+    """One pdsh for all nodes, which puts a node's number for `%n`. A terminal at the far end (`-tt`) lets
+    agents die with it.
 
-    The fan-out is the number of nodes: with fewer, the first would wait for the last, which have not been started.
+    The fan-out is the number of nodes: with fewer, the first would wait for the last, which have not been
+    started.
     """
     hosts = job.hosts
     agent = agent_argv(job, num_nodes=len(hosts), node_rank=0, num_ranks=0, local_addr=None)
@@ -184,7 +191,8 @@ def _ranks_per_host(job: Job, launcher: str) -> int:
     if len(counts) > 1:
         listed = ", ".join(f"{host.name}: {len(host.devices)}" for host in job.hosts)
         raise ValueError(
-            f"--launcher {launcher} needs the same number of ranks on each host ({listed}); set --nproc, or use ssh"
+            f"--launcher {launcher} needs the same number of ranks on each host ({listed}); set --nproc, or "
+            "use ssh"
         )
     return counts.pop()
 
@@ -194,7 +202,8 @@ def _common_mask(job: Job, launcher: str) -> dict[str, str]:
     if len(masks) > 1:
         listed = ", ".join(f"{host.name}: {host.devices}" for host in job.hosts)
         raise ValueError(
-            f"--launcher {launcher} cannot give each host devices of its own ({listed}); choose alike, or use ssh"
+            f"--launcher {launcher} cannot give each host devices of its own ({listed}); choose alike, or "
+            "use ssh"
         )
     mask = masks.pop()
     return {"CUDA_VISIBLE_DEVICES": mask} if mask else {}
@@ -209,14 +218,16 @@ def _program(job: Job) -> list[str]:
 def _refuse_restarts(job: Job, launcher: str) -> None:
     if job.max_restarts:
         raise ValueError(
-            f"--max_restarts {job.max_restarts}: {launcher} starts the ranks itself and does not restart them; "
+            f"--max_restarts {job.max_restarts}: {launcher} starts the ranks itself and does not restart "
+            "them; "
             "use its own requeueing, or --launcher ssh"
         )
 
 
 def slurm(job: Job, *, num_nodes: int | None = None) -> list[Command]:
-    """One srun, a task per rank, inside the allocation. The nodes are Slurm's to choose where the job names no hosts
-    (`num_nodes` then says how many); MASTER_ADDR is found by `discover` from the step's node list."""
+    """One srun, a task per rank, inside the allocation. The nodes are Slurm's to choose where the job names
+    no hosts (`num_nodes` then says how many); MASTER_ADDR is found by `discover` from the step's node
+    list."""
     _refuse_restarts(job, "slurm")
     per_host = _ranks_per_host(job, "slurm")
     nodes = num_nodes or len(job.hosts)

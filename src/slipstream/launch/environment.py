@@ -1,8 +1,10 @@
-"""Which environment variables travel to the ranks, and files of more of them. Pure: text and mappings in, mappings out.
+"""Which environment variables travel to the ranks, and files of more of them. Pure: text and mappings in,
+mappings out.
 
-Ranks started on this host inherit everything. To another host go only variables that change how training runs (`PREFIXES`), less
-what belongs to one host (`LOCAL`) and what looks like a secret; an environment file adds any others, by name. Files are
-`.deepspeed_env` and `.slipstream_env`, in the home directory and then in the working directory; the later one wins.
+Ranks started on this host inherit everything. To another host go only variables that change how training runs
+(`PREFIXES`), less what belongs to one host (`LOCAL`) and what looks like a secret; an environment file adds
+any others, by name. Files are `.deepspeed_env` and `.slipstream_env`, in the home directory and then in the
+working directory; the later one wins.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ["FILES", "FAILURES", "num_threads", "parse_file", "propagated", "shown"]
+__all__ = ["FAILURES", "FILES", "num_threads", "parse_file", "propagated", "shown"]
 
 FILES = (".deepspeed_env", ".slipstream_env")
 FAILURES = "SLIPSTREAM_FAILURES"  # the directory where the ranks of one agent leave their failure records

@@ -1,10 +1,12 @@
-"""How a rank ended, and how the user is told: one record per failed rank, the first chosen, explained and printed once.
+"""How a rank ended, and how the user is told: one record per failed rank, the first chosen, explained and
+printed once.
 
-Everything here is pure. A record is written by `worker` (an exception, with its traceback) or made by `agent` (a signal, an exit
-code), and travels between hosts as one marked line of JSON on stderr, which `Extract` takes out of the stream again.
+Everything here is pure. A record is written by `worker` (an exception, with its traceback) or made by `agent`
+(a signal, an exit code), and travels between hosts as one marked line of JSON on stderr, which `Extract`
+takes out of the stream again.
 
-Invariant: a rank that was stopped by us, or that failed because a peer had gone, is never named as the first while another
-record explains it.
+Invariant: a rank that was stopped by us, or that failed because a peer had gone, is never named as the first
+while another record explains it.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ def decode(text: str) -> Failure | None:
 
 
 class Extract:
-    """Takes marked lines out of a byte stream. What is not marked passes at once, so progress bars stay alive."""
+    """Takes marked lines out of a byte stream. What is not marked passes at once, so progress bars stay
+    alive."""
 
     __slots__ = ("_held", "failures")
 
@@ -144,7 +147,8 @@ def _explain_kill(before: Pressure, after: Pressure) -> str:
     limit = f" (limit {_gib(after.limit)})" if after.limit else ""
     if (after.cgroup_kills or 0) > (before.cgroup_kills or 0):
         return (
-            f"the kernel's out-of-memory killer ended it: this container or control group{limit} ran out of host memory; "
+            f"the kernel's out-of-memory killer ended it: this container or control group{limit} ran out of "
+            "host memory; "
             "use fewer ranks per host, a smaller micro-batch or a higher ZeRO stage, or raise the limit"
         )
     if (after.host_kills or 0) > (before.host_kills or 0):
@@ -157,13 +161,17 @@ def _explain_kill(before: Pressure, after: Pressure) -> str:
             "killed (SIGKILL), most often by the out-of-memory killer, whose counters cannot be read here; "
             "ask `dmesg` on that host"
         )
-    return "killed (SIGKILL), but the out-of-memory killer did not run here: the scheduler, another user or a time limit ended it"
+    return (
+        "killed (SIGKILL), but the out-of-memory killer did not run here: the scheduler, another user or a "
+        "time limit ended it"
+    )
 
 
 def _explain_bus(after: Pressure) -> str:
     shm = f" (/dev/shm has {_gib(after.shm.free)} of {_gib(after.shm.total)} free)" if after.shm else ""
     return (
-        f"bus error (SIGBUS): memory behind a shared or file mapping could not be had{shm}; data loader workers fill /dev/shm "
+        f"bus error (SIGBUS): memory behind a shared or file mapping could not be had{shm}; data loader "
+        "workers fill /dev/shm "
         "(raise the container's --shm-size or lower num_workers), or a mapped file was cut short"
     )
 

@@ -1,8 +1,9 @@
-"""Which hosts and which of their devices a job takes: the hostfile, `--include`, `--exclude`, and counts. Pure.
+"""Which hosts and which of their devices a job takes: the hostfile, `--include`, `--exclude`, and counts.
+Pure.
 
-A hostfile has one host a line, `name slots=N`; `#` starts a comment. A filter is `host1:0,1@host2`: entries joined by `@`, each a
-host with the devices meant, or without them all of its devices. Order is the hostfile's (a filter cannot change it), and it is the order
-of node ranks: the first host is the master.
+A hostfile has one host a line, `name slots=N`; `#` starts a comment. A filter is `host1:0,1@host2`: entries
+joined by `@`, each a host with the devices meant, or without them all of its devices. Order is the hostfile's
+(a filter cannot change it), and it is the order of node ranks: the first host is the master.
 """
 
 from __future__ import annotations
@@ -121,6 +122,7 @@ def limit(hosts: Sequence[Host], num_nodes: int | None, num_ranks: int | None) -
     for host in taken:
         if num_ranks > len(host.devices):
             raise ValueError(
-                f"--nproc {num_ranks}: host {host.name} has {len(host.devices)} slots; lower it, or raise the host's slots="
+                f"--nproc {num_ranks}: host {host.name} has {len(host.devices)} slots; lower it, or raise "
+                "the host's slots="
             )
     return tuple(replace(host, devices=host.devices[:num_ranks]) for host in taken)

@@ -1,13 +1,14 @@
-"""`slipstream plan`: the resolved configuration with the source of each value, and the bytes per rank it will take.
+"""`slipstream plan`: the resolved configuration with the source of each value, and the bytes per rank it will
+take.
 
 The bytes are those of the model states alone (weights, gradients, optimizer), per stage:
 
-    stage 0  (w + g + o) P        stage 1  (w + g) P + o P/N
-    stage 2  w P + (g + o) P/N    stage 3  (w + g + o) P/N   (and, while it runs, two units in full: weights and gradients)
+    stage 0  (w + g + o) P        stage 1  (w + g) P + o P/N stage 2  w P + (g + o) P/N    stage 3  (w + g +
+    o) P/N   (and, while it runs, two units in full: weights and gradients)
 
-with P parameters, N ranks among which the states are cut (`mics_shard_size`, or all data-parallel ranks), and w, g, o the bytes per
-parameter of weights, of gradients as they are kept, and of the optimizer (a master copy where weights are not in its dtype, and one
-or two moments).
+with P parameters, N ranks among which the states are cut (`mics_shard_size`, or all data-parallel ranks), and
+w, g, o the bytes per parameter of weights, of gradients as they are kept, and of the optimizer (a master copy
+where weights are not in its dtype, and one or two moments).
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def sizes_text(plan: Plan, num_params: int, world: int) -> str:
     by = plan.optimizer.type if plan.optimizer else "AdamW, as the config names no optimizer"
     lines = [
         f"model states per rank: {num_params:,} parameters, states cut in {shards}",
-        f"bytes per parameter: weights {each.weights:g}, gradients {each.grads:g}, optimizer {each.optim:g} ({by})",
+        f"bytes per parameter: weights {each.weights:g}, gradients {each.grads:g}, optimizer {each.optim:g} "
+        f"({by})",
         "",
         f"  {'stage':<8}{'weights':>12}{'gradients':>12}{'optimizer':>12}{'total':>12}",
     ]

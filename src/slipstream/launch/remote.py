@@ -1,7 +1,9 @@
-"""Runs the commands of a job that reaches beyond this process: all start together, and all end when one has failed.
+"""Runs the commands of a job that reaches beyond this process: all start together, and all end when one has
+failed.
 
-Their stdout is ours. Their stderr passes through us, which takes the failure records out of it, so that the first failing rank of
-all nodes is told once, at the end. Each command leads a session of its own: Ctrl-C reaches it through us.
+Their stdout is ours. Their stderr passes through us, which takes the failure records out of it, so that the
+first failing rank of all nodes is told once, at the end. Each command leads a session of its own: Ctrl-C
+reaches it through us.
 """
 
 from __future__ import annotations

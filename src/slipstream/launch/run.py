@@ -1,7 +1,7 @@
 """`slipstream run`: from arguments and surroundings to a job, its commands, and their end.
 
-`Surroundings` is all that is read from this host; from it and the arguments `plan_run` decides everything, purely. `execute` alone
-reads and starts things.
+`Surroundings` is all that is read from this host; from it and the arguments `plan_run` decides everything,
+purely. `execute` alone reads and starts things.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What to do: run `agent` (torchrun's options) in this process, or else `commands`; and what to say first."""
+    """What to do: run `agent` (torchrun's options) in this process, or else `commands`; and what to say
+    first."""
 
     commands: tuple[Command, ...]
     agent: tuple[str, ...] | None
@@ -100,7 +101,8 @@ def _node_of_this_host(
         node_rank = 0
     else:
         raise ValueError(
-            f"--num_nodes {num_nodes}: which of them is this? Give --node_rank 0..{num_nodes - 1} on each node, or a --hostfile "
+            f"--num_nodes {num_nodes}: which of them is this? Give --node_rank 0..{num_nodes - 1} on each "
+            "node, or a --hostfile "
             "to start them all from here"
         )
     if not 0 <= node_rank < num_nodes:
@@ -155,7 +157,8 @@ def _describe_local(options: argparse.Namespace, around: Surroundings, num_ranks
         why = f" ({found})" if around.num_devices else " (no CUDA device; --nproc N starts more)"
     if place.num_nodes == 1:
         return f"{_counted(num_ranks, 'rank')} on this host{why}"
-    where = f"node {place.node_rank} of {place.num_nodes}, master {place.master_addr}:{place.master_port or DEFAULT_PORT}"
+    master = f"{place.master_addr}:{place.master_port or DEFAULT_PORT}"
+    where = f"node {place.node_rank} of {place.num_nodes}, master {master}"
     return f"{_counted(num_ranks, 'rank')} on this host{why}; {where}"
 
 
@@ -182,7 +185,8 @@ def _start_elsewhere(options: argparse.Namespace, around: Surroundings, job: Job
     master = options.master_addr or job.hosts[0].name
     if len(job.hosts) > 1 and master in _THIS_HOST and any(host.name not in _THIS_HOST for host in job.hosts):
         raise ValueError(
-            f"the master is {master}, which other hosts cannot reach; give --master_addr, or its real name in the hostfile"
+            f"the master is {master}, which other hosts cannot reach; give --master_addr, or its real name "
+            "in the hostfile"
         )
     job = replace(job, master_addr=master, master_port=options.master_port or DEFAULT_PORT, exports=exports)
     if launcher == "slurm":
@@ -197,7 +201,8 @@ def _start_elsewhere(options: argparse.Namespace, around: Surroundings, job: Job
         num_nodes = len(job.hosts)
         notes.insert(
             0,
-            f"environment passed on: {environment.shown(environment.propagated(around.environ)) or 'nothing'}",
+            "environment passed on: "
+            f"{environment.shown(environment.propagated(around.environ)) or 'nothing'}",
         )
     num_ranks = num_nodes * len(job.hosts[0].devices) if launcher == "slurm" else job.num_ranks
     where = (
@@ -238,14 +243,16 @@ def plan_run(options: argparse.Namespace, around: Surroundings) -> Start:
     if launcher == "local":
         if around.hostfile is not None and len(chosen) > 1 and options.node_rank is None and place is None:
             raise ValueError(
-                f"--launcher local with {len(chosen)} hosts: give --node_rank on each of them, or --launcher ssh to start them from here"
+                f"--launcher local with {len(chosen)} hosts: give --node_rank on each of them, or "
+                "--launcher ssh to start them from here"
             )
         return _start_here(options, around, job, _node_of_this_host(options, around, chosen, place))
     if around.hostfile is None and launcher in ("ssh", "pdsh"):
         raise ValueError(f"--launcher {launcher} needs --hostfile, with one `HOST slots=N` a line")
     if around.hostfile is None and launcher in ("openmpi", "mpich") and (options.num_nodes or 1) > 1:
         raise ValueError(
-            f"--launcher {launcher} with --num_nodes {options.num_nodes} needs --hostfile, to know which hosts"
+            f"--launcher {launcher} with --num_nodes {options.num_nodes} needs --hostfile, to know which "
+            "hosts"
         )
     return _start_elsewhere(options, around, job, launcher)
 
@@ -331,4 +338,4 @@ def execute(options: argparse.Namespace) -> int:
     from slipstream.launch.agent import run_node
 
     os.environ.update(start.env)
-    return run_node(start.agent, report=False)
+    return run_node(start.agent, report=False, quiet=options.quiet)

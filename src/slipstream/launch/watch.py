@@ -1,12 +1,14 @@
 """Watches the ranks of one agent die, and sees to it that the rest follow in time.
 
-torchrun polls its ranks ten times a second and gives those that are left 30 s after SIGTERM. This thread sees each death at
-once (pidfd), so that the order of failures is known, and ends with SIGKILL what is still there `GRACE_S` after the first failure, or
-after Ctrl-C: a rank that is blocked in native code, or that catches SIGTERM, would hold up the others. SIGTERM sent to the agent
-(a scheduler that preempts) keeps torchrun's own, longer, grace: ranks may be saving a checkpoint.
+torchrun polls its ranks ten times a second and gives those that are left 30 s after SIGTERM. This thread sees
+each death at once (pidfd), so that the order of failures is known, and ends with SIGKILL what is still there
+`GRACE_S` after the first failure, or after Ctrl-C: a rank that is blocked in native code, or that catches
+SIGTERM, would hold up the others. SIGTERM sent to the agent (a scheduler that preempts) keeps torchrun's own,
+longer, grace: ranks may be saving a checkpoint.
 
-Invariants: only process groups that torchrun made for a rank are killed, and only of the attempt that failed; nobody is reaped here
-(torchrun does that). On a kernel without pidfd or /proc/PID/task/PID/children it does nothing.
+Invariants: only process groups that torchrun made for a rank are killed, and only of the attempt that failed;
+nobody is reaped here (torchrun does that). On a kernel without pidfd or /proc/PID/task/PID/children it does
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _SCAN_S = 0.25
 
 
 class Watch:
-    """A context manager around an agent's run, on the main thread. `deaths` maps pid -> time_ns; `killed` are pids it ended."""
+    """A context manager around an agent's run, on the main thread. `deaths` maps pid -> time_ns; `killed` are
+    pids it ended."""
 
     def __init__(self) -> None:
         self.deaths: dict[int, int] = {}

@@ -1,10 +1,13 @@
-"""One rank: runs the user's script as `python script.py` would, and leaves a record of how it failed instead of a traceback.
+"""One rank: runs the user's script as `python script.py` would, and leaves a record of how it failed instead
+of a traceback.
 
-Started as `python -m slipstream.launch.worker [--report] [--pass-local-rank] [-m] TARGET ARGS...`, by torchrun (the agent reads the
-records from a directory), or with `--report` by srun and mpirun (the record goes to stderr, marked, and the rank finds its own place).
+Started as `python -m slipstream.launch.worker [--report] [--pass-local-rank] [-m] TARGET ARGS...`, by
+torchrun (the agent reads the records from a directory), or with `--report` by srun and mpirun (the record
+goes to stderr, marked, and the rank finds its own place).
 
-Invariants: TARGET sees `sys.argv`, `sys.path[0]` and `__main__` as if it had been started by itself; a rank that raised is gone
-within `EXIT_S` (native libraries like to hang at exit), so that its peers can be stopped; it dies with its agent.
+Invariants: TARGET sees `sys.argv`, `sys.path[0]` and `__main__` as if it had been started by itself; a rank
+that raised is gone within `EXIT_S` (native libraries like to hang at exit), so that its peers can be stopped;
+it dies with its agent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What this host offers and what has happened to it: cores, memory, limits, counts of the out-of-memory killer.
+"""What this host offers and what has happened to it: cores, memory, limits, counts of the out-of-memory
+killer.
 
-Reading and parsing are apart: the parsers are pure and tested on text, `read_pressure` and its kin only open files. A file that
-is missing (another kernel, a container that hides it) gives None, never an error: these are facts to report, not to rely on.
+Reading and parsing are apart: the parsers are pure and tested on text, `read_pressure` and its kin only open
+files. A file that is missing (another kernel, a container that hides it) gives None, never an error: these
+are facts to report, not to rely on.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
-    """Memory limits and kill counts at one moment; the difference of two tells what the kernel did in between."""
+    """Memory limits and kill counts at one moment; the difference of two tells what the kernel did in
+    between."""
 
     cgroup_kills: int | None  # processes that the OOM killer ended in this control group
     host_kills: int | None  # the same over the whole host
@@ -45,13 +48,15 @@ class Pressure:
 
 
 def counter(text: str, name: str) -> int | None:
-    """The value of `name N` in a file of one counter a line (memory.events, memory.oom_control, /proc/vmstat)."""
+    """The value of `name N` in a file of one counter a line (memory.events, memory.oom_control,
+    /proc/vmstat)."""
     found = re.search(rf"^{re.escape(name)} (\d+)$", text, re.MULTILINE)
     return int(found[1]) if found else None
 
 
 def cgroup_directories(text: str, root: Path = _CGROUP) -> list[Path]:
-    """Directories that may hold this process's memory files, most specific first, from the text of /proc/self/cgroup.
+    """Directories that may hold this process's memory files, most specific first, from the text of
+    /proc/self/cgroup.
 
     Inside a container the path named there often does not exist, and its files lie at the root of the mount.
     """

@@ -1,7 +1,9 @@
-"""`slipstream report`: what this environment is and what Slipstream makes of it. To be pasted into a bug report.
+"""`slipstream report`: what this environment is and what Slipstream makes of it. To be pasted into a bug
+report.
 
-`collect` gives sections of rows; `as_text`, `as_json` and `_show_table` render them. A row says what is there, and where something is
-not, why. Collecting starts no process group and allocates nothing on a device; it compiles the kernels if nothing did before.
+`collect` gives sections of rows; `as_text`, `as_json` and `_show_table` render them. A row says what is
+there, and where something is not, why. Collecting starts no process group and allocates nothing on a device;
+it compiles the kernels if nothing did before.
 """
 
 from __future__ import annotations
@@ -226,7 +228,7 @@ def collect() -> tuple[Section, ...]:
 def as_text(sections: Sequence[Section]) -> str:
     rows = [row for section in sections for row in section.rows]
     names, values = (max(len(row[column]) for row in rows) for column in range(2))
-    lines = []
+    lines: list[str] = []
     for section in sections:
         lines += ["", section.title] if lines else [section.title]
         lines += [

@@ -27,7 +27,16 @@ SOURCES = ("kernels_avx512.c", "kernels_avx2.c", "kernels_portable.c", "dispatch
 CSRC = Path(__file__).parent / "csrc"
 
 # -ffp-contract=off: a fused multiply-add would round differently from one instruction set to the next.
-FLAGS = ("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+FLAGS = (
+    "-std=c11",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)
 
 
 class BuildError(RuntimeError):
@@ -77,19 +86,27 @@ def compile_library(target: Path, compiler: list[str]) -> None:
 
 
 def _run(commands: Iterable[list[str]]) -> None:
-    """Run commands side by side and wait for all of them."""
-    running: list[tuple[list[str], subprocess.Popen[bytes]]] = []
+    """Run compiler commands side by side and wait for all of them."""
+    running: list[subprocess.Popen[str]] = []
     try:
         for command in commands:
-            running.append((command, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)))
+            running.append(
+                subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+                )
+            )
     except OSError as error:
         raise BuildError(f"cannot start the C compiler: {error}") from error
     finally:
-        outputs = [process.communicate()[0] for _, process in running]
-    for (command, process), output in zip(running, outputs, strict=True):
+        outputs = [process.communicate()[0] for process in running]
+    for process, output in zip(running, outputs, strict=True):
         if process.returncode != 0:
-            said = output.decode(errors="replace").strip()
-            raise BuildError(f"`{shlex.join(command)}` exited with {process.returncode}: {said}")
+            lines = (
+                [line for line in output.splitlines() if "error" in line]
+                or output.splitlines()
+                or ["no message"]
+            )
+            raise BuildError(f"{running[0].args[0]} exited with {process.returncode}: {lines[0].strip()}")
 
 
 @functools.cache
@@ -98,12 +115,19 @@ def load() -> Library:
     if os.environ.get("SLIPSTREAM_NATIVE") == "0":
         return Library(None, None, "SLIPSTREAM_NATIVE=0")
     cached = _cache_directory() / LIBRARY
-    for path, origin in ((Path(__file__).with_name(LIBRARY), "built when installed"), (cached, f"cached in {cached}")):
+    for path, origin in (
+        (Path(__file__).with_name(LIBRARY), "built when installed"),
+        (cached, f"cached in {cached}"),
+    ):
         if library := _open(path, origin):
             return library
     compiler = find_compiler()
     if compiler is None:
-        return Library(None, None, "no C compiler ($CC, cc, gcc or clang on the PATH); with one, the next run builds them")
+        return Library(
+            None,
+            None,
+            "no C compiler ($CC, cc, gcc or clang on the PATH); with one, the next run builds them",
+        )
     try:
         return _build_now(cached, compiler)
     except (BuildError, OSError) as error:

@@ -21,7 +21,9 @@ from torch import Tensor
 from slipstream.ops import build, reference
 from slipstream.ops.reference import BLOCK, Partial
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/slipstream_ops.h
+# As in csrc/slipstream_ops.h. The key None, no dtype, is never there: it lets a look-up say so.
+DTYPES: dict[torch.dtype | None, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+WIDTHS = (4, 2, 2)  # bytes per element
 
 # Write past the caches what is at least this large: below, the next reader still finds it in cache.
 STREAM_BYTES = 4 << 20
@@ -33,6 +35,9 @@ class OpReport(NamedTuple):
     name: str
     implementation: str  # "native avx512", "native avx2", "native portable" or "torch"
     reason: str
+
+
+_ADAMW_TENSORS = ("master", "grad", "exp_avg", "exp_avg_sq", "out")
 
 
 class _Kernels(NamedTuple):
@@ -49,11 +54,9 @@ def _kernels() -> _Kernels | None:
     pointer, integer, long, double = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
     kernels = _Kernels(library.slipstream_sum_ranks, library.slipstream_adamw, library.slipstream_copy_stream)
     library.slipstream_sum_ranks.restype = double
-    library.slipstream_sum_ranks.argtypes = (
-        [pointer, pointer, long, long] + [integer] * 2 + [ctypes.c_float] + [integer] * 2 + [pointer]
-    )
+    library.slipstream_sum_ranks.argtypes = [pointer, pointer, long, long, integer, ctypes.c_float, pointer]
     library.slipstream_adamw.restype = None
-    library.slipstream_adamw.argtypes = [pointer] * 5 + [long] + [integer] * 5 + [long] + [double] * 6
+    library.slipstream_adamw.argtypes = [*[pointer] * 5, long, integer, long, *[double] * 6]
     library.slipstream_copy_stream.restype = None
     library.slipstream_copy_stream.argtypes = [pointer, pointer, long]
     return kernels
@@ -90,16 +93,16 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
     dtype. Returns the fp64 sum of squares of the rounded elements, which no number of threads changes, and whether all
     of them are finite.
     """
-    numel, on_cpu = out.numel(), out.is_cpu
-    target = DTYPES.get(out.dtype)
-    dtype = sources[0].dtype if sources else None
-    source = DTYPES.get(dtype)
+    numel, on_cpu, dtype = out.numel(), out.is_cpu, sources[0].dtype if sources else None
+    target, source = DTYPES.get(out.dtype), DTYPES.get(dtype)
     if target is None or source is None or out.dim() != 1 or not out.is_contiguous():
-        raise _refusal("sum_ranks", out=out, **_numbered(sources))
-    start, size = out.data_ptr(), out.element_size()
-    width = 4 if source == 0 else 2
-    low, high, same = start - numel * width, start + numel * size, start if width == size else None
-    pointers = []
+        raise _refusal("sum_ranks", {"out": out, **_numbered(sources)})
+    start, width, out_width = out.data_ptr(), WIDTHS[source], WIDTHS[target]
+    low, high = (
+        start - numel * width,
+        start + numel * out_width,
+    )  # a source that starts in between overlaps out
+    pointers: list[int] = []
     for tensor in sources:
         if (
             tensor.dtype is not dtype
@@ -108,40 +111,31 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
             or not tensor.is_contiguous()
             or tensor.is_cpu is not on_cpu
         ):
-            raise _refusal("sum_ranks", out=out, **_numbered(sources))
+            raise _refusal("sum_ranks", {"out": out, **_numbered(sources)})
         pointer = tensor.data_ptr()
-        if low < pointer < high and pointer != same:
+        if low < pointer < high and (pointer != start or width != out_width):
             raise ValueError(
-                f"sum_ranks: sources[{len(pointers)}] overlaps out without being the same {numel} elements of "
-                f"{out.dtype}; give out memory of its own, or exactly that source's"
+                f"sum_ranks: sources[{len(pointers)}] overlaps out without being the same {numel} elements "
+                f"({dtype} {pointer - start} bytes from {out.dtype}); out is one source exactly, or memory of its own"
             )
         pointers.append(pointer)
     kernels = _kernels()
     if kernels is None or not on_cpu:
         return reference.sum_ranks(out, sources, alpha=alpha, accumulate=accumulate)
-    stream = not accumulate and start not in pointers and numel * size >= STREAM_BYTES
-    num_sources = len(pointers)
-    addresses = ctypes.c_void_p * num_sources
+    stream = not accumulate and numel * out_width >= STREAM_BYTES and start not in pointers
+    mode = source | target << 2 | accumulate << 4 | stream << 5
+    array = ctypes.c_void_p * len(pointers)
     if numel < 2 * THREAD_NUMEL or (threads := torch.get_num_threads()) == 1:
-        sumsq = kernels.sum_ranks(
-            start, addresses(*pointers), num_sources, numel, source, target, alpha, accumulate, stream, None
-        )
+        sumsq = kernels.sum_ranks(start, array(*pointers), len(pointers), numel, mode, alpha, None)
         return Partial(sumsq, math.isfinite(sumsq))
 
     blocks = (ctypes.c_double * -(-numel // BLOCK))()
 
     def run(begin: int, end: int) -> None:
+        shifted = array(*(pointer + begin * width for pointer in pointers))
+        partials = ctypes.addressof(blocks) + begin // BLOCK * ctypes.sizeof(ctypes.c_double)
         kernels.sum_ranks(
-            start + begin * size,
-            addresses(*(pointer + begin * width for pointer in pointers)),
-            num_sources,
-            end - begin,
-            source,
-            target,
-            alpha,
-            accumulate,
-            stream,
-            ctypes.addressof(blocks) + begin // BLOCK * 8,
+            start + begin * out_width, shifted, len(pointers), end - begin, mode, alpha, partials
         )
 
     _in_threads(run, numel, threads)
@@ -175,24 +169,24 @@ def adamw(
     dtype, or None where they are the master itself. step counts from 1.
     """
     numel, on_cpu = master.numel(), master.is_cpu
-    gradient, target = DTYPES.get(grad.dtype), 0 if out is None else DTYPES.get(out.dtype)
     tensors = (master, grad, exp_avg, exp_avg_sq) if out is None else (master, grad, exp_avg, exp_avg_sq, out)
     for tensor in tensors:
         if (
-            tensor.numel() != numel
+            tensor.dtype not in DTYPES
+            or tensor.numel() != numel
             or tensor.dim() != 1
             or not tensor.is_contiguous()
             or tensor.is_cpu is not on_cpu
-            or tensor.dtype not in DTYPES
         ):
-            named = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-            raise _refusal("adamw", **named, **({} if out is None else {"out": out}))
+            raise _refusal("adamw", dict(zip(_ADAMW_TENSORS, tensors, strict=False)))
     if step < 1 or not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
         raise ValueError(f"adamw: step ({step}) counts from 1, and betas ({beta1}, {beta2}) are in [0, 1)")
     kernels = _kernels()
-    single = torch.float32
-    native = on_cpu and master.dtype is single and exp_avg.dtype is single and exp_avg_sq.dtype is single
-    if kernels is None or not native:
+    if (
+        kernels is None
+        or not on_cpu
+        or not master.dtype is exp_avg.dtype is exp_avg_sq.dtype is torch.float32
+    ):
         reference.adamw(
             master,
             grad,
@@ -211,34 +205,26 @@ def adamw(
         )
         return
     pointers = [tensor.data_ptr() for tensor in tensors]
-    widths = [tensor.element_size() for tensor in tensors]
-    stream = out is not None and numel * out.element_size() >= STREAM_BYTES
+    target = 0
+    stream = False
+    if out is None:
+        pointers.append(0)
+    else:
+        target = DTYPES[out.dtype]
+        stream = numel * WIDTHS[target] >= STREAM_BYTES
+    source = DTYPES[grad.dtype]
+    mode = source | target << 2 | decoupled << 4 | bias_correction << 5 | stream << 6
+    hyper = (mode, step, scale, lr, beta1, beta2, eps, weight_decay)
+    if numel < 2 * THREAD_NUMEL or (threads := torch.get_num_threads()) == 1:
+        kernels.adamw(*pointers, numel, *hyper)
+        return
 
     def run(begin: int, end: int) -> None:
-        addresses = [pointer + begin * width for pointer, width in zip(pointers, widths, strict=True)]
-        if out is None:
-            addresses.append(0)
-        kernels.adamw(
-            *addresses,
-            end - begin,
-            gradient,
-            target,
-            decoupled,
-            bias_correction,
-            stream,
-            step,
-            scale,
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-        )
+        widths = (4, WIDTHS[source], 4, 4, WIDTHS[target] if out is not None else 0)
+        shifted = (pointer + begin * width for pointer, width in zip(pointers, widths, strict=True))
+        kernels.adamw(*shifted, end - begin, *hyper)
 
-    if numel < 2 * THREAD_NUMEL or (threads := torch.get_num_threads()) == 1:
-        run(0, numel)
-    else:
-        _in_threads(run, numel, threads)
+    _in_threads(run, numel, threads)
 
 
 def copy_stream(dst: Tensor, src: Tensor) -> None:
@@ -252,19 +238,23 @@ def copy_stream(dst: Tensor, src: Tensor) -> None:
         or not dst.is_contiguous()
         or not src.is_contiguous()
     ):
-        raise _refusal("copy_stream", any_dtype=True, dst=dst, src=src)
+        raise _refusal("copy_stream", {"dst": dst, "src": src}, floating=False)
     kernels = _kernels()
     if kernels is None or not dst.is_cpu or not src.is_cpu:
         reference.copy_stream(dst, src)
         return
     to, source, width = dst.data_ptr(), src.data_ptr(), dst.element_size()
     if abs(to - source) < numel * width:
-        raise ValueError(f"copy_stream: dst and src overlap ({numel} elements, {abs(to - source)} bytes apart)")
+        raise ValueError(
+            f"copy_stream: dst and src overlap ({numel} elements, {abs(to - source)} bytes apart)"
+        )
     if numel * width < STREAM_BYTES or (threads := torch.get_num_threads()) == 1:
         kernels.copy_stream(to, source, numel * width)
     else:
         _in_threads(
-            lambda begin, end: kernels.copy_stream(to + begin * width, source + begin * width, (end - begin) * width),
+            lambda begin, end: kernels.copy_stream(
+                to + begin * width, source + begin * width, (end - begin) * width
+            ),
             numel,
             threads,
         )
@@ -291,24 +281,24 @@ def _numbered(sources: Sequence[Tensor]) -> dict[str, Tensor]:
     return {f"sources[{i}]": tensor for i, tensor in enumerate(sources)}
 
 
-def _refusal(op: str, any_dtype: bool = False, **tensors: Tensor) -> ValueError:
+def _refusal(op: str, tensors: dict[str, Tensor], floating: bool = True) -> ValueError:
     """The error for the first tensor that does not fit, named, with what it is and what it must be."""
-    (first_name, first), *_ = tensors.items()
+    first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES and not any_dtype:
+        if floating and tensor.dtype not in DTYPES:
             problem = f"is {tensor.dtype}; it must be torch.float32, torch.bfloat16 or torch.float16"
         elif tensor.dim() != 1:
             problem = f"has shape {tuple(tensor.shape)}; it must have one dimension: pass it flattened"
         elif not tensor.is_contiguous():
             problem = f"is not contiguous (stride {tensor.stride(0)}); pass a contiguous tensor"
         elif tensor.numel() != first.numel():
-            problem = f"has {tensor.numel()} elements where {first_name} has {first.numel()}; the numels must be equal"
+            problem = f"has numel {tensor.numel()} where {first_name} has {first.numel()}; they must be equal"
         elif tensor.device != first.device:
-            problem = f"is on {tensor.device} where {first_name} is on {first.device}; they must share a device"
+            problem = f"is on {tensor.device} where {first_name} is on {first.device}; move one of them"
         else:
             continue
         return ValueError(f"{op}: {name} {problem}")
     if len(tensors) == 1:
-        return ValueError(f"{op}: no sources; pass at least one tensor")
-    dtypes = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
-    return ValueError(f"{op}: the dtypes differ ({dtypes}); all sources need one dtype")
+        return ValueError(f"{op}: there are no sources; pass at least one tensor")
+    dtypes = ", ".join(f"{name} is {tensor.dtype}" for name, tensor in tensors.items())
+    return ValueError(f"{op}: the dtypes differ ({dtypes}); all but out must share one")

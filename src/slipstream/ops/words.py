@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 from slipstream.ops import build
 
-_ATOMIC_ADD = "_ZN9__gnu_cxx18__exchange_and_addEPVii"  # int __gnu_cxx::__exchange_and_add(volatile int*, int)
+_ATOMIC_ADD = (
+    "_ZN9__gnu_cxx18__exchange_and_addEPVii"  # int __gnu_cxx::__exchange_and_add(volatile int*, int)
+)
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3  # seconds
 
 
@@ -28,7 +30,9 @@ class _Words(NamedTuple):
     add: Callable[[int, int], int]
     store64: Callable[[int, int], None]
     load64: Callable[[int], int]
-    wait: Callable[[int, int, int, int], bool]  # address, value, spin in ns, timeout in ns; may return False early
+    wait: Callable[
+        [int, int, int, int], bool
+    ]  # address, value, spin in ns, timeout in ns; may return False early
 
 
 def store_release_and_wake(address: int, value: int) -> None:
@@ -116,7 +120,10 @@ def _words() -> _Words:
 def _fallback() -> _Words:
     try:
         exchange_and_add = getattr(ctypes.CDLL("libstdc++.so.6"), _ATOMIC_ADD)
-        exchange_and_add.argtypes, exchange_and_add.restype = [ctypes.c_void_p, ctypes.c_int32], ctypes.c_uint32
+        exchange_and_add.argtypes, exchange_and_add.restype = (
+            [ctypes.c_void_p, ctypes.c_int32],
+            ctypes.c_uint32,
+        )
     except (OSError, AttributeError) as error:
         raise RuntimeError(
             "shared-memory words need a C compiler (to build the native ops) or libstdc++.so.6, and neither is here; "

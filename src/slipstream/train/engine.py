@@ -68,6 +68,7 @@ class Engine(nn.Module):
         self.step_applied = False
         self._scaled_by_accumulation: bool | None = None
         self._boundary: bool | None = None  # set by hand (accelerate); None: count micro-batches
+        self.hooks.reducer.alpha = self.alpha
 
     # -- the loop --
 

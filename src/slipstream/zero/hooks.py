@@ -79,6 +79,10 @@ class Reducer:
         missing.discard(i)
         return not missing and unit.index not in self.complete
 
+    def any_landed(self, unit: Unit) -> bool:
+        """Whether some of the unit's gradients have landed. With none, another call of its block may still be to come."""
+        return unit.index in self.missing and len(self.missing[unit.index]) < sum(p.requires_grad for p in unit.params)
+
     def finish(self, unit: Unit) -> None:
         """The unit is complete: reduce it now if it is its turn."""
         if unit.index in self.missing and unit.index not in self.complete:
@@ -123,7 +127,7 @@ class Hooks:
         self.sync = True  # False inside no_sync()
         self.keep = False  # a graph of a graph is alive: weights stay until the step
         self.backwards = 0  # since the last step
-        self.calls: dict[int, int] = {}  # unit index -> block calls whose input gradient is still to come
+        self.active: dict[int, int] = {}  # unit index -> its block's calls that are inside their backward
         self.handles: list[Any] = []
         self.root_units = [unit for unit in units if unit.block is None]
         self._wire()
@@ -207,21 +211,18 @@ class Hooks:
         for unit in units:
             self.watch.unit = unit.name
             unit.gather()
-        if self.phase is not Phase.BACKWARD and torch.is_grad_enabled() and units[0].block is module:
-            for tensor in tensors_in((args, kwargs)):
-                if tensor.requires_grad and tensor.grad_fn is not None:
-                    for unit in units:
-                        if unit.block is module:
-                            self.calls[unit.index] = self.calls.get(unit.index, 0) + 1
-                    tensor.register_hook(_Bound(self._on_input_grad, [unit for unit in units if unit.block is module]))
-                    break
 
     def _block_post(self, units: Sequence[Unit], module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         grad = torch.is_grad_enabled()
         if grad and output is not None:
+            call = _Call(units, [unit for unit in units if unit.block is module])
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(_Bound(self._on_block_grad, units))
+                    tensor.register_hook(_Bound(self._on_block_grad, call))
+            inputs = (tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and tensor.grad_fn is not None)
+            for tensor in inputs:
+                tensor.register_hook(_Bound(self._on_input_grad, call))
+                break
         if self.phase is Phase.BACKWARD or self.keep:
             return
         for unit in units:
@@ -237,6 +238,7 @@ class Hooks:
             self.phase = self.watch_phase(Phase.BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
             self.reducer.begin()
+            self.active.clear()
             for unit in self.units:
                 unit.may_gather_on_demand = True
                 unit.show_weights()
@@ -248,17 +250,25 @@ class Hooks:
         for unit in self.root_units:
             unit.gather()
 
-    def _on_block_grad(self, units: Sequence[Unit], grad: Tensor) -> None:
+    def _on_block_grad(self, call: _Call, grad: Tensor) -> None:
         self._enter_backward()
-        for unit in units:
+        if not call.entered:
+            call.entered = True
+            for unit in call.own:
+                self.active[unit.index] = self.active.get(unit.index, 0) + 1
+        for unit in call.units:
             self.watch.unit = unit.name
             unit.gather()
 
-    def _on_input_grad(self, units: Sequence[Unit], grad: Tensor) -> None:
-        for unit in units:
-            self.calls[unit.index] -= 1
-            if self.calls[unit.index] == 0 and self.phase is Phase.BACKWARD:
-                self._complete(unit)
+    def _on_input_grad(self, call: _Call, grad: Tensor) -> None:
+        """The block's backward is over: its weights can go, and gradients that have not landed belong to no one."""
+        if not call.entered or self.phase is not Phase.BACKWARD:
+            return
+        call.entered = False
+        for unit in call.own:
+            self.active[unit.index] -= 1
+            if self.active[unit.index] == 0:
+                self._complete(unit, reduce=self.reducer.any_landed(unit))
 
     def _on_grad(self, unit: Unit, i: int) -> None:
         self._enter_backward()
@@ -268,10 +278,10 @@ class Hooks:
             elif self.sync and unit.index in self.reducer.missing and self.reducer.landed(unit, i):
                 self._complete(unit)
 
-    def _complete(self, unit: Unit) -> None:
+    def _complete(self, unit: Unit, reduce: bool = True) -> None:
         if not self.keep and not unit.pinned and unit.block is not None:
             unit.release()
-        if self.sync and unit.trainable and unit.placement.grads:
+        if reduce and self.sync and unit.trainable and unit.placement.grads:
             with torch.no_grad():
                 self.reducer.finish(unit)
 
@@ -284,7 +294,6 @@ class Hooks:
         self._close_backward()
 
     def _close_backward(self) -> None:
-        self.calls.clear()
         for unit in self.units:
             unit.may_gather_on_demand = False
             if not self.keep:
@@ -317,6 +326,15 @@ class Hooks:
     def watch_phase(self, phase: Phase) -> Phase:
         self.watch.phase, self.watch.unit = phase.value, ""
         return phase
+
+
+class _Call:
+    """One call of a block in a forward: the units it needs, those it owns, and whether its backward is under way."""
+
+    __slots__ = ("entered", "own", "units")
+
+    def __init__(self, units: Sequence[Unit], own: Sequence[Unit]) -> None:
+        self.units, self.own, self.entered = units, own, False
 
 
 class _Bound:

@@ -85,13 +85,22 @@ static int aligned(const void *p) { return ((uintptr_t)p & 63u) == 0; }
 
 /* out[i] = round(alpha * (sources[0][i] + sources[1][i] + ...) + (accumulate ? out[i] : 0)), added in fp32 in that order.
  * Returns the fp64 sum of squares of out, added block by block; where `blocks` is given, also each block's own sum. It is
- * finite exactly when every element of out is: an fp64 sum of squares of fp32 values cannot overflow. */
+ * finite exactly when every element of out is: an fp64 sum of squares of fp32 values cannot overflow.
+ * mode: bits 0-1 the dtype of the sources, 2-3 of out, 4 accumulate, 5 stream. One integer, because each argument costs
+ * the caller 50 ns. */
 SLIPSTREAM_API double slipstream_sum_ranks(void *out, const void *const *sources, int64_t num_sources, int64_t numel,
-                                           int source, int target, float alpha, int accumulate, int stream,
-                                           double *blocks)
+                                           int mode, float alpha, double *blocks)
 {
     const struct kernels *table = kernels();
-    const struct sum_args args = {out, sources, num_sources, alpha, accumulate, stream && aligned(out)};
+    const int source = mode & 3, target = mode >> 2 & 3;
+    const struct sum_args args = {
+        .out = out,
+        .sources = sources,
+        .num_sources = num_sources,
+        .alpha = alpha,
+        .accumulate = mode >> 4 & 1,
+        .stream = (mode >> 5 & 1) && aligned(out),
+    };
     double total = 0.0;
     for (int64_t start = 0; start < numel; start += BLOCK) {
         int64_t stop = numel - start < BLOCK ? numel : start + BLOCK;
@@ -103,12 +112,13 @@ SLIPSTREAM_API double slipstream_sum_ranks(void *out, const void *const *sources
     return total;
 }
 
-/* One Adam step. Hyperparameters arrive in fp64 and are rounded to fp32 once, here; no element is touched in fp64. */
+/* One Adam step. Hyperparameters arrive in fp64 and are rounded to fp32 once, here; no element is touched in fp64.
+ * mode: bits 0-1 the dtype of grad, 2-3 of out, 4 decoupled, 5 bias_correction, 6 stream. */
 SLIPSTREAM_API void slipstream_adamw(float *master, const void *grad, float *exp_avg, float *exp_avg_sq, void *out,
-                                     int64_t numel, int grad_dtype, int target, int decoupled, int bias_correction,
-                                     int stream, int64_t step, double scale, double lr, double beta1, double beta2,
+                                     int64_t numel, int mode, int64_t step, double scale, double lr, double beta1, double beta2,
                                      double eps, double weight_decay)
 {
+    const int decoupled = mode >> 4 & 1, bias_correction = mode >> 5 & 1;
     const double correction1 = bias_correction ? 1.0 - pow(beta1, (double)step) : 1.0;
     const double correction2 = bias_correction ? 1.0 - pow(beta2, (double)step) : 1.0;
     const int lerp_from_grad = (float)(1.0 - beta1) >= 0.5f;
@@ -128,9 +138,9 @@ SLIPSTREAM_API void slipstream_adamw(float *master, const void *grad, float *exp
         .root_correction = (float)(1.0 / sqrt(correction2)),
         .eps = (float)eps,
         .step_size = (float)(lr / correction1),
-        .stream = stream && out && aligned(out),
+        .stream = (mode >> 6 & 1) && out && aligned(out),
     };
-    kernels()->adamw(&args, 0, numel, grad_dtype, target);
+    kernels()->adamw(&args, 0, numel, mode & 3, mode >> 2 & 3);
 }
 
 /* memcpy past the caches. The ranges do not overlap. */

@@ -1,0 +1,255 @@
+"""The schema: what people and launchers write parses, what nobody meant is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from slipstream.config import parse as parsing
+from slipstream.config.parse import RENAMED, parse, schema_keys
+
+KEYS = sorted(schema_keys())
+# Names that open a block count as keys too: a typo in one loses everything below it.
+NAMES = sorted({".".join(key.split(".")[: i + 1]) for key in KEYS for i in range(key.count(".") + 1)})
+CHECKED = [
+    name for name in NAMES if not name.endswith("*") and not name.startswith("amp.")
+]  # amp takes any key
+
+
+def value_of(raw: Mapping[str, Any], path: str) -> Any:
+    return parse(raw).leaves[path].value
+
+
+def nest(name: str, value: Any) -> dict[str, Any]:
+    """{"a": {"b": value}} for "a.b"; a `*` below a list becomes its first item, elsewhere the name g1."""
+    *parents, last = name.split(".")
+    inner: Any = {last: value}
+    for position in range(len(parents) - 1, -1, -1):
+        if parents[position] != "*":
+            inner = {parents[position]: inner}
+        else:
+            inner = [inner] if parents[position - 1] == "layer_specs" else {"g1": inner}
+    return inner
+
+
+def concrete(name: str) -> str:
+    return name.replace("layer_specs.*", "layer_specs.0").replace("*", "g1")
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_letter_too_many_names_the_key(name: str) -> None:
+    typo = f"{name}q"
+    with pytest.raises(ValueError, match="unknown config key") as error:
+        parse(nest(typo, 1))
+    assert f"unknown config key {concrete(typo)};" in str(error.value)
+    assert concrete(name) in meant(str(error.value))
+
+
+def meant(message: str) -> list[str]:
+    return message.split("did you mean ")[1].rstrip("?").split(" or ")
+
+
+@settings(max_examples=4000, deadline=None, print_blob=True)
+@given(data=st.data())
+def test_any_one_letter_typo_names_the_key(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(CHECKED))
+    prefix, _, word = name.rpartition(".")
+    spot = data.draw(st.integers(0, len(word) - 1))
+    letter = data.draw(st.sampled_from("abcdefghijklmnopqrstuvwxyz_0123456789"))
+    typo = data.draw(
+        st.sampled_from(
+            [
+                word[:spot] + word[spot + 1 :],
+                word[:spot] + letter + word[spot + 1 :],
+                word[:spot] + letter + word[spot:],
+                word[:spot] + word[spot + 1 : spot + 2] + word[spot] + word[spot + 2 :],
+            ]
+        )
+    )
+    wrong = f"{prefix}.{typo}" if prefix else typo
+    assume(typo and wrong not in NAMES and wrong not in RENAMED)
+    with pytest.raises(ValueError, match="unknown config key") as error:
+        parse(nest(wrong, 1))
+    assert concrete(name) in meant(str(error.value))
+
+
+def test_a_key_in_the_wrong_block_names_the_right_one() -> None:
+    with pytest.raises(ValueError, match=r"unknown config key stage; did you mean zero_optimization\.stage"):
+        parse({"stage": 3})
+    with pytest.raises(
+        ValueError, match=r"zero_optimization\.gradient_clipping; did you mean gradient_clipping"
+    ):
+        parse({"zero_optimization": {"gradient_clipping": 1.0}})
+
+
+def test_every_error_is_reported_at_once() -> None:
+    with pytest.raises(ValueError) as error:
+        parse({"train_batch_siz": 8, "zero_optimization": {"stage": 7}, "fp16": {"enabled": "maybe"}})
+    text = str(error.value)
+    assert "several errors" in text
+    assert "unknown config key train_batch_siz; did you mean train_batch_size" in text
+    assert "zero_optimization.stage must be less than or equal to 3, got 7" in text
+    assert "fp16.enabled must be a valid boolean" in text and "got 'maybe'" in text
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"fp16": True}, r'config key fp16 must be an object such as \{"enabled": true\}, got True'),
+        ({"train_batch_size": "eight"}, "train_batch_size must be a number, got 'eight'"),
+        ({"train_batch_size": 8.5}, "train_batch_size must be a whole number, got 8.5"),
+        ({"train_batch_size": True}, "train_batch_size must be a number, got True"),
+        ({"train_batch_size": 0}, "train_batch_size must be greater than or equal to 1, got 0"),
+        ({"steps_per_print": -1}, "steps_per_print must be greater than or equal to 1"),
+        ({"gradient_clipping": -1.0}, "gradient_clipping must be greater than or equal to 0"),
+        ({"communication_data_type": "fp8"}, "communication_data_type must be one of fp32, fp16, bf16"),
+        ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op must be 'mean' or 'sum', got 'max'"),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "must be 'none', 'cpu' or 'nvme'"),
+        ({"zero_optimization": 3}, "config key zero_optimization must be an object"),
+        ({"optimizer": {"params": {}}}, "config key optimizer.type is missing"),
+        ({"slipstream": {"transport": "nvlink"}}, "transport must be 'auto', 'shared' or 'gloo'"),
+        ({"checkpoint": {"tag_validation": "loud"}}, "tag_validation must be 'ignore', 'warn' or 'fail'"),
+        ({"pipeline": {"stages": [1]}}, "pipeline.stages"),
+        ({3: 1}, "config keys are strings, got 3"),
+        ({"bf16": {}, "bfloat16": {}}, "bf16 and bfloat16 are two spellings of one key"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_refused_with_key_and_value(raw: dict[Any, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(raw)
+
+
+def test_numbers_as_launchers_write_them() -> None:
+    zero = {
+        "reduce_bucket_size": 0.9 * 768 * 768,
+        "sub_group_size": "1e9",
+        "stage3_max_live_parameters": math.inf,
+    }
+    raw = {"train_batch_size": "32", "gradient_accumulation_steps": 4.0, "zero_optimization": zero}
+    assert value_of(raw, "train_batch_size") == 32
+    assert value_of(raw, "gradient_accumulation_steps") == 4
+    assert value_of(raw, "zero_optimization.reduce_bucket_size") == int(0.9 * 768 * 768)
+    assert value_of(raw, "zero_optimization.sub_group_size") == 10**9
+    assert value_of(raw, "zero_optimization.stage3_max_live_parameters") == sys.maxsize
+    assert value_of({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage") == 2
+    assert value_of({"gradient_clipping": "0.5"}, "gradient_clipping") == 0.5
+
+
+@pytest.mark.parametrize("never", [math.inf, "Infinity", 0, None])
+def test_steps_per_print_never(never: Any) -> None:
+    assert value_of({"steps_per_print": never}, "steps_per_print") is None
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [("fp32", "fp32"), ("torch.bfloat16", "bf16"), ("half", "fp16"), ("BFloat16", "bf16"), ("float", "fp32")],
+)
+def test_dtype_spellings(spelling: str, name: str) -> None:
+    assert value_of({"data_types": {"grad_accum_dtype": spelling}}, "data_types.grad_accum_dtype") == name
+
+
+def test_null_means_not_set_at_every_level() -> None:
+    raw = {
+        "optimizer": None,
+        "gradient_clipping": None,
+        "zero_optimization": {"stage": 2, "offload_param": None},
+    }
+    parsed = parse(raw)
+    assert parsed.config.optimizer is None
+    assert parsed.leaves["gradient_clipping"].value == 1.0
+    assert not parsed.leaves["gradient_clipping"].given
+    assert parsed.config.zero_optimization.offload_param is None
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_auto_is_accepted_for_every_key(name: str) -> None:
+    if name in ("optimizer.type", "scheduler.type"):
+        with pytest.raises(ValueError, match=f"{name} is missing"):
+            parse(nest(name, "auto"))
+        return
+    raw = nest(name, "auto")
+    for block in ("optimizer", "scheduler"):
+        if isinstance(raw.get(block), dict):
+            raw[block]["type"] = "Adam"
+    parsed = parse(raw)
+    assert parsed.autos == {concrete(name)}
+    assert not any(leaf.given for path, leaf in parsed.leaves.items() if path == concrete(name))
+
+
+def test_legacy_forms() -> None:
+    assert value_of({"zero_optimization": True, "allgather_size": 5e8}, "zero_optimization.stage") == 1
+    assert value_of({"zero_optimization": False}, "zero_optimization.stage") == 0
+    assert value_of({"bfloat16": {"enabled": True}}, "bf16.enabled") is True
+    assert value_of({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload") is True
+
+
+@pytest.mark.parametrize(("old", "new"), sorted(RENAMED.items()))
+def test_renamed_keys_lead_to_keys(old: str, new: str) -> None:
+    assert old not in NAMES and new in NAMES
+    assert parse(nest(old, "auto")).autos == {new}
+
+
+# What accelerate and transformers hand over: their own resolution done in part, theirs and ours mixed.
+ACCELERATE: dict[str, Any] = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "1",
+    "gradient_clipping": "auto",
+    "steps_per_print": math.inf,
+    "zero_allow_untested_optimizer": True,
+    "wall_clock_breakdown": False,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "none", "nvme_path": None},
+        "offload_param": {"device": "none", "nvme_path": None},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": 589824.0,
+        "stage3_prefetch_bucket_size": 0.9 * 768 * 768,
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+    },
+    "fp16": {"enabled": False, "auto_cast": True},
+    "bf16": {"enabled": "auto"},
+    "msamp": {},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+}
+
+
+def test_what_accelerate_hands_over() -> None:
+    parsed = parse(ACCELERATE)
+    assert parsed.leaves["zero_optimization.offload_optimizer.device"].value == "none"
+    assert parsed.leaves["zero_optimization.offload_param.nvme_path"].value is None
+    assert parsed.leaves["zero_optimization.stage3_prefetch_bucket_size"].value == int(0.9 * 768 * 768)
+    assert parsed.leaves["steps_per_print"].value is None
+    assert "bf16.enabled" in parsed.autos and "gradient_clipping" in parsed.autos
+
+
+def test_the_input_is_not_changed() -> None:
+    before = json.dumps(ACCELERATE)
+    parse(ACCELERATE)
+    assert json.dumps(ACCELERATE) == before
+
+
+def test_apex_arguments_are_free() -> None:
+    assert parse({"amp": {"enabled": False, "opt_level": "O1", "loss_scale": "dynamic"}})
+
+
+def test_nothing_here_is_known_by_importing_the_package() -> None:
+    code = "import sys, slipstream, slipstream.config; sys.exit('pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_near_names_are_few_and_close() -> None:
+    assert parsing.nearest("stag", ["stage", "rng", "optimizer"]) == ["stage"]
+    assert parsing.nearest("xyz", ["stage"]) == []
