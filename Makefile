@@ -20,7 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 # CPU kernels and the launcher's entry point go stale only when one of these changes.
-BUILD_INPUTS := pyproject.toml $(wildcard setup.py src/slipstream/ops/csrc/*)
+BUILD_INPUTS := pyproject.toml $(wildcard setup.py src/slipstream/ops/build.py src/slipstream/ops/csrc/*)
 
 # Stamps. A stamp that depends on a value carries it in its name, so that a new value makes a new stamp and the step
 # runs again; each step starts by removing the stamps that it outdates.
@@ -73,7 +73,7 @@ $(ENVIRONMENTS:=/$(PINNED)): %/$(PINNED): %/$(TORCHED)
 $(ENVIRONMENTS:=/$(TORCHED)): %/$(TORCHED): %/$(MADE)
 	rm -f $*/.torch-* $*/$(PINNED)
 	$(if $(strip $(TORCH)),$*/bin/python -m pip install --quiet $(TORCH))
-	$*/bin/python -c 'import torch; print("torch", torch.__version__)'
+	$*/bin/python -W ignore -c 'import torch; print("torch", torch.__version__)'
 	@touch $@
 
 $(ENVIRONMENTS:=/$(MADE)): %/$(MADE):

@@ -1,8 +1,9 @@
 """Compiles the native kernels (src/slipstream/ops/csrc) into the package where a C compiler is present.
 
-The library is plain C with a C ABI, called through ctypes: it depends on neither Python's nor torch's headers, so one
-wheel serves every Python version of a platform. Without a compiler, or when compiling fails, the install goes on and
-slipstream uses its torch twins. Everything else about the package is in pyproject.toml; how to compile, in ops/build.py.
+The library is plain C with a C ABI, called through ctypes: it depends on neither Python's nor torch's
+headers, so one wheel serves every Python version of a platform. Without a compiler, or when compiling fails,
+the install goes on and slipstream uses its torch twins. Everything else about the package is in
+pyproject.toml; how to compile, in ops/build.py.
 """
 
 import importlib.util
@@ -22,7 +23,7 @@ spec.loader.exec_module(build)
 
 
 class BuildKernels(build_ext):
-    """Puts libslipstream_ops.so beside ops/build.py: in the wheel, or in the source tree of an editable install."""
+    """Puts libslipstream_ops.so beside ops/build.py: in the wheel, or in the source tree if editable."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")[:-1], build.LIBRARY))

@@ -1,15 +1,17 @@
-"""The native ops beside their peers, interleaved in one process: `python benchmarks/ops.py [--numel N] [--rounds R]`.
+"""The native ops beside their peers, interleaved in one process: `python benchmarks/ops.py`.
 
-One thread, as a training rank has. A round runs every contender once, in turn; the table gives the median time, the
-spread (interquartile range over median), the ratio to the peer named first in its group, and GB/s of what each one must
-at least read and write. adamw's peer is `torch.optim.AdamW(fused=True)`; where the gradient is bf16 and the weights are
-too, the peer is the same with the separate passes it then needs (unscale and widen, step, narrow). The peer of the sum
-and the streaming copy is a plain memcpy that reads and writes as many bytes. At the end: what a call costs on 64
-elements, and on every instruction set that this machine has, what each kernel reaches in cache.
+One thread, as a training rank has. A round runs every contender once, in turn; the table gives the median
+time, the spread (interquartile range over median), the ratio to the peer named first in its group, and GB/s
+of what each one must at least read and write. adamw's peer is `torch.optim.AdamW(fused=True)`; where the
+gradient is bf16 and the weights are too, the peer is the same with the separate passes it then needs (unscale
+and widen, step, narrow). The peer of the sum and the streaming copy is a plain memcpy that reads and writes
+as many bytes. At the end: what a call costs on 64 elements, and on every instruction set that this machine
+has, what each kernel reaches in cache.
 """
 
 import argparse
 import ctypes
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -21,8 +23,19 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.ops import cpu
 
-HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
-MODE = {"decoupled": True, "bias_correction": True, "step": 10}
+LR, WEIGHT_DECAY = 1e-3, 0.01
+adamw = functools.partial(
+    ops.adamw,
+    scale=0.5,
+    lr=LR,
+    beta1=0.9,
+    beta2=0.999,
+    eps=1e-8,
+    weight_decay=WEIGHT_DECAY,
+    step=10,
+    decoupled=True,
+    bias_correction=True,
+)
 
 
 class Contender(NamedTuple):
@@ -37,17 +50,17 @@ def memcpy(dst: Tensor, src: Tensor) -> None:
 
 
 def adamw_pair(numel: int, narrow: bool) -> list[Contender]:
-    """Ours and torch's fused AdamW on the same shapes: fp32 throughout, or bf16 gradients in and bf16 weights out."""
+    """Ours and torch's fused AdamW: fp32 throughout, or bf16 gradients in and bf16 weights out."""
     weights = torch.nn.Parameter(torch.randn(numel))
     weights.grad = torch.randn(numel)
-    fused = torch.optim.AdamW([weights], lr=HYPER["lr"], weight_decay=HYPER["weight_decay"], fused=True)
+    fused = torch.optim.AdamW([weights], lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     master, exp_avg, exp_avg_sq = torch.randn(numel), torch.zeros(numel), torch.zeros(numel)
     kind = torch.bfloat16 if narrow else torch.float32
     grad = torch.randn(numel).to(kind)
     out = torch.empty(numel, dtype=kind) if narrow else None
 
     def ours() -> None:
-        ops.adamw(master, grad, exp_avg, exp_avg_sq, out, scale=0.5, **HYPER, **MODE)
+        adamw(master, grad, exp_avg, exp_avg_sq, out)
 
     def peer() -> None:
         if out is not None:
@@ -57,8 +70,8 @@ def adamw_pair(numel: int, narrow: bool) -> list[Contender]:
         if out is not None:
             out.copy_(weights.detach())
 
-    group = f"adamw {'bf16 in and out' if narrow else 'fp32'}"
-    nbytes = numel * (24 + (4 if narrow else 4))
+    group = "adamw bf16 in and out" if narrow else "adamw fp32"
+    nbytes = numel * 28  # master and both moments read and written, gradient in, weights out
     return [Contender(group, "torch fused AdamW", nbytes, peer), Contender(group, "slipstream", nbytes, ours)]
 
 
@@ -121,7 +134,7 @@ def call_costs() -> None:
     address = word.data_ptr()
     rows: dict[str, Callable[[], object]] = {
         "sum_ranks, 2 sources": lambda: ops.sum_ranks(grad, sources, alpha=0.5, accumulate=False),
-        "adamw": lambda: ops.adamw(master, grad, exp_avg, exp_avg_sq, None, scale=1.0, **HYPER, **MODE),
+        "adamw": lambda: adamw(master, grad, exp_avg, exp_avg_sq, None),
         "copy_stream": lambda: ops.copy_stream(exp_avg, exp_avg_sq),
         "words.store": lambda: ops.words.store_release_and_wake(address, 1),
         "words.load": lambda: ops.words.load_acquire(address),
@@ -134,19 +147,14 @@ def call_costs() -> None:
 def in_cache(numel: int = 16384) -> None:
     """What the arithmetic alone allows: arrays that stay in the second-level cache."""
     used = cpu.isa()
-    kinds = (torch.float32, torch.bfloat16, torch.float16)
     for isa in filter(cpu.use_isa, ("avx512", "avx2", "portable")):
-        for kind in kinds:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
             master, exp_avg, exp_avg_sq = (torch.rand(numel) for _ in range(3))
-            grad, out, other = (torch.rand(numel).to(kind) for _ in range(3))
-            add = per_call(lambda: ops.sum_ranks(out, [grad, other], alpha=0.5, accumulate=False), 200)
-            adam = per_call(
-                lambda: ops.adamw(master, grad, exp_avg, exp_avg_sq, out, scale=1.0, **HYPER, **MODE), 200
-            )
-            name = str(kind).removeprefix("torch.")
-            print(
-                f"in cache   {isa:<9}{name:<9} sum of 2 {add * 1e3 / numel:.3f}, adamw {adam * 1e3 / numel:.3f} ns/element"
-            )
+            grad, out, other = (torch.rand(numel).to(dtype) for _ in range(3))
+            add = functools.partial(ops.sum_ranks, out, [grad, other], alpha=0.5, accumulate=False)
+            adam = functools.partial(adamw, master, grad, exp_avg, exp_avg_sq, out)
+            ns = [per_call(run, 200) * 1e3 / numel for run in (add, adam)]
+            print(f"in cache   {isa:<9}{dtype!s:<15} sum of 2 {ns[0]:.3f}, adamw {ns[1]:.3f} ns/element")
     cpu.use_isa(used)
 
 
@@ -159,9 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     row = ops.report()[0]
-    print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} thread, {args.numel:,} elements, {args.rounds} rounds"
-    )
+    print(f"torch {torch.__version__}, 1 thread, {args.numel:,} elements, {args.rounds} rounds")
     print(f"slipstream: {row.implementation} ({row.reason})\n")
     print(f"{'':<42}{'median':>12}{'spread':>8}{'ratio':>8}")
     compare(adamw_pair(args.numel, narrow=False), args.rounds)

@@ -1,5 +1,6 @@
 """What all tests share: the pool's life, fixed seeds, and ranks as plain processes for crash tests."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,11 +19,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """The seed is fixed unless the command line says otherwise; hypothesis reads it from this option."""
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = "0"
+    elif config.option.hypothesis_seed == "random":
+        config.option.hypothesis_seed = str(random.SystemRandom().randrange(1 << 32))
     pool.filters = list(config.getini("filterwarnings"))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"seed: {config.option.hypothesis_seed} (hypothesis, fuzz; another: --hypothesis-seed=N)"
+    return (
+        f"seed: {config.option.hypothesis_seed} (hypothesis, fuzz; another: --hypothesis-seed=N or =random)"
+    )
 
 
 def pytest_unconfigure() -> None:

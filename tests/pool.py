@@ -27,7 +27,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -36,9 +35,11 @@ from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any
 
 import pytest
+
+from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report
 
 MAX_WORLD = 4
 GRACE_S = 0.3  # after the first failure, for the other ranks to report failures of their own
@@ -49,38 +50,8 @@ OUTPUT_TAIL = 8000  # characters of each rank's output in a failure
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-INTERRUPT, DUMP = signal.SIGUSR1, signal.SIGUSR2
-FORK, WAIT = 1, 2
-REQUEST = struct.Struct("qq")  # the template's requests: (FORK, 0) -> pid, (WAIT, pid) -> exit code
-READY = b"ready"
-
-Status = Literal["passed", "failed", "skipped", "interrupted", "died", "hung"]
-
-
-class Job(NamedTuple):
-    rank: int
-    world_size: int
-    port: int  # of the session's TCPStore on 127.0.0.1
-    prefix: str  # this test's keys in it
-    timeout: float
-    path: list[str]  # sys.path
-    filters: list[str]  # of warnings, as in pytest's ini file
-    module: str
-    file: str
-    qualname: str
-    arguments: bytes  # pickled (args, kwargs)
-
-
-class Report(NamedTuple):
-    rank: int
-    status: Status
-    text: str  # traceback or reason
-    value: bytes  # pickled return value
-    when: float  # time.monotonic()
-
-
 class RankError(Exception):
-    """Some rank did not pass: `first` is the report of the one that failed first, the message is the story."""
+    """Some rank did not pass: `first` is the report of the one that failed first, the message the story."""
 
     def __init__(self, first: Report, story: str) -> None:
         super().__init__(story)
@@ -119,7 +90,7 @@ class _Worker:
         return self._read(0, self._output_end if self._output_end is not None else self._size())
 
     def stacks(self) -> str:
-        """Every thread's Python stack, even of a process that cannot answer; it is to be killed afterwards."""
+        """Every thread's Python stack, even where Python is blocked; the process is then to be killed."""
         self._output_end = start = self._size()
         _signal(self.pid, DUMP)
         deadline = time.monotonic() + 1.0
@@ -151,9 +122,9 @@ class _Template:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         root = str(Path(__file__).resolve().parents[1])
-        code = f"import sys; sys.path.insert(0, {root!r}); from tests import worker; worker.serve({theirs.fileno()})"
+        program = f"import sys; sys.path.insert(0, {root!r}); from tests.worker import serve; serve(int(sys.argv[1]))"
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", code],
+            [sys.executable, "-u", "-c", program, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=single_threaded(os.environ),
             stdin=subprocess.DEVNULL,
@@ -251,7 +222,7 @@ class Pool:
     def _start(self, world_size: int) -> None:
         if self._template is None:
             self._template = _Template()
-            from torch.distributed import TCPStore  # while the template imports torch too
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's import, in parallel
 
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if any(worker.connection.poll() for worker in self._workers):  # end of file: one died while idle

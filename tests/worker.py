@@ -3,8 +3,8 @@
 The template is one plain subprocess with torch and pytest imported, a single thread and nothing started. Each
 worker is a fork of it, so starting one costs milliseconds, not an import of torch, and so does killing one.
 
-A job is one rank's part of one test. The worker answers with a `Report`, waits until every rank has reported (a
-group destroyed earlier would reset the connections of ranks still inside a collective), then cleans up and
+A job is one rank's part of one test. The worker answers with a `Report`, waits until every rank has reported
+(a group destroyed earlier would reset the connections of ranks still inside a collective), then cleans up and
 answers once more, with what the test left behind. Invariants:
 
 - every test has a process group of its own, over a store prefix of its own; nothing of it outlives the test;
@@ -42,7 +42,7 @@ import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 from _pytest.config import apply_warning_filters
 
-from tests.pool import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report, Status
+from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report, Status
 
 SETTLE_S = 1.0  # how long threads and mappings may take to go after a test
 
@@ -155,8 +155,8 @@ def _join(job: Job) -> None:
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
     os.environ.update(LOCAL_RANK=str(job.rank), LOCAL_WORLD_SIZE=str(job.world_size))
     patience = timedelta(seconds=job.timeout + 30)  # the pool, which shows stacks, is to be first
-    server = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=patience)
-    store = dist.PrefixStore(job.prefix, server)
+    server = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(job.prefix, server)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=patience)
 
 

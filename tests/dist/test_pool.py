@@ -63,9 +63,15 @@ def test_results_come_by_rank_from_the_same_processes() -> None:
     assert len({pid for _, _, pid in first} | {os.getpid()}) == 3
 
 
-@distributed(world_size=2)
-def test_skip_reaches_pytest() -> None:
-    pytest.skip("on purpose: a rank may skip")
+def skip_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        pytest.skip("not on this rank")
+    dist.barrier()
+
+
+def test_a_skip_reaches_pytest() -> None:
+    with pytest.raises(pytest.skip.Exception, match="not on this rank"):
+        run(2, skip_on_rank_1)
 
 
 # ---- what fails

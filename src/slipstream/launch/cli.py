@@ -10,7 +10,7 @@ import difflib
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from slipstream.launch.commands import LAUNCHERS
 
@@ -20,15 +20,23 @@ __all__ = ["build_parser", "main"]
 class _Parser(argparse.ArgumentParser):
     """argparse with one-line errors that name the nearest option."""
 
-    def error(self, message: str) -> NoReturn:
-        options = [word for action in self._actions for word in action.option_strings]
-        unknown = re.search(r"(?:unrecognized arguments|no such option): (\S+)", message)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Nothing unknown is left over, not even for the parser above."""
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            near = difflib.get_close_matches(unknown[1].partition("=")[0], options, n=1)
-            hint = f"did you mean {near[0]}?" if near else "options of the script go after the script"
-            message = f"unknown option {unknown[1]}; {hint}"
-        elif "required: script" in message:
+            options = [word for action in self._actions for word in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+            after = "; the script's own options go after the script" if self.prog.endswith("run") else ""
+            self.exit(2, f"{self.prog}: unknown option {unknown[0]}; {hint}{after}\n")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (-[^/:]+)/[^:]+:", r"argument \1:", message)
+        if "required: script" in message:
             message = f"no script; {self.prog} [options] script.py [its own options]"
+        elif message.startswith("argument command: invalid choice"):
+            message = f"{message.removeprefix('argument command: ')}; scripts start with {self.prog} run SCRIPT"
         else:
             message = f"{message}; see {self.prog} --help"
         self.exit(2, f"{self.prog}: {message}\n")
@@ -199,7 +207,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="slipstream", description="Train large PyTorch models.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", metavar="{run,report,plan}", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     _add_run(commands)
     _add_report(commands)
     _add_plan(commands)

@@ -52,6 +52,7 @@ def propagated(environ: Mapping[str, str]) -> dict[str, str]:
         if (name in NAMES or name.startswith(PREFIXES))
         and name not in LOCAL
         and not is_secret(name)
+        and environ[name]
         and _NAME.match(name)
     )
     return {name: environ[name] for name in sorted(chosen)}

@@ -122,7 +122,7 @@ def limit(hosts: Sequence[Host], num_nodes: int | None, num_ranks: int | None) -
     for host in taken:
         if num_ranks > len(host.devices):
             raise ValueError(
-                f"--nproc {num_ranks}: host {host.name} has {len(host.devices)} slots; lower it, or raise "
-                "the host's slots="
+                f"--nproc {num_ranks}: host {host.name} has {len(host.devices)} slots after all filters; "
+                "lower --nproc, or give the host more"
             )
     return tuple(replace(host, devices=host.devices[:num_ranks]) for host in taken)

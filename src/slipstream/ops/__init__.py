@@ -1,8 +1,8 @@
-"""Kernels for the hot loops, each with a torch twin: sums over ranks, Adam in one pass, streaming copies, shared words.
+"""Kernels for the hot loops, each with a torch twin: rank sums, one-pass Adam, streaming copies, words.
 
-`cpu.py` checks arguments and chooses, `reference.py` holds the twins, `build.py` compiles and finds the C library
-(`csrc/`), `words.py` does atomics and futexes. Importing compiles and loads nothing; the first call does. With
-SLIPSTREAM_NATIVE=0, or without a compiler, the twins serve; `report()` says which and why.
+`cpu.py` checks arguments and chooses, `reference.py` holds the twins, `build.py` compiles and finds the C
+library (`csrc/`), `words.py` does atomics and futexes. Importing compiles and loads nothing; the first call
+does. With SLIPSTREAM_NATIVE=0, or without a compiler, the twins serve; `report()` says which and why.
 """
 
 from slipstream.ops import words

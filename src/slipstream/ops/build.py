@@ -1,12 +1,13 @@
 """The native kernels as a shared library: compile it, find it, say why it is not there.
 
-`setup.py` compiles `csrc/` into the package when a C compiler is present. Where that did not happen (no compiler then, a
-changed source tree), the first use compiles once into a per-user cache. Nothing here raises when it fails: the torch
-twins in `reference.py` serve instead, and `Library.reason` says why.
+`setup.py` compiles `csrc/` into the package when a C compiler is present. Where that did not happen (no
+compiler then, a changed source tree), the first use compiles once into a per-user cache. Nothing here raises
+when it fails: the torch twins in `reference.py` serve instead, and `Library.reason` says why.
 
-Invariants: only the standard library is imported, because `setup.py` loads this file by path, before the package exists.
-A library is used only if it was built from these very sources and flags (`source_hash`). A file appears under its final
-name whole or not at all. Importing this module does nothing; the environment is read in `load` and `find_compiler`.
+Invariants: only the standard library is imported, because `setup.py` loads this file by path, before the
+package exists. A library is used only if it was built from these very sources and flags (`source_hash`). A
+file appears under its final name whole or not at all. Importing this module does nothing; the environment is
+read in `load` and `find_compiler`.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ class BuildError(RuntimeError):
 
 
 class Library(NamedTuple):
-    """What `load` found. `kernels` releases the GIL around a call, `quick` does not: for calls of nanoseconds."""
+    """What `load` found. `kernels` releases the GIL in a call; `quick`, for short calls, does not."""
 
     kernels: ctypes.CDLL | None
     quick: ctypes.PyDLL | None
@@ -76,16 +77,14 @@ def compile_library(target: Path, compiler: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
         objects = [str(Path(scratch, source).with_suffix(".o")) for source in SOURCES]
         define = f'-DSLIPSTREAM_SOURCE_HASH="{source_hash()}"'
-        _run(
-            [*compiler, *FLAGS, define, "-c", str(CSRC / source), "-o", output]
-            for source, output in zip(SOURCES, objects, strict=True)
-        )
+        compile_one = [*compiler, *FLAGS, define, "-c"]
+        _run([[*compile_one, str(CSRC / name), "-o", to] for name, to in zip(SOURCES, objects, strict=True)])
         linked = str(Path(scratch, LIBRARY))
         _run([[*compiler, "-shared", *objects, "-o", linked, "-lm"]])
         os.replace(linked, target)
 
 
-def _run(commands: Iterable[list[str]]) -> None:
+def _run(commands: Sequence[list[str]]) -> None:
     """Run compiler commands side by side and wait for all of them."""
     running: list[subprocess.Popen[str]] = []
     try:
@@ -99,19 +98,19 @@ def _run(commands: Iterable[list[str]]) -> None:
         raise BuildError(f"cannot start the C compiler: {error}") from error
     finally:
         outputs = [process.communicate()[0] for process in running]
-    for process, output in zip(running, outputs, strict=True):
+    for command, process, output in zip(commands, running, outputs, strict=True):
         if process.returncode != 0:
             lines = (
                 [line for line in output.splitlines() if "error" in line]
                 or output.splitlines()
                 or ["no message"]
             )
-            raise BuildError(f"{running[0].args[0]} exited with {process.returncode}: {lines[0].strip()}")
+            raise BuildError(f"{command[0]} exited with {process.returncode}: {lines[0].strip()}")
 
 
 @functools.cache
 def load() -> Library:
-    """The kernels, from the package, else from the user's cache, else compiled now. Once per process; never raises."""
+    """The kernels, from the package, the user's cache, or compiled now. Cached; never raises."""
     if os.environ.get("SLIPSTREAM_NATIVE") == "0":
         return Library(None, None, "SLIPSTREAM_NATIVE=0")
     cached = _cache_directory() / LIBRARY

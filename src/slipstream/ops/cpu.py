@@ -1,10 +1,12 @@
 """The kernels' Python side: argument checks, the choice between native code and torch twin, threads.
 
-Every function works on 1-D contiguous tensors. CPU tensors go to the C library (GIL released) where there is one; other
-devices, and a master or moments that are not fp32, go to the twin in `reference.py`, which gives the same bits.
+Every function works on 1-D contiguous tensors. CPU tensors go to the C library (GIL released) where there is
+one; other devices, and a master or moments that are not fp32, go to the twin in `reference.py`, which gives
+the same bits.
 
-[Note: Call cost] These run once per unit and step, on units that may be small, so a call costs about 2 us: function
-pointers are bound once, dtypes are compared by identity, and the error text is worked out only after a check failed.
+[Note: Call cost] These run once per unit and step, on units that may be small, so a call costs about 2 us:
+function pointers are bound once, dtypes are compared by identity, and the error text is worked out only after
+a check failed.
 """
 
 import ctypes
@@ -63,7 +65,7 @@ def _kernels() -> _Kernels | None:
 
 
 def report() -> list[OpReport]:
-    """Which implementation each op runs on CPU tensors, and why. Compiles the kernels if nothing did before."""
+    """Which implementation each op runs on CPU tensors, and why. Compiles the kernels if need be."""
     library = build.load()
     implementation = f"native {isa()}" if library.kernels else "torch"
     words = "native" if library.kernels else "torch"
@@ -81,27 +83,25 @@ def isa() -> str:
 
 
 def use_isa(name: str) -> bool:
-    """Run the native kernels on another instruction set from now on; False if this machine lacks it. For tests."""
+    """Use this instruction set from now on; False where the machine lacks it. For tests."""
     library = build.load().kernels
     return library is not None and bool(library.slipstream_use_isa(name.encode()))
 
 
 def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulate: bool) -> Partial:
-    """out = alpha * (sources added in order in fp32), plus out itself if `accumulate`, rounded once to out's dtype.
+    """out = alpha * (sources added in order, in fp32), plus out if `accumulate`, rounded once to out's dtype.
 
-    out: 1-D, fp32, bf16 or fp16; it may be exactly one of the sources. sources: 1-D, of out's numel, all of one such
-    dtype. Returns the fp64 sum of squares of the rounded elements, which no number of threads changes, and whether all
-    of them are finite.
+    out: 1-D, fp32, bf16 or fp16; it may be exactly one of the sources. sources: 1-D, of out's numel, all of
+    one such dtype. Returns the fp64 sum of squares of the rounded elements, which no number of threads
+    changes, and whether all of them are finite.
     """
     numel, on_cpu, dtype = out.numel(), out.is_cpu, sources[0].dtype if sources else None
     target, source = DTYPES.get(out.dtype), DTYPES.get(dtype)
     if target is None or source is None or out.dim() != 1 or not out.is_contiguous():
         raise _refusal("sum_ranks", {"out": out, **_numbered(sources)})
     start, width, out_width = out.data_ptr(), WIDTHS[source], WIDTHS[target]
-    low, high = (
-        start - numel * width,
-        start + numel * out_width,
-    )  # a source that starts in between overlaps out
+    # A source that starts between these overlaps out.
+    low, high = start - numel * width, start + numel * out_width
     pointers: list[int] = []
     for tensor in sources:
         if (
@@ -115,8 +115,8 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
         pointer = tensor.data_ptr()
         if low < pointer < high and (pointer != start or width != out_width):
             raise ValueError(
-                f"sum_ranks: sources[{len(pointers)}] overlaps out without being the same {numel} elements "
-                f"({dtype} {pointer - start} bytes from {out.dtype}); out is one source exactly, or memory of its own"
+                f"sum_ranks: sources[{len(pointers)}] ({numel} x {dtype}) overlaps out ({out.dtype}), "
+                f"which starts {start - pointer} bytes after it; out is exactly one source, or its own memory"
             )
         pointers.append(pointer)
     kernels = _kernels()
@@ -162,11 +162,11 @@ def adamw(
     decoupled: bool,
     bias_correction: bool,
 ) -> None:
-    """One Adam step in one pass, by the formulas of torch.optim.AdamW (`decoupled`) or torch.optim.Adam, in fp32.
+    """One Adam step in one pass, in fp32, by the formulas of torch.optim.AdamW (`decoupled`) or Adam.
 
-    master, exp_avg, exp_avg_sq: 1-D, updated in place; fp32, or bf16 or fp16 where the config asks for it. grad: 1-D,
-    fp32, bf16 or fp16, multiplied by `scale` (unscaling and clipping) as it is read. out: the weights in their own
-    dtype, or None where they are the master itself. step counts from 1.
+    master, exp_avg, exp_avg_sq: 1-D, updated in place; fp32, or bf16 or fp16 where the config asks for it.
+    grad: 1-D, fp32, bf16 or fp16, multiplied by `scale` (unscaling and clipping) as it is read. out: the
+    weights in their own dtype, or None where they are the master itself. step counts from 1.
     """
     numel, on_cpu = master.numel(), master.is_cpu
     tensors = (master, grad, exp_avg, exp_avg_sq) if out is None else (master, grad, exp_avg, exp_avg_sq, out)
@@ -182,11 +182,8 @@ def adamw(
     if step < 1 or not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
         raise ValueError(f"adamw: step ({step}) counts from 1, and betas ({beta1}, {beta2}) are in [0, 1)")
     kernels = _kernels()
-    if (
-        kernels is None
-        or not on_cpu
-        or not master.dtype is exp_avg.dtype is exp_avg_sq.dtype is torch.float32
-    ):
+    single = master.dtype is exp_avg.dtype is exp_avg_sq.dtype is torch.float32
+    if kernels is None or not on_cpu or not single:
         reference.adamw(
             master,
             grad,
@@ -205,14 +202,12 @@ def adamw(
         )
         return
     pointers = [tensor.data_ptr() for tensor in tensors]
-    target = 0
-    stream = False
+    source, target, stream = DTYPES[grad.dtype], 0, False
     if out is None:
         pointers.append(0)
     else:
         target = DTYPES[out.dtype]
         stream = numel * WIDTHS[target] >= STREAM_BYTES
-    source = DTYPES[grad.dtype]
     mode = source | target << 2 | decoupled << 4 | bias_correction << 5 | stream << 6
     hyper = (mode, step, scale, lr, beta1, beta2, eps, weight_decay)
     if numel < 2 * THREAD_NUMEL or (threads := torch.get_num_threads()) == 1:
@@ -228,7 +223,7 @@ def adamw(
 
 
 def copy_stream(dst: Tensor, src: Tensor) -> None:
-    """dst = src, written past the caches: for what no one on this core reads soon. 1-D, of one dtype, not overlapping."""
+    """dst = src, past the caches: for what this core will not read soon. 1-D, one dtype, not overlapping."""
     numel = dst.numel()
     if (
         dst.dtype is not src.dtype
@@ -246,18 +241,16 @@ def copy_stream(dst: Tensor, src: Tensor) -> None:
     to, source, width = dst.data_ptr(), src.data_ptr(), dst.element_size()
     if abs(to - source) < numel * width:
         raise ValueError(
-            f"copy_stream: dst and src overlap ({numel} elements, {abs(to - source)} bytes apart)"
+            f"copy_stream: dst and src overlap: {numel} elements, {abs(to - source)} bytes apart"
         )
     if numel * width < STREAM_BYTES or (threads := torch.get_num_threads()) == 1:
         kernels.copy_stream(to, source, numel * width)
-    else:
-        _in_threads(
-            lambda begin, end: kernels.copy_stream(
-                to + begin * width, source + begin * width, (end - begin) * width
-            ),
-            numel,
-            threads,
-        )
+        return
+
+    def run(begin: int, end: int) -> None:
+        kernels.copy_stream(to + begin * width, source + begin * width, (end - begin) * width)
+
+    _in_threads(run, numel, threads)
 
 
 def _in_threads(run: Callable[[int, int], None], numel: int, threads: int) -> None:

@@ -1,9 +1,9 @@
 """The torch twins of the native kernels: the same results without a compiler, on any device.
 
-Elementwise results equal the kernels' bit for bit: each operation below is one IEEE operation there too, in the same
-order. So nothing here may use an op that torch fuses or reorders (`add(alpha=)`, `addcmul`, `lerp`). Sums of squares
-agree to fp64 rounding, and are deterministic whatever the number of threads: torch splits no reduction of fewer than
-32,768 elements, and no CPU chunk here is larger than 16,384.
+Elementwise results equal the kernels' bit for bit: each operation below is one IEEE operation there too, in
+the same order. So nothing here may use an op that torch fuses or reorders (`add(alpha=)`, `addcmul`, `lerp`).
+Sums of squares agree to fp64 rounding, and are deterministic whatever the number of threads: torch splits no
+reduction of fewer than 32,768 elements, and no CPU chunk here is larger than 16,384.
 
 Glossary: `span` is the slice of elements in hand, short enough that its temporaries stay in cache.
 """
@@ -79,7 +79,7 @@ def adamw(
     decoupled: bool,
     bias_correction: bool,
 ) -> None:
-    """Also takes a master or moments in bf16 or fp16: a span at a time is computed in fp32 and rounded once."""
+    """Also takes a master or moments in bf16 or fp16: computed in fp32 a span at a time, rounded once."""
     correction1 = 1.0 - beta1**step if bias_correction else 1.0
     correction2 = 1.0 - beta2**step if bias_correction else 1.0
     root_correction = 1.0 / math.sqrt(correction2)
@@ -107,7 +107,7 @@ def adamw(
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """torch's own is a vector maths library's on CPU, which is off by one unit in the last place now and then."""
+    """numpy's on CPU: torch's comes from a maths library that may be off by one unit in the last place."""
     if not x.is_cpu:
         return x.sqrt()
     with numpy.errstate(invalid="ignore"):

@@ -1,12 +1,13 @@
 """Words in memory that processes share: atomic stores, loads and adds, and waiting for a value.
 
-A word is a naturally aligned uint32 (a heartbeat a uint64) at an address inside a shared mapping. A store or an add
-releases and a load or a finished wait acquires: who sees a value also sees all that its writer wrote before. Values wrap
-at 2**32 and are compared by signed difference, so a counter may run for ever. The caller keeps the mapping alive.
+A word is a naturally aligned uint32 (a heartbeat a uint64) at an address inside a shared mapping. A store or
+an add releases and a load or a finished wait acquires: who sees a value also sees all that its writer wrote
+before. Values wrap at 2**32 and are compared by signed difference, so a counter may run for ever. The caller
+keeps the mapping alive.
 
-Without a compiler the same functions work through ctypes: waiting polls with short sleeps instead of sleeping on the
-futex, `add` is libstdc++'s atomic add (torch has loaded that library already), and so are the fences that processors
-other than x86 need.
+Without a compiler the same functions work through ctypes: waiting polls with short sleeps instead of sleeping
+on the futex, `add` is libstdc++'s atomic add (torch has loaded that library already), and so are the fences
+that processors other than x86 need.
 """
 
 import ctypes
@@ -14,25 +15,23 @@ import functools
 import platform
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slipstream.ops import build
 
-_ATOMIC_ADD = (
-    "_ZN9__gnu_cxx18__exchange_and_addEPVii"  # int __gnu_cxx::__exchange_and_add(volatile int*, int)
-)
+# int __gnu_cxx::__exchange_and_add(volatile int*, int)
+_ATOMIC_ADD = "_ZN9__gnu_cxx18__exchange_and_addEPVii"
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 1e-3  # seconds
 
 
 class _Words(NamedTuple):
-    store: Callable[[int, int], None]
+    store: Callable[[int, int], object]
     load: Callable[[int], int]
     add: Callable[[int, int], int]
-    store64: Callable[[int, int], None]
+    store64: Callable[[int, int], object]
     load64: Callable[[int], int]
-    wait: Callable[
-        [int, int, int, int], bool
-    ]  # address, value, spin in ns, timeout in ns; may return False early
+    # address, value, spin in ns, timeout in ns; may return False before the time is up
+    wait: Callable[[int, int, int, int], bool]
 
 
 def store_release_and_wake(address: int, value: int) -> None:
@@ -69,7 +68,7 @@ def load64(address: int) -> int:
 
 
 def wait_at_least(address: int, value: int, spin_us: int, timeout_ms: int) -> bool:
-    """Wait until the word is at least `value` (signed difference): spin, then sleep. False when the time is up.
+    """Wait until the word is at least `value` (signed difference): spin, then sleep. False when time is up.
 
     The GIL is released, and signals are handled (Ctrl-C raises) within 50 ms.
     """
@@ -93,42 +92,32 @@ def _words() -> _Words:
     library = build.load()
     if library.kernels is None or library.quick is None:
         return _fallback()
-    pointer, word, long, double_word = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64
+    pointer, u32, u64, i64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
     quick, patient = library.quick, library.kernels
-    words = _Words(
-        quick.slipstream_store_release_and_wake,
-        quick.slipstream_load_acquire,
-        quick.slipstream_add,
-        quick.slipstream_store64,
-        quick.slipstream_load64,
-        patient.slipstream_wait_at_least,
+    return _Words(
+        store=_bound(quick.slipstream_store_release_and_wake, None, pointer, u32),
+        load=_bound(quick.slipstream_load_acquire, u32, pointer),
+        add=_bound(quick.slipstream_add, u32, pointer, u32),
+        store64=_bound(quick.slipstream_store64, None, pointer, u64),
+        load64=_bound(quick.slipstream_load64, u64, pointer),
+        wait=_bound(patient.slipstream_wait_at_least, ctypes.c_int, pointer, u32, i64, i64),
     )
-    signatures = (
-        ([pointer, word], None),
-        ([pointer], word),
-        ([pointer, word], word),
-        ([pointer, double_word], None),
-        ([pointer], double_word),
-        ([pointer, word, long, long], ctypes.c_int),
-    )
-    for function, (arguments, result) in zip(words, signatures, strict=True):
-        function.argtypes = arguments
-        function.restype = result
-    return words
+
+
+def _bound(function: Any, result: Any, *arguments: Any) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function
 
 
 def _fallback() -> _Words:
     try:
-        exchange_and_add = getattr(ctypes.CDLL("libstdc++.so.6"), _ATOMIC_ADD)
-        exchange_and_add.argtypes, exchange_and_add.restype = (
-            [ctypes.c_void_p, ctypes.c_int32],
-            ctypes.c_uint32,
-        )
+        function = getattr(ctypes.CDLL("libstdc++.so.6"), _ATOMIC_ADD)
     except (OSError, AttributeError) as error:
         raise RuntimeError(
-            "shared-memory words need a C compiler (to build the native ops) or libstdc++.so.6, and neither is here; "
+            "shared words need a C compiler (for the native ops) or libstdc++.so.6, and neither is here; "
             'install one, or set "slipstream": {"transport": "gloo"}'
         ) from error
+    exchange_and_add = _bound(function, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int32)
     # x86 keeps stores in order and loads in order; elsewhere an atomic add of zero is the fence.
     ordered = platform.machine() in ("x86_64", "AMD64")
 

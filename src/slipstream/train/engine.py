@@ -25,6 +25,7 @@ from slipstream.mesh import Mesh
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.train import step as window
 from slipstream.train.precision import Precision
+from slipstream.train.progress import Progress
 from slipstream.zero import access
 from slipstream.zero.hooks import Hooks, Phase, Slots
 from slipstream.zero.unit import Comms, Unit
@@ -65,6 +66,7 @@ class Engine(nn.Module):
         self.rank, self.world_size = parts.mesh.data.index, parts.mesh.data.size
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.global_grad_norm: float | None = None
+        self.progress = Progress(parts.plan, self.rank)
         self.step_applied = False
         self._scaled_by_accumulation: bool | None = None
         self._boundary: bool | None = None  # set by hand (accelerate); None: count micro-batches
@@ -75,7 +77,7 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Its units gather and release themselves."""
         self._refuse_destroyed()
-        with self.precision.autocast():
+        with self.progress.timing("forward"), self.precision.autocast():
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True, retain_graph: bool = False, **kwargs: Any) -> Tensor:
@@ -86,7 +88,8 @@ class Engine(nn.Module):
         """
         accumulation = self.plan.batch.accumulation if self.plan.batch.managed else 1
         self._divide(scale_wrt_gas)
-        loss.backward(retain_graph=retain_graph, **kwargs)
+        with self.progress.timing("backward"):
+            loss.backward(retain_graph=retain_graph, **kwargs)
         return loss.detach() / accumulation if scale_wrt_gas else loss.detach()
 
     def step(self) -> None:
@@ -99,12 +102,13 @@ class Engine(nn.Module):
         if self.steps is None:
             raise RuntimeError("engine.step() on an engine without optimizer; give one to initialize() or in the config")
         self.watch.phase, self.watch.step = "step", self.global_steps
-        with torch.no_grad():
+        with self.progress.timing("step"), torch.no_grad():
             verdict = self._finish_window()
             if verdict.finite or not self.precision.plan.check_overflow:
                 window.update(self.units, self.steps, verdict.scale)
                 self.step_applied = True
         self._count(verdict)
+        self.progress.step_done(self)
         self.watch.phase = "idle"
 
     def _finish_window(self) -> window.Verdict:

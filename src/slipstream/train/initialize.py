@@ -19,8 +19,9 @@ from slipstream.train.data import distributed_loader
 from slipstream.train.engine import Engine, Parts
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.precision import Precision
+from slipstream.train.progress import introduce
 from slipstream.train.schedules import build_scheduler
-from slipstream.zero.build import Recipe, build_units, connect
+from slipstream.zero.build import Recipe, build_units, connect, unfreeze
 from slipstream.zero.hooks import Hooks, Reducer
 from slipstream.zero.materialize import materialize
 from slipstream.zero.placement import stage_placement
@@ -71,6 +72,8 @@ def initialize(
     group = mpu.get_data_parallel_group() if mpu is not None else None
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     plan = resolve(raw, world=DataWorld(data_parallel=size), facts=_facts(model, device))
+    if size == 1 or dist.get_rank(group) == 0:
+        introduce(plan)
     mesh = data_mesh(plan.zero.shard_size if plan.zero.stage == 3 else None, group)
     inner, native = _optimizer(plan, model, optimizer, model_parameters)
     engine = _engine(plan, model, mesh, device, inner, native)
@@ -80,7 +83,7 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = distributed_loader(
             training_data, batch_size=plan.batch.micro_batch_size, rank=mesh.data.index, world_size=mesh.data.size,
-            collate_fn=collate_fn, drop_last=plan.data.drop_last, seed=0, pin_memory=device.type == "cuda",
+            collate_fn=collate_fn, drop_last=plan.data.drop_last, seed=plan.seed, pin_memory=device.type == "cuda",
         )  # fmt: skip
     return engine, handle, engine.training_dataloader, engine.lr_scheduler
 
@@ -112,16 +115,22 @@ def _engine(
     if recipe.weights_dtype is not None:
         _convert_buffers(model, recipe.weights_dtype)
     watch = Watch(plan.debug.timeout_s)
-    comms = connect(mesh, device, plan.zero.transport, watch)
+    # shared weights cannot be poisoned: another rank may be reading them
+    comms = connect(mesh, device, "gloo" if plan.debug.poison_released else plan.zero.transport, watch)
     units, slots = build_units(model, recipe, comms)
     watch.start(mesh.data.ranks, mesh.data.index, units[0].serial)
     numerics = Precision(precision, device)
-    hooks = Hooks(model, units, Reducer(units, slots), watch, numerics.inputs, numerics.outputs)
+    hooks = Hooks(
+        model, units, Reducer(units, slots), watch, numerics.inputs, numerics.outputs,
+        unfreeze=lambda unit: unfreeze(unit, recipe, slots),
+    )  # fmt: skip
+    for unit in units:
+        unit.poison = plan.debug.poison_released
     steps: ShardedSteps | None = None
     if inner is not None and native:
         options = inner.param_groups[0]
         steps = FusedAdamW(
-            inner, units, decoupled=isinstance(inner, torch.optim.AdamW),
+            inner, units, decoupled=bool(options.get("decoupled_weight_decay", isinstance(inner, torch.optim.AdamW))),
             bias_correction=options.get("bias_correction", True), state_dtype=precision.state_dtype,
         )  # fmt: skip
     elif inner is not None:
@@ -152,24 +161,22 @@ def _optimizer(
     params = list(model_parameters) if model_parameters is not None else None
     if params and isinstance(params[0], tuple):
         params = [param for _, param in params]
-    trainable = params if params is not None else [param for param in model.parameters() if param.requires_grad]
+    wanted = params if params is not None else list(model.parameters())  # frozen ones too: they may be unfrozen later
     if isinstance(optimizer, torch.optim.Optimizer):
         return _checked(optimizer, model), _is_native(optimizer)
     if optimizer is not None:
-        made = optimizer(trainable)
+        made = optimizer(wanted)
         if not isinstance(made, torch.optim.Optimizer):
             raise ValueError(f"optimizer= was called and returned a {type(made).__name__}, not a torch.optim.Optimizer")
         return _checked(made, model), _is_native(made)
-    if plan.optimizer is None or not trainable:
+    if plan.optimizer is None or not wanted:
         return None, False
     resolved = resolve_optimizer(plan.optimizer.type, plan.optimizer.params)
-    groups: Any = trainable
+    groups: Any = wanted
     if resolved.cls.__name__ == "Muon" and resolved.cls.__module__.startswith("slipstream"):
-        groups = muon_groups(
-            model.named_parameters(remove_duplicate=False),
-            [group if isinstance(group, Mapping) else {"params": [group]} for group in trainable] if params is not None else None,
-        )
-        groups = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+        bare = [param for param in wanted if isinstance(param, torch.Tensor)]
+        given = [group for group in wanted if isinstance(group, Mapping)] + ([{"params": bare}] if bare else [])
+        groups = muon_groups(model.named_parameters(remove_duplicate=False), given)
     made = resolved.cls(groups, **resolved.kwargs)
     for group in made.param_groups:
         group.update(resolved.group_options)

@@ -114,17 +114,13 @@ def _take_values(engine: Engine, loaded: checkpoint.Loaded, *, optimizer: bool, 
 def _weights(engine: Engine, exclude_frozen: bool = False) -> dict[str, FlatSlice | Tensor]:
     entries: dict[str, FlatSlice | Tensor] = {}
     for unit in engine.units:
-        held, span = (unit.master, unit.optim_span) if unit.grads is not None else _frozen_span(unit)
+        held, span = unit.master, unit.optim_span
         for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
             start, stop = overlap(slot.span, span)
             if not (exclude_frozen and not param.requires_grad):
                 data = held[start - span[0] : stop - span[0]]
                 entries[f"model.{name}"] = FlatSlice(data, slot.shape, min(max(start - slot.offset, 0), slot.numel))
     return entries
-
-
-def _frozen_span(unit: Unit) -> tuple[Tensor, tuple[int, int]]:
-    return (unit.shard, unit.span) if unit.placement.weights else (unit.full, (0, unit.layout.numel))
 
 
 def _buffers(engine: Engine) -> dict[str, FlatSlice | Tensor]:

@@ -64,12 +64,14 @@ def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> C
 
 
 def _dtypes(group: Group, recipe: Recipe) -> Dtypes:
-    if not group.dtype.is_floating_point:
-        return Dtypes(weights=group.dtype, master=group.dtype, local=group.dtype, wire=group.dtype, grads=group.dtype)
-    weights = recipe.weights_dtype or group.dtype
-    kept = recipe.grads_dtype or (torch.promote_types(weights, torch.float32) if recipe.accumulates else weights)
+    weights = (recipe.weights_dtype or group.dtype) if group.dtype.is_floating_point else group.dtype
     if not group.trainable:
-        return Dtypes(weights=weights, master=weights, local=kept, wire=kept, grads=kept)
+        return Dtypes(weights=weights, master=weights, local=weights, wire=weights, grads=weights)
+    return _trainable_dtypes(weights, recipe)
+
+
+def _trainable_dtypes(weights: torch.dtype, recipe: Recipe) -> Dtypes:
+    kept = recipe.grads_dtype or (torch.promote_types(weights, torch.float32) if recipe.accumulates else weights)
     wire = recipe.wire_dtype or (kept if not recipe.placement.grads else weights)
     # fp32 and wider weights are their own master
     master = weights if weights.itemsize >= recipe.master_dtype.itemsize else recipe.master_dtype
@@ -117,17 +119,29 @@ def build_units(model: nn.Module, recipe: Recipe, comms: Comms) -> tuple[list[Un
     modules = dict(model.named_modules())
     units = []
     for i, group in enumerate(groups):
-        unit_place = place if group.trainable else Placement(weights=place.weights, grads=place.weights, optim=place.weights)
         unit = Unit(
             group.name, i, modules[group.module_name] if group.module_name else None,
-            [(name, params[name]) for name in group.param_names], layouts[i], unit_place, dtypes[i], comms, memories[i],
+            [(name, params[name]) for name in group.param_names], layouts[i], place, dtypes[i], comms, memories[i],
         )  # fmt: skip
-        if not group.trainable:
-            unit.grads = None
+        if group.trainable:
+            unit.start_training(dtypes[i])
         units.append(unit)
     comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # common weights are written before anyone reads them
     access.register(units)
     return units, slots
+
+
+def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
+    """Give a unit whose parameters were all frozen what training needs. Collective; all ranks unfreeze alike."""
+    comms, layout = unit.comms, unit.layout
+    dtypes = _trainable_dtypes(unit.dtypes.weights, recipe)
+    if not recipe.placement.grads:
+        unit.memory.local = comms.dp.allocate([(layout.numel, dtypes.local)])[0]
+    elif comms.dp_replicate.size > 1:
+        unit.memory.replica = comms.dp_replicate.allocate([(unit.span[1] - unit.span[0], dtypes.grads)])[0]
+    unit.start_training(dtypes)
+    if recipe.placement.grads or dtypes.wire != dtypes.local:
+        slots.ensure(dtypes.wire, layout.numel, lambda: comms.dp.allocate([(layout.numel, dtypes.wire)] * _NUM_SLOTS))
 
 
 def _slots(layouts: Sequence[Layout], dtypes: Sequence[Dtypes], place: Placement, comm: Comm) -> Slots:

@@ -48,6 +48,12 @@ class Slots:
         ring.rotate(-1)
         return ring[-1]
 
+    def ensure(self, dtype: torch.dtype, numel: int, make: Callable[[], Sequence[Buffer]]) -> None:
+        """See that buffers of `dtype` hold `numel` elements; `make` is collective and so is this."""
+        ring = self._rings.get(dtype)
+        if ring is None or ring[0].tensor.numel() < numel:
+            self._rings[dtype] = deque(make())
+
     def __len__(self) -> int:
         return max((len(ring) for ring in self._rings.values()), default=0)
 
@@ -60,6 +66,7 @@ class Reducer:
         self.alpha = 1.0
         self.order: list[Unit] = []
         self.missing: dict[int, set[int]] = {}  # unit index -> parameters whose gradient has not landed
+        self.expected: dict[int, int] = {}  # unit index -> how many were missing at first
         self.complete: set[int] = set()
         self.launched = 0
         self.in_flight: deque[Pending[None]] = deque()
@@ -67,9 +74,11 @@ class Reducer:
     def begin(self) -> None:
         """A backward starts."""
         self.order = [unit for unit in reversed(self.units) if unit.trainable and unit.placement.grads]
-        self.missing = {
-            unit.index: {i for i, param in enumerate(unit.params) if param.requires_grad} for unit in self.order
-        }
+        with torch._C.DisableTorchFunctionSubclass():
+            self.missing = {
+                unit.index: {i for i, param in enumerate(unit.params) if param.requires_grad} for unit in self.order
+            }
+        self.expected = {index: len(params) for index, params in self.missing.items()}
         self.complete.clear()
         self.launched = 0
 
@@ -81,7 +90,7 @@ class Reducer:
 
     def any_landed(self, unit: Unit) -> bool:
         """Whether some of the unit's gradients have landed. With none, another call of its block may still be to come."""
-        return unit.index in self.missing and len(self.missing[unit.index]) < sum(p.requires_grad for p in unit.params)
+        return unit.index in self.missing and len(self.missing[unit.index]) < self.expected[unit.index]
 
     def finish(self, unit: Unit) -> None:
         """The unit is complete: reduce it now if it is its turn."""
@@ -120,9 +129,10 @@ class Hooks:
         watch: Watch,
         on_inputs: Callable[[Any, Any], tuple[Any, Any]],
         on_outputs: Callable[[Any], Any],
+        unfreeze: Callable[[Unit], None],
     ) -> None:
         self.model, self.units, self.reducer, self.watch = model, units, reducer, watch
-        self.on_inputs, self.on_outputs = on_inputs, on_outputs
+        self.on_inputs, self.on_outputs, self.unfreeze = on_inputs, on_outputs, unfreeze
         self.phase = Phase.IDLE
         self.sync = True  # False inside no_sync()
         self.keep = False  # a graph of a graph is alive: weights stay until the step
@@ -138,10 +148,8 @@ class Hooks:
         add = self.handles.append
         add(self.model.register_forward_pre_hook(_eager(self._root_pre), with_kwargs=True, prepend=True))
         add(self.model.register_forward_hook(_eager(self._root_post), with_kwargs=True, always_call=True))
-        for unit in self.units:
-            for i, param in enumerate(unit.params):
-                if param.requires_grad or unit.grads is not None:
-                    add(_grad_hook(param, self._on_grad, unit, i))
+        self.frozen = [(unit, i) for unit in self.units for i in range(len(unit.params))]
+        self._hook_gradients()
         if not any(unit.placement.weights for unit in self.units):
             return
         for module, units in self._users().items():
@@ -149,6 +157,18 @@ class Hooks:
                 continue
             add(module.register_forward_pre_hook(_eager(_Bound(self._block_pre, units)), with_kwargs=True, prepend=True))
             add(module.register_forward_hook(_eager(_Bound(self._block_post, units)), with_kwargs=True, always_call=True))
+
+    def _hook_gradients(self) -> None:
+        """Hook parameters that require gradients and did not before; torch hooks none that do not."""
+        still = []
+        for unit, i in self.frozen:
+            if not unit.params[i].requires_grad:
+                still.append((unit, i))
+                continue
+            if unit.grads is None:
+                self.unfreeze(unit)
+            self.handles.append(_grad_hook(unit.params[i], self._on_grad, unit, i))
+        self.frozen = still
 
     def _users(self) -> dict[nn.Module, list[Unit]]:
         """Modules that gather: every block its own units and those of shared parameters inside it, and every module
@@ -180,6 +200,8 @@ class Hooks:
         if self.phase is Phase.BACKWARD:  # the whole model is being recomputed
             return None
         self.phase = self.watch_phase(Phase.FORWARD)
+        if self.frozen and torch.is_grad_enabled():
+            self._hook_gradients()
         for unit in self.units:
             if unit.state is State.GATHERED:
                 unit.check_writes()

@@ -97,13 +97,14 @@ class Unit:
         self.gaps = _gaps(layout)
         self.reduced_class, self.released_class = parameter_classes(self)
         self.state = State.GATHERED
+        self.poison = False  # debugging: fill released weights with NaN instead of freeing them
         self.pinned = False  # gathered on demand: stays until the end of backward
         self.may_gather_on_demand = False  # set by the hooks while the engine's forward runs
         self.filled: set[int] = set()  # parameters whose `local` holds this window's gradient
         self.has_gradient = False  # some gradient has left `.grad` since the last step
         self.partial = Partial(0.0, True)  # of this rank's finest span, after the last reduction
         self._place_weights()
-        self.grads = self._place_grads() if memory.local or memory.replica or placement.grads else None
+        self.grads: Tensor | None = None  # until start_training
         self._versions = [param._version for param in self.params]
 
     # -- memory --
@@ -124,11 +125,14 @@ class Unit:
             param.data = view
         owns_shard = bool(self.placement.weights) and not self.memory.common
         self.shard = self.full[start:stop].clone() if owns_shard else self.full[start:stop]
-        if self.dtypes.master == dtype:
-            self.master = self.shard if self.placement.optim else self.full
-        else:
+        self.master = self._own_weights()
+        if self.dtypes.master != dtype:
             a, b = self.optim_span
             self.master = whole[a:b].to(self.dtypes.master, copy=True)
+
+    def _own_weights(self) -> Tensor:
+        """The weights in the optimizer's span."""
+        return self.shard if self.placement.optim else self.full
 
     def master_source_dtype(self, tensors: Iterable[Tensor]) -> torch.dtype:
         """The widest dtype of what the user gave, so that masters start from it and not from its rounding."""
@@ -136,6 +140,13 @@ class Unit:
         for tensor in tensors:
             wide = torch.promote_types(wide, tensor.dtype)
         return wide
+
+    def start_training(self, dtypes: Dtypes) -> None:
+        """Make room for gradients and, where the weights are no masters, for masters. `memory` has been extended."""
+        self.dtypes = dtypes
+        self.grads = self._place_grads()
+        if dtypes.master != self.dtypes.weights and self.master.dtype != dtypes.master:
+            self.master = self._own_weights().to(dtypes.master, copy=True)
 
     def _place_grads(self) -> Tensor:
         if self.memory.replica:
@@ -147,14 +158,13 @@ class Unit:
 
     @property
     def trainable(self) -> bool:
-        return self.grads is not None and any(param.requires_grad for param in self.params)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grads is not None and any(param.requires_grad for param in self.params)
 
     @property
     def out(self) -> Tensor | None:
         """Where the optimizer writes new weights, or None when the master is the weights."""
-        if self.dtypes.master == self.dtypes.weights:
-            return None
-        return self.shard if self.placement.optim else self.full
+        return None if self.dtypes.master == self.dtypes.weights else self._own_weights()
 
     # -- parameter classes (zero/parameter.py asks these) --
 
@@ -206,7 +216,10 @@ class Unit:
             return
         self.check_writes()
         self._set_class(self.released_class)
-        if not self.memory.common:
+        if self.poison:
+            with torch.autograd._unsafe_preserve_version_counter(self.full):
+                self.full.fill_(float("nan"))
+        elif not self.memory.common:
             self.full.untyped_storage().resize_(0)
         self.state, self.pinned = State.RELEASED, False
 

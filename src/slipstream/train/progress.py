@@ -1,0 +1,68 @@
+"""What an engine says while it trains: the plan at the start, a line every `steps_per_print` steps, and where time went."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from slipstream.config import Plan, describe, keys
+
+if TYPE_CHECKING:
+    from slipstream.train.engine import Engine
+
+logger = logging.getLogger("slipstream.train")
+
+
+def introduce(plan: Plan) -> None:
+    """Log what of the config has no effect, and the whole plan where `dump_state` asks for it. For one rank to call."""
+    package = logging.getLogger("slipstream")
+    speaks = plan.steps_per_print or plan.wall_clock_breakdown or plan.dump_state or plan.log_level
+    if speaks and not package.hasHandlers():  # asked to speak, and nobody listens yet
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
+        package.addHandler(handler)
+    if plan.log_level is not None:
+        package.setLevel(plan.log_level.upper())
+    elif speaks and package.level == logging.NOTSET:
+        package.setLevel(logging.INFO)
+    keys.say(plan.notes)
+    if plan.dump_state:
+        logger.info("%s", describe(plan))
+
+
+class Progress:
+    """Times and counts of one engine; speaks on rank 0 only."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.every = plan.steps_per_print if rank == 0 else None
+        self.times = plan.wall_clock_breakdown and rank == 0
+        self.seconds: dict[str, float] = {}
+        self.since = time.perf_counter()
+
+    @contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        """Add the time of a part of the loop to this window's."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+    def step_done(self, engine: Engine) -> None:
+        """A window is over."""
+        if self.every and engine.global_steps % self.every == 0:
+            elapsed, self.since = time.perf_counter() - self.since, time.perf_counter()
+            rates = [group["lr"] for group in engine.optimizer.param_groups] if engine.optimizer else []
+            logger.info(
+                "step %d, skipped %d, lr %s, gradient norm %.4g, loss scale %g, %.1f samples/s",
+                engine.global_steps, engine.skipped_steps, rates, engine.global_grad_norm, engine.precision.loss_scale,
+                self.every * engine.plan.batch.train_batch_size / elapsed,
+            )  # fmt: skip
+        if self.times:
+            parts = ", ".join(f"{part} {1e3 * seconds:.2f} ms" for part, seconds in self.seconds.items())
+            logger.info("step %d: %s", engine.global_steps, parts)
+        self.seconds.clear()

@@ -1,0 +1,367 @@
+"""Checkpoints of several ranks: any world loads any other's, errors are everybody's, crashes cost nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slipstream.checkpoint import CheckpointError, FlatSlice, latest_tag, load, load_metadata, save
+from tests.pool import distributed, run
+
+SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "embed.weight": ((301, 17), torch.float32),
+    "conv.weight": ((5, 3, 7, 2), torch.bfloat16),
+    "norm.bias": ((33,), torch.float16),
+    "scale": ((), torch.float64),
+    "none": ((0, 4), torch.float32),
+    "flags": ((3, 1), torch.uint8),
+}
+
+
+def whole() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return {
+        name: (torch.randn(shape, generator=generator, dtype=torch.float64) * 50).to(dtype)
+        for name, (shape, dtype) in SHAPES.items()
+    }
+
+
+def cut(tensors: dict[str, torch.Tensor], rank: int, world: int, seed: int) -> dict[str, FlatSlice]:
+    """This rank's slices under a random split, in which some ranks have nothing of some tensors."""
+    rng, held = random.Random(seed), {}
+    for name, tensor in tensors.items():
+        inner = [rng.choice([0, tensor.numel(), rng.randint(0, tensor.numel())]) for _ in range(world - 1)]
+        bounds = [0, *sorted(inner), tensor.numel()]
+        start, stop = bounds[rank], bounds[rank + 1]
+        if start < stop or tensor.numel() == 0 or rng.random() < 0.5:  # an empty slice, or no slice at all
+            held[name] = FlatSlice(tensor.flatten()[start:stop].clone(), tuple(tensor.shape), start)
+    return held
+
+
+def save_randomly_cut(directory: Path, seeds: range) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for seed in seeds:
+        save(
+            directory,
+            f"cut{seed}",
+            tensors={**cut(whole(), rank, world, seed), "replicated": torch.arange(1000.0)},
+            shared={"seed": seed, "only rank 0's": rank, "ema": torch.full((3,), float(seed))},
+            per_rank={"rng": torch.full((5,), rank), "rank": rank},
+            group=dist.group.WORLD,
+        )
+
+
+def load_randomly_cut(directory: Path, seeds: range, saved_by: int) -> None:
+    group = dist.group.WORLD if dist.is_initialized() else None
+    rank, world = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+    assert latest_tag(directory, group=group) == f"cut{seeds[-1]}"
+    for seed in seeds:
+        expected = cut(whole(), rank, world, seed + 100)
+        held = {
+            name: FlatSlice(torch.zeros_like(part.data), part.shape, part.start)
+            for name, part in expected.items()
+        }
+        replicated = torch.zeros(1000)
+        values, own = load(directory, f"cut{seed}", tensors={**held, "replicated": replicated}, group=group)
+        for name, part in held.items():
+            assert torch.equal(part.data, expected[name].data), f"seed {seed}: {name}"
+        assert torch.equal(replicated, torch.arange(1000.0))
+        assert (
+            values["seed"] == seed and values["only rank 0's"] == 0 and values["ema"].tolist() == [seed] * 3
+        )
+        if world == saved_by:
+            assert own is not None and own["rank"] == rank and own["rng"].tolist() == [rank] * 5
+        else:
+            assert own is None
+
+
+def test_save_at_four_load_at_any(tmp_path: Path) -> None:
+    seeds = range(8)
+    run(4, save_randomly_cut, tmp_path, seeds)
+    metadata = load_metadata(tmp_path, "cut0")
+    assert metadata.world_size == 4 and metadata.tensors["conv.weight"] == ((5, 3, 7, 2), torch.bfloat16)
+    stored = sum((tmp_path / "cut0" / name).stat().st_size for name in os.listdir(tmp_path / "cut0"))
+    assert stored < 60_000, "the 4,000 bytes that all ranks have are stored once"
+    for world in (4, 3, 2):
+        run(world, load_randomly_cut, tmp_path, seeds, 4)
+    load_randomly_cut(tmp_path, seeds, 4)  # here, without processes
+
+
+def test_save_at_two_load_at_four(tmp_path: Path) -> None:
+    seeds = range(3)
+    run(2, save_randomly_cut, tmp_path, seeds)
+    run(4, load_randomly_cut, tmp_path, seeds, 2)
+
+
+@distributed(world_size=4)
+def test_a_group_that_is_not_the_world(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine, place = groups[rank % 2], rank // 2
+    directory = tmp_path / f"engine{rank % 2}"
+    data = torch.arange(10.0)[place * 5 : place * 5 + 5] + rank % 2
+    save(directory, "t", tensors={"w": FlatSlice(data, (2, 5), place * 5)}, shared={"g": rank % 2}, per_rank={"r": rank},
+         group=mine)  # fmt: skip
+    target = torch.zeros(2, 5)
+    values, own = load(directory, "t", tensors={"w": target}, group=mine)
+    assert torch.equal(target, torch.arange(10.0).view(2, 5) + rank % 2)
+    assert values == {"g": rank % 2} and own == {"r": rank}
+
+
+@distributed(world_size=2)
+def test_two_dimensional_shards(tmp_path: Path) -> None:
+    """What tensor parallelism stores (columns) loads as rows, as flat ranges, and the other way round."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    rank, full = dist.get_rank(), torch.arange(48.0).view(6, 8)
+    mesh = init_device_mesh("cpu", (2,))
+    columns = distribute_tensor(full, mesh, [Shard(1)])
+    assert isinstance(columns, DTensor)
+    save(tmp_path, "t", tensors={"w": columns}, shared={}, per_rank={}, group=dist.group.WORLD)
+
+    flat = FlatSlice(torch.zeros(20), (6, 8), 7 + 20 * rank)
+    load(tmp_path, "t", tensors={"w": flat}, group=dist.group.WORLD)
+    assert torch.equal(flat.data, full.flatten()[flat.start : flat.stop])
+    rows = distribute_tensor(torch.zeros(6, 8), mesh, [Shard(0)])
+    load(tmp_path, "t", tensors={"w": rows}, group=dist.group.WORLD)
+    assert torch.equal(rows.to_local(), full[3 * rank : 3 * rank + 3])
+
+    half = FlatSlice(full.flatten()[24 * rank : 24 * rank + 24].clone(), (6, 8), 24 * rank)
+    save(tmp_path, "t", tensors={"w": half}, shared={}, per_rank={}, group=dist.group.WORLD)
+    again = distribute_tensor(torch.zeros(6, 8), mesh, [Shard(1)])
+    load(tmp_path, "t", tensors={"w": again}, group=dist.group.WORLD)
+    assert torch.equal(again.to_local(), columns.to_local())
+
+
+# Errors are everybody's
+
+
+def good_checkpoint(directory: Path) -> None:
+    rank = dist.get_rank()
+    part = FlatSlice(torch.full((50_000,), float(rank)), (100_000,), 50_000 * rank)
+    save(
+        directory,
+        "good",
+        tensors={"w": part},
+        shared={"step": 1},
+        per_rank={"r": rank},
+        group=dist.group.WORLD,
+    )
+
+
+def fails_everywhere(step: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The one message that every rank raises."""
+    try:
+        step(*args, **kwargs)
+    except CheckpointError as error:
+        message = str(error)
+    else:
+        raise AssertionError(f"rank {dist.get_rank()} raised nothing")
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, message)
+    assert len(set(everyone)) == 1, everyone
+    return message
+
+
+@distributed(world_size=2)
+def test_a_full_disk_on_one_rank(tmp_path: Path) -> None:
+    good_checkpoint(tmp_path)
+    rank = dist.get_rank()
+    part = FlatSlice(torch.zeros(50_000), (100_000,), 50_000 * rank)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for tag in ("new", "good"):
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+        try:
+            message = fails_everywhere(save, tmp_path, tag, tensors={"w": part}, **nothing)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert "was not saved: rank 1 of 2: cannot write" in message and "File too large" in message
+        assert sorted(os.listdir(tmp_path)) == ["good", "latest"]
+    values, own = load(tmp_path, "good", tensors={"w": part}, group=dist.group.WORLD)
+    assert values == {"step": 1} and own == {"r": rank} and bool((part.data == rank).all())
+
+
+@distributed(world_size=2)
+def test_wrong_input_on_one_rank(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    first = FlatSlice(torch.zeros(4), (8,), 0)
+    second = FlatSlice(torch.zeros(4), (8,), 4)
+    world = dist.group.WORLD
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (first, {}, "only 4 of 8 elements are there"),
+        (FlatSlice(torch.zeros(5 - rank), (8,), 4 * rank), {}, "overlap"),
+        (
+            first if rank == 0 else FlatSlice(torch.zeros(4).half(), (8,), 4),
+            {},
+            "float16 of shape .* on rank 1",
+        ),
+        (first if rank == 0 else FlatSlice(torch.zeros(4), (2, 4), 4), {}, r"shape \(2, 4\) on rank 1"),
+        ((first, [0.0])[rank], {}, "rank 1 of 2: tensor 'w' is a list"),
+        ((first, second)[rank], {"x": print} if rank == 1 else {}, r"rank 1 of 2: per_rank\['x'\]"),
+    ]
+    for held, own, match in cases:
+        message = fails_everywhere(
+            lambda: save(tmp_path, "t", tensors={"w": held}, shared={}, per_rank=own, group=world)  # noqa: B023
+        )
+        assert pytest.raises(CheckpointError, match=match), match
+        import re
+
+        assert re.search(match, message), message
+        assert os.listdir(tmp_path) == []
+
+
+@distributed(world_size=2)
+def test_damage_that_one_rank_finds_changes_nothing_on_any(tmp_path: Path) -> None:
+    good_checkpoint(tmp_path)
+    rank, data = dist.get_rank(), tmp_path / "good" / "rank_00001.bin"
+    if rank == 0:
+        raw = bytearray(data.read_bytes())
+        raw[1000] ^= 1
+        data.write_bytes(raw)
+    dist.barrier()
+    part = FlatSlice(torch.full((50_000,), -1.0), (100_000,), 50_000 * rank)
+    message = fails_everywhere(lambda: load(tmp_path, "good", tensors={"w": part}, group=dist.group.WORLD))
+    assert "rank 1 of 2: " in message and "checksum of tensor 'w' does not match" in message
+    assert bool((part.data == -1).all())
+    wrong = part if rank == 0 else FlatSlice(torch.zeros(4), (4,), 0)
+    message = fails_everywhere(lambda: load(tmp_path, "good", tensors={"w": wrong}, group=dist.group.WORLD))
+    assert "rank 1 of 2: tensor 'w' has shape (100000,) in it and (4,) here" in message
+    message = fails_everywhere(lambda: load(tmp_path, "absent", tensors={"w": part}, group=dist.group.WORLD))
+    assert message.endswith("has no checkpoint 'absent'; it has good")  # alike on all ranks: said once
+    assert bool((part.data == -1).all())
+
+
+@distributed(world_size=2)
+def test_the_tag_is_rank_zeros(tmp_path: Path) -> None:
+    tag, world, said = f"loss{dist.get_rank()}", dist.group.WORLD, []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, keep = logging.getLogger("slipstream.checkpoint.save"), Keep()
+    logger.addHandler(keep)
+    try:
+        values: dict[str, Any] = {"tensors": {}, "shared": {}, "per_rank": {}, "group": world}
+        message = fails_everywhere(lambda: save(tmp_path, tag, tag_validation="Fail", **values))
+        assert "tags differ: rank 0 has 'loss0', 1 of 2 ranks have another (rank 1: 'loss1')" in message
+        assert os.listdir(tmp_path) == [] and said == []
+        assert save(tmp_path, tag, tag_validation="Ignore", **values) == tmp_path / "loss0"
+        assert said == []
+        save(tmp_path, tag, **values)
+        assert len(said) == (dist.get_rank() == 0)
+    finally:
+        logger.removeHandler(keep)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "loss0"]
+
+
+@distributed(world_size=2)
+def test_ranks_that_write_to_different_folders_are_told(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    mine = tmp_path / f"host{rank}"
+    part = FlatSlice(torch.zeros(4), (8,), 4 * rank)
+    message = fails_everywhere(
+        lambda: save(mine, "t", tensors={"w": part}, shared={}, per_rank={}, group=dist.group.WORLD)
+    )
+    assert "host1" in message and "No such file or directory" in message and "same on every rank" in message
+    assert os.listdir(tmp_path / "host0") == []
+
+
+# Crashes
+
+CRASHES = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from slipstream.checkpoint import latest_tag, load, save
+from slipstream.checkpoint.directory import committed_tags
+
+torch.set_num_threads(1)
+directory, rng = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
+POINTS = ("rename", "replace", "fsync", "mkdir", "open")
+
+def step(n):
+    # The same tag again and again, and now and then a new one.
+    tag = f"step{n}" if n % 5 == 0 else "same"
+    save(directory, tag, tensors={"w": torch.full((300_000,), float(n))}, shared={"n": n}, per_rank={})
+
+def check():
+    tag = latest_tag(directory)
+    for name in {tag, *committed_tags(directory)}:
+        w = torch.zeros(300_000)
+        n = load(directory, name, tensors={"w": w}).shared["n"]
+        assert bool((w == n).all()), name
+        if name == tag:
+            newest = n
+    return newest
+
+def child(work):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return pid
+
+step(0)
+done = check()
+
+# 1. killed at random instants
+for _ in range(20):
+    def forever(n=done):
+        while True:
+            n += 1
+            step(n)
+    pid = child(forever)
+    time.sleep(rng.random() * 0.15)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    now = check()
+    assert now >= done, (now, done)
+    done = now
+
+# 2. killed before each system call that makes a save, in turn
+killed = 0
+while True:
+    def counted(n=done + 1, left=killed):
+        left = [left]
+        for name in POINTS:
+            def call(*args, real=getattr(os, name), **kwargs):
+                if left[0] == 0:
+                    os._exit(9)
+                left[0] -= 1
+                return real(*args, **kwargs)
+            setattr(os, name, call)
+        step(n)
+    _, status = os.waitpid(child(counted), 0)
+    now = check()
+    assert now in (done, done + 1), (now, done)
+    done = now
+    if os.waitstatus_to_exitcode(status) == 0:
+        break
+    killed += 1
+
+step(done + 1)
+assert not [name for name in os.listdir(directory) if ".tmp-" in name or ".old-" in name], os.listdir(directory)
+print("points", killed)
+"""
+
+
+def test_a_crash_at_any_moment_leaves_the_last_one_whole(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", CRASHES, str(tmp_path), "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[1]) >= 12, done.stdout

@@ -1,0 +1,188 @@
+"""`slipstream run`'s decisions, and one-line errors with exit code 2."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slipstream.launch.cli import build_parser, main
+from slipstream.launch.run import Start, Surroundings, plan_run
+
+AROUND = Surroundings(
+    environ={},
+    directory="/work",
+    python="/py",
+    names=("me", "me.local"),
+    num_devices=0,
+    free_port=12345,
+)
+HOSTFILE = "a slots=2\nb slots=2\n"
+
+
+def plan(line: str, around: Surroundings = AROUND) -> Start:
+    return plan_run(build_parser().parse_args(["run", *shlex.split(line)]), around)
+
+
+def agent(start: Start) -> str:
+    assert start.agent is not None
+    return shlex.join(start.agent)
+
+
+def test_default_is_a_rank_per_device_and_it_is_said() -> None:
+    start = plan("train.py")
+    assert "--nproc-per-node=1 " in agent(start)
+    assert start.notes[0] == "1 rank on this host (no CUDA device; --nproc N starts more)"
+    start = plan("train.py", replace(AROUND, num_devices=4))
+    assert "--nproc-per-node=4 " in agent(start)
+    assert start.notes[0] == "4 ranks on this host (4 CUDA devices)"
+
+
+@pytest.mark.parametrize(
+    "flag", ["--nproc", "--num_gpus", "--num-gpus", "--nproc_per_node", "--nproc-per-node"]
+)
+def test_spellings(flag: str) -> None:
+    start = plan(f"{flag} 3 train.py --nproc 9 --lr 1 -m x -- y")
+    assert agent(start) == (
+        "--nnodes=1 --nproc-per-node=3 --max-restarts=0 --node-rank=0 --master-addr=127.0.0.1 "
+        "--master-port=12345 --module slipstream.launch.worker train.py --nproc 9 --lr 1 -m x -- y"
+    )
+
+
+def test_devices_of_this_host() -> None:
+    around = replace(AROUND, num_devices=4)
+    assert plan("--include localhost:1,3 t.py", around).env == {"CUDA_VISIBLE_DEVICES": "1,3"}
+    visible = replace(around, environ={"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    assert plan("--exclude localhost:0 t.py", visible).env == {"CUDA_VISIBLE_DEVICES": "5,6,7"}
+    assert plan("--nproc 2 t.py", around).env == {}
+
+
+def test_one_of_several_nodes_by_hand() -> None:
+    start = plan("--num_nodes 2 --node_rank 1 --master_addr a --nproc 2 t.py")
+    assert (
+        "--nnodes=2 --nproc-per-node=2 --max-restarts=0 --node-rank=1 --master-addr=a --master-port=29500"
+        in agent(start)
+    )
+    start = plan(
+        "--no_ssh --node_rank 1 --hostfile h t.py", replace(AROUND, hostfile="a slots=2\nb slots=1\n")
+    )
+    assert "--nnodes=2 --nproc-per-node=1 --max-restarts=0 --node-rank=1 --master-addr=a" in agent(start)
+
+
+def test_one_of_several_nodes_by_a_scheduler() -> None:
+    pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "23456"}
+    start = plan("t.py", replace(AROUND, environ=pet))
+    assert "--nnodes=2" in agent(start)
+    assert "--node-rank=1 --master-addr=m --master-port=23456" in agent(start)
+
+
+def test_hosts_are_reached_by_ssh() -> None:
+    start = plan("--hostfile h t.py", replace(AROUND, hostfile=HOSTFILE, environ={"NCCL_DEBUG": "INFO"}))
+    assert [command.argv[0] for command in start.commands] == ["ssh", "ssh"]
+    assert start.agent is None
+    assert start.notes == (
+        "4 ranks on 2 hosts, by ssh; master a:29500",
+        "environment passed on: NCCL_DEBUG=INFO",
+    )
+
+
+def test_a_hostfile_of_this_host_is_local() -> None:
+    assert plan("--hostfile h t.py", replace(AROUND, hostfile="me slots=2\n")).agent is not None
+    assert plan("--hostfile h --launcher ssh t.py", replace(AROUND, hostfile="me slots=2\n")).agent is None
+
+
+def test_an_allocation_is_filled_by_srun() -> None:
+    slurm = replace(AROUND, environ={"SLURM_JOB_NUM_NODES": "3"}, num_devices=2)
+    (command,) = plan("t.py", slurm).commands
+    assert command.argv[:4] == ("srun", "--nodes=3", "--ntasks=6", "--ntasks-per-node=2")
+    assert plan("--num_nodes 1 t.py", slurm).agent is not None
+    assert plan("t.py", replace(slurm, environ={"SLURM_JOB_NUM_NODES": "1"})).agent is not None
+
+
+def test_environment_files() -> None:
+    files = (("/h/.deepspeed_env", "A=1\nB=1\n"), ("/w/.slipstream_env", "B=2\n"))
+    start = plan("t.py", replace(AROUND, env_files=files))
+    assert start.env == {"A": "1", "B": "2"}
+    assert start.notes[1:] == ("from /h/.deepspeed_env: A=1 B=1", "from /w/.slipstream_env: B=2")
+    (command, _) = plan("-H h t.py", replace(AROUND, env_files=files, hostfile=HOSTFILE)).commands
+    assert "env A=1 B=2 /py" in command.argv[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--num_nodes 2 t.py", "which of them is this"),
+        ("--num_nodes 2 --node_rank 0 t.py", "needs --master_addr"),
+        ("--num_nodes 2 --node_rank 2 --master_addr a t.py", r"--node_rank 2: .* 0\.\.1"),
+        ("--launcher ssh t.py", "needs --hostfile"),
+        ("--launcher openmpi --num_nodes 2 t.py", "needs --hostfile"),
+        ("--module --no_python t.py", "exclude each other"),
+        ("--no_python --pass_local_rank t.py", "needs a Python script"),
+    ],
+)
+def test_refused(line: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(line)
+
+
+def test_refused_with_hosts() -> None:
+    with pytest.raises(ValueError, match="--launcher local with 2 hosts"):
+        plan("--hostfile h --launcher local t.py", replace(AROUND, hostfile=HOSTFILE))
+    with pytest.raises(ValueError, match="other hosts cannot reach"):
+        plan("--hostfile h t.py", replace(AROUND, hostfile="localhost slots=1\nb slots=1\n"))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("run", "slipstream run: no script; slipstream run [options] script.py"),
+        ("run --nprc 2 t.py", "slipstream run: unknown option --nprc; did you mean --nproc?"),
+        ("run --nproc 0 t.py", "slipstream run: argument --nproc: '0' is not a number of 1 or more"),
+        ("run --master_port 99999 t.py", "slipstream run: argument --master_port: '99999' is not a port"),
+        ("run no_such_script.py", "slipstream run: no_such_script.py: no such script"),
+        ("run --hostfile /no/such/file t.py", "slipstream run: cannot read /no/such/file: No such file"),
+        ("run --no_python no-such-program", "slipstream run: no-such-program: no such executable"),
+        ("train.py", "slipstream: invalid choice: 'train.py'"),
+        ("plan /no/such.json", "slipstream plan: no config file at '/no/such.json'"),
+        ("", "slipstream: the following arguments are required: command"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_exit_2(
+    line: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(shlex.split(line))
+    except SystemExit as stop:
+        code = stop.code  # type: ignore[assignment]
+    told = capsys.readouterr().err
+    assert code == 2
+    assert told.startswith(says)
+    assert told.count("\n") == 1
+
+
+def test_dry_run_prints_and_starts_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "t.py"
+    script.write_text("raise SystemExit(1)")
+    assert (
+        main(
+            [
+                "run",
+                "--dry_run",
+                "--nproc",
+                "2",
+                "--master_port",
+                "1234",
+                str(script),
+                "--deepspeed_config",
+                "x",
+            ]
+        )
+        == 0
+    )
+    told = capsys.readouterr()
+    assert told.out.rstrip().endswith(
+        f"--master-port=1234 --module slipstream.launch.worker {script} --deepspeed_config x"
+    )
+    assert "2 ranks on this host" in told.err

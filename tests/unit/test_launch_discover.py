@@ -1,0 +1,112 @@
+"""Who am I, from the variables that each starter sets."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.launch.discover import Node, discover, node, slurm_hosts
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_STEP_NODELIST": "gpu[07-09]",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "77",
+}
+
+
+def test_alone() -> None:
+    assert discover({"PATH": "/bin"}) is None
+
+
+def test_torchrun_wins_and_is_not_second_guessed() -> None:
+    assert discover(SLURM | TORCHRUN) == TORCHRUN
+    assert discover({"RANK": "0", "WORLD_SIZE": "2"}) == {"RANK": "0", "WORLD_SIZE": "2"}
+
+
+def test_slurm_step() -> None:
+    found = discover(SLURM)
+    assert found is not None
+    port = found.pop("MASTER_PORT")
+    assert found == {
+        "RANK": "5",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "gpu07",
+    }
+    assert 20_000 <= int(port) < 30_000
+    assert discover(SLURM | {"SLURM_PROCID": "0"})["MASTER_PORT"] == port  # type: ignore[index]
+
+
+def test_slurm_batch_script_is_one_process() -> None:
+    batch = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+    assert discover(batch) is None
+
+
+def test_openmpi_on_one_host_needs_nothing() -> None:
+    found = discover(OPENMPI)
+    assert found is not None
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("1", "2", "1")
+    assert found["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_openmpi_over_hosts_needs_the_master() -> None:
+    spread = OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}
+    with pytest.raises(ValueError, match=r"Open MPI does not tell .*mpirun -x MASTER_ADDR"):
+        discover(spread)
+    found = discover(spread | {"MASTER_ADDR": "host1", "MASTER_PORT": "2222"})
+    assert found is not None
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("host1", "2222")
+
+
+def test_pmi() -> None:
+    env = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
+    found = discover(env)
+    assert found is not None
+    assert (found["RANK"], found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("2", "2", "3")
+
+
+def test_incomplete_is_refused() -> None:
+    with pytest.raises(ValueError, match="Open MPI set a rank but not OMPI_COMM_WORLD_SIZE"):
+        discover({"OMPI_COMM_WORLD_RANK": "0"})
+    with pytest.raises(ValueError, match="PMI set PMI_RANK but not MPI_LOCALRANKID"):
+        discover({"PMI_RANK": "0", "PMI_SIZE": "2"})
+    with pytest.raises(ValueError, match="RANK='x'"):
+        discover({"RANK": "x", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("gpu1", ["gpu1"]),
+        ("gpu1,cpu2", ["gpu1", "cpu2"]),
+        ("node[01-03,07],gpu5", ["node01", "node02", "node03", "node07", "gpu5"]),
+        ("r[1-2]n[08-09]-ib", ["r1n08-ib", "r1n09-ib", "r2n08-ib", "r2n09-ib"]),
+        ("", []),
+    ],
+)
+def test_slurm_hosts(text: str, hosts: list[str]) -> None:
+    assert slurm_hosts(text) == hosts
+
+
+def test_one_launcher_per_node() -> None:
+    per_node = SLURM | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_LOCALID": "0"}
+    found = node(per_node)
+    assert found is not None
+    assert found[:3] == (3, 2, "gpu07")
+    assert node(SLURM) is None  # a task per rank
+    pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "23456"}
+    assert node(pet) == Node(num_nodes=2, node_rank=1, master_addr="m", master_port=23456)
+    assert node({}) is None

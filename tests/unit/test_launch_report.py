@@ -1,0 +1,132 @@
+"""`slipstream report` and `slipstream plan`: what they say, and the formulas behind it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import DataWorld, ModelFacts, resolve
+from slipstream.launch.cli import main
+from slipstream.launch.plan import StateBytes, parse_count, per_parameter, per_rank
+from slipstream.observe import host
+from slipstream.observe.report import collect
+
+FACTS = ModelFacts(hidden_size=64, num_params=1000, device_type="cpu", supports_bf16=True)
+
+
+def test_report_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report"]) == 0
+    text = capsys.readouterr().out
+    for word in (
+        "versions",
+        "torch",
+        "devices",
+        "CPU flags",
+        "gloo",
+        "shared memory",
+        "sum_ranks",
+        "open files",
+    ):
+        assert word in text
+
+
+def test_report_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == ["versions", "devices", "backends", "kernels", "memory", "limits"]
+    assert document["kernels"]["adamw"]["value"]
+
+
+def test_every_row_says_something() -> None:
+    assert all(row.name and row.value for section in collect() for row in section.rows)
+
+
+def test_host_files() -> None:
+    assert host.counter("low 0\noom 7\noom_kill 3\n", "oom_kill") == 3
+    assert host.counter("nothing", "oom_kill") is None
+    root = Path("/sys/fs/cgroup")
+    assert host.cgroup_directories("0::/a/b\n") == [root / "a/b", root / "a", root]
+    old = "5:devices:/x\n4:memory:/docker/1\n"
+    assert host.cgroup_directories(old) == [root / "memory/docker/1", root / "memory/docker", root / "memory"]
+
+
+def plan_of(raw: dict[str, Any]) -> Any:
+    base = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {}}}
+    return resolve(base | raw, world=DataWorld(data_parallel=4), facts=FACTS)
+
+
+@pytest.mark.parametrize(
+    ("raw", "each"),
+    [  # the recipes F16, M16, M16 with fp32 accumulation, one moment, none
+        ({}, (4, 4, 8)),
+        ({"bf16": {"enabled": True}}, (2, 2, 12)),
+        ({"bf16": {"enabled": True}, "gradient_accumulation_steps": 2}, (2, 4, 12)),
+        ({"bf16": {"enabled": True}, "optimizer": {"type": "Lion", "params": {}}}, (2, 2, 8)),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, (4, 4, 0)),
+    ],
+)
+def test_bytes_per_parameter(raw: dict[str, Any], each: tuple[int, int, int]) -> None:
+    assert per_parameter(plan_of(raw)) == each
+
+
+def test_bytes_per_rank() -> None:
+    each = StateBytes(2, 2, 12)
+    totals = [per_rank(stage, each, 100, 4).total for stage in range(4)]
+    assert totals == [1600, 400 + 300, 200 + 350, 400]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("7e9", 7 * 10**9),
+        ("1.3B", 13 * 10**8),
+        ("350M", 35 * 10**7),
+        ("46_300_000", 46_300_000),
+        ("12k", 12_000),
+    ],
+)
+def test_counts(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+def test_counts_refused() -> None:
+    with pytest.raises(ValueError, match=r"write 7e9, 1\.3B or 350M"):
+        parse_count("many")
+
+
+def test_plan_prints_values_sources_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}))
+    assert main(["plan", str(config), "--world", "4", "--num_params", "1B"]) == 0
+    text = capsys.readouterr().out
+    assert any(
+        line.split()[:3] == ["train_micro_batch_size_per_gpu", "2", "config"] for line in text.splitlines()
+    )
+    assert "->2" in text
+    assert "1,000,000,000 parameters, states cut in 4" in text
+
+
+def test_plan_builds_a_model_without_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "big_model.py").write_text(
+        "import torch\n"
+        "def build():\n    return torch.nn.Linear(2**20, 2**20, bias=False)\n"
+        "def nothing():\n    return 1\n"
+    )
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["plan", "ds.json", "--model", "big_model:build"]) == 0
+    assert f"{2**40:,} parameters" in capsys.readouterr().out
+    for wrong, says in (
+        ("big_model", "is not MODULE:FUNCTION"),
+        ("big_model:absent", "has no absent"),
+        ("no_such_module:f", "No module named"),
+        ("big_model:nothing", "returned int"),
+    ):
+        assert main(["plan", "ds.json", "--model", wrong]) == 2
+        assert says in capsys.readouterr().err
