@@ -42,7 +42,7 @@ def seed(pytestconfig: pytest.Config) -> int:
 
 @pytest.fixture
 def spawn_ranks(tmp_path: Path) -> Iterator[SpawnRanks]:
-    """`spawn_ranks(script, nproc, env)` starts plain processes, which may be killed and do not outlive the test."""
+    """`spawn_ranks(script, nproc, env)` starts plain processes, which do not outlive the test."""
     spawn = SpawnRanks(tmp_path)
     yield spawn
     spawn.close()

@@ -90,7 +90,7 @@ class _Worker:
         return self._read(0, self._output_end if self._output_end is not None else self._size())
 
     def stacks(self) -> str:
-        """Every thread's Python stack, even where Python is blocked; the process is then to be killed."""
+        """Every thread's Python stack, even of a blocked process, which is then to be killed."""
         self._output_end = start = self._size()
         _signal(self.pid, DUMP)
         deadline = time.monotonic() + 1.0
@@ -379,10 +379,7 @@ def distributed(
             try:
                 pool.run(world, body, (), arguments, timeout)
             except RankError as error:
-                story = str(error)
-            else:
-                return
-            pytest.fail(story, pytrace=False)
+                pytest.fail(str(error), pytrace=False)
 
         parameters = list(signature.parameters.values())
         if not takes_world:
@@ -391,6 +388,8 @@ def distributed(
         test.body = body  # type: ignore[attr-defined]
         if transports:
             test = pytest.mark.parametrize("transport", transports)(test)
-        return pytest.mark.parametrize("world_size", worlds, ids=lambda n: f"world{n}")(test)
+        each_world = pytest.mark.parametrize("world_size", worlds, ids=lambda n: f"world{n}")
+        marked: Callable[..., None] = each_world(test)
+        return marked
 
     return decorate

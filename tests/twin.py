@@ -1,10 +1,10 @@
 """The plain-torch twin of a training run: one process, the whole batch, nothing of ours.
 
-`batches[step][micro][rank]` is what `loss(model, batch)` takes. Each rank's backward runs alone in `dtype`; a
-micro-batch's gradients are added in rank order in fp32, times 1 / world, and kept in `accum_dtype` (as they came at
-accumulation 1, fp32 above); a parameter that no rank used has gradient zero. The norm is `clip_grad_norm_`'s, the
-optimizer steps fp32 masters, and weights are masters rounded to `dtype`. Masters start as the weights given: pass a
-model whose weights `dtype` can hold where the system under test rounds first.
+`batches[step][micro][rank]` is what `loss(model, batch)` takes. Each rank's backward runs alone in `dtype`. A
+micro-batch's gradients are added in rank order in fp32, times 1 / world, and kept in `accum_dtype` (as they
+came at accumulation 1, fp32 above). A parameter that no rank used has gradient zero. The norm is that of
+`clip_grad_norm_`, the optimizer steps fp32 masters, and weights are masters rounded to `dtype`. Masters start
+as the weights given: pass a model that `dtype` can hold where the system under test rounds first.
 """
 
 import copy
@@ -51,7 +51,7 @@ def train(
             for batch in ranks:
                 value = loss(model, batch).float()
                 losses.append(value.item())
-                (value * (loss_scale / len(micros))).backward()
+                torch.autograd.backward(value * (loss_scale / len(micros)))
                 for name, p in params.items():
                     sums[name] += 0 if p.grad is None else p.grad.float()
                     p.grad = None

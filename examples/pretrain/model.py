@@ -116,12 +116,16 @@ class LanguageModel(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """GPT-2's: normal(0.02), smaller by sqrt(2 x layers) where a block writes to the residual stream."""
+        """GPT-2's normal(0.02), smaller by sqrt(2 x layers) where a block writes to the residual stream. The
+        embedding is wider, so that a fast rate moves it as far relative to its size."""
         residual_std = 0.02 / (2 * self.config.layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                into_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
-                nn.init.normal_(parameter, std=residual_std if into_residual else 0.02)
+        nn.init.normal_(self.embedding.weight, std=0.1)
+        nn.init.normal_(self.head.weight, std=0.02)
+        for block in self.blocks.children():
+            for name, parameter in block.named_parameters():
+                if parameter.dim() == 2:
+                    into_residual = name in ("attention.out.weight", "mlp.down.weight")
+                    nn.init.normal_(parameter, std=residual_std if into_residual else 0.02)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats where targets are given, else the logits in fp32 (B, T, V)."""

@@ -36,6 +36,7 @@ from slipstream.checkpoint import latest_tag
 HERE = Path(__file__).parent
 VOCAB_SIZE = 8192
 CONTEXT = 256
+EMBEDDING_LR = 10  # times the rate of the rest
 LOG_EVERY = 5  # steps: the losses between are averaged over them and over the ranks
 EVALUATION_BATCH = 4  # windows per rank
 GLANCE_BATCHES = 3  # per rank: a look at the validation loss in the middle of training
@@ -56,7 +57,7 @@ def main() -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     engine, _, loader, _ = slipstream.initialize(
         model=model,
-        model_parameters=model.parameters(),
+        model_parameters=parameter_groups(model, config["optimizer"]["params"]["lr"]),
         training_data=corpus.train(),
         config=config,
     )
@@ -122,6 +123,13 @@ def shared_corpus(args: argparse.Namespace) -> data.Corpus:
             f"--data {args.data}: the ranks have read different text ({folders}); copy it to every host"
         )
     return data.load(folder, CONTEXT)
+
+
+def parameter_groups(model: LanguageModel, lr: float) -> list[dict[str, Any]]:
+    """The embedding at EMBEDDING_LR times the rate and without decay: a row moves only when its token is seen."""
+    embedding = list(model.embedding.parameters())
+    rest = [parameter for name, parameter in model.named_parameters() if not name.startswith("embedding.")]
+    return [{"params": rest}, {"params": embedding, "lr": EMBEDDING_LR * lr, "weight_decay": 0.0}]
 
 
 def plan_steps(config: dict[str, Any], args: argparse.Namespace) -> int:

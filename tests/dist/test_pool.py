@@ -1,4 +1,4 @@
-"""The pool itself: what passes, how each kind of failure is shown, and that nothing of it reaches the next test."""
+"""The pool itself: what passes, how each kind of failure is shown, and that none of it reaches the next test."""
 
 import ctypes
 import functools

@@ -247,6 +247,19 @@ def test_dtypes_are_converted_only_when_asked(tmp_path: Path) -> None:
         assert torch.equal(target, tensors["big"].bfloat16())
 
 
+def test_staged_reads_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be read in place comes in stages, here many of them, through one sub-box of several runs."""
+    from slipstream.checkpoint import storage
+
+    tensors = saved(tmp_path)
+    monkeypatch.setattr(storage, "_STAGE", 1000)
+    whole = FlatSlice(torch.zeros(700_000, dtype=torch.float64), (700_000,), 0)
+    part = FlatSlice(torch.zeros(60, dtype=torch.float64), (5, 3, 7), 11)
+    load(tmp_path, "a", tensors={"big": whole, "w": part}, convert=True)
+    assert torch.equal(whole.data, tensors["big"].double())
+    assert torch.equal(part.data, tensors["w"].flatten()[11:71].double())
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_itself_reads_it(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp

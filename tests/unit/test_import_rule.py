@@ -1,9 +1,9 @@
 """Imports go one way (docs/ARCHITECTURE.md), and `import slipstream` is cheap, silent and starts nothing.
 
-A room is a folder or file directly under `slipstream`. It sees itself, the rooms of lower layers, and within its
-own layer what does not see it. `launch` and `observe` see base rooms as everybody does, and of the others only the
-surface: `from slipstream.zero import x`, never `from slipstream.zero.unit import x`. Imports inside functions and
-for types count: the rule is about who knows whom.
+A room is a folder or file directly under `slipstream`. It sees itself, the rooms of lower layers, and within
+its own layer what does not see it. `launch` and `observe` see base rooms as everybody does, and of the others
+only the surface: `from slipstream.zero import x`, never `from slipstream.zero.unit import x`. Imports inside
+functions and for types count: the rule is about who knows whom.
 """
 
 import ast

@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .document import METADATA, SIZE_LIMIT, Document, is_ours, parse, render
-from .errors import CheckpointError
+from .errors import ONE_PLACE, CheckpointError
 
 LATEST = "latest"
 _WORKING = re.compile(r"(?P<tag>.+)\.(?P<role>tmp|old)-[0-9a-f]{16}", re.DOTALL)
@@ -158,8 +158,7 @@ class Draft:
             seen = (self.folder / name).stat().st_size if (self.folder / name).exists() else None
             if seen != size:
                 raise CheckpointError(
-                    f"{self.folder / name} was written with {size} bytes and has {seen} as rank 0 sees it; "
-                    "the directory must be the same one, on a file system shared by all hosts, on every rank"
+                    f"{self.folder / name} was written with {size} bytes, rank 0 sees {seen}; {ONE_PLACE}"
                 )
         _write(self.folder / METADATA, render(document))
         if save_latest:

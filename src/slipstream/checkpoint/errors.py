@@ -16,6 +16,9 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+ONE_PLACE = "the directory must be the same on every rank, on a file system that all hosts share"
+
+
 class CheckpointError(ValueError):
     """A checkpoint could not be saved or loaded; nothing that was there before has changed."""
 
@@ -37,15 +40,23 @@ class Ranks:
         if self.rank < 0:
             raise ValueError("checkpoint: this rank is not a member of the group it was given")
 
+    def first(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        if self.group is None:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return held[0]
+
     def gather(self, step: str, work: Callable[[], T]) -> list[T]:
         """Run `work` everywhere; rank 0 gets all results, the others an empty list. One failure fails all."""
         outcome, error = _attempt(work)
         everyone: list[Any] = [outcome] if self.group is None else [None] * self.size
         if self.group is not None:
-            first = dist.get_global_rank(self.group, 0)
-            dist.gather_object(outcome, everyone if self.rank == 0 else None, dst=first, group=self.group)
+            place = everyone if self.rank == 0 else None
+            dist.gather_object(outcome, place, dst=dist.get_global_rank(self.group, 0), group=self.group)
         failed = {rank: told.text for rank, told in enumerate(everyone) if isinstance(told, _Failed)}
-        failed = self._broadcast(failed)
+        failed = self.first(failed)
         if failed:
             raise self.failure(step, failed, error)
         return everyone if self.rank == 0 else []
@@ -53,7 +64,7 @@ class Ranks:
     def decide(self, step: str, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and give every rank its result or its failure."""
         outcome, error = _attempt(work) if self.rank == 0 else (None, None)
-        told: Any = self._broadcast(outcome)
+        told: Any = self.first(outcome)
         if isinstance(told, _Failed):
             raise self.failure(step, {0: told.text}, error)
         return told
@@ -74,17 +85,10 @@ class Ranks:
         raised.__cause__ = own
         return raised
 
-    def _broadcast(self, value: T) -> T:
-        if self.group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
-        return box[0]
-
 
 def describe(error: BaseException) -> str:
-    """One line for a user: our own errors as they are, others with their type."""
-    if isinstance(error, CheckpointError):
+    """One line for a user: what speaks for itself as it is, anything else with its type."""
+    if isinstance(error, CheckpointError) or type(error) is ValueError:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror

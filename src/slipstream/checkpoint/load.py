@@ -90,7 +90,7 @@ def load(
     with nothing changed, where any rank finds anything wrong.
     """
     ranks, parent = Ranks(group), Path(directory)
-    step = f"checkpoint {parent / str(tag)} was not loaded"
+    step = ranks.first(f"checkpoint {parent / str(tag)} was not loaded")
     path, document = parent, None
 
     def prepare() -> str:

@@ -56,7 +56,7 @@ def save(
     leaves only so many newest checkpoints in the directory.
     """
     ranks, parent = Ranks(group), Path(directory)
-    step = f"checkpoint {parent / str(tag)} was not saved"
+    step = ranks.first(f"checkpoint {parent / str(tag)} was not saved")
     state: dict[str, Any] = dict(tensors)
     common: Any = None
 

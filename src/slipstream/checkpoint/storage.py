@@ -58,7 +58,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from .document import BLOCK, Document, Entry, Piece, file_name
-from .errors import CheckpointError
+from .errors import ONE_PLACE, CheckpointError
 from .flat_slice import Box, FlatSlice, Shape, check_cover
 
 _ALIGN = 64  # bytes; a piece that is mapped or read later starts on a cache line
@@ -174,6 +174,10 @@ class Writer(StorageWriter):
                         results.append(self._append(file, item, planner))
                     file.flush()
                     os.fsync(file.fileno())
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"cannot write {path}: rank 0 made its folder elsewhere; {ONE_PLACE}"
+            ) from error
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
         done: Future[list[WriteResult]] = Future()

@@ -137,6 +137,9 @@ class Hooks:
         self.sync = True  # False inside no_sync()
         self.keep = False  # a graph of a graph is alive: weights stay until the step
         self.backwards = 0  # since the last step
+        # What was gathered after what in the last pass of each phase. A wrong guess costs a gather, never a result.
+        self.follows: dict[tuple[Phase, int], tuple[Unit, ...]] = {}
+        self.last: tuple[Phase, int] | None = None
         self.active: dict[int, int] = {}  # unit index -> its block's calls that are inside their backward
         self.handles: list[Any] = []
         self.root_units = [unit for unit in units if unit.block is None]
@@ -230,9 +233,19 @@ class Hooks:
         return output
 
     def _block_pre(self, units: Sequence[Unit], module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._gather(units)
+
+    def _gather(self, units: Sequence[Unit]) -> None:
+        """Gather what is needed now and start on what followed it last time."""
         for unit in units:
             self.watch.unit = unit.name
             unit.gather()
+        key = units[0].index if units else -1
+        for follower in self.follows.get((self.phase, key), ()):
+            follower.prefetch()
+        if self.last is not None and self.last[0] is self.phase and self.last[1] != key:
+            self.follows[self.last] = tuple(units)
+        self.last = (self.phase, key)
 
     def _block_post(self, units: Sequence[Unit], module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         grad = torch.is_grad_enabled()
@@ -278,9 +291,7 @@ class Hooks:
             call.entered = True
             for unit in call.own:
                 self.active[unit.index] = self.active.get(unit.index, 0) + 1
-        for unit in call.units:
-            self.watch.unit = unit.name
-            unit.gather()
+        self._gather(call.units)
 
     def _on_input_grad(self, call: _Call, grad: Tensor) -> None:
         """The block's backward is over: its weights can go, and gradients that have not landed belong to no one."""

@@ -97,6 +97,7 @@ class Unit:
         self.gaps = _gaps(layout)
         self.reduced_class, self.released_class = parameter_classes(self)
         self.state = State.GATHERED
+        self.arriving: Pending[None] | None = None  # a gather that has been started
         self.poison = False  # debugging: fill released weights with NaN instead of freeing them
         self.pinned = False  # gathered on demand: stays until the end of backward
         self.may_gather_on_demand = False  # set by the hooks while the engine's forward runs
@@ -197,6 +198,13 @@ class Unit:
 
     # -- edge: gather (weights shard -> full weights) and its undoing --
 
+    def prefetch(self) -> None:
+        """Start gathering, where that moves bytes. Advisory: `gather` and `release` are right with and without it."""
+        if self.state is State.RELEASED and self.arriving is None and not self.memory.common:
+            self.full.untyped_storage().resize_(self.full_nbytes)
+            with torch.autograd._unsafe_preserve_version_counter(self.full):
+                self.arriving = self.comms.dp.gather_into(self.full, self.shard, self.cuts)
+
     def gather(self) -> None:
         """Make the weights readable. Safe to call when they are."""
         if self.state is State.GATHERED:
@@ -204,14 +212,18 @@ class Unit:
         if self.memory.common:
             self.comms.dp.await_published(self.memory.common)
         else:
-            self.full.untyped_storage().resize_(self.full_nbytes)
+            self.prefetch()
+            assert self.arriving is not None
             with torch.autograd._unsafe_preserve_version_counter(self.full):
-                self.comms.dp.gather_into(self.full, self.shard, self.cuts).wait()
+                self.arriving.wait()
+            self.arriving = None
         self._set_class(nn.Parameter)
         self.state = State.GATHERED
 
     def release(self) -> None:
         """Give the full weights back where they are sharded. Safe to call when they are."""
+        if self.arriving is not None:  # prefetched and not used
+            self.gather()
         if not self.placement.weights or self.state is State.RELEASED:
             return
         self.check_writes()

@@ -1,0 +1,354 @@
+"""`slipstream run` with real processes: several agents on loopback, the first failure told once, clean and timely ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TOKEN = "SLIPSTREAM_TEST_LAUNCH"
+ALL_REDUCE = """
+    import os, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    sum_ = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(sum_)
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()} node {os.environ['GROUP_RANK']} sum {sum_.item():g}\\n", end="")
+    dist.destroy_process_group()
+"""
+
+
+class Launcher:
+    """Starts `slipstream` commands; nothing that came of them outlives the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.token = uuid.uuid4().hex
+        self.started: list[subprocess.Popen[str]] = []
+
+    def script(self, text: str) -> str:
+        file = self.folder / "train.py"
+        file.write_text(textwrap.dedent(text))
+        return str(file)
+
+    def start(self, *arguments: str, path: Path | None = None) -> subprocess.Popen[str]:
+        env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        env |= {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            TOKEN: self.token,
+            "HOME": str(self.folder),
+        }
+        if path is not None:
+            env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slipstream.launch.cli", "run", *arguments],
+            env=env,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *arguments: str, path: Path | None = None) -> tuple[int, str, str]:
+        process = self.start(*arguments, path=path)
+        out, err = process.communicate(timeout=100)
+        return process.returncode, out, err
+
+    def survivors(self) -> list[int]:
+        mark = f"{TOKEN}={self.token}".encode()
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def gone(self, within: float) -> bool:
+        deadline = time.monotonic() + within
+        while self.survivors():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def close(self) -> None:
+        for pid in self.survivors():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for process in self.started:
+            process.communicate(timeout=10)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.close()
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def wait_for(path: Path, within: float = 60.0) -> None:
+    deadline = time.monotonic() + within
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} did not appear in {within:g} s"
+        time.sleep(0.02)
+
+
+def test_two_nodes_started_by_hand(launcher: Launcher) -> None:
+    script = launcher.script(ALL_REDUCE)
+    common = ("--num_nodes", "2", "--nproc", "1", "--master_addr", "127.0.0.1", "--master_port", free_port())
+    nodes = [launcher.start(*common, "--node_rank", str(rank), script) for rank in range(2)]
+    for rank, process in enumerate(nodes):
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+        assert out == f"rank {rank} of 2 node {rank} sum 3\n"
+    assert launcher.gone(within=1)
+
+
+def fake_ssh(folder: Path) -> Path:
+    """An `ssh` that runs the line on this host, as a login shell of the far end would."""
+    binary = folder / "bin"
+    binary.mkdir()
+    ssh = binary / "ssh"
+    ssh.write_text('#!/bin/sh\nwhile [ "$1" = -o ]; do shift 2; done\nexec /bin/sh -c "$2"\n')
+    ssh.chmod(0o755)
+    return binary
+
+
+def hostfile(folder: Path) -> str:
+    file = folder / "hosts"
+    file.write_text("far1 slots=1\nfar2 slots=1\n")
+    return str(file)
+
+
+def test_two_nodes_by_ssh_and_environment_files(launcher: Launcher, tmp_path: Path) -> None:
+    script = launcher.script(ALL_REDUCE + "    print(os.environ['FROM_FILE'] + '\\n', end='')\n")
+    (tmp_path / ".deepspeed_env").write_text("FROM_FILE=it's here\n")
+    arguments = ("--hostfile", hostfile(tmp_path), "--master_addr", "127.0.0.1", "--master_port", free_port())
+    code, out, err = launcher.run(*arguments, script, path=fake_ssh(tmp_path))
+    assert code == 0, err
+    lines = ["it's here", "it's here", "rank 0 of 2 node 0 sum 3", "rank 1 of 2 node 1 sum 3"]
+    assert sorted(out.splitlines()) == lines
+    assert "2 ranks on 2 hosts, by ssh" in err
+    assert ".deepspeed_env: FROM_FILE=it's here" in err
+
+
+def test_a_failure_on_another_node_is_told_once_and_stops_all(launcher: Launcher, tmp_path: Path) -> None:
+    script = launcher.script("""
+        import os, time
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("the far one")
+        time.sleep(300)
+    """)
+    arguments = ("--hostfile", hostfile(tmp_path), "--master_addr", "127.0.0.1", "--master_port", free_port())
+    code, _, err = launcher.run(*arguments, script, path=fake_ssh(tmp_path))
+    assert code == 1
+    assert err.count("Traceback") == 1
+    assert "rank 1 on " in err
+    assert "RuntimeError: the far one" in err
+    assert "\x1e" not in err
+    assert launcher.gone(within=1)
+
+
+def test_the_first_failing_rank_is_what_the_user_sees(launcher: Launcher) -> None:
+    script = launcher.script("""
+        import sys, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        def inner():
+            raise ValueError("boom of rank 1")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            inner()
+        dist.all_reduce(torch.ones(1))
+    """)
+    code, _, err = launcher.run("--nproc", "2", script, "--deepspeed_config", "x.json")
+    assert code == 1
+    assert err.count("Traceback") == 1
+    assert "slipstream run: rank 1 on " in err
+    traceback = err[err.index("Traceback") :]
+    assert re.match(
+        r"Traceback \(most recent call last\):\n"
+        r'  File ".*train.py", line 8, in <module>\n    inner\(\)\n(?: +[~^]+\n)?'
+        r'  File ".*train.py", line 5, in inner\n    raise ValueError\("boom of rank 1"\)\n(?: +[~^]+\n)?'
+        r"ValueError: boom of rank 1\n",
+        traceback,
+    )
+    assert launcher.gone(within=1)
+
+
+def test_a_killed_rank_is_explained_and_a_deaf_one_does_not_hold_up(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """Rank 0 catches SIGTERM and sleeps in native code; all is over within 5 s of rank 1's death."""
+    script = launcher.script("""
+        import os, signal, sys, time
+        from pathlib import Path
+        here = Path(sys.argv[1])
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (here / "deaf").touch()
+            time.sleep(300)
+        while not (here / "deaf").exists():
+            time.sleep(0.01)
+        (here / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    process = launcher.start("--nproc", "2", script, str(tmp_path))
+    wait_for(tmp_path / "killed")
+    before = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    took = time.monotonic() - before
+    assert process.returncode == 137
+    assert "rank 1 on " in err
+    assert "(exit code -9, SIGKILL)" in err
+    assert "out-of-memory killer" in err
+    assert "Traceback" not in err
+    assert took < 5
+    assert launcher.gone(within=1)
+
+
+def test_a_segmentation_fault_shows_the_python_stack(launcher: Launcher) -> None:
+    script = launcher.script("""
+        import ctypes
+        def crash():
+            ctypes.string_at(0)
+        crash()
+    """)
+    code, _, err = launcher.run("--nproc", "1", script)
+    assert code == 139
+    assert "segmentation fault (SIGSEGV)" in err
+    assert "line 4 in crash" in err
+    assert "slipstream/launch" not in err
+
+
+def test_a_rank_that_hangs_at_exit_is_ended(launcher: Launcher) -> None:
+    script = launcher.script("""
+        import threading, time
+        threading.Thread(target=time.sleep, args=(300,)).start()
+        raise KeyError("late")
+    """)
+    process = launcher.start("--nproc", "1", script)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "KeyError: 'late'" in err
+
+
+def test_exit_codes_and_messages_of_sys_exit(launcher: Launcher) -> None:
+    code, _, err = launcher.run("--nproc", "1", launcher.script("import sys; sys.exit(7)"))
+    assert (code, "sys.exit(7)" in err, "Traceback" in err) == (7, True, False)
+
+
+def test_ctrl_c_is_clean(launcher: Launcher, tmp_path: Path) -> None:
+    script = launcher.script("""
+        import os, sys, time
+        from pathlib import Path
+        (Path(sys.argv[1]) / f"ready{os.environ['RANK']}").touch()
+        time.sleep(300)
+    """)
+    process = launcher.start("--nproc", "2", script, str(tmp_path))
+    for rank in range(2):
+        wait_for(tmp_path / f"ready{rank}")
+    process.send_signal(signal.SIGINT)
+    before = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert time.monotonic() - before < 5
+    assert launcher.gone(within=1)
+
+
+def test_ranks_die_with_their_agent(launcher: Launcher, tmp_path: Path) -> None:
+    script = launcher.script("import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sleep(300)")
+    process = launcher.start("--nproc", "1", script, str(tmp_path / "ready"))
+    wait_for(tmp_path / "ready")
+    process.kill()
+    assert launcher.gone(within=5)
+
+
+def test_restart_on_failure(launcher: Launcher) -> None:
+    """The second attempt has process groups of its own: keys of the first would name dead ranks."""
+    script = launcher.script("""
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if attempt == "0" and dist.get_rank() == 1:
+            raise ValueError("only at first")
+        dist.all_reduce(torch.ones(1))
+        print(f"rank {dist.get_rank()} attempt {attempt}\\n", end="")
+        dist.destroy_process_group()
+    """)
+    code, out, err = launcher.run("--nproc", "2", "--max_restarts", "1", script)
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["rank 0 attempt 1", "rank 1 attempt 1"]
+    assert "restart 1 of 1 after rank 1: ValueError: only at first" in err
+
+
+def test_scripts_see_what_python_would_show_them(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("NAME = 'a module beside the script'\n")
+    script = launcher.script("""
+        import multiprocessing, os, sys
+        from beside import NAME
+        class Point: pass
+        if __name__ == "__main__":
+            assert sys.modules["__main__"].Point is Point
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print(sys.argv[1:], type(pool.apply(Point)).__name__, os.environ["OMP_NUM_THREADS"])
+    """)
+    code, out, err = launcher.run("--nproc", "1", "--pass_local_rank", script, "--lr", "1")
+    assert code == 0, err
+    cores = len(os.sched_getaffinity(0))
+    assert out.split("\n")[0] == f"['--local_rank=0', '--lr', '1'] Point {cores}"
+    assert f"OMP_NUM_THREADS={cores} for each rank" in err
+    code, out, err = launcher.run("-q", "--nproc", "1", "--module", "beside")
+    assert (code, out, err) == (0, "", "")
+
+
+def test_ranks_of_an_mpi_find_their_place(launcher: Launcher, tmp_path: Path) -> None:
+    """A stand-in for mpirun starts the ranks with Open MPI's variables, and one fails."""
+    binary = tmp_path / "bin"
+    binary.mkdir()
+    mpirun = binary / "mpirun"
+    mpirun.write_text(
+        "#!/bin/sh\n"
+        f'while [ "$1" != {sys.executable} ]; do [ "$1" = -x ] && export "$2"; shift; done\n'
+        "export OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=2\n"
+        'OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 "$@" &\n'
+        'OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_RANK=1 "$@"; code=$?\n'
+        "wait; exit $code\n"
+    )
+    mpirun.chmod(0o755)
+    script = launcher.script("""
+        import os
+        print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")))
+        if os.environ["RANK"] == "1":
+            raise ValueError("under MPI")
+    """)
+    code, out, err = launcher.run("--launcher", "openmpi", "--nproc", "2", script, path=binary)
+    assert code == 1
+    assert sorted(out.splitlines()) == ["0 2 0 localhost", "1 2 1 localhost"]
+    assert err.count("Traceback") == 1
+    assert "rank 1 on " in err
+    assert "ValueError: under MPI" in err

@@ -1,0 +1,279 @@
+"""Every stage trains what plain torch trains: against the twin, against each other, under every optimizer."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import slipstream
+from slipstream.optim import Lamb, Lion, Muon, muon_groups
+from tests import toy, twin
+from tests.pool import distributed
+
+STAGES = (0, 1, 2, 3)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LR, STEPS, SCALE = 1e-3, 4, 256.0
+# Of masters, in learning rates: at worst a weight rounds the other way, and the rest follows from that.
+TOLERANCE = {"fp32": 0.01, "bf16": 0.5, "fp16": 0.1}
+CLIP = 0.5  # the norm of the toy's gradient is 0.7 to 1.5
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    value: Tensor = model(batch)
+    return value
+
+
+def batches(world: int, accumulation: int, steps: int = STEPS) -> list[list[list[Tensor]]]:
+    return [
+        [[toy.tokens(rank, i, micro) for rank in range(world)] for micro in range(accumulation)]
+        for i in range(steps)
+    ]
+
+
+def rounded(kind: Callable[[], nn.Module], dtype: torch.dtype) -> Any:
+    """Weights that `dtype` can hold, in fp32."""
+    return toy.seeded(kind).to(dtype).float()
+
+
+def train(engine: Any, data: list[list[list[Tensor]]]) -> tuple[Tensor, Tensor]:
+    """[step, micro] losses of this rank, and norms."""
+    losses, norms = [], []
+    for micros in data:
+        for ranks in micros:
+            losses.append(toy.step(engine, ranks[engine.rank]).float())
+        norms.append(engine.global_grad_norm)
+    return torch.stack(losses).view(len(data), -1), torch.tensor(norms)
+
+
+def masters(engine: Any) -> dict[str, Tensor]:
+    return {n: engine.optimizer_state(n)["master"] for n, p in engine.module.named_parameters() if p.requires_grad}
+
+
+def compare_with_twin(transport: str, dtype: str) -> None:
+    world = dist.get_world_size()
+    for accumulation, clip in itertools.product((1, 2), (0.0, CLIP)):
+        data = batches(world, accumulation)
+        expected = twin.train(
+            rounded(toy.Lm, DTYPES[dtype]), loss, data, dtype=DTYPES[dtype], clip=clip,
+            loss_scale=SCALE if dtype == "fp16" else 1.0,
+        )  # fmt: skip
+        assert clip == 0 or (expected.norms > clip).all(), "clipping is to clip"
+        for stage in STAGES:
+            case = f"stage {stage}, accumulation {accumulation}, clip {clip}"
+            engine = toy.make(
+                rounded(toy.Lm, DTYPES[dtype]), stage, transport, dtype=dtype, gradient_clipping=clip,
+                gradient_accumulation_steps=accumulation, optimizer={"type": "AdamW", "params": {"lr": LR}},
+                fp16={"enabled": True, "loss_scale": SCALE} if dtype == "fp16" else None,
+            )  # fmt: skip
+            losses, norms = train(engine, data)
+            eps = 1e-6 if dtype == "fp32" else torch.finfo(DTYPES[dtype]).eps / 4
+            torch.testing.assert_close(
+                losses, expected.losses[:, :, dist.get_rank()], rtol=eps, atol=0, msg=lambda m, c=case: f"{c}: losses: {m}"
+            )
+            torch.testing.assert_close(norms, expected.norms, rtol=10 * eps, atol=0, msg=lambda m, c=case: f"{c}: {m}")
+            for name, value in masters(engine).items():
+                error = (value - expected.masters[name]).abs().max().item() / LR
+                assert error < TOLERANCE[dtype], f"{case}: {name} is off by {error:.3g} learning rates"
+            for name, value in engine.state_dict().items():
+                assert value.dtype is DTYPES[dtype]
+                torch.testing.assert_close(value, engine.optimizer_state(name)["master"].to(value.dtype), rtol=0, atol=0)
+            engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@distributed(world_size=(2, 4), transports=("shared", "gloo"))
+def test_stages_equal_plain_torch(transport: str, dtype: str) -> None:
+    compare_with_twin(transport, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@distributed(world_size=1)
+def test_one_rank_equals_plain_torch(dtype: str) -> None:
+    compare_with_twin("auto", dtype)
+
+
+# ---- the stages among each other
+
+
+Trace = tuple[list[float], list[float], int]
+
+
+def trace(stage: int, transport: str, dtype: str, accumulation: int, steps: int) -> Trace:
+    engine = toy.make(
+        toy.seeded(toy.Lm), stage, transport, dtype=dtype, gradient_clipping=CLIP,
+        gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    losses, norms = [], []
+    for i in range(steps):
+        for micro in range(accumulation):
+            losses.append(toy.step(engine, toy.tokens(engine.rank, i, micro)).item())
+        norms.append(engine.global_grad_norm)
+    weights = int(toy.checksum(engine))
+    engine.destroy()
+    return losses, norms, weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_stages_are_bit_identical_over_200_steps(transport: str, dtype: str) -> None:
+    first, *others = [trace(stage, transport, dtype, 1, 200) for stage in STAGES]
+    assert all(other == first for other in others)
+    assert first[0][-1] != first[0][0] and len(set(first[1])) > 100, "something was trained"
+
+
+@distributed(world_size=4, transports=("shared", "gloo"))
+def test_stages_are_bit_identical_at_world_4(transport: str) -> None:
+    first, *others = [trace(stage, transport, "bf16", 1, 10) for stage in STAGES]
+    assert all(other == first for other in others)
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_with_accumulation_stages_are_bit_identical_in_pairs(transport: str) -> None:
+    zero, one, two, three = [trace(stage, transport, "bf16", 3, 10) for stage in STAGES]
+    assert zero == one and two == three
+    torch.testing.assert_close(torch.tensor(zero[1]), torch.tensor(two[1]), rtol=1e-2, atol=0)
+
+
+@distributed(world_size=2)
+def test_transports_are_bit_identical() -> None:
+    assert trace(3, "shared", "bf16", 2, 10) == trace(3, "gloo", "bf16", 2, 10)
+
+
+@distributed(world_size=4, transports=("shared", "gloo"))
+def test_sharding_within_pairs_equals_sharding_over_all(transport: str) -> None:
+    def run(zero: dict[str, int]) -> dict[str, Tensor]:
+        engine = toy.make(toy.seeded(toy.Lm), 3, transport, zero_optimization=zero, gradient_clipping=CLIP)
+        train(engine, batches(4, 1))
+        state: dict[str, Tensor] = engine.state_dict()
+        engine.destroy()
+        return state
+
+    expected = run({})
+    for name, value in run({"mics_shard_size": 2}).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-4)
+
+
+# ---- optimizers
+
+
+class Fromage(torch.optim.Optimizer):
+    """A user's own: a step in proportion to each whole tensor's norm, which a flat range does not have."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["steps"] = state.get("steps", 0) + 1
+                ratio = p.norm() / p.grad.norm().clamp(min=1e-8)
+                p.sub_(p.grad, alpha=float(group["lr"] * ratio / state["steps"]))
+
+
+class Matrices(nn.Module):
+    """Matrices only, which is what `torch.optim.Muon` takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(toy.VOCABULARY, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.head = nn.Linear(16, toy.VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens[:, :-1])
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+Maker = Callable[[dict[str, Tensor]], torch.optim.Optimizer]
+
+
+def on_all(cls: Any, **options: Any) -> Maker:
+    return lambda masters: cls(masters.values(), **options)
+
+
+OPTIM = torch.optim
+DECAY = {"lr": LR, "weight_decay": 0.1}
+# by name in the config: (type, params, the same on unsharded tensors)
+NAMED: dict[str, tuple[str, dict[str, Any], Maker]] = {
+    "AdamW": ("AdamW", DECAY, on_all(OPTIM.AdamW, **DECAY)),
+    "Adam with L2": ("Adam", {**DECAY, "adam_w_mode": False}, on_all(OPTIM.Adam, **DECAY)),
+    "SGD": ("SGD", {**DECAY, "momentum": 0.9}, on_all(OPTIM.SGD, **DECAY, momentum=0.9)),
+    "Adagrad": ("Adagrad", DECAY, on_all(OPTIM.Adagrad, **DECAY)),
+    "RMSprop": ("RMSprop", {"lr": LR, "momentum": 0.5}, on_all(OPTIM.RMSprop, lr=LR, momentum=0.5)),
+    "Adafactor": ("Adafactor", DECAY, on_all(OPTIM.Adafactor, **DECAY)),
+    "Lion": ("Lion", DECAY, on_all(Lion, **DECAY)),
+    "LAMB": ("Lamb", DECAY, on_all(Lamb, **DECAY)),
+}
+# by callable
+CALLABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.Optimizer]]] = {
+    "torch.optim.Muon": (Matrices, lambda params: OPTIM.Muon(params, lr=LR, weight_decay=0.1)),
+    "a user's": (toy.Lm, lambda params: Fromage(params)),
+    "amsgrad": (toy.Lm, lambda params: OPTIM.AdamW(params, lr=LR, amsgrad=True)),
+    "SGD, maximize": (toy.Lm, lambda params: OPTIM.SGD(params, lr=LR, maximize=True)),
+}
+
+
+def check(engine: Any, expected: twin.Run, data: Any, case: str) -> None:
+    losses, norms = train(engine, data)
+    torch.testing.assert_close(losses, expected.losses[:, :, engine.rank], rtol=1e-5, atol=0, msg=lambda m: f"{case}: {m}")
+    torch.testing.assert_close(norms, expected.norms, rtol=1e-5, atol=0, msg=lambda m: f"{case}: {m}")
+    for name, value in engine.state_dict().items():
+        error = (value - expected.weights[name]).abs().max().item() / LR
+        assert error < 0.02, f"{case}: {name} is off by {error:.3g} learning rates"
+    engine.destroy()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", NAMED)
+def test_named_optimizers_equal_the_unsharded(name: str) -> None:
+    kind, params, maker = NAMED[name]
+    data = batches(2, 1)
+    expected = twin.train(toy.seeded(toy.Lm), loss, data, optimizer=maker, clip=CLIP)
+    for stage in STAGES:
+        engine = toy.make(
+            toy.seeded(toy.Lm), stage, "gloo" if stage == 3 else "shared", gradient_clipping=CLIP,
+            optimizer={"type": kind, "params": params},
+        )  # fmt: skip
+        check(engine, expected, data, f"{name}, stage {stage}")
+
+
+def muon_twin(model: nn.Module) -> Maker:
+    """Muon on masters, grouped as for the model's own parameters."""
+
+    def make(masters: dict[str, Tensor]) -> torch.optim.Optimizer:
+        leaves = [(name, nn.Parameter(master)) for name, master in masters.items()]
+        for name, leaf in leaves:
+            masters[name] = leaf
+        return Muon(muon_groups(leaves), lr=LR)
+
+    return make
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_muon_equals_the_unsharded(transport: str) -> None:
+    data = batches(2, 1)
+    expected = twin.train(toy.seeded(toy.Lm), loss, data, optimizer=muon_twin(toy.seeded(toy.Lm)))
+    for stage in STAGES:
+        engine = toy.make(toy.seeded(toy.Lm), stage, transport, optimizer={"type": "Muon", "params": {"lr": LR}})
+        check(engine, expected, data, f"Muon, stage {stage}")
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+@pytest.mark.parametrize("name", CALLABLE)
+def test_brought_optimizers_equal_the_unsharded(name: str, transport: str) -> None:
+    kind, call = CALLABLE[name]
+    data = batches(2, 1)
+    expected = twin.train(toy.seeded(kind), loss, data, optimizer=lambda masters: call(masters.values()))
+    for stage in STAGES:
+        engine, *_ = slipstream.initialize(
+            model=toy.seeded(kind), optimizer=call, config=toy.settings(stage, transport, optimizer=None)
+        )
+        check(engine, expected, data, f"{name}, stage {stage}")

@@ -1,0 +1,112 @@
+"""Tiny models, their batches, and the shortest way from one to an engine: what distributed tests train."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slipstream
+
+VOCABULARY, TOKENS = 48, 8
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Floats in, floats out: three blocks between two linear layers that belong to the root unit."""
+
+    def __init__(self, dim: int = 16, depth: int = 3) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.out = nn.Linear(dim, 8)
+
+    def body(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.body(self.inp(x)))
+
+
+class Lm(nn.Module):
+    """A language model without attention: tokens in, the mean cross-entropy out, in fp32."""
+
+    def __init__(self, dim: int = 16, depth: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.head = nn.Linear(dim, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens[:, :-1])
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(h).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def seeded(kind: Callable[[], nn.Module], seed: int = 0) -> Any:
+    """A model of `kind`, the same on every call; `Any`, for its own attributes."""
+    torch.manual_seed(seed)
+    return kind()
+
+
+def floats(rank: int, step: int, which: int = 0) -> Tensor:
+    """A batch for `Net`."""
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * rank + 10 * step + which))
+
+
+def tokens(rank: int, step: int, which: int = 0) -> Tensor:
+    """A batch for `Lm`."""
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + which)
+    return torch.randint(VOCABULARY, (2, TOKENS), generator=generator)
+
+
+def settings(stage: int, transport: str = "auto", *, dtype: str = "fp32", **blocks: Any) -> dict[str, Any]:
+    """A config: AdamW and nothing else unless `blocks` (top-level keys) say so; dictionaries are joined."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "slipstream": {"transport": transport, "timeout_s": 20},
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    for key, value in blocks.items():
+        together = isinstance(value, dict) and key in config and key != "optimizer"
+        config[key] = config[key] | value if together else value
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def make(model: nn.Module, stage: int, transport: str = "auto", *, dtype: str = "fp32", **blocks: Any) -> Any:
+    """An engine of `model`; `Any`, because tests look inside."""
+    return slipstream.initialize(model=model, config=settings(stage, transport, dtype=dtype, **blocks))[0]
+
+
+def step(engine: Any, batch: Tensor) -> Tensor:
+    """One step of an `Lm`; its loss."""
+    loss: Tensor = engine(batch)
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
+def checksum(engine: Any) -> Tensor:
+    """Every bit of the complete weights, in one number that any change of one bit changes. Collective."""
+    total = torch.zeros((), dtype=torch.int64)
+    for value in engine.state_dict().values():
+        raw = value.contiguous().view(-1).view(torch.uint8).long()
+        total += (raw * torch.arange(1, 2 * raw.numel(), 2)).sum() + 31 * total
+    return total
