@@ -121,10 +121,13 @@ class _Template:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
+        program = (
+            "import sys; sys.path.insert(0, sys.argv[1]); "
+            "from tests.worker import serve; serve(int(sys.argv[2]))"
+        )
         root = str(Path(__file__).resolve().parents[1])
-        program = f"import sys; sys.path.insert(0, {root!r}); from tests.worker import serve; serve(int(sys.argv[1]))"
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", program, str(theirs.fileno())],
+            [sys.executable, "-u", "-c", program, root, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=single_threaded(os.environ),
             stdin=subprocess.DEVNULL,

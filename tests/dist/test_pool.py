@@ -1,4 +1,4 @@
-"""The pool itself: what passes, how each kind of failure is shown, and that none of it reaches the next test."""
+"""The pool itself: what passes, how each failure is shown, and that none of it reaches the next test."""
 
 import ctypes
 import functools
@@ -105,7 +105,7 @@ def test_a_failing_rank_shows_its_own_traceback_and_values() -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run(2, fail_on_rank_1)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 10
     story = str(caught.value)
     assert caught.value.first.rank == 1 and caught.value.first.status == "failed"
     assert story.startswith("rank 1 of 2 failed first:\nTraceback")
@@ -126,7 +126,7 @@ def test_other_ranks_are_interrupted() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)RuntimeError: boom.*rank 0 interrupted:.*time\.sleep"):
         run(2, fail_while_the_other_sleeps)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 10
 
 
 def test_the_decorator_fails_the_test_with_the_story() -> None:
@@ -193,7 +193,7 @@ def test_a_killed_rank_is_named_with_its_signal(number: signal.Signals) -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run(2, die, int(number))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 10
     assert caught.value.first.rank == 1 and caught.value.first.status == "died"
     assert f"ended by {number.name}" in str(caught.value)
     assert ("Fatal Python error" in str(caught.value)) == (number == signal.SIGSEGV)
@@ -356,6 +356,6 @@ def test_nothing_outlives_a_killed_pytest(spawn_ranks: SpawnRanks) -> None:
         "print('workers', *run(2, pids))\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ranks = spawn_ranks(script, 1)
-    assert ranks.wait(60) == [-signal.SIGKILL]
+    assert ranks.wait(120) == [-signal.SIGKILL]
     workers = [int(pid) for pid in ranks.stdout(0).split()[1:]]
     assert len(workers) == 2 and all(gone(pid) for pid in workers)

@@ -36,7 +36,9 @@ class _Parser(argparse.ArgumentParser):
         if "required: script" in message:
             message = f"no script; {self.prog} [options] script.py [its own options]"
         elif message.startswith("argument command: invalid choice"):
-            message = f"{message.removeprefix('argument command: ')}; scripts start with {self.prog} run SCRIPT"
+            message = (
+                f"{message.removeprefix('argument command: ')}; scripts start with {self.prog} run SCRIPT"
+            )
         else:
             message = f"{message}; see {self.prog} --help"
         self.exit(2, f"{self.prog}: {message}\n")

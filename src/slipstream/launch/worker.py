@@ -13,18 +13,22 @@ it dies with its agent.
 from __future__ import annotations
 
 import argparse
+import builtins
 import ctypes
 import faulthandler
+import importlib.util
 import os
-import runpy
 import signal
 import socket
 import sys
 import time
 import traceback
 from dataclasses import dataclass
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
+from io import open_code
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from slipstream.launch import discover as places
@@ -72,11 +76,7 @@ def read_records(folder: Path, attempt: int) -> list[Failure]:
 def _without_our_frames(error: BaseException) -> TracebackType | None:
     """The traceback from the user's first frame on."""
     frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename in (
-        __file__,
-        runpy.__file__,
-        "<frozen runpy>",
-    ):
+    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next
     return frame
 
@@ -150,14 +150,42 @@ def _find_place(report: bool) -> Place:
     )
 
 
+def _find(target: str, *, module: bool) -> tuple[CodeType, ModuleSpec | None, str]:
+    """Code, import spec and file of a script, or of a module (of a package: its `__main__`)."""
+    if not module:
+        with open_code(target) as file:
+            return compile(file.read(), target, "exec"), None, target
+    spec = importlib.util.find_spec(target)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{target}.__main__")
+    code = spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or code is None:
+        raise ModuleNotFoundError(f"no module named {target!r} that can be run")
+    return code, spec, spec.origin or target
+
+
 def _run_target(target: str, arguments: list[str], *, module: bool) -> None:
+    """Run the target as `__main__`.
+
+    Not by runpy, whose `__main__` is temporary and unknown to multiprocessing: torch has imported that
+    already, and it remembers as `__mp_main__` what was `__main__` then, through which children send back
+    objects of the script's classes.
+    """
     sys.argv = [target, *arguments]
-    if module:
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-        return
-    if not sys.flags.safe_path:
+    if not module and not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.abspath(target))
-    runpy.run_path(target, run_name="__main__")
+    code, spec, file = _find(target, module=module)
+    sys.argv[0] = file
+    main_module = ModuleType("__main__")
+    main_module.__dict__.update(
+        __file__=file,
+        __spec__=spec,
+        __loader__=spec.loader if spec else None,
+        __package__=spec.parent if spec else None,
+        __builtins__=builtins,
+    )
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
+    exec(code, main_module.__dict__)
 
 
 def main(argv: list[str] | None = None) -> None:
