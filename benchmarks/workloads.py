@@ -1,14 +1,15 @@
 """What every contender trains: one GPT, one fixed batch per rank. Imports nothing but torch, so that peers can run it.
 
 [Note: bf16 without bf16 instructions]
-On a CPU that has none (no AVX-512, no AMX) torch multiplies bf16 matrices with plain loops: some 10 times slower than
-fp32 in the forward, 100 times in the backward. There `Linear` and the attention widen their operands to fp32 and round
+On a CPU that has none (no AVX-512, no AMX) torch multiplies bf16 matrices with plain loops: 7 times slower than fp32
+in the forward, 40 to 100 times in the gradient of the input (measured on Zen 3). There `Linear` and the attention widen their operands to fp32 and round
 the result, which is what the instructions do inside. All contenders run this same code: weights, activations and gradients
 stay bf16, and so do the bytes that have to be moved. RESULTS.md says which of the two ran.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,7 @@ WORKLOADS = {
 }
 
 
+@functools.cache
 def has_bf16_instructions() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -67,19 +69,19 @@ class _WideLinear(torch.autograd.Function):
     """x @ weight.T + bias, with bf16 operands widened to fp32 and the result rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x.float(), weight.float(), bias.float()).to(x.dtype)
+        ctx.has_bias = bias is not None
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
-        grad = grads[0].float()
-        flat = grad.flatten(0, -2)
+        grad = grads[0].flatten(0, -2).float()
         return (
-            (grad @ weight.float()).to(x.dtype),
-            (flat.T @ x.flatten(0, -2).float()).to(weight.dtype),
-            flat.sum(0).to(weight.dtype),
+            (grad @ weight.float()).to(x.dtype).view(x.shape),
+            (grad.T @ x.flatten(0, -2).float()).to(weight.dtype),
+            grad.sum(0).to(weight.dtype) if ctx.has_bias else None,
         )
 
 
@@ -91,7 +93,8 @@ class Linear(nn.Linear):
     """See [Note: bf16 without bf16 instructions]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight, bias = _autocast(x), _autocast(self.weight), _autocast(self.bias)
+        x, weight = _autocast(x), _autocast(self.weight)
+        bias = None if self.bias is None else _autocast(self.bias)
         if x.dtype is torch.bfloat16 and not has_bf16_instructions():
             with torch.autocast("cpu", enabled=False):
                 return _WideLinear.apply(x, weight, bias)
@@ -122,21 +125,6 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class Head(Linear):
-    """Hidden states to logits; no bias is learnt."""
-
-    def __init__(self, width: int, vocab: int) -> None:
-        super().__init__(width, vocab, bias=False)
-        self.register_buffer("none", torch.zeros(1), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, weight = _autocast(x), _autocast(self.weight)
-        if x.dtype is torch.bfloat16 and not has_bf16_instructions():
-            with torch.autocast("cpu", enabled=False):
-                return _WideLinear.apply(x, weight, x.new_zeros(weight.shape[0]))
-        return F.linear(x, weight)
-
-
 class GPT(nn.Module):
     """forward(tokens, targets) -> mean cross entropy in fp32."""
 
@@ -146,7 +134,7 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(work.length, work.width)
         self.blocks = nn.ModuleList(Block(work.width, work.heads) for _ in range(work.depth))
         self.norm = nn.LayerNorm(work.width)
-        self.head = Head(work.width, work.vocab)
+        self.head = Linear(work.width, work.vocab, bias=False)
         for name, param in self.named_parameters():
             if param.dim() == 2:
                 shrink = math.sqrt(2 * work.depth) if name.endswith(("proj.weight", "down.weight")) else 1.0

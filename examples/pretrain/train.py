@@ -126,7 +126,7 @@ def shared_corpus(args: argparse.Namespace) -> data.Corpus:
 
 
 def parameter_groups(model: LanguageModel, lr: float) -> list[dict[str, Any]]:
-    """The embedding at EMBEDDING_LR times the rate and without decay: a row moves only when its token is seen."""
+    """The embedding at EMBEDDING_LR times the rate, without decay: only the rows of tokens seen move."""
     embedding = list(model.embedding.parameters())
     rest = [parameter for name, parameter in model.named_parameters() if not name.startswith("embedding.")]
     return [{"params": rest}, {"params": embedding, "lr": EMBEDDING_LR * lr, "weight_decay": 0.0}]

@@ -62,9 +62,7 @@ def data_mesh(shard_size: int | None = None, group: Any = None) -> Mesh:
     if shard_size is None or shard_size == len(ranks):
         return Mesh(_axis("dp_replicate", None, [rank], rank), _axis("dp", group, ranks, rank), data)
     if len(ranks) % shard_size:
-        raise ValueError(
-            f"zero_optimization.mics_shard_size ({shard_size}) does not divide the data-parallel size ({len(ranks)})"
-        )
+        raise ValueError(f"zero_optimization.mics_shard_size ({shard_size}) does not divide the data-parallel size ({len(ranks)})")
     rows = [ranks[i : i + shard_size] for i in range(0, len(ranks), shard_size)]
     columns = [list(column) for column in zip(*rows, strict=True)]
     shard_group, _ = dist.new_subgroups_by_enumeration(rows)

@@ -241,6 +241,9 @@ def test_damage_that_one_rank_finds_changes_nothing_on_any(tmp_path: Path) -> No
     wrong = part if rank == 0 else FlatSlice(torch.zeros(4), (4,), 0)
     message = fails_everywhere(load, tmp_path, "good", tensors={"w": wrong}, group=dist.group.WORLD)
     assert "rank 1 of 2: tensor 'w' has shape (100000,) in it and (4,) here" in message
+    elsewhere = tmp_path if rank == 0 else tmp_path / "elsewhere"
+    message = fails_everywhere(load_metadata, elsewhere, "good", group=dist.group.WORLD)
+    assert "rank 1 of 2: checkpoint directory" in message and message.endswith("elsewhere does not exist")
     message = fails_everywhere(load, tmp_path, "absent", tensors={"w": part}, group=dist.group.WORLD)
     assert message.endswith("has no checkpoint 'absent'; it has good")  # alike on all ranks: said once
     assert bool((part.data == -1).all())

@@ -1,4 +1,4 @@
-"""`slipstream run` with real processes: several agents on loopback, the first failure told once, clean and timely ends."""
+"""`slipstream run` with real processes: agents on loopback, the first failure told once, clean and timely ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ ALL_REDUCE = """
     dist.init_process_group("gloo")
     sum_ = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(sum_)
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()} node {os.environ['GROUP_RANK']} sum {sum_.item():g}\\n", end="")
+    node = os.environ["GROUP_RANK"]
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()} node {node} sum {sum_.item():g}\\n", end="")
     dist.destroy_process_group()
 """
 

@@ -248,7 +248,7 @@ def test_dtypes_are_converted_only_when_asked(tmp_path: Path) -> None:
 
 
 def test_staged_reads_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be read in place comes in stages, here many of them, through one sub-box of several runs."""
+    """What cannot be read in place comes in stages; here many of them, and several boxes."""
     from slipstream.checkpoint import storage
 
     tensors = saved(tmp_path)

@@ -58,9 +58,18 @@ def latest_tag(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | 
     return Ranks(group).decide("no checkpoint was loaded", lambda: read_latest(Path(directory)))
 
 
-def load_metadata(directory: str | os.PathLike[str], tag: str) -> Metadata:
-    """What checkpoint `tag` holds. Reads and checks metadata.json; a call of one process, no collective."""
-    path = locate(Path(directory), tag)
+def load_metadata(
+    directory: str | os.PathLike[str], tag: str, *, group: dist.ProcessGroup | None = None
+) -> Metadata:
+    """What checkpoint `tag` holds, by its metadata.json. With a group, what fails on one rank fails on all."""
+    ranks, parent = Ranks(group), Path(directory)
+    found: list[Metadata] = []
+    step = ranks.first(f"checkpoint {parent / str(tag)} was not loaded")
+    ranks.gather(step, lambda: found.append(_metadata(locate(parent, tag))))
+    return found[0]
+
+
+def _metadata(path: Path) -> Metadata:
     document = read_document(path)
     return Metadata(
         path=path,

@@ -37,9 +37,7 @@ class Lamb(Optimizer):
         min_coeff: float = 0.01,
     ) -> None:
         if lr < 0 or weight_decay < 0 or eps < 0:
-            raise ValueError(
-                f"Lamb: lr ({lr}), weight_decay ({weight_decay}), eps ({eps}) must not be negative"
-            )
+            raise ValueError(f"Lamb: lr ({lr}), weight_decay ({weight_decay}), eps ({eps}) must not be negative")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"Lamb: betas {tuple(betas)} must lie in [0, 1)")
         if not 0 <= min_coeff <= max_coeff:
@@ -84,13 +82,9 @@ class Lamb(Optimizer):
         exp_avg.lerp_(grad, 1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
-        step = (
-            state["step"].item() if group["bias_correction"] else float("inf")
-        )  # beta ** inf = 0: no correction
+        step = state["step"].item() if group["bias_correction"] else float("inf")  # beta ** inf = 0: no correction
         denom = exp_avg_sq / (1 - beta2**step)
-        denom = (
-            denom.add_(group["eps"]).sqrt_() if group["eps_inside_sqrt"] else denom.sqrt_().add_(group["eps"])
-        )
+        denom = denom.add_(group["eps"]).sqrt_() if group["eps_inside_sqrt"] else denom.sqrt_().add_(group["eps"])
         update = torch.div(exp_avg, denom, out=denom).div_(1 - beta1**step)
         update.add_(param, alpha=group["weight_decay"])
 

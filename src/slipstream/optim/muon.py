@@ -58,9 +58,7 @@ class Muon(Optimizer):
             False: next(rate for rate in (adam_lr, lr, _ADAM_LR) if rate is not None),
         }
         if min(rates.values()) < 0 or weight_decay < 0 or eps < 0:
-            raise ValueError(
-                f"Muon: rates ({rates}), weight_decay ({weight_decay}), eps ({eps}) must not be negative"
-            )
+            raise ValueError(f"Muon: rates ({rates}), weight_decay ({weight_decay}), eps ({eps}) must not be negative")
         if not all(0 <= beta < 1 for beta in (momentum, *betas)):
             raise ValueError(f"Muon: momentum ({momentum}) and betas {tuple(betas)} must lie in [0, 1)")
         if ns_method not in _ITERATIONS:
@@ -79,9 +77,7 @@ class Muon(Optimizer):
             "eps": eps,
             "adam_w_mode": adam_w_mode,
         }
-        super().__init__(
-            [{"lr": rates[bool(group["use_muon"])], **group} for group in _groups(params)], defaults
-        )
+        super().__init__([{"lr": rates[bool(group["use_muon"])], **group} for group in _groups(params)], defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -111,9 +107,7 @@ class Muon(Optimizer):
         buffer.lerp_(grad, 1 - momentum)
         update = as_matrices(grad.lerp(buffer, momentum) if group["nesterov"] else buffer)
         rows, columns = update.shape[-2:]
-        update = orthogonalize(update, steps=group["ns_steps"], method=group["ns_method"]).reshape(
-            param.shape
-        )
+        update = orthogonalize(update, steps=group["ns_steps"], method=group["ns_method"]).reshape(param.shape)
         lr = float(group["lr"])
         param.mul_(1 - lr * group["weight_decay"])
         param.add_(update, alpha=-lr * math.sqrt(max(1.0, rows / columns)))

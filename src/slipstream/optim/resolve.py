@@ -165,9 +165,7 @@ class _Extra(NamedTuple):
 # Keys of DeepSpeed's optimizers that torch's and ours do not take.
 _EXTRAS: dict[str, _Extra] = {
     "max_grad_norm": _Extra((None, 0), "clips: set gradient_clipping instead"),
-    "fp32_optimizer_states": _Extra(
-        (None, True), "asks for half-precision states: set bf16.bf16_optimizer_states"
-    ),
+    "fp32_optimizer_states": _Extra((None, True), "asks for half-precision states: set bf16.bf16_optimizer_states"),
     "set_grad_none": _Extra((None, True, False), ""),
     "amsgrad": _Extra((None, False), "is not a variant of this optimizer; Adam and AdamW have it"),
     "per_head_muon": _Extra((None, False), "(one orthogonalisation per attention head) is not built yet"),
@@ -188,8 +186,5 @@ def _torch_optimizers() -> dict[str, type[Optimizer]]:
     return {
         name.lower(): cls
         for name, cls in named
-        if isinstance(cls, type)
-        and issubclass(cls, Optimizer)
-        and cls is not Optimizer
-        and name.lower() not in _REFUSED
+        if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer and name.lower() not in _REFUSED
     }

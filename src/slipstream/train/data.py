@@ -72,10 +72,7 @@ def distributed_loader(
 ) -> StatefulLoader:
     """The loader of rank `rank`; `batch_size` is that of one micro-batch on one rank, in samples."""
     if batch_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(
-            f"training data: needs batch_size ({batch_size}) >= 1 and 0 <= rank ({rank}) < world_size"
-            f" ({world_size})"
-        )
+        raise ValueError(f"training data: needs batch_size ({batch_size}) >= 1 and 0 <= rank ({rank}) < world_size ({world_size})")
     kind = type(dataset).__name__
     iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     if iterable:
@@ -88,9 +85,7 @@ def distributed_loader(
             )
     else:
         if not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"training data: {kind} has __getitem__ but no __len__; add it, or use an IterableDataset"
-            )
+            raise ValueError(f"training data: {kind} has __getitem__ but no __len__; add it, or use an IterableDataset")
         if len(dataset) < (batch_size * world_size if drop_last else 1):
             raise ValueError(
                 f"training data: {len(dataset)} samples make no batch of {batch_size} on each of {world_size}"
@@ -259,9 +254,7 @@ class RepeatingLoader:
                 sampler = getattr(self.loader, "sampler", None)
                 if isinstance(sampler, SetsEpoch):
                     sampler.set_epoch(self.epoch)
-        raise ValueError(
-            f"RepeatingLoader: the {type(self.loader).__name__} yields no batch; a generator has one run"
-        )
+        raise ValueError(f"RepeatingLoader: the {type(self.loader).__name__} yields no batch; a generator has one run")
 
     def state_dict(self) -> dict[str, Any]:
         return self._stateful().state_dict()
@@ -272,9 +265,7 @@ class RepeatingLoader:
 
     def _stateful(self) -> Stateful:
         if not isinstance(self.loader, Stateful):
-            raise TypeError(
-                f"RepeatingLoader: a {type(self.loader).__name__} keeps no position to save or load"
-            )
+            raise TypeError(f"RepeatingLoader: a {type(self.loader).__name__} keeps no position to save or load")
         return self.loader
 
 

@@ -59,6 +59,7 @@ class Engine(nn.Module):
         self.module = parts.model
         self.plan, self.mesh, self.comms, self.device = parts.plan, parts.mesh, parts.comms, parts.device
         self.units, self.slots, self.hooks, self.steps = parts.units, parts.slots, parts.hooks, parts.steps
+        self.destroyed = False
         self.precision, self.watch = parts.precision, parts.watch
         self.optimizer: Any = None  # what initialize returned; set by it
         self.lr_scheduler: Any = None
@@ -260,8 +261,9 @@ class Engine(nn.Module):
 
     def destroy(self) -> None:
         """Give everything back: the model's parameters become ordinary whole ones again, the rest is freed. Collective."""
-        if self.hooks is None:
+        if self.destroyed:
             return
+        self.destroyed = True
         self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
         self.hooks.remove()
         for unit in self.units:
@@ -270,10 +272,10 @@ class Engine(nn.Module):
         for comm in (self.comms.dp, self.comms.dp_replicate, self.comms.data):
             comm.close()
         self.watch.stop()
-        self.units, self.steps, self.hooks = [], None, None  # type: ignore[assignment]
+        self.units, self.steps = [], None
         self.slots = Slots({})
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
 
     def _refuse_destroyed(self) -> None:
-        if self.hooks is None:
+        if self.destroyed:
             raise RuntimeError("this engine was destroyed; call slipstream.initialize() for a new one")

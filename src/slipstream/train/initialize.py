@@ -139,9 +139,18 @@ def _engine(
         unit.release()
     return Engine(
         Parts(
-            model=model, plan=plan, mesh=mesh, comms=comms, units=units, slots=slots, hooks=hooks, precision=numerics,
-            steps=steps, watch=watch, device=device,
-        )  # fmt: skip
+            model=model,
+            plan=plan,
+            mesh=mesh,
+            comms=comms,
+            units=units,
+            slots=slots,
+            hooks=hooks,
+            precision=numerics,
+            steps=steps,
+            watch=watch,
+            device=device,
+        )
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream import checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice
+from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.layout import overlap
 from slipstream.zero.unit import Unit
@@ -132,12 +133,20 @@ def _buffers(engine: Engine) -> dict[str, FlatSlice | Tensor]:
     return saved
 
 
+def _pieces(engine: Engine) -> Iterator[tuple[ShardedSteps, Unit, Piece]]:
+    """Everything that this rank's optimizer may hold state of."""
+    if engine.steps is not None:
+        for unit in engine.units:
+            if unit.grads is not None:
+                for piece in engine.steps.pieces[unit.index]:
+                    yield engine.steps, unit, piece
+
+
 def _optimizer_tensors(engine: Engine) -> dict[str, FlatSlice | Tensor]:
     entries: dict[str, FlatSlice | Tensor] = {}
-    for unit in engine.units:
-        for piece in engine.steps.pieces[unit.index] if engine.steps and unit.grads is not None else ():
-            for state, values in engine.steps.states(unit, piece).items():
-                entries[f"optim.{state}.{piece.name}"] = FlatSlice(values, piece.shape, piece.offset)
+    for steps, unit, piece in _pieces(engine):
+        for state, values in steps.states(unit, piece).items():
+            entries[f"optim.{state}.{piece.name}"] = FlatSlice(values, piece.shape, piece.offset)
     return entries
 
 
@@ -149,11 +158,7 @@ def _prepare_optimizer(engine: Engine, found: checkpoint.Metadata) -> list[Any]:
         if kind == "optim":
             state, _, name = rest.partition(".")
             states.setdefault(name, {})[state] = info.dtype
-    undo = []
-    for unit in engine.units:
-        for piece in engine.steps.pieces[unit.index] if engine.steps and unit.grads is not None else ():
-            undo.append(engine.steps.make_states(unit, piece, states.get(piece.name, {})))
-    return undo
+    return [steps.make_states(unit, piece, states.get(piece.name, {})) for steps, unit, piece in _pieces(engine)]
 
 
 def _spread_weights(engine: Engine) -> None:
@@ -175,12 +180,7 @@ def _spread_weights(engine: Engine) -> None:
 def _optimizer_scalars(engine: Engine) -> dict[str, Any] | None:
     if engine.steps is None:
         return None
-    mine = {
-        piece.name: engine.steps.scalars(unit, piece)
-        for unit in engine.units
-        if unit.grads is not None
-        for piece in engine.steps.pieces[unit.index]
-    }
+    mine = {piece.name: steps.scalars(unit, piece) for steps, unit, piece in _pieces(engine)}
     everyone: dict[str, Any] = {}
     for one in gather_objects(mine, engine.mesh.data):
         everyone |= one
@@ -195,10 +195,9 @@ def _take_scalars(engine: Engine, saved: Mapping[str, Any] | None) -> None:
     if len(groups) == len(saved["groups"]):
         for group, options in zip(groups, saved["groups"], strict=True):
             group.update(options)
-    for unit in engine.units:
-        for piece in engine.steps.pieces[unit.index] if unit.grads is not None else ():
-            if piece.name in saved["params"]:
-                engine.steps.load_scalars(unit, piece, saved["params"][piece.name])
+    for steps, unit, piece in _pieces(engine):
+        if piece.name in saved["params"]:
+            steps.load_scalars(unit, piece, saved["params"][piece.name])
 
 
 def _state_of(part: Any) -> Any:

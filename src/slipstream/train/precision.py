@@ -46,7 +46,7 @@ class LossScaler:
         if self.scale <= self.plan.minimum:
             raise OverflowError(
                 f"gradients are still not finite at the lowest loss scale ({self.plan.minimum}). The values themselves are too "
-                f"large for fp16: use bf16 ({{\"bf16\": {{\"enabled\": true}}}}), lower the learning rate, or look for a division "
+                f'large for fp16: use bf16 ({{"bf16": {{"enabled": true}}}}), lower the learning rate, or look for a division '
                 f"or log of zero in the named parameter's module. The last checkpoint is untouched."
             )
         self.scale = max(self.scale / 2.0, self.plan.minimum)
@@ -69,7 +69,7 @@ class _Scale(torch.autograd.Function):
         return tensor.float() if tensor.dtype is torch.float16 else tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return (grad.float() * ctx.factor()).to(ctx.dtype), None
 
 

@@ -148,9 +148,7 @@ class OneCycle(Schedule):
         self.min_mom, self.max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
         self.first_size, self.second_size = float(cycle_first_step_size), float(second)
         self.first_stairs = cycle_first_stair_count
-        self.second_stairs = (
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        )
+        self.second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.decay_step_size = decay_step_size
         self.cycle_momentum = cycle_momentum and self._can_cycle_momentum()
         self._start(last_batch_iteration)
@@ -158,9 +156,7 @@ class OneCycle(Schedule):
     def _can_cycle_momentum(self) -> bool:
         betas = [group["betas"] for group in self.optimizer.param_groups if "betas" in group]
         if not betas:
-            log.warning(
-                "OneCycle: momentum is not cycled, no parameter group has betas; set cycle_momentum=false"
-            )
+            log.warning("OneCycle: momentum is not cycled, no parameter group has betas; set cycle_momentum=false")
         elif any(beta2 != self.BETA2 for _, beta2 in betas):
             log.warning(
                 "OneCycle: cycling the momentum sets beta2 to %s as in DeepSpeed (it was %s);"
@@ -269,9 +265,7 @@ class WarmupDecayLR(Schedule):
         if iteration < self.ramp.steps:
             fraction = self.ramp(iteration)
         else:
-            fraction = max(
-                0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - self.ramp.steps)
-            )
+            fraction = max(0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - self.ramp.steps))
         return _between(self.optimizer, self.min_lr, self.max_lr, fraction)
 
 
@@ -299,9 +293,7 @@ class WarmupCosineLR(Schedule):
         self._start(last_batch_iteration)
 
     def _values(self) -> list[dict[str, Any]]:
-        return [
-            {"lr": lr * self._ratio()} for lr in _each(self.optimizer, "the optimizer's lr", self.base_lrs)
-        ]
+        return [{"lr": lr * self._ratio()} for lr in _each(self.optimizer, "the optimizer's lr", self.base_lrs)]
 
     def _ratio(self) -> float:
         iteration, warmup = self.last_batch_iteration, self.ramp.steps
@@ -310,9 +302,7 @@ class WarmupCosineLR(Schedule):
         if iteration < warmup:
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.ramp(iteration)
         progress = min(1.0, (iteration - warmup + 1) / max(1, self.total_num_steps - warmup))
-        return max(
-            0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
-        )
+        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 class _Ramp:
@@ -329,18 +319,12 @@ class _Ramp:
     def __call__(self, iteration: int) -> float:
         if iteration <= 0:
             return 0.0
-        return (
-            math.log(iteration + 1) * (1.0 / math.log(self.steps))
-            if self.logarithmic
-            else iteration / self.steps
-        )
+        return math.log(iteration + 1) * (1.0 / math.log(self.steps)) if self.logarithmic else iteration / self.steps
 
     def total(self, total_num_steps: int) -> int:
         total = _whole("total_num_steps", total_num_steps, minimum=0)
         if total < self.steps:
-            log.warning(
-                "%s: total_num_steps %d is less than warmup_num_steps %d", self.owner, total, self.steps
-            )
+            log.warning("%s: total_num_steps %d is less than warmup_num_steps %d", self.owner, total, self.steps)
         return total
 
 
@@ -372,9 +356,7 @@ def build_scheduler(plan_type: str, params: Mapping[str, Any], optimizer: Any) -
             f" or pass a scheduler, or a callable that makes one, as lr_scheduler="
         )
     if name in _REFUSED:
-        raise ValueError(
-            f"scheduler.type {name!r} {_REFUSED[name]}; pass a callable that makes it as lr_scheduler="
-        )
+        raise ValueError(f"scheduler.type {name!r} {_REFUSED[name]}; pass a callable that makes it as lr_scheduler=")
     cls: type[Any] = _SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name)
     check_arguments(cls, params, f"scheduler.params of {name}")
     return cls(optimizer, **params)
@@ -382,9 +364,7 @@ def build_scheduler(plan_type: str, params: Mapping[str, Any], optimizer: Any) -
 
 def _checked(optimizer: Any) -> Any:
     if not isinstance(getattr(optimizer, "param_groups", None), list):
-        raise ValueError(
-            f"a scheduler needs an optimizer with param_groups, not a {type(optimizer).__name__}"
-        )
+        raise ValueError(f"a scheduler needs an optimizer with param_groups, not a {type(optimizer).__name__}")
     return optimizer
 
 
@@ -409,11 +389,6 @@ def _between(optimizer: Any, low: PerGroup, high: PerGroup, fraction: float) -> 
 
 def _whole(name: str, value: float, *, minimum: int) -> int:
     """An integer; configurations from other tools write sizes as floats."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or value != int(value)
-        or value < minimum
-    ):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < minimum:
         raise ValueError(f"{name} is {value!r}; it must be an integer >= {minimum}")
     return int(value)

@@ -63,9 +63,7 @@ def settle(units: Sequence[Unit], alpha: float, slots: Slots) -> None:
         pending.wait()
 
 
-def judge(
-    units: Sequence[Unit], comms: Comms, backwards: int, loss_scale: float, clipping: float, skip_overflow: bool
-) -> Verdict:
+def judge(units: Sequence[Unit], comms: Comms, backwards: int, loss_scale: float, clipping: float, skip_overflow: bool) -> Verdict:
     """One exchange: the squares of every (unit, rank) in fp64, added in that order. Collective; every rank waits for all."""
     trainable = [unit for unit in units if unit.trainable]
     values = [float(backwards), *(float(unit.partial.sumsq) for unit in trainable)]

@@ -11,9 +11,7 @@ __all__ = ["gathered"]
 
 
 @contextmanager
-def gathered(
-    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, modifier_rank: int | None = None
-) -> Iterator[None]:
+def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, modifier_rank: int | None = None) -> Iterator[None]:
     """Show parameters whole and writable; what is written goes back to every shard and master. Collective.
 
         with slipstream.zero.gathered(model.head.weight):

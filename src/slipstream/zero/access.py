@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,9 +14,7 @@ from torch import Tensor
 
 from slipstream.zero.comm import broadcast_from, gather_objects
 from slipstream.zero.layout import overlap
-from slipstream.zero.parameter import ReducedParameter, ReleasedParameter
 from slipstream.zero.unit import State, Unit
-
 
 # Every living unit of the process, for the one question that a parameter cannot answer: which unit is it in?
 _living: weakref.WeakSet[Unit] = weakref.WeakSet()
@@ -102,7 +101,7 @@ def full_span(unit: Unit, shard: Tensor, sharded: bool) -> Tensor:
         return shard.clone()
     dp = unit.comms.dp
     full = torch.zeros(unit.layout.numel, dtype=shard.dtype, device=shard.device)
-    longest = max(b - a for a, b in zip(unit.cuts, unit.cuts[1:], strict=False))
+    longest = max(b - a for a, b in itertools.pairwise(unit.cuts))
     if shard.device.type == "cpu":  # through the exchange of the transport: exact, and not on the hot path
         for rank, piece in enumerate(gather_objects(shard, dp.axis)):
             full[unit.cuts[rank] : unit.cuts[rank + 1]] = piece
@@ -113,23 +112,20 @@ def full_span(unit: Unit, shard: Tensor, sharded: bool) -> Tensor:
 
 
 @contextmanager
-def gathered_units(
-    chosen: dict[Unit, list[int]], modifier_rank: int | None, write: bool = True
-) -> Iterator[None]:
+def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, write: bool = True) -> Iterator[None]:
     """Show private whole copies of the chosen parameters, and write changes back to every shard at the end.
 
     With `modifier_rank` None every rank writes the spans it owns from its own copy, so all ranks must write the same;
     otherwise that data rank's copy counts. An exception inside writes nothing.
     """
     copies: dict[Unit, Tensor] = {}
-    classes = {unit: [type(param) for param in unit.params] for unit in chosen}
+    classes: dict[Unit, list[type[nn.Parameter]]] = {unit: [type(param) for param in unit.params] for unit in chosen}
     for unit in chosen:
         copies[unit] = full_values(unit)
     for unit, indices in chosen.items():
         for i in indices:
             param, slot = unit.params[i], unit.layout.slots[i]
-            if isinstance(param, (ReducedParameter, ReleasedParameter)):
-                param.__class__ = nn.Parameter
+            param.__class__ = nn.Parameter
             param.data = copies[unit][slot.offset : slot.offset + slot.numel].view(slot.shape)
     written = False
     try:

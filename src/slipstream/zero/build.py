@@ -54,7 +54,7 @@ def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> C
             if transport == "shared":
                 raise ValueError(
                     f'"slipstream": {{"transport": "shared"}} but the ranks {axis.ranks} cannot map each other\'s memory '
-                    f"(another host, container or user); use \"auto\""
+                    f'(another host, container or user); use "auto"'
                 )
         return ProcessGroupComm(axis, device, watch)
 
@@ -92,9 +92,7 @@ def build_units(model: nn.Module, recipe: Recipe, comms: Comms) -> tuple[list[Un
     dtypes = [_dtypes(group, recipe) for group in groups]
     memories = [Memory(full=None, common=None, local=None, replica=None) for _ in groups]
 
-    def give(
-        name: str, comm: Comm, which: list[int], size: Callable[[int], tuple[int, torch.dtype]], common: bool = False
-    ) -> None:
+    def give(name: str, comm: Comm, which: list[int], size: Callable[[int], tuple[int, torch.dtype]], common: bool = False) -> None:
         requests = [size(i) for i in which]
         buffers = comm.allocate_common(requests) if common else comm.allocate(requests)
         for i, buffer in zip(which, buffers or [], strict=False):
@@ -146,9 +144,9 @@ def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
 
 def _slots(layouts: Sequence[Layout], dtypes: Sequence[Dtypes], place: Placement, comm: Comm) -> Slots:
     longest: dict[torch.dtype, int] = {}
-    for layout, dtype in zip(layouts, dtypes, strict=True):
-        if place.grads or dtype.wire != dtype.local:
-            longest[dtype.wire] = max(longest.get(dtype.wire, 0), layout.numel)
+    for layout, of_unit in zip(layouts, dtypes, strict=True):
+        if place.grads or of_unit.wire != of_unit.local:
+            longest[of_unit.wire] = max(longest.get(of_unit.wire, 0), layout.numel)
     rings: dict[torch.dtype, list[Buffer]] = {}
     for dtype, numel in longest.items():
         rings[dtype] = comm.allocate([(numel, dtype)] * _NUM_SLOTS)

@@ -11,6 +11,7 @@ SharedComm        ranks of one host over shared memory (zero/shared.py)
 
 from __future__ import annotations
 
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -215,7 +216,7 @@ class ProcessGroupComm(Comm):
         self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
     ) -> Pending[Partial]:
         start, stop = cuts[self.rank], cuts[self.rank + 1]
-        lengths = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+        lengths = [b - a for a, b in itertools.pairwise(cuts)]
         full = buffer.tensor[: cuts[-1]]
         if self.native_reduce and len(set(lengths)) == 1:
             total = full.new_empty(stop - start)
@@ -249,7 +250,7 @@ class ProcessGroupComm(Comm):
 
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
         item = full.element_size()
-        lengths = [(b - a) * item for a, b in zip(cuts, cuts[1:], strict=False)]
+        lengths = [(b - a) * item for a, b in itertools.pairwise(cuts)]
         if len(set(lengths)) == 1:
             work: Any = _all_gather_single(_bytes(full), _bytes(shard), self.group)
         else:

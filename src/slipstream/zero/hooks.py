@@ -25,7 +25,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.zero.comm import Buffer, Pending
-from slipstream.zero.unit import State, Unit, raw_grad
+from slipstream.zero.parameter import raw_grad
+from slipstream.zero.unit import State, Unit
 from slipstream.zero.watch import Watch
 
 
@@ -75,9 +76,7 @@ class Reducer:
         """A backward starts."""
         self.order = [unit for unit in reversed(self.units) if unit.trainable and unit.placement.grads]
         with torch._C.DisableTorchFunctionSubclass():
-            self.missing = {
-                unit.index: {i for i, param in enumerate(unit.params) if param.requires_grad} for unit in self.order
-            }
+            self.missing = {unit.index: {i for i, param in enumerate(unit.params) if param.requires_grad} for unit in self.order}
         self.expected = {index: len(params) for index, params in self.missing.items()}
         self.complete.clear()
         self.launched = 0
@@ -271,7 +270,7 @@ class Hooks:
     def _enter_backward(self) -> None:
         if self.phase is Phase.IDLE:
             self.phase = self.watch_phase(Phase.BACKWARD)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             self.reducer.begin()
             self.active.clear()
             for unit in self.units:

@@ -54,14 +54,30 @@ _METADATA: frozenset[Any] = frozenset(
 )
 
 
+_GRAD: Any = torch.Tensor.grad  # the slot itself, under the property that the classes below put over it
+
+
+def raw_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """What autograd has put into `.grad`, whatever the parameter's class says of it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad: torch.Tensor | None = _GRAD.__get__(param)
+    return grad
+
+
+def drop_grad(param: nn.Parameter) -> None:
+    """Empty `.grad`, whatever the parameter's class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(param, None)
+
+
 class ReducedParameter(nn.Parameter):
     """A parameter whose gradient lies in its unit's buffers until the optimizer has used it."""
 
     owner: weakref.ref[Any]
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        held = torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+    def grad(self) -> torch.Tensor | None:
+        held = raw_grad(self)
         if held is not None:
             return held
         raise _no_gradient(self)
@@ -70,7 +86,7 @@ class ReducedParameter(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
             raise _no_gradient(self)
-        torch.Tensor.grad.__set__(self, None)  # type: ignore[attr-defined]
+        drop_grad(self)
 
 
 class ReleasedParameter(nn.Parameter):
@@ -89,9 +105,8 @@ class ReleasedParameter(nn.Parameter):
         return func(*args, **(kwargs or {}))
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
-            held = torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+    def grad(self) -> torch.Tensor | None:
+        held = raw_grad(self)
         if held is not None or not _unit(self).holds_gradient():
             return held
         raise _no_gradient(self)
@@ -100,11 +115,10 @@ class ReleasedParameter(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
             raise _no_gradient(self)
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.Tensor.grad.__set__(self, None)  # type: ignore[attr-defined]
+        drop_grad(self)
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         _refuse(self, ".data")
 
     @data.setter
@@ -117,15 +131,17 @@ class ReleasedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse(self, "pickling (torch.save)")
 
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse(self, "__dlpack__")
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse(self, "__array__")
 
     def __repr__(self) -> str:  # type: ignore[override]
         name = _unit(self).param_name(self)
-        return f"<released parameter {name!r}, shape {tuple(self.shape)}, {self.dtype}; read it inside slipstream.zero.gathered(...)>"
+        return (
+            f"<released parameter {name!r}, shape {tuple(self.shape)}, {self.dtype}; read it inside slipstream.zero.gathered(...)>"
+        )
 
     __str__ = __repr__
 
@@ -175,6 +191,6 @@ def _no_gradient(param: Any) -> RuntimeError:
     name = _unit(param).param_name(param)
     return RuntimeError(
         f"the gradient of parameter {name!r} has been moved to the engine's reduced buffers, so .grad is not here. "
-        f"Read it with engine.gradient({name!r}) on all ranks; clip with \"gradient_clipping\" in the config; "
+        f'Read it with engine.gradient({name!r}) on all ranks; clip with "gradient_clipping" in the config; '
         f"drop gradients with engine.zero_grad()."
     )

@@ -21,9 +21,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.optim[: len(self.grads)] != self.grads or self.grads[: len(self.weights)] != self.weights:
-            raise ValueError(
-                f"each state must extend the sharding of the one before it (weights, grads, optim), but got {self}"
-            )
+            raise ValueError(f"each state must extend the sharding of the one before it (weights, grads, optim), but got {self}")
 
 
 def stage_placement(stage: int, axes: Axes = ("dp",)) -> Placement:
@@ -33,6 +31,4 @@ def stage_placement(stage: int, axes: Axes = ("dp",)) -> Placement:
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage is {stage}; it must be 0, 1, 2 or 3")
-    return Placement(
-        weights=axes if stage >= 3 else (), grads=axes if stage >= 2 else (), optim=axes if stage >= 1 else ()
-    )
+    return Placement(weights=axes if stage >= 3 else (), grads=axes if stage >= 2 else (), optim=axes if stage >= 1 else ())

@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -25,8 +26,10 @@ from torch import Tensor
 from slipstream.ops import Partial
 from slipstream.zero.comm import Buffer, Comm, Pending
 from slipstream.zero.layout import Layout, Span
-from slipstream.zero.parameter import ReducedParameter, ReleasedParameter, parameter_classes
+from slipstream.zero.parameter import drop_grad, parameter_classes, raw_grad
 from slipstream.zero.placement import Placement
+
+_preserve_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 (torch exports it to no one)
 
 
 _serials = itertools.count()
@@ -202,7 +205,7 @@ class Unit:
         """Start gathering, where that moves bytes. Advisory: `gather` and `release` are right with and without it."""
         if self.state is State.RELEASED and self.arriving is None and not self.memory.common:
             self.full.untyped_storage().resize_(self.full_nbytes)
-            with torch.autograd._unsafe_preserve_version_counter(self.full):
+            with _preserve_version(self.full):
                 self.arriving = self.comms.dp.gather_into(self.full, self.shard, self.cuts)
 
     def gather(self) -> None:
@@ -214,7 +217,7 @@ class Unit:
         else:
             self.prefetch()
             assert self.arriving is not None
-            with torch.autograd._unsafe_preserve_version_counter(self.full):
+            with _preserve_version(self.full):
                 self.arriving.wait()
             self.arriving = None
         self._set_class(nn.Parameter)
@@ -229,7 +232,7 @@ class Unit:
         self.check_writes()
         self._set_class(self.released_class)
         if self.poison:
-            with torch.autograd._unsafe_preserve_version_counter(self.full):
+            with _preserve_version(self.full):
                 self.full.fill_(float("nan"))
         elif not self.memory.common:
             self.full.untyped_storage().resize_(0)
@@ -262,12 +265,10 @@ class Unit:
                 view.zero_()
             else:
                 view.copy_(grad)
-                _drop_grad(param)
+                drop_grad(param)
         for start, stop in self.gaps:
             flat[start:stop].zero_()
-        pending = self.comms.dp.reduce_scatter(
-            buffer, self.cuts, self.grads, alpha=alpha, accumulate=self.has_gradient
-        )
+        pending = self.comms.dp.reduce_scatter(buffer, self.cuts, self.grads, alpha=alpha, accumulate=self.has_gradient)
         self.has_gradient = True
 
         def finish() -> None:
@@ -333,7 +334,7 @@ class Unit:
     def forget_gradients(self) -> None:
         """Drop everything accumulated since the last step."""
         for param in self.params:
-            _drop_grad(param)
+            drop_grad(param)
         self.filled.clear()
         self.has_gradient = False
         self.show_weights()
@@ -410,14 +411,3 @@ def _flatten(tensors: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> T
     for tensor, slot in zip(tensors, layout.slots, strict=True):
         flat[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(tensor)
     return flat
-
-
-def raw_grad(param: nn.Parameter) -> Tensor | None:
-    if isinstance(param, (ReducedParameter, ReleasedParameter)):
-        with torch._C.DisableTorchFunctionSubclass():
-            return torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]
-    return param.grad
-
-
-def _drop_grad(param: nn.Parameter) -> None:
-    param.grad = None

@@ -1,0 +1,121 @@
+"""One rank of one contender, in a process of its own: `python -m benchmarks.worker JOB`, with JOB as JSON.
+
+It speaks over two inherited pipes, so that a contender may print what it likes: at each of the job's marks (a number of
+finished steps) it writes a line and waits for one back, while the parent reads its counters; at the end it writes the
+result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+STARTED = time.time()
+
+import torch  # noqa: E402  # the clock starts before it
+
+from benchmarks.systems import build  # noqa: E402
+from benchmarks.workloads import Workload, build_batch, build_model, has_bf16_instructions  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a rank is to do. `marks`: after how many steps to stop and wait for the parent."""
+
+    system: str
+    work: Workload
+    dtype: str
+    steps: int
+    marks: tuple[int, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        fields = json.loads(text)
+        return cls(**{**fields, "work": Workload(**fields["work"]), "marks": tuple(fields["marks"])})
+
+
+class Parent:
+    """The two pipes to the process that started this one."""
+
+    def __init__(self) -> None:
+        self.reader = os.fdopen(int(os.environ["BENCH_READ"]), "r")
+        self.writer = os.fdopen(int(os.environ["BENCH_WRITE"]), "w")
+
+    def tell(self, **message: Any) -> None:
+        self.writer.write(json.dumps(message) + "\n")
+        self.writer.flush()
+
+    def mark(self, steps: int) -> None:
+        self.tell(mark=steps, at=time.time())
+        self.reader.readline()
+
+
+def calibration() -> float:
+    """Seconds of a fixed piece of arithmetic and copying: how fast this core is right now."""
+    a = torch.ones(384, 384)
+    source, target = torch.ones(4 << 20), torch.ones(4 << 20)
+    start = time.perf_counter()
+    for _ in range(24):
+        a @ a
+        target.copy_(source)
+    return time.perf_counter() - start
+
+
+def run(job: Job, parent: Parent) -> None:
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    rank = int(os.environ["RANK"])
+    tokens, targets = build_batch(job.work, rank)
+    model = build_model(job.work)
+    num_params = sum(param.numel() for param in model.parameters())
+    before = calibration()
+    built = time.time()
+    step = build(job.system, model, DTYPES[job.dtype], job.work.batch)
+    if 0 in job.marks:
+        parent.mark(0)
+    losses, times, first = [], [], 0.0
+    for i in range(job.steps):
+        start = time.perf_counter()
+        loss = step(tokens, targets)
+        times.append(time.perf_counter() - start)
+        losses.append(float(loss))
+        first = first or time.time()
+        if i + 1 in job.marks:
+            parent.mark(i + 1)
+    cpu = time.process_time()
+    parent.tell(
+        losses=losses,
+        times=times,
+        calibration=(before + calibration()) / 2,
+        params=num_params,
+        started=STARTED,
+        built=built,
+        first_step=first,
+        cpu=cpu,
+        versions=_versions(),
+        threads=torch.get_num_threads(),
+        native_bf16=has_bf16_instructions(),
+    )
+    parent.reader.readline()  # nobody leaves while another may still read its memory
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # no contender's exit handlers are measured, or waited for
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "deepspeed", "slipstream")
+    return {name: str(sys.modules[name].__version__) for name in names if name in sys.modules}
+
+
+if __name__ == "__main__":
+    run(Job.from_json(sys.argv[1]), Parent())

@@ -1,0 +1,36 @@
+"""README is executed, and its counts are the code's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from slipstream.config import keys
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_quick_start_runs_and_is_short(tmp_path: Path) -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert len([line for line in snippet.splitlines() if line.strip()]) <= 15
+    script = tmp_path / "script.py"
+    script.write_text(snippet + "\nassert loss < 4, loss\n")
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoints" / "latest").is_file()
+
+
+def test_key_counts_are_the_code_s() -> None:
+    counts = keys.counts()
+    told = re.search(r"Of the (\d+) keys .*?, (\d+) are honoured, (\d+) have no effect here .*? and (\d+) ask", README, re.S)
+    assert told is not None
+    assert tuple(map(int, told.groups())) == (sum(counts), *counts)
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs" / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\((?!http|#)([^)]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
