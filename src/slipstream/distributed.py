@@ -27,7 +27,7 @@ def init_distributed(
     """
     if dist.is_initialized():
         return True
-    from slipstream.launch.discover import discover
+    from slipstream.discover import discover
 
     found = discover(os.environ) if rank < 0 else None
     if rank < 0 and found is None:

@@ -14,11 +14,13 @@ from slipstream.optim import Lamb, Lion, Muon, muon_groups
 from tests import toy, twin
 from tests.pool import distributed
 
+Weights = dict[str, Tensor]
 STAGES = (0, 1, 2, 3)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LR, STEPS, SCALE = 1e-3, 4, 256.0
-# Of masters, in learning rates: at worst a weight rounds the other way, and the rest follows from that.
-TOLERANCE = {"fp32": 0.01, "bf16": 0.5, "fp16": 0.1}
+ADAMW = {"lr": LR, "weight_decay": 0.01}  # torch's default, which is the twin's
+# Of the whole update, relative: a weight that rounds the other way changes the gradients that follow.
+TOLERANCE = {"fp32": 1e-4, "bf16": 0.03, "fp16": 0.01}
 CLIP = 0.5  # the norm of the toy's gradient is 0.7 to 1.5
 
 
@@ -53,6 +55,14 @@ def masters(engine: Any) -> dict[str, Tensor]:
     return {n: engine.optimizer_state(n)["master"] for n, p in engine.module.named_parameters() if p.requires_grad}
 
 
+def compare_updates(found: Weights, expected: Weights, start: nn.Module, tolerance: float, case: str) -> None:
+    """Each parameter's way from its start, in the L2 norm."""
+    for name, weight in start.named_parameters():
+        way = (expected[name] - weight).norm()
+        error = ((found[name] - expected[name]).norm() / way).item()
+        assert error < tolerance and way > 0, f"{case}: the update of {name} is off by {error:.3g} of it"
+
+
 def compare_with_twin(transport: str, dtype: str) -> None:
     world = dist.get_world_size()
     for accumulation, clip in itertools.product((1, 2), (0.0, CLIP)):
@@ -66,7 +76,7 @@ def compare_with_twin(transport: str, dtype: str) -> None:
             case = f"stage {stage}, accumulation {accumulation}, clip {clip}"
             engine = toy.make(
                 rounded(toy.Lm, DTYPES[dtype]), stage, transport, dtype=dtype, gradient_clipping=clip,
-                gradient_accumulation_steps=accumulation, optimizer={"type": "AdamW", "params": {"lr": LR}},
+                gradient_accumulation_steps=accumulation, optimizer={"type": "AdamW", "params": ADAMW},
                 fp16={"enabled": True, "loss_scale": SCALE} if dtype == "fp16" else None,
             )  # fmt: skip
             losses, norms = train(engine, data)
@@ -75,9 +85,7 @@ def compare_with_twin(transport: str, dtype: str) -> None:
                 losses, expected.losses[:, :, dist.get_rank()], rtol=eps, atol=0, msg=lambda m, c=case: f"{c}: losses: {m}"
             )
             torch.testing.assert_close(norms, expected.norms, rtol=10 * eps, atol=0, msg=lambda m, c=case: f"{c}: {m}")
-            for name, value in masters(engine).items():
-                error = (value - expected.masters[name]).abs().max().item() / LR
-                assert error < TOLERANCE[dtype], f"{case}: {name} is off by {error:.3g} learning rates"
+            compare_updates(masters(engine), expected.masters, rounded(toy.Lm, DTYPES[dtype]), TOLERANCE[dtype], case)
             for name, value in engine.state_dict().items():
                 assert value.dtype is DTYPES[dtype]
                 torch.testing.assert_close(value, engine.optimizer_state(name)["master"].to(value.dtype), rtol=0, atol=0)
@@ -217,17 +225,15 @@ CALLABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.O
     "torch.optim.Muon": (Matrices, lambda params: OPTIM.Muon(params, lr=LR, weight_decay=0.1)),
     "a user's": (toy.Lm, lambda params: Fromage(params)),
     "amsgrad": (toy.Lm, lambda params: OPTIM.AdamW(params, lr=LR, amsgrad=True)),
-    "SGD, maximize": (toy.Lm, lambda params: OPTIM.SGD(params, lr=LR, maximize=True)),
+    "NAdam": (toy.Lm, lambda params: OPTIM.NAdam(params, lr=LR, decoupled_weight_decay=True)),
 }
 
 
-def check(engine: Any, expected: twin.Run, data: Any, case: str) -> None:
+def check(engine: Any, start: nn.Module, expected: twin.Run, data: Any, case: str) -> None:
     losses, norms = train(engine, data)
     torch.testing.assert_close(losses, expected.losses[:, :, engine.rank], rtol=1e-5, atol=0, msg=lambda m: f"{case}: {m}")
     torch.testing.assert_close(norms, expected.norms, rtol=1e-5, atol=0, msg=lambda m: f"{case}: {m}")
-    for name, value in engine.state_dict().items():
-        error = (value - expected.weights[name]).abs().max().item() / LR
-        assert error < 0.02, f"{case}: {name} is off by {error:.3g} learning rates"
+    compare_updates(engine.state_dict(), expected.weights, start, 1e-3, case)
     engine.destroy()
 
 
@@ -242,28 +248,20 @@ def test_named_optimizers_equal_the_unsharded(name: str) -> None:
             toy.seeded(toy.Lm), stage, "gloo" if stage == 3 else "shared", gradient_clipping=CLIP,
             optimizer={"type": kind, "params": params},
         )  # fmt: skip
-        check(engine, expected, data, f"{name}, stage {stage}")
+        check(engine, toy.seeded(toy.Lm), expected, data, f"{name}, stage {stage}")
 
 
-def muon_twin(model: nn.Module) -> Maker:
-    """Muon on masters, grouped as for the model's own parameters."""
-
-    def make(masters: dict[str, Tensor]) -> torch.optim.Optimizer:
-        leaves = [(name, nn.Parameter(master)) for name, master in masters.items()]
-        for name, leaf in leaves:
-            masters[name] = leaf
-        return Muon(muon_groups(leaves), lr=LR)
-
-    return make
+def muon(masters: dict[str, Tensor]) -> torch.optim.Optimizer:
+    return Muon(muon_groups(masters.items()), lr=LR)
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_muon_equals_the_unsharded(transport: str) -> None:
     data = batches(2, 1)
-    expected = twin.train(toy.seeded(toy.Lm), loss, data, optimizer=muon_twin(toy.seeded(toy.Lm)))
+    expected = twin.train(toy.seeded(toy.Lm), loss, data, optimizer=muon)
     for stage in STAGES:
         engine = toy.make(toy.seeded(toy.Lm), stage, transport, optimizer={"type": "Muon", "params": {"lr": LR}})
-        check(engine, expected, data, f"Muon, stage {stage}")
+        check(engine, toy.seeded(toy.Lm), expected, data, f"Muon, stage {stage}")
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
@@ -276,4 +274,4 @@ def test_brought_optimizers_equal_the_unsharded(name: str, transport: str) -> No
         engine, *_ = slipstream.initialize(
             model=toy.seeded(kind), optimizer=call, config=toy.settings(stage, transport, optimizer=None)
         )
-        check(engine, expected, data, f"{name}, stage {stage}")
+        check(engine, toy.seeded(kind), expected, data, f"{name}, stage {stage}")

@@ -19,7 +19,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "slipstream"
 
-BASE = ("config", "mesh", "ops", "distributed")
+BASE = ("config", "mesh", "ops", "discover", "distributed")
 CORE = (*BASE, "zero", "optim")
 FEATURES = (*CORE, "parallel", "checkpoint", "attention", "compression")
 OUTSIDE = ("launch", "observe")

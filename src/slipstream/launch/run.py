@@ -19,7 +19,7 @@ from pathlib import Path
 
 from slipstream.launch import commands, environment, hosts
 from slipstream.launch.commands import Command, Job
-from slipstream.launch.discover import Node, node
+from slipstream.discover import Node, node
 from slipstream.launch.hosts import Host
 
 __all__ = ["Start", "Surroundings", "execute", "look_around", "plan_run"]
@@ -183,9 +183,10 @@ def _start_elsewhere(options: argparse.Namespace, around: Surroundings, job: Job
     from_files, notes = _exports(options, around)
     exports = {**environment.propagated(around.environ), **from_files}
     master = options.master_addr or job.hosts[0].name
-    if len(job.hosts) > 1 and master in _THIS_HOST and any(host.name not in _THIS_HOST for host in job.hosts):
+    elsewhere = any(host.name not in _THIS_HOST for host in job.hosts)
+    if options.master_addr is None and master in _THIS_HOST and elsewhere:
         raise ValueError(
-            f"the master is {master}, which other hosts cannot reach; give --master_addr, or its real name "
+            f"the master would be {master}, which other hosts cannot reach; give --master_addr, or its real name "
             "in the hostfile"
         )
     job = replace(job, master_addr=master, master_port=options.master_port or DEFAULT_PORT, exports=exports)

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
-from slipstream.launch import discover as places
+from slipstream import discover as places
 from slipstream.launch.environment import FAILURES
 from slipstream.launch.failure import Failure, decode, encode, first, is_consequence, shorten
 

@@ -116,9 +116,10 @@ def _engine(
         _convert_buffers(model, recipe.weights_dtype)
     watch = Watch(plan.debug.timeout_s)
     # shared weights cannot be poisoned: another rank may be reading them
-    comms = connect(mesh, device, "gloo" if plan.debug.poison_released else plan.zero.transport, watch)
-    units, slots = build_units(model, recipe, comms)
-    watch.start(mesh.data.ranks, mesh.data.index, units[0].serial)
+    watch.start(mesh.data)
+    with watch.guard("initialize"):
+        comms = connect(mesh, device, "gloo" if plan.debug.poison_released else plan.zero.transport, watch)
+        units, slots = build_units(model, recipe, comms)
     numerics = Precision(precision, device)
     hooks = Hooks(
         model, units, Reducer(units, slots), watch, numerics.inputs, numerics.outputs,

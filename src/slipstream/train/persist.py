@@ -61,7 +61,7 @@ def load(
     if tag is None:
         logger.warning("no checkpoint was loaded: %s has no file `latest`; give a tag, or start afresh", directory)
         return None, {}
-    found = checkpoint.load_metadata(directory, tag)
+    found = checkpoint.load_metadata(directory, tag, group=engine.mesh.data.group)
     wanted: dict[str, FlatSlice | Tensor] = _weights(engine) | _buffers(engine)
     missing = [name for name in wanted if name not in found.tensors]
     if missing and strict:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +27,13 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.mesh import Axis
 from slipstream.ops import Partial
-from slipstream.zero.watch import Watch
+from slipstream.zero.watch import Ledger, PeerError, Watch
 
 T = TypeVar("T")
 
-_SLICE = timedelta(seconds=1)  # how long a wait sleeps before it looks whether it still makes sense
+_SLICE = timedelta(seconds=0.25)  # how long a wait sleeps before it looks whether it still makes sense
+
+_EXCHANGE_WIDTH = 64  # values; exchanges of different calls are of one size where they are small
 
 
 @dataclass(slots=True)
@@ -190,6 +193,10 @@ class ProcessGroupComm(Comm):
         assert axis.group is not None, f"axis {axis.name} has one rank"
         self.axis, self.device, self.watch, self.group = axis, device, watch, axis.group
         self.native_reduce = device.type != "cpu" and not deterministic
+        self.ledger = Ledger(axis.name, axis.ranks, axis.group)
+        self.course = 0  # a checksum over all operations so far: ranks whose courses differ have taken different ways
+        watch.ledgers.append(self.ledger)
+        _allow(watch.timeout_s, axis.group)
 
     def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return [Buffer(torch.zeros(numel, dtype=dtype, device=self.device)) for numel, dtype in requests]
@@ -197,20 +204,34 @@ class ProcessGroupComm(Comm):
     def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
         return None
 
-    def _finish(self, work: Any, what: str) -> None:
+    def _launch(self, what: str, nbytes: int) -> int:
+        self.course = zlib.crc32(f"{what} {nbytes}".encode(), self.course)
+        return self.ledger.launch(what)
+
+    def _finish(self, work: Any, what: str, number: int) -> None:
         if self.device.type != "cpu":  # waits on the stream, not on the host
             work.wait()
+            self.ledger.finish(number)
             return
         since = time.monotonic()
-        with self.watch.waiting(what):
+        with self.watch.waiting(what, (self.ledger.name, number)):
             while True:
                 try:
                     work.wait(_SLICE)
-                    return
+                    break
                 except RuntimeError:
-                    if time.monotonic() - since < _SLICE.total_seconds() or work.is_completed():
-                        raise  # not a time-out: gloo lost a peer
-                    self.watch.check(since)
+                    if work.is_completed():
+                        self._outcome(work)
+                        break
+                    self.watch.check(since)  # it was a time-out
+        self.ledger.finish(number)
+
+    def _outcome(self, work: Any) -> None:
+        """Of an operation that ended while a wait for it ended too: nothing, or its own error."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.watch.lost(error) from error
 
     def reduce_scatter(
         self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
@@ -220,11 +241,13 @@ class ProcessGroupComm(Comm):
         full = buffer.tensor[: cuts[-1]]
         if self.native_reduce and len(set(lengths)) == 1:
             total = full.new_empty(stop - start)
+            number = self._launch("reduce-scatter", full.nbytes)
             work: Any = dist.reduce_scatter_tensor(total, full, group=self.group, async_op=True)
             sources = [total]
         else:
             received = full.new_empty((stop - start) * self.size)
             item = full.element_size()
+            number = self._launch("reduce-scatter", full.nbytes)
             work = dist.all_to_all_single(
                 _bytes(received),
                 _bytes(full),
@@ -236,7 +259,7 @@ class ProcessGroupComm(Comm):
             sources = list(received.view(self.size, stop - start).unbind(0))
 
         def finish() -> Partial:
-            self._finish(work, "reduce-scatter")
+            self._finish(work, "reduce-scatter", number)
             return reduce_into(out, sources, alpha, accumulate)
 
         return Pending(finish)
@@ -251,6 +274,7 @@ class ProcessGroupComm(Comm):
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
         item = full.element_size()
         lengths = [(b - a) * item for a, b in itertools.pairwise(cuts)]
+        number = self._launch("all-gather", full.nbytes)
         if len(set(lengths)) == 1:
             work: Any = _all_gather_single(_bytes(full), _bytes(shard), self.group)
         else:
@@ -258,7 +282,7 @@ class ProcessGroupComm(Comm):
             work = dist.all_to_all_single(
                 _bytes(full), send, lengths, [shard.numel() * item] * self.size, group=self.group, async_op=True
             )
-        return Pending(lambda: self._finish(work, "all-gather"))
+        return Pending(lambda: self._finish(work, "all-gather", number))
 
     def publish(self, common: Buffer) -> None:
         raise AssertionError("a process group has no common memory")
@@ -267,16 +291,37 @@ class ProcessGroupComm(Comm):
         raise AssertionError("a process group has no common memory")
 
     def exchange(self, values: Tensor) -> Tensor:
-        rows = torch.empty(self.size * values.numel(), dtype=values.dtype, device=self.device)
-        work: Any = _all_gather_single(_bytes(rows), _bytes(values.to(self.device)), self.group)
-        self._finish(work, "exchange")
-        return rows.view(self.size, -1).cpu()
+        """As a sum over rows of zeros: of all that gloo offers, an all-reduce alone never takes another operation's bytes
+        for its own when ranks have lost each other. That they have is seen here, by the courses."""
+        told = torch.tensor([values.numel(), self.course], dtype=torch.float64)
+        width = max(_EXCHANGE_WIDTH, 1 << (values.numel() + 1).bit_length())
+        rows = torch.zeros(self.size, width, dtype=torch.float64)
+        rows[self.rank, :2], rows[self.rank, 2 : 2 + values.numel()] = told, values
+        rows = rows.to(self.device)
+        number = self._launch("exchange", values.nbytes)
+        self._finish(dist.all_reduce(rows, group=self.group, async_op=True), "exchange", number)
+        rows = rows.cpu()
+        if not torch.equal(rows[:, :2], told.expand(self.size, 2)):
+            raise PeerError(
+                "ranks have taken different ways through the model, or called different methods, since the last step: without "
+                "shared memory between them, every rank must run the same modules in the same order and call the engine's "
+                "collective methods alike"
+            )
+        return rows[:, 2 : 2 + values.numel()]
 
     def broadcast(self, tensor: Tensor) -> None:
         broadcast_first(tensor, self.axis)
 
     def close(self) -> None:
         pass
+
+
+def _allow(seconds: float, group: Any) -> None:
+    """See that torch gives the group's operations more time than our own waits give them."""
+    needed = timedelta(seconds=seconds + 60)
+    for device in group._device_types:
+        if device.type == "cpu" and group._get_backend(device).options._timeout < needed:
+            group._get_backend(device)._set_default_timeout(needed)
 
 
 def broadcast_first(tensor: Tensor, axis: Axis) -> None:

@@ -159,23 +159,12 @@ class SharedComm(Comm):
         address = self._address(channel, kind, rank)
         if words.wait_at_least(address, value, _SPIN_US, 0):
             return
-        since = time.monotonic()
-        with self.watch.waiting(f"{what} for rank {self.axis.ranks[rank]}"):
+        since, peer = time.monotonic(), self.axis.ranks[rank]
+        with self.watch.waiting(f"{what} for rank {peer}"):
             while not words.wait_at_least(address, value, 0, _SLICE_MS):
-                self._check_alive(rank, what, address, value)
+                if self.watch.is_gone(peer) and not words.wait_at_least(address, value, 0, 0):
+                    raise self.watch.lost()
                 self.watch.check(since)
-
-    def _check_alive(self, rank: int, what: str, address: int, value: int) -> None:
-        try:
-            with open(f"/proc/{self.pids[rank]}/stat") as file:
-                alive = file.read().rpartition(")")[2].split()[0] not in "ZX"
-        except OSError:
-            alive = False
-        if not alive and not words.wait_at_least(address, value, 0, 0):
-            raise PeerError(
-                f"rank {self.axis.ranks[rank]} (pid {self.pids[rank]}) is gone; this rank waited for it in {what} "
-                f"(step {self.watch.step}, {self.watch.phase}, unit {self.watch.unit or '-'})"
-            )
 
     # -- operations --
 
@@ -223,14 +212,17 @@ class SharedComm(Comm):
 
     def exchange(self, values: Tensor) -> Tensor:
         n = values.numel()
-        assert n <= _EXCHANGE_NUMEL, f"exchange of {n} values, at most {_EXCHANGE_NUMEL}"
+        assert n < _EXCHANGE_NUMEL, f"exchange of {n} values, at most {_EXCHANGE_NUMEL - 1}"
         buffer = self.exchange_buffers[self.exchanges % 2]
         self.exchanges += 1
-        buffer.tensor[:n].copy_(values)
+        buffer.tensor[0] = n
+        buffer.tensor[1 : 1 + n].copy_(values)
         posted = self._post(buffer)
         for rank in range(self.size):
             self._await(buffer.channel, _READY, rank, posted, "exchange")
-        return torch.stack([peer[:n] for peer in buffer.peers])
+        if any(peer[0] != n for peer in buffer.peers):
+            raise PeerError("ranks called different collective methods of the engine at the same time; every rank must call alike")
+        return torch.stack([peer[1 : 1 + n] for peer in buffer.peers])
 
     def broadcast(self, tensor: Tensor) -> None:
         broadcast_first(tensor, self.axis)

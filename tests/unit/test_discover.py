@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.launch.discover import Node, discover, node, slurm_hosts
+from slipstream.discover import Node, discover, node, slurm_hosts
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {

@@ -1,0 +1,297 @@
+"""Ranks that die, fail or wait for ever: jobs of a few forked processes, many at once, told apart by their records.
+
+    nursery = Nursery(folder)                       # imports torch once; jobs are forks of it
+    nursery.start("a name", "train", world=2, edge="publish", bad=1, act="kill")
+    outcome = nursery.end()["a name"]
+    assert outcome.codes == [1, -9] and outcome.records[0]["error"] == "PeerError"
+
+A rank is a forked interpreter that runs one function of this module, as a script would, with its own stdout and stderr,
+in a session of its own, and leaves through the interpreter's whole exit. No launcher is there to help.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.pool import single_threaded
+from tests.ranks import TOKEN
+
+HERE = Path(__file__).resolve()
+
+
+class Outcome(NamedTuple):
+    """What came of one job, by rank."""
+
+    codes: list[int | None]  # None: still there when time was up
+    records: list[dict[str, Any]]  # what `note` wrote
+    stdout: list[str]
+    stderr: list[str]
+    ended: list[float]  # time.monotonic()
+
+    def late(self, rank: int, bad: int) -> float:
+        """How long after the bad rank's act this rank knew."""
+        return float(self.records[rank]["when"] - self.records[bad]["acted"])
+
+
+class Nursery:
+    """The process that jobs are forked from, and their ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._jobs: dict[str, int] = {}
+        self.token = f"nursery{os.getpid()}-{time.monotonic_ns()}"
+        path = os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
+        env = single_threaded(os.environ) | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", TOKEN: self.token}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from tests.failing import serve; serve()"],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def start(self, name: str, function: str, world: int = 2, **options: Any) -> Path:
+        """Fork the ranks of one job; its folder."""
+        folder = self._folder / f"job{len(self._jobs)}"
+        folder.mkdir()
+        self._jobs[name] = world
+        job = {"name": name, "function": function, "world": world, "options": options, "folder": str(folder)}
+        self._ask(job)
+        return folder
+
+    def end(self, timeout: float = 60.0) -> dict[str, Outcome]:
+        """Wait for all jobs; what still runs after `timeout` is killed, and its exit code is None."""
+        told = self._ask({"end": timeout})
+        jobs, self._jobs = self._jobs, {}
+        outcomes = {}
+        for name in jobs:
+            folder = Path(told[name]["folder"])
+            files = [[folder / f"{rank}.{kind}" for rank in range(jobs[name])] for kind in ("json", "out", "err")]
+            records = [json.loads(file.read_text()) if file.exists() else {} for file in files[0]]
+            out, err = ([file.read_text(errors="replace") for file in column] for column in files[1:])
+            outcomes[name] = Outcome(told[name]["codes"], records, out, err, told[name]["ended"])
+            folder.rename(folder.with_name(f"done-{time.monotonic_ns()}"))
+        return outcomes
+
+    def survivors(self) -> list[int]:
+        """Processes that came of a job and still run, however they detached."""
+        mark = f"{TOKEN}={self.token}".encode()
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (entry / "environ").read_bytes().split(b"\0") and int(entry.name) != self._process.pid:
+                    found.append(int(entry.name))
+        return found
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+        self._process.stdout.close()
+        for pid in self.survivors():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _ask(self, question: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question).encode() + b"\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline() or "null")
+
+
+# ---- the nursery's process
+
+
+def serve() -> None:
+    import torch.distributed.checkpoint  # noqa: F401 (what jobs would import, once)
+    import torch.utils.data  # noqa: F401
+
+    import slipstream
+    from slipstream import checkpoint, ops  # noqa: F401
+    from slipstream.checkpoint import storage  # noqa: F401
+    from tests import toy  # noqa: F401
+
+    assert slipstream.initialize, "imported lazily"
+    gc.collect()
+    gc.freeze()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    jobs: dict[str, dict[str, Any]] = {}
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "end" in question:
+            answer: Any = _wait(jobs, question["end"])
+            jobs = {}
+        else:
+            port = _free_port()
+            question["pids"] = []
+            for rank in range(question["world"]):
+                pid = os.fork()
+                if pid == 0:
+                    os.close(answers.fileno())
+                    os.close(0)
+                    os.open(os.devnull, os.O_RDONLY)
+                    _become(question, rank, port)
+                    return  # through the interpreter's own exit
+                question["pids"].append(pid)
+            jobs[question["name"]] = question
+            answer = question["pids"]
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _wait(jobs: dict[str, dict[str, Any]], timeout: float) -> dict[str, Any]:
+    codes: dict[int, int | None] = {}
+    ended: dict[int, float] = {}
+    pids = [pid for job in jobs.values() for pid in job["pids"]]
+    deadline = time.monotonic() + timeout
+    while left := [pid for pid in pids if pid not in codes]:
+        for pid in left:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid], ended[pid] = os.waitstatus_to_exitcode(status), time.monotonic()
+            elif time.monotonic() > deadline:
+                os.kill(pid, signal.SIGUSR1)  # its stacks
+                time.sleep(0.2)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                codes[pid], ended[pid] = None, time.monotonic()
+        time.sleep(0.01)
+    return {
+        name: {
+            "folder": job["folder"],
+            "codes": [codes[pid] for pid in job["pids"]],
+            "ended": [ended[pid] for pid in job["pids"]],
+        }
+        for name, job in jobs.items()
+    }
+
+
+def _become(job: dict[str, Any], rank: int, port: int) -> None:
+    os.setsid()
+    folder = Path(job["folder"])
+    for fd, name in ((1, "out"), (2, "err")):
+        file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, fd)
+        os.close(file)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    world = str(job["world"])
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    global _record, _rank
+    _record, _rank = folder / f"{rank}.json", rank
+    globals()[job["function"]](**job["options"])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# ---- what ranks use
+
+_record = Path(os.devnull)
+_rank = 0
+
+
+def note(**facts: Any) -> None:
+    """Add to this rank's record, on disk when it returns."""
+    known = json.loads(_record.read_text()) if _record.exists() else {}
+    part = _record.with_suffix(".part")
+    part.write_text(json.dumps(known | facts))
+    part.rename(_record)
+
+
+@contextlib.contextmanager
+def noting_errors() -> Any:
+    try:
+        yield
+    except BaseException as error:
+        note(error=type(error).__name__, text=str(error), when=time.monotonic(), trace=traceback.format_exc())
+        raise
+
+
+def act(how: str) -> None:
+    """The bad rank's deed."""
+    note(acted=time.monotonic())
+    match how:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(7)
+        case "raise":
+            raise ValueError("boom")
+
+
+def strike(edge: str, bad: int, how: str, nth: int) -> None:
+    """Make rank `bad` act when it is about to enter an edge for the nth time."""
+    if _rank != bad:
+        return
+    from slipstream.checkpoint import directory, storage
+    from slipstream.zero.shared import SharedComm
+    from slipstream.zero.comm import ProcessGroupComm
+    from slipstream.zero.unit import State, Unit
+
+    places: dict[str, list[tuple[Any, str]]] = {
+        "gather": [(Unit, "gather")],
+        "reduce": [(Unit, "reduce")],
+        "settle": [(Unit, "settle")],
+        "publish": [(Unit, "publish")],
+        "exchange": [(SharedComm, "exchange"), (ProcessGroupComm, "exchange")],
+        "save": [(storage.Writer, "write_data")],
+        "commit": [(directory.Draft, "commit")],
+    }
+    calls = 0
+    for owner, name in places[edge]:
+        before = getattr(owner, name)
+
+        def method(self: Any, *args: Any, _before: Any = before, **kwargs: Any) -> Any:
+            nonlocal calls
+            if edge != "gather" or self.state is State.RELEASED:
+                calls += 1
+                if calls == nth:
+                    act(how)
+            return _before(self, *args, **kwargs)
+
+        setattr(owner, name, method)
+
+
+def engine_of(stage: int, transport: str, **blocks: Any) -> Any:
+    from tests import toy
+
+    return toy.make(toy.seeded(toy.Lm), stage, transport, **blocks)
+
+
+def train_step(engine: Any, step: int) -> None:
+    from tests import toy
+
+    toy.step(engine, toy.tokens(_rank, step))
+
+
+# ---- jobs
+
+
+def train(stage: int, transport: str, edge: str, bad: int, how: str, nth: int = 6, save: str = "") -> None:
+    """Train until the bad rank acts."""
+    engine = engine_of(stage, transport)
+    if save:
+        train_step(engine, 0)
+        engine.save_checkpoint(save, "good")
+    strike(edge, bad, how, nth)
+    with noting_errors():
+        for step in range(1, 200):
+            train_step(engine, step)
+            if save:
+                engine.save_checkpoint(save, f"bad{step}")
