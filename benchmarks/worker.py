@@ -7,9 +7,11 @@ result.
 
 from __future__ import annotations
 
+import cProfile
 import dataclasses
 import json
 import os
+import pstats
 import sys
 import time
 from dataclasses import dataclass
@@ -27,13 +29,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a rank is to do. `marks`: after how many steps to stop and wait for the parent."""
+    """What a rank is to do. `marks`: after how many steps to stop and wait for the parent. `profile`: the last half."""
 
     system: str
     work: Workload
     dtype: str
     steps: int
     marks: tuple[int, ...] = ()
+    profile: bool = False
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -84,7 +87,10 @@ def run(job: Job, parent: Parent) -> None:
     if 0 in job.marks:
         parent.mark(0)
     losses, times, first = [], [], 0.0
+    profile = cProfile.Profile()
     for i in range(job.steps):
+        if job.profile and i == job.steps // 2:
+            profile.enable()
         start = time.perf_counter()
         loss = step(tokens, targets)
         times.append(time.perf_counter() - start)
@@ -92,6 +98,7 @@ def run(job: Job, parent: Parent) -> None:
         first = first or time.time()
         if i + 1 in job.marks:
             parent.mark(i + 1)
+    profile.disable()
     cpu = time.process_time()
     parent.tell(
         losses=losses,
@@ -102,6 +109,7 @@ def run(job: Job, parent: Parent) -> None:
         built=built,
         first_step=first,
         cpu=cpu,
+        profile=_lines(profile, job.steps - job.steps // 2) if job.profile else [],
         versions=_versions(),
         threads=torch.get_num_threads(),
         native_bf16=has_bf16_instructions(),
@@ -110,6 +118,15 @@ def run(job: Job, parent: Parent) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # no contender's exit handlers are measured, or waited for
+
+
+def _lines(profile: cProfile.Profile, steps: int) -> list[tuple[str, float, float, float]]:
+    """Per function: name, calls, own milliseconds and milliseconds with callees, per step."""
+    lines = []
+    for (file, _, name), (_, calls, own, whole, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+        where = "/".join(file.split("/")[-2:]) + ":" if "/" in file else ""
+        lines.append((where + name, calls / steps, own / steps * 1e3, whole / steps * 1e3))
+    return lines
 
 
 def _versions() -> dict[str, str]:

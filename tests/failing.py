@@ -116,12 +116,13 @@ def serve() -> None:
     import torch.distributed.checkpoint  # noqa: F401 (what jobs would import, once)
     import torch.utils.data  # noqa: F401
 
-    import slipstream
-    from slipstream import checkpoint, ops  # noqa: F401
     from slipstream.checkpoint import storage  # noqa: F401
-    from tests import toy  # noqa: F401
+    from tests import toy
 
-    assert slipstream.initialize, "imported lazily"
+    warm = toy.make(toy.seeded(toy.Lm), 3)
+    toy.step(warm, toy.tokens(0, 0))
+    warm.destroy()
+    del warm
     gc.collect()
     gc.freeze()
     answers = os.fdopen(os.dup(1), "w")
@@ -184,6 +185,7 @@ def _become(job: dict[str, Any], rank: int, port: int) -> None:
         file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, fd)
         os.close(file)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     world = str(job["world"])
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)

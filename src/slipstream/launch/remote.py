@@ -37,7 +37,7 @@ class _Running:
     """One command that was started, and the thread that reads its stderr."""
 
     def __init__(self, command: Command) -> None:
-        self.name = command.name
+        self.name, self.lease = command.name, command.lease
         self.extract = Extract()
         self.process = subprocess.Popen(
             command.argv,
@@ -106,10 +106,9 @@ def _tell(failures: Sequence[Failure], failed: Sequence[_Running]) -> int:
         sys.stderr.write(render(failures))
         return shell_code(first(failures).exit_code)
     for one in failed:
-        hint = f"; try `ssh -o BatchMode=yes {one.name} true`" if one.process.returncode == 255 else ""
-        print(
-            f"slipstream run: {one.name} ended with exit code {one.process.returncode}{hint}", file=sys.stderr
-        )
+        code = one.process.returncode
+        hint = f"; try `ssh -o BatchMode=yes {one.name} true`" if one.lease and code == 255 else ""
+        print(f"slipstream run: {one.name} ended with exit code {code}{hint}", file=sys.stderr)
     return shell_code(failed[0].process.returncode)
 
 

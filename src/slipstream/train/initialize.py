@@ -101,6 +101,7 @@ def _facts(model: nn.Module, device: torch.device) -> ModelFacts:
 def _engine(
     plan: Plan, model: nn.Module, mesh: Mesh, device: torch.device, inner: torch.optim.Optimizer | None, native: bool
 ) -> Engine:
+    native = native and not any(param.dtype is torch.float64 for param in model.parameters())  # the kernel is fp32's
     whole = inner is not None and not native and not is_elementwise(inner)
     precision = plan.precision
     recipe = Recipe(

@@ -77,8 +77,11 @@ def judge(units: Sequence[Unit], comms: Comms, backwards: int, loss_scale: float
     norm = math.sqrt(total) / loss_scale if finite else float("nan") if math.isnan(total) else math.inf
     if not finite:
         _name_culprit(trainable, comms, skip_overflow)
-    # The clip factor of torch.nn.utils.clip_grad_norm_
-    clip = min(1.0, clipping / (norm + 1e-6)) if clipping > 0 and finite else 1.0 if finite or not clipping else norm * 0
+    clip = 1.0
+    if clipping > 0 and finite:
+        clip = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+    elif clipping > 0:
+        clip = math.nan  # there too, where the step is taken all the same
     return Verdict(norm, finite, clip / loss_scale)
 
 

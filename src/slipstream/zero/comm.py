@@ -123,16 +123,17 @@ class Comm(ABC):
 
 
 def reduce_into(out: Tensor, sources: Sequence[Tensor], alpha: float, accumulate: bool) -> Partial:
-    """The one reduction of the package, on any device: rank-order fp32 sum, one rounding, squares and finiteness."""
+    """The one reduction of the package, on any device: rank-order sum in fp32 (fp64 for fp64), one rounding, squares."""
     if out.numel() == 0:
         return Partial(0.0, True)
-    if out.device.type == "cpu":
+    wide = torch.promote_types(torch.promote_types(sources[0].dtype, out.dtype), torch.float32)
+    if out.device.type == "cpu" and wide is torch.float32:
         return ops.sum_ranks(out, sources, alpha=alpha, accumulate=accumulate)
-    total = sources[0].float()
+    total = sources[0].to(wide)
     for source in sources[1:]:
-        total = total + source.float()
+        total = total + source.to(wide)
     total = total * alpha
-    out.copy_(total.add_(out.float()) if accumulate else total)
+    out.copy_(total.add_(out.to(wide)) if accumulate else total)
     square = out.double().square().sum()
     return Partial(square, torch.isfinite(square))  # type: ignore[arg-type]  # stays on the device until the verdict
 

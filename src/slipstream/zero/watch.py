@@ -147,6 +147,9 @@ class Watch:
         deadline = time.monotonic() + self.patience_s
         while self.failure is None and not self.peers.gone() and time.monotonic() < deadline:
             time.sleep(0.05)  # a process closes its connections before it has ended
+        deadline = time.monotonic() + 1.5 * self.beat_s
+        while self.failure is None and not self.left and time.monotonic() < deadline:
+            time.sleep(0.05)  # until the monitor has read what the rank may have said on its way out
         gone = list(self.peers.gone())
         gone.sort(key=lambda rank: rank in self.left)
         if self.failure is None:
@@ -263,6 +266,8 @@ class _Monitor:
             del watch
 
     def _beat(self, watch: Watch) -> None:
+        if self._storeless(watch):
+            return
         here = self._whereabouts(watch)
         self.store.set(f"at{self.index}", json.dumps(asdict(here)))
         for rank in watch.peers.gone():
@@ -299,8 +304,15 @@ class _Monitor:
             if now - self.failed_at > watch.patience_s:
                 _end_process(watch, blocked)
 
+    @staticmethod
+    def _storeless(watch: Watch) -> bool:
+        """Rank 0 may have held the store; to ask it then would only fill stderr with torch's warnings."""
+        return watch.is_gone(0)
+
     def say_goodbye(self, watch: Watch) -> None:
         """Tell how this rank leaves its script."""
+        if self._storeless(watch):
+            return
         error = getattr(sys, "last_value", None)
         try:
             if error is None:
@@ -308,6 +320,8 @@ class _Monitor:
             else:
                 text = str(error) if isinstance(error, PeerError) else f"rank {watch.rank} failed: {type(error).__name__}: {error}"
                 self.store.compare_set("failure", "", json.dumps((time.time(), text)))
+                if watch.rank == 0:  # the store may end with this process
+                    time.sleep(1.5 * watch.beat_s)
         except (RuntimeError, ValueError, OSError):
             return
 

@@ -20,28 +20,30 @@
 static _Atomic(const struct kernels *) chosen;
 
 #if defined(__x86_64__)
-/* Not in every compiler's list of names for __builtin_cpu_supports. */
-static int has_f16c(void)
+/* Bits of XCR0: which registers the operating system saves. */
+static unsigned saved_registers(void)
 {
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
 }
-#endif
 
+/* Read from the processor itself: __builtin_cpu_supports needs a runtime library that not every clang links. */
 static int supported(const struct kernels *table)
 {
+    const unsigned ymm = 0x6, zmm = 0xe6, base = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C;
+    unsigned a, b, c, d, extended;
     if (table == kernels_portable)
         return 1;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-    if (table == kernels_avx2)
-        return avx2;
-    if (table == kernels_avx512)
-        return avx2 && __builtin_cpu_supports("avx512f");
-#endif
-    return 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & base) != base || !__get_cpuid_count(7, 0, &a, &extended, &c, &d))
+        return 0;
+    if (!(extended & bit_AVX2) || (saved_registers() & ymm) != ymm)
+        return 0;
+    return table == kernels_avx2 || ((extended & bit_AVX512F) && (saved_registers() & zmm) == zmm);
 }
+#else
+static int supported(const struct kernels *table) { return table == kernels_portable; }
+#endif
 
 static const struct kernels *kernels(void)
 {

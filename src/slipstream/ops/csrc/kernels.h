@@ -2,8 +2,8 @@
  *
  * A vec_*.h gives `vec` (16 lanes), arithmetic on it, load_/store_ for each dtype (a store returns the values as they
  * read back after rounding; with `stream` it bypasses the caches), `vec64` (16 fp64 lanes) and copy_256_bytes.
- * Dtypes are chosen by a branch per group of elements that never changes its mind: compiling a loop per combination of
- * dtypes instead was not faster, and twenty times the code.
+ * Dtypes are chosen by a branch per group of elements, which is predicted after the first: a loop compiled for each
+ * combination of dtypes made the library twenty times as large and minutes to build.
  */
 #include "slipstream_ops.h"
 

@@ -1,0 +1,65 @@
+"""`python -m benchmarks [LEG ...]`: ours beside the peers; writes the legs' sections of benchmarks/RESULTS.md.
+
+Legs: step, memory, wire, start, or all of them (the default). `parts` prints where our own step goes and writes nothing.
+`python benchmarks/ops.py` compares the native kernels by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import memory, parts, start, step, wire
+from benchmarks.peers import prepare
+from benchmarks.ranks import ROOT
+from benchmarks.report import LEGS, RESULTS, write_section
+from benchmarks.worker import DTYPES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("legs", nargs="*", choices=[*LEGS, "parts", "all"], metavar="LEG", default=["all"],
+                        help="step, memory, wire, start, all (default) or parts")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="a few contenders, few steps: under three minutes in all")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers" / "bin" / "python", metavar="PYTHON",
+                        help="the interpreter that has DeepSpeed (default: the one `make bench` builds)")  # fmt: skip
+    parser.add_argument("--dtype", choices=DTYPES, help="step, memory, parts: only this one")
+    parser.add_argument("--workload", choices=("moving", "computing"), help="step, parts: only this one")
+    parser.add_argument("--only", nargs="+", default=[], metavar="CONTENDER",
+                        help="step: only these, by the start of their names, e.g. slipstream:3 deepspeed:3")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3, help="step: how often each contender runs (default 3)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the sections go (default benchmarks/RESULTS.md)")
+    options = parser.parse_args()
+
+    chosen = LEGS if "all" in options.legs else tuple(options.legs)
+    quick = options.quick
+    dtypes = [options.dtype] if options.dtype else ["bf16"] if quick else ["bf16", "fp32"]
+    works = [options.workload] if options.workload else ["moving"] if quick else ["moving", "computing"]
+    if chosen == ("parts",):
+        print(parts.run(works[0], dtypes[0]))
+        return
+    peers = prepare(options.peers)
+    if peers.missing:
+        print(peers.missing)
+    legs: dict[str, Callable[[], str]] = {
+        "step": lambda: step.run(
+            peers, quick=quick, works=works, dtypes=dtypes, only=options.only, rounds=1 if quick else options.rounds
+        ),
+        "memory": lambda: memory.run(peers, quick=quick, dtypes=dtypes),
+        "wire": lambda: wire.run(peers, quick=quick),
+        "start": lambda: start.run(peers, quick=quick),
+    }
+    for leg in LEGS:
+        if leg in chosen:
+            began = time.monotonic()
+            body = legs[leg]()
+            took = f"This leg took {(time.monotonic() - began) / 60:.1f} minutes{' (--quick)' if quick else ''}."
+            write_section(leg, f"{body}\n\n{took}", options.out)
+            print(f"\n## {leg}\n\n{body}\n\n{took}\n", flush=True)
+    print(f"written to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Parameters, gradients and optimizer state by name, whole, in every stage; and what is refused, by name."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slipstream import zero
+from tests import toy
+from tests.pool import distributed
+
+STAGES = (0, 1, 2, 3)
+
+
+class Everything(toy.Net):
+    """Tied, frozen, buffers saved and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.blocks[1].requires_grad_(False)
+        self.inp.bias.requires_grad_(False)
+        self.register_buffer("seen", torch.arange(3.0))
+        self.register_buffer("derived", torch.ones(2), persistent=False)
+
+
+def train(engine: Any, steps: int = 1) -> None:
+    for i in range(steps):
+        engine(toy.floats(engine.rank, i)).square().mean().backward()
+        engine.step()
+
+
+# ---- zero.gathered
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_gathered_reads_and_writes(transport: str) -> None:
+    for stage in STAGES:
+        for dtype in ("fp32", "bf16"):
+            model = toy.seeded(toy.Lm)
+            original = model.head.weight.detach().clone()
+            engine = toy.make(model, stage, transport, dtype=dtype)
+            weight = model.head.weight
+            with zero.gathered(weight):
+                torch.testing.assert_close(weight.detach(), original.to(weight.dtype), rtol=0, atol=0)
+            assert engine.optimizer_state("head.weight")["master"].equal(original), "reading rounds no master"
+            with zero.gathered([weight, model.blocks[1].up.bias]), torch.no_grad():
+                weight.fill_(0.5)
+                model.blocks[1].up.bias[3] = 7.0
+            assert model.head.weight is weight
+            state = engine.state_dict()
+            assert state["head.weight"].eq(0.5).all() and state["blocks.1.up.bias"][3] == 7
+            assert engine.optimizer_state("head.weight")["master"].eq(0.5).all()
+            toy.step(engine, toy.tokens(engine.rank, 0))
+            moved = (engine.state_dict()["head.weight"].float() - 0.5).abs().max()
+            assert 0 < moved < 0.02, "the step starts from what was written"
+            engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_gathered_takes_one_ranks_values(transport: str) -> None:
+    for stage in STAGES:
+        model = toy.seeded(toy.Lm)
+        engine = toy.make(model, stage, transport)
+        with zero.gathered(model.head, modifier_rank=1), torch.no_grad():
+            if engine.rank == 1:
+                model.head.bias.fill_(3.0)
+        assert engine.state_dict()["head.bias"].eq(3).all()
+        engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_an_exception_in_gathered_writes_nothing(transport: str) -> None:
+    for stage in STAGES:
+        model = toy.seeded(toy.Lm)
+        engine = toy.make(model, stage, transport)
+        before = toy.checksum(engine)
+        with pytest.raises(KeyError, match="half-way"), zero.gathered(model), torch.no_grad():
+            model.head.weight.zero_()
+            raise KeyError("half-way")
+        assert toy.checksum(engine) == before
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_gathered_leaves_strangers_alone() -> None:
+    linear = nn.Linear(2, 2)
+    with zero.gathered(linear), torch.no_grad():
+        linear.weight.fill_(1.0)
+    assert linear.weight.eq(1).all()
+
+
+@distributed(world_size=2)
+def test_gathered_refuses_another_shape() -> None:
+    for stage in (0, 3):
+        model = toy.seeded(toy.Lm)
+        engine = toy.make(model, stage)
+        with pytest.raises(ValueError, match=r"'head.bias' was given shape \(3,\).*it is \(48,\)"), zero.gathered(model.head.bias):
+            model.head.bias.data = torch.zeros(3)
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        engine.destroy()
+
+
+# ---- state_dict
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_state_dict_is_the_models_own(transport: str) -> None:
+    for stage in STAGES:
+        expected = toy.seeded(Everything).state_dict()
+        engine = toy.make(toy.seeded(Everything), stage, transport)
+        state = engine.state_dict()
+        assert list(state) == list(expected) and "seen" in state and "derived" not in state
+        for name, value in state.items():
+            assert value.equal(expected[name]), name
+        assert state["blocks.2.up.weight"].data_ptr() == state["blocks.0.up.weight"].data_ptr(), "still tied"
+        state["inp.weight"].zero_()
+        assert engine.state_dict()["inp.weight"].equal(expected["inp.weight"]), "the caller's own memory"
+        engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_load_state_dict_in_every_stage(transport: str) -> None:
+    wanted = {name: value + 1 for name, value in toy.seeded(Everything, 5).state_dict().items()}
+    wanted["blocks.2.up.weight"] = wanted["blocks.0.up.weight"]
+    for stage in STAGES:
+        engine = toy.make(toy.seeded(Everything), stage, transport)
+        engine.load_state_dict(wanted)
+        for name, value in engine.state_dict().items():
+            assert value.equal(wanted[name]), (stage, name)
+        assert engine.optimizer_state("inp.weight")["master"].equal(wanted["inp.weight"])
+        with pytest.raises(RuntimeError, match="Missing key"):
+            engine.load_state_dict({})
+        with pytest.raises(ValueError, match="assign"):
+            engine.load_state_dict(wanted, assign=True)
+        engine.destroy()
+
+
+# ---- gradients and optimizer state
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_gradients_by_name(transport: str) -> None:
+    twin = toy.seeded(toy.Lm)
+    sum(twin(toy.tokens(rank, 0)) / 2 for rank in range(2)).backward()
+    for stage in STAGES:
+        for dtype, tolerance in (("fp32", 1e-6), ("fp16", 1e-2)):
+            engine = toy.make(toy.seeded(toy.Lm), stage, transport, dtype=dtype)
+            engine(toy.tokens(engine.rank, 0)).backward()
+            for name, param in twin.named_parameters():
+                found = engine.gradient(name)
+                assert found.dtype is torch.float32 and param.grad is not None
+                torch.testing.assert_close(found, param.grad, rtol=10 * tolerance, atol=tolerance, msg=lambda m, n=name, s=stage: f"{s} {n} {m}")
+            engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_optimizer_state_by_name(transport: str) -> None:
+    model = toy.seeded(toy.Net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    sum(model(toy.floats(rank, 0)).square().mean() / 2 for rank in range(2)).backward()
+    optimizer.step()
+    for stage in STAGES:
+        engine = toy.make(toy.seeded(toy.Net), stage, transport)
+        train(engine)
+        for name, param in model.named_parameters():
+            found = engine.optimizer_state(name)
+            assert found.keys() == {"master", "exp_avg", "exp_avg_sq"}
+            torch.testing.assert_close(found["master"], param.detach(), rtol=1e-4, atol=1e-4)
+            for key in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(found[key], optimizer.state[param][key], rtol=1e-4, atol=1e-7)
+        new = {key: torch.full((8,), 0.25 * k) for k, key in enumerate(("master", "exp_avg", "exp_avg_sq"))}
+        engine.set_optimizer_state("out.bias", new)
+        for key, value in engine.optimizer_state("out.bias").items():
+            assert value.equal(new[key]), (stage, key)
+        assert engine.state_dict()["out.bias"].equal(new["master"])
+        with pytest.raises(KeyError, match=r"no parameter 'out.bia'.*out.bias"):
+            engine.optimizer_state("out.bia")
+        with pytest.raises(ValueError, match=r"exp_avg of 'out.bias' has shape \(3,\)"):
+            engine.set_optimizer_state("out.bias", {"exp_avg": torch.zeros(3)})
+        engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_grad_is_never_a_silent_none(transport: str) -> None:
+    """Else `clip_grad_norm_` over Nones would return 0 and clip nothing."""
+    for stage in STAGES:
+        model = toy.seeded(toy.Net)
+        engine = toy.make(model, stage, transport)
+        engine(toy.floats(engine.rank, 0)).square().mean().backward()
+        with pytest.raises(RuntimeError, match=r"gradient of parameter 'inp.weight'.*engine.gradient"):
+            _ = model.inp.weight.grad
+        with pytest.raises(RuntimeError, match="gradient_clipping"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        engine.step()
+        assert model.inp.weight.grad is None
+        engine.destroy()
+
+
+# ---- writes from outside
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_new_memory_is_refused_by_name(transport: str) -> None:
+    for stage in (0, 1, 2):
+        for spoil in ("half", "data"):
+            model = toy.seeded(toy.Net)
+            engine = toy.make(model, stage, transport)
+            if spoil == "half":
+                model.half()
+            else:
+                model.out.bias.data = torch.zeros(8)
+            name = "inp.weight" if spoil == "half" else "out.bias"
+            with pytest.raises(RuntimeError, match=f"'{name}' no longer lives in the engine's memory"):
+                engine(toy.floats(engine.rank, 0))
+            with pytest.raises(RuntimeError, match="no longer lives"):
+                engine.step()
+            if spoil == "data":
+                model.out.bias.data = engine.units[0].views[-1]
+            engine.watch.stop()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_new_memory_is_refused_at_once_where_released(transport: str) -> None:
+    model = toy.seeded(toy.Net)
+    engine = toy.make(model, 3, transport)
+    for spoil in (model.half, lambda: setattr(model.out.bias, "data", torch.zeros(8)), lambda: model.out.bias.detach().zero_()):
+        with pytest.raises(RuntimeError, match=r"parameter '.*': its weights are sharded"):
+            spoil()
+    train(engine)
+    engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_writes_in_place_reach_the_masters(transport: str) -> None:
+    for stage in (0, 1, 2):
+        for dtype in ("fp32", "bf16"):
+            model = toy.seeded(toy.Lm)
+            engine = toy.make(model, stage, transport, dtype=dtype)
+            with torch.no_grad():
+                model.head.bias.fill_(2.0)
+            toy.step(engine, toy.tokens(engine.rank, 0))
+            assert (engine.optimizer_state("head.bias")["master"] - 2).abs().max() < 0.02
+            engine.destroy()
+
+
+# ---- graphs from before a step
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_a_graph_from_before_the_step_is_refused(transport: str) -> None:
+    for stage in STAGES:
+        engine = toy.make(toy.seeded(toy.Net), stage, transport)
+        stale = engine(toy.floats(engine.rank, 0)).square().mean()
+        train(engine)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            stale.backward()
+        engine.watch.stop()
+        dist.barrier()
+        del stale
+
+
+# ---- the optimizer that initialize returns
+
+
+@distributed(world_size=2)
+def test_the_optimizer_is_stepped_by_the_engine_only() -> None:
+    engine = toy.make(toy.seeded(toy.Net), 2)
+    for call in (engine.optimizer.step, engine.optimizer.state_dict, lambda: engine.optimizer.add_param_group({})):
+        with pytest.raises(RuntimeError, match="engine|initialize"):
+            call()
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="destroyed"):
+        engine(torch.zeros(1, 8))
+    with pytest.raises(RuntimeError, match="destroyed"):
+        engine.step()
+
+

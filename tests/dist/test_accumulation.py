@@ -1,0 +1,168 @@
+"""Windows of micro-batches: managed or not, synchronised or not, of equal number on every rank."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.zero.watch import PeerError
+from tests import toy
+from tests.pool import distributed
+
+STAGES = (0, 1, 2, 3)
+
+
+def finish(engine: Any) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = engine.state_dict()
+    engine.destroy()
+    return state
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5, msg=lambda m: f"{what}: {name}: {m}")
+
+
+def whole_batch(rank: int) -> dict[str, Tensor]:
+    """Two steps of stage 0 on batches of four."""
+    engine = toy.make(toy.seeded(toy.Lm), 0, gradient_clipping=0.5, train_micro_batch_size_per_gpu=4)
+    for i in range(2):
+        toy.step(engine, torch.cat([toy.tokens(rank, i, micro) for micro in range(2)]))
+    return finish(engine)
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_two_micro_batches_are_one_batch(transport: str) -> None:
+    """Managed, unmanaged, with no_sync, and with losses that the caller divided."""
+    rank = dist.get_rank()
+    expected = whole_batch(rank)
+    for stage in STAGES:
+        for way in ("managed", "unmanaged", "no_sync", "divided", "plain"):
+            managed = {"managed_gradient_accumulation": False} if way in ("unmanaged", "no_sync") else {}
+            engine = toy.make(
+                toy.seeded(toy.Lm), stage, transport, gradient_clipping=0.5, gradient_accumulation_steps=2, **managed
+            )
+            for i in range(2):
+                first, second = toy.tokens(rank, i, 0), toy.tokens(rank, i, 1)
+                if way == "managed":
+                    toy.step(engine, first)
+                    assert not engine.step_applied
+                    toy.step(engine, second)
+                elif way == "plain":
+                    engine(first).backward()
+                    engine.step()
+                    engine(second).backward()
+                    engine.step()
+                elif way == "divided":
+                    for batch in (first, second):
+                        engine.backward(engine(batch) / 2, scale_wrt_gas=False)
+                        engine.step()
+                elif way == "unmanaged":
+                    engine.backward(engine(first) / 2)
+                    engine.backward(engine(second) / 2)
+                    engine.step()
+                else:
+                    with engine.no_sync():
+                        (engine(first) / 2).backward()
+                    (engine(second) / 2).backward()
+                    engine.step()
+                assert engine.step_applied
+            assert engine.global_steps == 2
+            same(finish(engine), expected, f"{way}, stage {stage}")
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_all_of_a_window_in_no_sync(transport: str) -> None:
+    rank = dist.get_rank()
+    expected = whole_batch(rank)
+    for stage in STAGES:
+        engine = toy.make(
+            toy.seeded(toy.Lm), stage, transport, gradient_clipping=0.5, managed_gradient_accumulation=False
+        )
+        for i in range(2):
+            with engine.no_sync():
+                for micro in range(2):
+                    (engine(toy.tokens(rank, i, micro)) / 2).backward()
+            engine.step()
+        same(finish(engine), expected, f"stage {stage}")
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_micro_batches_may_differ_in_size(transport: str) -> None:
+    """The mean is over ranks, as everywhere; what counts is that nothing hangs and all ranks agree."""
+    for stage in STAGES:
+        engine = toy.make(toy.seeded(toy.Lm), stage, transport, gradient_accumulation_steps=2)
+        for size in (1, 2):
+            toy.step(engine, toy.tokens(engine.rank, 0)[: size if engine.rank else 3 - size])
+        sums = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(sums, toy.checksum(engine))
+        assert sums[0] == sums[1] and engine.global_steps == 1
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_an_unequal_number_is_refused_by_rank(stage: int, transport: str) -> None:
+    engine = toy.make(
+        toy.seeded(toy.Lm), stage, transport, managed_gradient_accumulation=False,
+        slipstream={"transport": transport, "timeout_s": 60},
+    )  # fmt: skip
+    start = time.monotonic()
+    with pytest.raises((RuntimeError, PeerError)) as caught:
+        for micro in range(1 + engine.rank):
+            engine(toy.tokens(engine.rank, 0, micro)).backward()
+        engine.step()
+    assert time.monotonic() - start < 30
+    story = str(caught.value)
+    assert "{0: 1, 1: 2}" in story or all(text in story for text in ("rank", "phase", "\n0 ", "\n1 ")), story
+    engine.watch.stop()
+
+
+@distributed(world_size=2)
+def test_one_window_takes_one_kind_of_loss() -> None:
+    engine = toy.make(toy.seeded(toy.Lm), 2, gradient_accumulation_steps=2)
+    engine.backward(engine(toy.tokens(engine.rank, 0)))
+    engine.step()
+    with pytest.raises(ValueError, match="scale_wrt_gas"):
+        engine.backward(engine(toy.tokens(engine.rank, 0)), scale_wrt_gas=False)
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_counters() -> None:
+    engine = toy.make(toy.seeded(toy.Lm), 2, gradient_accumulation_steps=3)
+    for micro in range(7):
+        loss = engine(toy.tokens(engine.rank, 0, micro))
+        torch.testing.assert_close(engine.backward(loss), loss.detach() / 3)
+        engine.step()
+    assert (engine.micro_steps, engine.global_steps, engine.global_samples) == (7, 2, 24)
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_boundary_by_hand() -> None:
+    """As accelerate does it."""
+    engine = toy.make(toy.seeded(toy.Lm), 2, gradient_accumulation_steps=4)
+    applied = []
+    for micro in range(3):
+        engine.set_boundary(micro == 2)
+        toy.step(engine, toy.tokens(engine.rank, 0, micro))
+        applied.append(engine.step_applied)
+    assert applied == [False, False, True]
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_zero_grad_drops_a_window() -> None:
+    for stage in STAGES:
+        engine, other = (toy.make(toy.seeded(toy.Lm), stage) for _ in range(2))
+        engine.backward(engine(toy.tokens(engine.rank, 5)))
+        engine.zero_grad()
+        for each in (engine, other):
+            toy.step(each, toy.tokens(engine.rank, 0))
+        assert toy.checksum(engine) == toy.checksum(other)
+        engine.destroy()
+        other.destroy()

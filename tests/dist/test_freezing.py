@@ -1,0 +1,79 @@
+"""Frozen parameters: from the start, and frozen or unfrozen between steps."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import slipstream
+from tests import toy
+from tests.pool import distributed
+
+STAGES = (0, 1, 2, 3)
+SGD = {"lr": 0.1, "momentum": 0.9}
+Changes = dict[int, list[tuple[str, bool]]]  # before which step which modules become trainable or not
+
+FREEZE: Changes = {1: [("blocks.1", False), ("inp", False)]}
+FREEZE_AND_BACK: Changes = {1: [("blocks.1", False)], 3: [("blocks.1", True)]}
+PART_OF_A_UNIT: Changes = {1: [("blocks.0.up", False)], 2: [("blocks.0.up", True)]}
+FROM_THE_START: Changes = {0: [("blocks.1", False)], 2: [("blocks.1", True)]}
+
+
+def apply(model: Any, changes: list[tuple[str, bool]]) -> None:
+    for name, trainable in changes:
+        model.get_submodule(name).requires_grad_(trainable)
+
+
+def plain_torch(changes: Changes) -> dict[str, Tensor]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = toy.seeded(toy.Net)
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    for i in range(5):
+        apply(model, changes.get(i, []))
+        model(toy.floats(rank, i)).square().mean().backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad /= world
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+@pytest.mark.parametrize("name", ["FREEZE", "FREEZE_AND_BACK", "PART_OF_A_UNIT", "FROM_THE_START"])
+def test_freezing_between_steps_equals_plain_torch(name: str, transport: str) -> None:
+    changes: Changes = globals()[name]
+    expected = plain_torch(changes)
+    for stage in STAGES:
+        model = toy.seeded(toy.Net)
+        everything = list(model.parameters())
+        apply(model, changes.get(0, []))
+        optimizer = {"type": "SGD", "params": SGD}
+        engine, *_ = slipstream.initialize(
+            model=model, model_parameters=everything, config=toy.settings(stage, transport, optimizer=optimizer)
+        )
+        for i in range(5):
+            apply(model, changes.get(i, []))
+            engine(toy.floats(engine.rank, i)).square().mean().backward()
+            engine.step()
+        for key, value in engine.state_dict().items():
+            torch.testing.assert_close(value, expected[key], rtol=0, atol=3e-6, msg=lambda m, s=stage, k=key: f"stage {s}: {k}: {m}")
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_frozen_units_have_no_gradients_and_no_state() -> None:
+    for stage in STAGES:
+        model = toy.seeded(toy.Net)
+        model.blocks[1].requires_grad_(False)
+        engine = toy.make(model, stage)
+        frozen = [unit for unit in engine.units if not unit.trainable]
+        assert [unit.names[0] for unit in frozen] == ["blocks.1.norm.weight"]
+        assert frozen[0].grads is None and frozen[0].memory.local is None
+        engine(toy.floats(engine.rank, 0)).square().mean().backward()
+        engine.step()
+        assert engine.optimizer_state("blocks.1.norm.weight").keys() == {"master"}
+        engine.destroy()

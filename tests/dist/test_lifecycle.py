@@ -1,0 +1,279 @@
+"""From `initialize` to `destroy`: what an engine takes, how several live together, and that nothing stays behind."""
+
+import copy
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import slipstream
+from tests import toy
+from tests.pool import distributed
+
+STAGES = (0, 1, 2, 3)
+
+
+def resident() -> int:
+    """Bytes, shared ones counted."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:")
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
+@distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
+def test_50_cycles_stay_at_flat_memory(transport: str) -> None:
+    def cycle(i: int) -> None:
+        engine = toy.make(toy.Lm(dim=64), i % 4, transport, dtype="bf16")
+        toy.step(engine, toy.tokens(engine.rank, i))
+        engine.destroy()
+
+    def measure() -> tuple[int, int, int, int]:
+        gc.collect()
+        return resident(), mappings(), descriptors(), len(gc.get_objects())
+
+    for i in range(10):
+        cycle(i)
+    before = measure()
+    for i in range(40):
+        cycle(i)
+    after = measure()
+    one_engine = sum(p.numel() for p in toy.Lm(dim=64).parameters()) * 16
+    assert after[0] - before[0] < 8 * one_engine, f"{(after[0] - before[0]) / 40 / one_engine:.2f} engines a cycle stay"
+    assert (after[1], after[2]) == (0, before[2]) and after[3] - before[3] < 400
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_destroy_gives_ordinary_parameters_back(transport: str) -> None:
+    for stage in STAGES:
+        model = toy.seeded(toy.Lm)
+        ids = [id(p) for p in model.parameters()]
+        engine = toy.make(model, stage, transport)
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        trained = engine.state_dict()
+        engine.destroy()
+        engine.destroy()
+        assert [id(p) for p in model.parameters()] == ids
+        for name, p in model.named_parameters():
+            assert type(p) is nn.Parameter and p.grad is None and p.detach().equal(trained[name])
+        copy.deepcopy(model)(toy.tokens(0, 0)).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        again = toy.make(model, stage, transport)
+        toy.step(again, toy.tokens(again.rank, 0))
+        again.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_engines_do_not_touch_each_other(transport: str) -> None:
+    """A teacher without optimizer, and two students of different stages trained in turn, as each alone."""
+
+    def student(stage: int, other: Any, teacher: Any) -> tuple[int, Any]:
+        engine = toy.make(toy.seeded(toy.Net), stage, transport)
+        for i in range(3):
+            x = toy.floats(engine.rank, i)
+            with torch.no_grad():
+                target = teacher(x)
+            (engine(x) - target).square().mean().backward()
+            if other is not None:
+                other(x).square().mean().backward()
+                other.step()
+            engine.step()
+        return int(toy.checksum(engine)), engine
+
+    teacher = toy.make(toy.seeded(toy.Net, 9), 3, transport, optimizer=None)
+    alone, first = student(3, None, teacher)
+    together, second = student(3, first, teacher)
+    assert alone == together and int(toy.checksum(first)) != alone
+    first.destroy()
+    toy.checksum(second)
+    for engine in (second, teacher):
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_an_engine_without_optimizer_says_so() -> None:
+    engine = toy.make(toy.seeded(toy.Net), 3, optimizer=None)
+    engine(toy.floats(engine.rank, 0))
+    with pytest.raises(RuntimeError, match="without optimizer"):
+        engine.step()
+    engine.destroy()
+
+
+# ---- where a model and its optimizer come from
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_a_model_on_meta(transport: str) -> None:
+    for stage in STAGES:
+        with torch.device("meta"):
+            model = toy.Lm()
+            model.extra = model.head.weight  # a name of its own for a tied weight
+        references = dict(model.named_parameters())
+        engine = toy.make(model, stage, transport)
+        assert all(p is references[name] for name, p in model.named_parameters())
+        losses = [toy.step(engine, toy.tokens(engine.rank, 0)).item() for _ in range(5)]
+        assert losses[-1] < losses[0] < 10
+        state = engine.state_dict()
+        assert state["blocks.0.norm.weight"].mean() > 0.5 and not any(v.is_meta for v in state.values())
+        engine.destroy()
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3))
+
+
+@distributed(world_size=1)
+def test_meta_without_initialisation_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Bare())
+    with pytest.raises(ValueError, match=r"module '1' \(Bare\) is on meta and has no reset_parameters"):
+        toy.make(model, 3)
+
+
+class Mpu:
+    """Of a run whose ranks 0, 1 and 2, 3 are data-parallel pairs."""
+
+    def __init__(self) -> None:
+        self.group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+
+    def get_data_parallel_group(self) -> Any:
+        return self.group
+
+
+@distributed(world_size=4, transports=("shared", "gloo"))
+def test_mpus_group_shares_the_states(transport: str) -> None:
+    mpu = Mpu()
+    for stage in STAGES:
+        model = toy.seeded(toy.Lm, dist.get_rank() // 2)
+        engine, *_ = slipstream.initialize(model=model, config=toy.settings(stage, transport), mpu=mpu)
+        assert engine.world_size == 2 and engine.rank == dist.get_rank() % 2
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        sums = [torch.zeros((), dtype=torch.int64) for _ in range(4)]
+        dist.all_gather(sums, toy.checksum(engine))
+        assert sums[0] == sums[1] != sums[2] == sums[3]
+        engine.destroy()
+
+
+def grouped(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0, "lr": 0.05},
+        {"params": [p for n, p in named if n.endswith("weight")], "weight_decay": 0.5},
+    ]
+
+
+Source = Callable[[nn.Module], dict[str, Any]]
+SOURCES: dict[str, Source] = {
+    "groups for the config's": lambda model: {"model_parameters": grouped(model)},
+    "an object": lambda model: {"optimizer": torch.optim.AdamW(grouped(model), lr=1e-2)},
+    "a callable": lambda model: {
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
+        "model_parameters": grouped(model),
+    },
+}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("source", SOURCES)
+def test_groups_have_their_own_rate_and_decay(source: str) -> None:
+    twin = toy.seeded(toy.Net)
+    optimizer = torch.optim.AdamW(grouped(twin), lr=1e-2)
+    for i in range(3):
+        sum(twin(toy.floats(rank, i)).square().mean() / 2 for rank in range(2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected: dict[str, Tensor] = dict(twin.state_dict())
+    for stage in STAGES:
+        model = toy.seeded(toy.Net)
+        given = SOURCES[source](model)
+        config = toy.settings(stage, **({"optimizer": None} if "optimizer" in given else {}))
+        engine, handle, _, _ = slipstream.initialize(model=model, config=config, **given)
+        assert [len(group["params"]) for group in handle.param_groups] == [11, 11]
+        for i in range(3):
+            engine(toy.floats(engine.rank, i)).square().mean().backward()
+            engine.step()
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=2e-4, msg=lambda m, n=name, s=stage: f"{s} {n}: {m}")
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_an_optimizer_that_has_stepped_brings_its_state() -> None:
+    def warm() -> tuple[Any, torch.optim.Optimizer]:
+        model = toy.seeded(toy.Net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for i in range(2):
+            model(toy.floats(0, i)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = warm()
+    sum(model(toy.floats(rank, 5)).square().mean() / 2 for rank in range(2)).backward()
+    optimizer.step()
+    for stage in STAGES:
+        other, brought = warm()
+        engine, *_ = slipstream.initialize(
+            model=other, optimizer=brought, config=toy.settings(stage, optimizer=None)
+        )
+        engine(toy.floats(engine.rank, 5)).square().mean().backward()
+        engine.step()
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-5)
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+    model, stranger = toy.seeded(toy.Net), nn.Parameter(torch.zeros(3))
+    for optimizer, message in (
+        (torch.optim.LBFGS(model.parameters()), "LBFGS.*closure"),
+        (torch.optim.SparseAdam(model.parameters()), "SparseAdam.*sparse"),
+        (torch.optim.SGD([stranger], lr=0.1), r"group 0 holds a parameter of shape \(3,\) that is not the model's"),
+        (lambda params: "no optimizer", "returned a str"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            slipstream.initialize(model=model, optimizer=optimizer, config=toy.settings(3, optimizer=None))
+
+
+# ---- schedules
+
+
+@distributed(world_size=2)
+def test_schedules_tick_on_applied_steps() -> None:
+    """By name, as an object's maker, and that the engine sees the rate."""
+    named = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_max_lr": 0.4}}}
+    for stage in (0, 3):
+        engine = toy.make(toy.seeded(toy.Lm), stage, gradient_accumulation_steps=2, **named)
+        rates = []
+        for micro in range(8):
+            toy.step(engine, toy.tokens(engine.rank, 0, micro))
+            rates.append(engine.optimizer.param_groups[0]["lr"])
+        assert rates[0::2][1:] == rates[1::2][:-1], "nothing moves inside a window"
+        assert rates[-1] > rates[1] > 0 and engine.lr_scheduler.get_last_lr() == [rates[-1]]
+        engine.destroy()
+        model = toy.seeded(toy.Lm)
+        engine, _, _, scheduler = slipstream.initialize(
+            model=model, config=toy.settings(stage, optimizer={"type": "SGD", "params": {"lr": 1.0}}),
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0),
+        )  # fmt: skip
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        before = toy.checksum(engine)
+        assert scheduler.get_last_lr() == [0.0]
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        assert toy.checksum(engine) == before, "a rate of zero is used"
+        engine.destroy()
