@@ -93,9 +93,7 @@ def sums(numel: int, num_sources: int) -> list[Contender]:
     group = f"sum of {num_sources} bf16"
     return [
         Contender(group, "memcpy", nbytes, lambda: memcpy(dst, src)),
-        Contender(
-            group, "slipstream", nbytes, lambda: ops.sum_ranks(out, sources, alpha=0.5, accumulate=False)
-        ),
+        Contender(group, "slipstream", nbytes, lambda: ops.sum_ranks(out, sources, alpha=0.5, accumulate=False)),
     ]
 
 
@@ -159,9 +157,7 @@ def in_cache(numel: int = 16384) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=64 << 20, help="elements per array (default: 64Mi)")
     parser.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()

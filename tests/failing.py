@@ -297,3 +297,185 @@ def train(stage: int, transport: str, edge: str, bad: int, how: str, nth: int = 
             train_step(engine, step)
             if save:
                 engine.save_checkpoint(save, f"bad{step}")
+
+
+def mismatch(stage: int, transport: str, what: str, folder: str) -> None:
+    """Rank 1 does something that the others do not."""
+    from tests import toy
+
+    engine = engine_of(stage, transport, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    train_step(engine, 0)
+    with noting_errors():
+        note(acted=time.monotonic())
+        if _rank == 1:
+            match what:
+                case "skips a backward":
+                    engine(toy.tokens(1, 1))
+                    engine.step()
+                case "one more backward":
+                    engine.backward(engine(toy.tokens(1, 1)))
+                    engine.backward(engine(toy.tokens(1, 1)))
+                case "state_dict alone":
+                    engine.state_dict()
+                case "save alone":
+                    engine.save_checkpoint(folder, "alone")
+                case "destroy alone":
+                    engine.destroy()
+                    note(destroyed=True)
+                    return
+        for step in range(1, 4):
+            train_step(engine, step)
+    note(finished=True)
+
+
+def busy(stage: int, transport: str, by: str, seconds: float, timeout_s: float) -> None:
+    """Rank 0 evaluates alone, while the others wait in their next step, or in a barrier of their own."""
+    import logging
+
+    import torch
+    import torch.distributed as dist
+
+    from tests import toy
+
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    engine = engine_of(stage, transport, slipstream={"timeout_s": timeout_s})
+    watch = engine.watch
+    watch.beat_s, watch.standstill_s, watch.name_busy_s = 0.2, 0.6, 1.0
+    train_step(engine, 0)
+    with noting_errors():
+        note(acted=time.monotonic())
+        if _rank == 0:
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                if stage < 3 or transport == "shared":
+                    with torch.no_grad():
+                        engine(toy.tokens(0, 1))
+                time.sleep(0.05)
+        if by == "barrier":
+            dist.barrier()
+        for step in range(1, 4):
+            train_step(engine, step)
+        note(sum=int(toy.checksum(engine)))
+
+
+def branches(stage: int) -> None:
+    """On shared memory each rank may take its own way through the model, and generate for as long as it likes."""
+    import torch
+
+    from tests import toy
+
+    engine = engine_of(stage, "shared")
+    blocks = list(engine.module.blocks)
+    with noting_errors():
+        for step in range(4):
+            skipped = blocks[(_rank + step) % len(blocks)]
+            engine.module.blocks = torch.nn.ModuleList(b for b in blocks if step == 0 or b is not skipped)
+            train_step(engine, step)
+            engine.module.blocks = torch.nn.ModuleList(blocks)
+            with torch.no_grad():
+                for length in range(2, 3 + 4 * _rank):
+                    engine(toy.tokens(_rank, step)[:, :length])
+        note(sum=int(toy.checksum(engine)))
+
+
+class Batches:
+    """A map-style dataset whose workers say who they are."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> Any:
+        from tests import toy
+
+        return toy.tokens(0, i)[0]
+
+
+def with_workers(stage: int, transport: str, how: str) -> None:
+    """Train from a DataLoader with two forked workers; then as `how` says."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from tests import toy
+
+    engine = engine_of(stage, transport)
+    train_step(engine, 0)
+    with noting_errors():
+        for epoch in range(2):
+            loader = DataLoader(Batches(), batch_size=2, num_workers=2)  # type: ignore[arg-type]
+            for i, batch in enumerate(loader):
+                toy.step(engine, batch)
+                if i == 5 and epoch == 1 and _rank == 1 and how == "kill":
+                    act("kill")
+                if i == 8:
+                    break
+            if how == "kill worker" and epoch == 0 and _rank == 1:
+                iterator = iter(DataLoader(Batches(), batch_size=2, num_workers=2))  # type: ignore[arg-type]
+                next(iterator)
+                os.kill(iterator._workers[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                try:
+                    list(iterator)
+                except RuntimeError as error:
+                    note(worker=str(error))
+        pid = os.fork()  # a child that leaves through the interpreter's exit says nothing about the rank
+        if pid == 0:
+            sys.exit(0)
+        os.waitpid(pid, 0)
+        train_step(engine, 1)
+        assert torch.isfinite(toy.checksum(engine).float())
+        note(sum=int(toy.checksum(engine)))
+
+
+def leave(stage: int, transport: str, how: str) -> None:
+    """Leave the script without engine.destroy()."""
+    import threading
+    import weakref
+
+    import torch.distributed as dist
+
+    engine = engine_of(stage, transport)
+    for step in range(2):
+        train_step(engine, step)
+    match how:
+        case "end":
+            keep.append(engine)
+        case "slow rank":
+            if _rank == 1:
+                time.sleep(1.5)
+                train_step_alone(engine)
+        case "raise":
+            raise KeyError("on purpose")
+        case "exit 3":
+            sys.exit(3)
+        case "drop":
+            gone = weakref.ref(engine)
+            del engine
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                gc.collect()
+                threads = [thread.name for thread in threading.enumerate()]
+                if gone() is None and "slipstream-watch" not in threads and not mappings():
+                    break
+                time.sleep(0.1)
+            note(alive=gone() is not None, threads=threads, mappings=mappings())
+            dist.barrier()
+            engine = engine_of(stage, transport)  # and the next one works
+            train_step(engine, 0)
+    note(finished=True)
+
+
+keep: list[Any] = []
+
+
+def train_step_alone(engine: Any) -> None:
+    """Look at the weights without the others, where that needs none of them."""
+    import torch
+
+    from tests import toy
+
+    with torch.no_grad():
+        engine(toy.tokens(_rank, 0))
+
+
+def mappings() -> list[str]:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in maps if "/memfd:slipstream" in line]

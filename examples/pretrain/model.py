@@ -119,7 +119,7 @@ class LanguageModel(nn.Module):
         """GPT-2's normal(0.02), smaller by sqrt(2 x layers) where a block writes to the residual stream. The
         embedding is wider, so that a fast rate moves it as far relative to its size."""
         residual_std = 0.02 / (2 * self.config.layers) ** 0.5
-        nn.init.normal_(self.embedding.weight, std=0.1)
+        nn.init.normal_(self.embedding.weight, std=0.3)
         nn.init.normal_(self.head.weight, std=0.02)
         for block in self.blocks.children():
             for name, parameter in block.named_parameters():

@@ -36,7 +36,7 @@ from slipstream.checkpoint import latest_tag
 HERE = Path(__file__).parent
 VOCAB_SIZE = 8192
 CONTEXT = 256
-EMBEDDING_LR = 10  # times the rate of the rest
+EMBEDDING_LR = 30  # times the rate of the rest
 LOG_EVERY = 5  # steps: the losses between are averaged over them and over the ranks
 EVALUATION_BATCH = 4  # windows per rank
 GLANCE_BATCHES = 3  # per rank: a look at the validation loss in the middle of training

@@ -23,7 +23,7 @@ def finish(engine: Any) -> dict[str, Tensor]:
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5, msg=lambda m: f"{what}: {name}: {m}")
+        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{what}: {n}: {m}")
 
 
 def whole_batch(rank: int) -> dict[str, Tensor]:

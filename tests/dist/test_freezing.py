@@ -60,7 +60,9 @@ def test_freezing_between_steps_equals_plain_torch(name: str, transport: str) ->
             engine(toy.floats(engine.rank, i)).square().mean().backward()
             engine.step()
         for key, value in engine.state_dict().items():
-            torch.testing.assert_close(value, expected[key], rtol=0, atol=3e-6, msg=lambda m, s=stage, k=key: f"stage {s}: {k}: {m}")
+            torch.testing.assert_close(
+                value, expected[key], rtol=0, atol=3e-6, msg=lambda m, s=stage, k=key: f"stage {s}: {k}: {m}"
+            )
         engine.destroy()
 
 

@@ -83,6 +83,11 @@ def test_ssh_gives_each_host_its_devices() -> None:
     assert "--nproc-per-node=1" in second.argv[-1]
 
 
+def test_quiet_reaches_the_agents() -> None:
+    (found, _) = commands.ssh(replace(JOB, quiet=True))
+    assert f"{AGENT} --lease --quiet --nnodes=2" in found.argv[-1]
+
+
 def test_pdsh() -> None:
     uneven = (Host(name="a", devices=(1, 3)), Host(name="b", devices=(0,)))
     (found,) = commands.pdsh(replace(JOB, hosts=uneven, arguments=("50%",)))

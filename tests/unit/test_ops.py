@@ -81,9 +81,7 @@ def summed(sources: list[Tensor], alpha: float, before: Tensor | None, dtype: to
 
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("source", DTYPES)
-def test_sum_ranks_follows_the_oracle(
-    run: Callable[..., Any], source: torch.dtype, target: torch.dtype
-) -> None:
+def test_sum_ranks_follows_the_oracle(run: Callable[..., Any], source: torch.dtype, target: torch.dtype) -> None:
     torch.manual_seed(0)
     for numel in SIZES:
         for num_sources, accumulate in ((1, False), (2, True), (5, False)):
@@ -111,9 +109,7 @@ def test_sum_ranks_may_write_over_a_source(run: Callable[..., Any], dtype: torch
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("position", [0, 64, 1023, 1024])
-def test_sum_ranks_sees_one_bad_element(
-    run: Callable[..., Any], target: torch.dtype, bad: float, position: int
-) -> None:
+def test_sum_ranks_sees_one_bad_element(run: Callable[..., Any], target: torch.dtype, bad: float, position: int) -> None:
     sources = [torch.ones(1025), torch.ones(1025)]
     sources[1][position] = bad
     out = torch.empty(1025, dtype=target)
@@ -287,9 +283,7 @@ def ulps(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.2, 0.9), (0.0, 0.95)])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_adamw_follows_torch(
-    run: Callable[..., Any], decoupled: bool, betas: tuple[float, float], weight_decay: float
-) -> None:
+def test_adamw_follows_torch(run: Callable[..., Any], decoupled: bool, betas: tuple[float, float], weight_decay: float) -> None:
     torch.manual_seed(0)
     weights = torch.nn.Parameter(torch.rand(1003) + 0.5)
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -369,11 +363,7 @@ def test_nothing_outside_the_arrays_is_touched(run: Callable[..., Any]) -> None:
     for numel in (1, 17, 63, 65):
         out, guard = torch.zeros(numel + 128), torch.zeros(numel + 128)
         inside = slice(64, 64 + numel)
-        run(
-            lambda o=out[inside]: ops.sum_ranks(
-                o, [torch.ones_like(o), torch.ones_like(o)], alpha=1.0, accumulate=False
-            )
-        )
+        run(lambda o=out[inside]: ops.sum_ranks(o, [torch.ones_like(o), torch.ones_like(o)], alpha=1.0, accumulate=False))
         guard[inside] = 2.0
         assert torch.equal(out, guard)
 

@@ -74,9 +74,7 @@ def test_without_a_compiler_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert build.find_compiler() is None
 
 
-def test_a_library_is_compiled_once_and_then_found(
-    finished: Path, compiler: Compiler, tmp_path: Path
-) -> None:
+def test_a_library_is_compiled_once_and_then_found(finished: Path, compiler: Compiler, tmp_path: Path) -> None:
     log = tmp_path / "log"
     compiler(f'echo "$out" >> {log}; cp {finished} "$out"')
     first = load()
@@ -98,18 +96,14 @@ def test_the_package_comes_before_the_cache(finished: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["not a library", "\x7fELF"])
-def test_a_broken_library_is_passed_over(
-    finished: Path, compiler: Compiler, tmp_path: Path, text: str
-) -> None:
+def test_a_broken_library_is_passed_over(finished: Path, compiler: Compiler, tmp_path: Path, text: str) -> None:
     compiler(f'cp {finished} "$out"')
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / build.LIBRARY).write_text(text)
     assert "compiled now" in load().reason
 
 
-def test_a_library_of_other_sources_is_passed_over(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_library_of_other_sources_is_passed_over(finished: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "source_hash", lambda: "0123456789abcdef")
     assert build._open(finished, "here") is None
 

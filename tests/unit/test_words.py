@@ -91,9 +91,7 @@ def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("theirs", KINDS)
-def test_what_was_written_before_a_store_is_seen_after_the_wait(
-    start: Start, base: int, kind: str, theirs: str
-) -> None:
+def test_what_was_written_before_a_store_is_seen_after_the_wait(start: Start, base: int, kind: str, theirs: str) -> None:
     """Two processes hand an array to and fro, each adding one; each generation is published by a word."""
     if theirs == "native" and build.load().kernels is None:
         pytest.skip(f"no native words: {build.load().reason}")

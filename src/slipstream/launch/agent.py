@@ -1,8 +1,9 @@
 """One node: torch.distributed.run in this process, with the ending told by us.
 
-Started as `python -m slipstream.launch.agent [--report] [--lease] TORCHRUN-OPTIONS...`, or called by `run`
-for a job on this host. `--report` sends failures to the starter as marked lines; without it the summary is
-printed here. `--lease` stops when stdin ends, which is how an ssh that goes away takes its ranks with it.
+Started as `python -m slipstream.launch.agent [--report] [--lease] [--quiet] TORCHRUN-OPTIONS...`, or called
+by `run` for a job on this host. `--report` sends failures to the starter as marked lines; without it the
+summary is printed here. `--lease` stops when stdin ends, which is how an ssh that goes away takes its ranks
+with it.
 
 torch's names touched here: `torch.distributed.run.{parse_args, run}`, `ChildFailedError.failures`,
 `SignalException`, `RendezvousError`.
@@ -157,11 +158,10 @@ def _stop_with_stdin(watch: Watch) -> None:
 
 def main() -> None:
     argv = sys.argv[1:]
-    ours = {"--report", "--lease"}
     flags = set()
-    while argv and argv[0] in ours:
-        flags.add(argv.pop(0))
-    sys.exit(run_node(argv, report="--report" in flags, lease="--lease" in flags))
+    while argv and argv[0] in ("--report", "--lease", "--quiet"):
+        flags.add(argv.pop(0).removeprefix("--"))
+    sys.exit(run_node(argv, report="report" in flags, lease="lease" in flags, quiet="quiet" in flags))
 
 
 if __name__ == "__main__":

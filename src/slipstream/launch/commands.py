@@ -51,6 +51,7 @@ class Job:
     no_python: bool = False
     pass_local_rank: bool = False
     max_restarts: int = 0
+    quiet: bool = False
     exports: Mapping[str, str] = field(default_factory=dict)
     ssh_port: int | None = None
     launcher_args: tuple[str, ...] = ()
@@ -78,6 +79,11 @@ def worker_arguments(job: Job, *, report: bool) -> list[str]:
         if on
     ]
     return [*options, job.program, *job.arguments]
+
+
+def _remote_agent(job: Job, *flags: str) -> list[str]:
+    quiet = ["--quiet"] if job.quiet else []
+    return [job.python, "-u", "-m", AGENT, "--report", *flags, *quiet]
 
 
 def _entry(job: Job) -> list[str]:
@@ -153,7 +159,7 @@ def ssh(job: Job) -> list[Command]:
             num_ranks=len(host.devices),
             local_addr=host.name,
         )
-        agent = map(shlex.quote, (job.python, "-u", "-m", AGENT, "--report", "--lease", *argv))
+        agent = map(shlex.quote, (*_remote_agent(job, "--lease"), *argv))
         port = ["-p", str(job.ssh_port)] if job.ssh_port else []
         line = _remote_line(job, exports, list(agent))
         ssh_argv = ("ssh", "-o", "BatchMode=yes", *port, *job.launcher_args, host.name, line)
@@ -170,9 +176,10 @@ def pdsh(job: Job) -> list[Command]:
     """
     hosts = job.hosts
     agent = agent_argv(job, num_nodes=len(hosts), node_rank=0, num_ranks=0, local_addr=None)
-    words = [shlex.quote(word) for word in (job.python, "-u", "-m", AGENT, "--report", *agent)]
-    words = ['--nproc-per-node="$RANKS"' if word == "--nproc-per-node=0" else word for word in words]
-    words = ['--node-rank="$NODE"' if word == "--node-rank=0" else word for word in words]
+    words = [shlex.quote(word) for word in (*_remote_agent(job), *agent)]
+    words[words.index("--nproc-per-node=0")] = '--nproc-per-node="$RANKS"'  # ours come before the script's
+    if not job.max_restarts:
+        words[words.index("--node-rank=0")] = '--node-rank="$NODE"'
     cases = []
     for node_rank, host in enumerate(hosts):
         mask = f" export CUDA_VISIBLE_DEVICES={host.mask};" if host.mask else ""

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slipstream.discover import Node, node
 from slipstream.launch import commands, environment, hosts
 from slipstream.launch.commands import Command, Job
-from slipstream.discover import Node, node
 from slipstream.launch.hosts import Host
 
 __all__ = ["Start", "Surroundings", "execute", "look_around", "plan_run"]
@@ -238,6 +238,7 @@ def plan_run(options: argparse.Namespace, around: Surroundings) -> Start:
         no_python=options.no_python,
         pass_local_rank=options.pass_local_rank,
         max_restarts=options.max_restarts,
+        quiet=options.quiet,
         ssh_port=options.ssh_port,
         launcher_args=tuple(shlex.split(options.launcher_args)),
     )

@@ -89,22 +89,14 @@ def _run(commands: Sequence[list[str]]) -> None:
     running: list[subprocess.Popen[str]] = []
     try:
         for command in commands:
-            running.append(
-                subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-                )
-            )
+            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"))
     except OSError as error:
         raise BuildError(f"cannot start the C compiler: {error}") from error
     finally:
         outputs = [process.communicate()[0] for process in running]
     for command, process, output in zip(commands, running, outputs, strict=True):
         if process.returncode != 0:
-            lines = (
-                [line for line in output.splitlines() if "error" in line]
-                or output.splitlines()
-                or ["no message"]
-            )
+            lines = [line for line in output.splitlines() if "error" in line] or output.splitlines() or ["no message"]
             raise BuildError(f"{command[0]} exited with {process.returncode}: {lines[0].strip()}")
 
 

@@ -134,9 +134,7 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
     def run(begin: int, end: int) -> None:
         shifted = array(*(pointer + begin * width for pointer in pointers))
         partials = ctypes.addressof(blocks) + begin // BLOCK * ctypes.sizeof(ctypes.c_double)
-        kernels.sum_ranks(
-            start + begin * out_width, shifted, len(pointers), end - begin, mode, alpha, partials
-        )
+        kernels.sum_ranks(start + begin * out_width, shifted, len(pointers), end - begin, mode, alpha, partials)
 
     _in_threads(run, numel, threads)
     sumsq = 0.0
@@ -240,9 +238,7 @@ def copy_stream(dst: Tensor, src: Tensor) -> None:
         return
     to, source, width = dst.data_ptr(), src.data_ptr(), dst.element_size()
     if abs(to - source) < numel * width:
-        raise ValueError(
-            f"copy_stream: dst and src overlap: {numel} elements, {abs(to - source)} bytes apart"
-        )
+        raise ValueError(f"copy_stream: dst and src overlap: {numel} elements, {abs(to - source)} bytes apart")
     if numel * width < STREAM_BYTES or (threads := torch.get_num_threads()) == 1:
         kernels.copy_stream(to, source, numel * width)
         return

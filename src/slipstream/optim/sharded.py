@@ -177,11 +177,14 @@ def _stretches(pieces: Sequence[Piece]) -> Iterator[tuple[int, int, int, int]]:
 
 
 class TorchSteps(ShardedSteps):
-    """Any torch optimizer, unit by unit, on fp32 copies of the gradient pieces."""
+    """Any torch optimizer, unit by unit, on copies of the gradient pieces in the master's dtype, as its states are.
 
-    def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], *, whole: bool) -> None:
+    With `state_dtype` bf16, per-element states rest in that and are widened while their unit is stepped.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], *, whole: bool, state_dtype: torch.dtype) -> None:
         super().__init__(inner, units)
-        self.whole = whole
+        self.whole, self.state_dtype = whole, state_dtype
         self.stepped: dict[int, list[Tensor]] = {}  # unit index -> one leaf per piece, a view of the master
         inner.register_step_pre_hook(self._refuse_outside)
         self._inside = False
@@ -215,17 +218,29 @@ class TorchSteps(ShardedSteps):
             if piece.param.requires_grad:
                 leaf.grad = unit.grads[piece.start : piece.stop].to(leaf.dtype).mul(scale).view(leaf.shape)
                 groups[piece.group]["params"].append(leaf)
+        self._cast_states(leaves, None)
         self._inside = True
         try:
             self.inner.step()
         finally:
             self._inside = False
+            self._cast_states(leaves, self.state_dtype)
             for group, params in zip(groups, users, strict=True):
                 group["params"] = params
             for leaf in leaves:
                 leaf.grad = None
         if unit.out is not None:
             unit.out.copy_(unit.master)
+
+    def _cast_states(self, leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
+        """Per-element states to `dtype`, or (None) to their master's, where they are to be narrower than that."""
+        if self.state_dtype is torch.float32:
+            return
+        for leaf in leaves:
+            state = self.inner.state.get(leaf, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0 and value.shape == leaf.shape:
+                    state[name] = value.to(dtype or leaf.dtype)
 
     def _leaf(self, unit: Unit, piece: Piece) -> Tensor:
         return self._leaves(unit)[self.pieces[unit.index].index(piece)]

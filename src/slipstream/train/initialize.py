@@ -112,13 +112,14 @@ def _engine(
         wire_dtype=precision.comm_dtype,
         accumulates=plan.batch.accumulation > 1 or not plan.batch.managed,
         whole=whole,
+        poison=plan.debug.poison_released,
     )
     if recipe.weights_dtype is not None:
         _convert_buffers(model, recipe.weights_dtype)
     watch = Watch(plan.debug.timeout_s)
-    # shared weights cannot be poisoned: another rank may be reading them
     watch.start(mesh.data)
     with watch.guard("initialize"):
+        # shared weights cannot be poisoned: another rank may be reading them
         comms = connect(mesh, device, "gloo" if plan.debug.poison_released else plan.zero.transport, watch)
         units, slots = build_units(model, recipe, comms)
     numerics = Precision(precision, device)
@@ -126,8 +127,6 @@ def _engine(
         model, units, Reducer(units, slots), watch, numerics.inputs, numerics.outputs,
         unfreeze=lambda unit: unfreeze(unit, recipe, slots),
     )  # fmt: skip
-    for unit in units:
-        unit.poison = plan.debug.poison_released
     steps: ShardedSteps | None = None
     if inner is not None and native:
         options = inner.param_groups[0]
@@ -136,7 +135,7 @@ def _engine(
             bias_correction=options.get("bias_correction", True), state_dtype=precision.state_dtype,
         )  # fmt: skip
     elif inner is not None:
-        steps = TorchSteps(inner, units, whole=whole)
+        steps = TorchSteps(inner, units, whole=whole, state_dtype=precision.state_dtype)
     for unit in units:
         unit.release()
     return Engine(

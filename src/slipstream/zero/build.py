@@ -37,6 +37,7 @@ class Recipe:
     wire_dtype: torch.dtype | None  # None: the gradient's own
     accumulates: bool  # more than one micro-batch a step, or an unknown number
     whole: bool  # the optimizer looks at shapes
+    poison: bool  # debugging: released weights read as NaN, so they have memory of their own
 
 
 def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> Comms:
@@ -100,9 +101,9 @@ def build_units(model: nn.Module, recipe: Recipe, comms: Comms) -> tuple[list[Un
 
     everything = list(range(len(groups)))
     trainable = [i for i in everything if groups[i].trainable]
-    if place.weights:
+    if place.weights and not recipe.poison:
         give("common", comms.dp, everything, lambda i: (layouts[i].numel, dtypes[i].weights), common=True)
-    else:
+    elif not place.weights:
         give("full", comms.dp, everything, lambda i: (layouts[i].numel, dtypes[i].weights))
     if not place.grads:
         give("local", comms.dp, trainable, lambda i: (layouts[i].numel, dtypes[i].local))
@@ -121,6 +122,7 @@ def build_units(model: nn.Module, recipe: Recipe, comms: Comms) -> tuple[list[Un
             group.name, i, modules[group.module_name] if group.module_name else None,
             [(name, params[name]) for name in group.param_names], layouts[i], place, dtypes[i], comms, memories[i],
         )  # fmt: skip
+        unit.poison = recipe.poison
         if group.trainable:
             unit.start_training(dtypes[i])
         units.append(unit)

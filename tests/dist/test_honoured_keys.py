@@ -1,0 +1,200 @@
+"""The honoured keys of the JSON whose effect takes several ranks to see: one test per key, as in `tests/unit`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.checkpoint import CheckpointError
+from slipstream.zero import build
+from slipstream.zero.shared import SharedComm
+from slipstream.zero.watch import PeerError
+from tests import toy
+from tests.pool import distributed
+from tests.unit.test_honoured_keys import Dot, sgd
+
+
+def resting(unit: Any) -> int:
+    """Elements of a unit's weights in this rank's memory between steps."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in (unit.full, unit.shard)}
+    return sum(storages.values()) // unit.full.element_size()
+
+
+def held(engine: Any) -> dict[str, int]:
+    """Elements of each state in this rank's memory between steps."""
+    units = engine.units
+    return {
+        "weights": sum(resting(unit) for unit in units),
+        "gradients": sum((unit.memory.local.tensor if unit.memory.local else unit.grads).numel() for unit in units),
+        "states": sum(engine.steps.states(unit, p)["exp_avg"].numel() for unit in units for p in engine.steps.pieces[unit.index]),
+    }
+
+
+def shares(engine: Any) -> dict[str, float]:
+    """How many copies of each state all ranks hold together, where none of them is in shared memory."""
+    totals = torch.tensor(list(held(engine).values()), dtype=torch.float64)
+    dist.all_reduce(totals)
+    padded, numel = sum(unit.layout.numel for unit in engine.units), sum(p.numel() for p in engine.module.parameters())
+    copies = totals / torch.tensor([padded, padded, numel])
+    return dict(zip(("weights", "gradients", "states"), copies.tolist(), strict=True))
+
+
+@distributed(world_size=2)
+def test_zero_optimization_stage() -> None:
+    """Each stage shards one state more: on two ranks there is one copy of it instead of two. Training is the same."""
+    sums = set()
+    for stage, copies in enumerate(((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))):
+        engine = toy.make(toy.seeded(toy.Lm), stage, "gloo")
+        for i in range(2):
+            toy.step(engine, toy.tokens(engine.rank, i))
+        assert tuple(shares(engine).values()) == copies, f"stage {stage}"
+        sums.add(int(toy.checksum(engine)))
+        engine.destroy()
+    assert len(sums) == 1
+
+
+@distributed(world_size=2)
+def test_zero_optimization_mics_shard_size() -> None:
+    """Groups of one rank each hold everything; without the key the two ranks share."""
+    sums = set()
+    for size, copies in ((-1, 1.0), (1, 2.0), (2, 1.0)):
+        engine = toy.make(toy.seeded(toy.Lm), 3, "gloo", zero_optimization={"mics_shard_size": size})
+        for i in range(2):
+            toy.step(engine, toy.tokens(engine.rank, i))
+        assert set(shares(engine).values()) == {copies}, f"mics_shard_size {size}"
+        checksums: list[Any] = [None, None]
+        dist.all_gather_object(checksums, toy.checksum(engine))
+        assert checksums[0] == checksums[1]
+        sums.add(int(checksums[0]))
+        engine.destroy()
+    assert len(sums) == 1
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_communication_data_type(transport: str) -> None:
+    """1 + 2**-9 needs more bits than bf16 has: each rank's gradient is rounded on its way to the other."""
+    for stage in (0, 1, 2, 3):
+        for dtype, expected in ((None, 1 + 2.0**-9), ("fp32", 1 + 2.0**-9), ("bf16", 1.0)):
+            engine = sgd(Dot(1), stage=stage, communication_data_type=dtype, slipstream={"transport": transport})
+            toy.step(engine, torch.full((1,), 1 + 2.0**-9))
+            assert engine.global_grad_norm == expected, f"stage {stage}, {dtype}"
+            engine.destroy()
+
+
+@distributed(world_size=2)
+def test_gradient_allreduce_op() -> None:
+    for stage in (0, 1, 2, 3):
+        for op, expected in (("mean", 1.5), ("sum", 3.0)):
+            engine = sgd(Dot(1), stage=stage, gradient_allreduce_op=op)
+            toy.step(engine, torch.full((1,), 1.0 + engine.rank))
+            assert engine.global_grad_norm == expected, f"stage {stage}, {op}"
+            assert engine.state_dict()["weight"].item() == 1 - expected
+            engine.destroy()
+
+
+@contextmanager
+def log() -> Iterator[list[str]]:
+    """What the package logs meanwhile."""
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler, package = Keep(), logging.getLogger("slipstream")
+    package.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        package.removeHandler(handler)
+
+
+@distributed(world_size=2)
+def test_checkpoint_tag_validation(tmp_path: Path) -> None:
+    """Each rank gives a tag of its own."""
+    for how, warns in (("Ignore", False), ("Warn", True), ("Fail", False)):
+        engine = toy.make(toy.seeded(toy.Net), 1, checkpoint={"tag_validation": how})
+        folder = tmp_path / how
+        with log() as messages:
+            if how == "Fail":
+                with pytest.raises(CheckpointError, match="tags differ"):
+                    engine.save_checkpoint(str(folder), tag=f"rank{engine.rank}")
+            else:
+                engine.save_checkpoint(str(folder), tag=f"rank{engine.rank}")
+        said = any("tags differ" in message for message in messages)
+        assert said is (warns and engine.rank == 0)
+        dist.barrier()
+        assert (folder / "rank0").exists() is (how != "Fail") and not (folder / "rank1").exists()
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_slipstream_transport() -> None:
+    """Shared memory moves nothing through the process group; "auto" takes it where the ranks can, "shared" insists."""
+    for transport, shared in (("auto", True), ("shared", True), ("gloo", False)):
+        engine = toy.make(toy.seeded(toy.Lm), 3, transport)
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        operations = sum(book.launched for book in engine.watch.ledgers)
+        assert isinstance(engine.comms.data, SharedComm) is shared
+        assert (operations == 0) is shared, f"{transport}: {operations} operations"
+        engine.destroy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "hosts_agree", lambda axis: False)  # as on two hosts
+        engine = toy.make(toy.seeded(toy.Lm), 3, "auto")
+        assert not isinstance(engine.comms.data, SharedComm)
+        engine.destroy()
+        with pytest.raises(ValueError, match="cannot map each other's memory"):
+            toy.make(toy.seeded(toy.Lm), 3, "shared")
+    for thread in threading.enumerate():
+        if thread.name == "slipstream-watch":  # of the engine that was refused; it ends at its next beat
+            thread.join(10)
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_slipstream_timeout_s(tmp_path: Path, transport: str) -> None:
+    """Rank 1 is busy until rank 0 gives up, which is after two seconds and not after the default half an hour."""
+    engine = toy.make(Dot(), 1, transport, slipstream={"transport": transport, "timeout_s": 2})
+    gave_up = tmp_path / "rank 0 gave up"
+    engine.backward(engine(torch.ones(2)))
+    if engine.rank == 0:
+        start = time.monotonic()
+        with pytest.raises(PeerError, match=r"rank 0 waited 2 s in .*\(step 0, step"):
+            engine.step()
+        assert 2 <= time.monotonic() - start < 15
+        gave_up.touch()
+    else:
+        deadline = time.monotonic() + 30
+        while not gave_up.exists():
+            assert time.monotonic() < deadline, "rank 0 waits for ever"
+            time.sleep(0.02)
+    engine.watch.stop()
+
+
+def losses(poison: bool) -> tuple[list[float], Tensor]:
+    """Of three steps at stage 3; and a released block's weights, as a forward hook that kept them sees them."""
+    engine = toy.make(toy.seeded(toy.Lm), 3, "gloo", slipstream={"transport": "gloo", "poison_released": poison})
+    kept: list[Tensor] = []
+    block = engine.module.blocks[0]
+    block.register_forward_pre_hook(lambda module, args: kept.append(module.up.weight.detach()))
+    found = [toy.step(engine, toy.tokens(engine.rank, i)).item() for i in range(3)]
+    released = kept[-1].clone() if poison else torch.empty(0)  # without poison there is no memory behind it
+    engine.destroy()
+    return found, released
+
+
+@distributed(world_size=2)
+def test_poison_does_not_change_training() -> None:
+    """`slipstream.poison_released` between ranks; the key's own test is in `tests/unit`."""
+    poisoned, released = losses(True)
+    assert bool(released.isnan().all())
+    assert poisoned == losses(False)[0]

@@ -1,0 +1,360 @@
+"""Every honoured key of the JSON changes what training does: one test per key, named in `config/keys.py`.
+
+Each trains two engines (or more) that differ in that one key and sees the difference where a user would: in weights,
+gradients, dtypes inside the model, batches, log lines. Those that need several ranks are in `tests/dist`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slipstream
+from tests import toy
+
+TINY = 2.0**-14  # an update too small for a weight of 1 in fp16 and in bf16
+
+
+class Dot(nn.Module):
+    """The scalar product of a weight of ones with the input, so the weight's gradient is the input.
+
+    `dtypes`: of what the forward saw (weight, input); `arrived`: the gradients that arrived at its output.
+    """
+
+    def __init__(self, numel: int = 2) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(numel))
+        self.dtypes: list[tuple[torch.dtype, torch.dtype]] = []
+        self.arrived: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dtypes.append((self.weight.dtype, x.dtype))
+        out = (self.weight.float() * x.float()).sum()
+        if out.requires_grad:
+            out.register_hook(lambda grad: self.arrived.append(float(grad)))
+        return out
+
+
+class Mixed(nn.Module):
+    """A linear layer that notes the dtype it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.computed: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.computed.append(y.dtype)
+        return y.float().square().mean()
+
+
+@pytest.fixture(autouse=True)
+def quiet_again() -> Iterator[None]:
+    """The level of the package's logger, which keys change, is the process's."""
+    package = logging.getLogger("slipstream")
+    level, handlers = package.level, list(package.handlers)
+    package.setLevel(logging.NOTSET)
+    yield
+    package.setLevel(level)
+    package.handlers[:] = handlers
+
+
+def sgd(model: nn.Module, *, lr: float = 1.0, stage: int = 0, dtype: str = "fp32", **blocks: Any) -> Any:
+    """An engine whose step is weight -= lr * gradient, unclipped unless `blocks` say so."""
+    plain = {"optimizer": {"type": "SGD", "params": {"lr": lr}}, "gradient_clipping": 0.0}
+    return toy.make(model, stage, dtype=dtype, **(plain | blocks))
+
+
+def dot(*, steps: int = 0, x: float = 1.0, **options: Any) -> Any:
+    """An engine of a `Dot`, after so many steps on `x`."""
+    engine = sgd(Dot(), **options)
+    for _ in range(steps):
+        toy.step(engine, torch.full((2,), x))
+    return engine
+
+
+def weights(engine: Any) -> Tensor:
+    value: Tensor = engine.state_dict()["weight"].float()
+    return value
+
+
+def master(engine: Any) -> float:
+    return float(engine.optimizer_state("weight")["master"][0])
+
+
+# ---- batches and gradients
+
+
+def test_managed_gradient_accumulation() -> None:
+    """Managed: step() counts and divides. Not managed: every step() is one, and the caller divides."""
+    managed = dot(steps=1, gradient_accumulation_steps=2)
+    assert managed.global_steps == 0 and torch.equal(weights(managed), torch.ones(2))
+    toy.step(managed, torch.full((2,), 3.0))
+    assert managed.global_steps == 1 and torch.equal(weights(managed), torch.full((2,), -1.0))  # 1 - (1 + 3) / 2
+
+    own = dot(steps=1, gradient_accumulation_steps=2, managed_gradient_accumulation=False)
+    assert own.global_steps == 1 and torch.equal(weights(own), torch.zeros(2))
+    for x in (1.0, 3.0):
+        own.backward(own(torch.full((2,), x)))
+    own.step()
+    assert own.global_steps == 2 and torch.equal(weights(own), torch.full((2,), -4.0))
+
+
+def test_gradient_clipping() -> None:
+    gradient = torch.tensor([3.0, 4.0])
+    for clipping, factor in ((0.0, 1.0), (1.0, 1 / 5), (2.5, 1 / 2), (50.0, 1.0)):
+        engine = sgd(Dot(), gradient_clipping=clipping)
+        toy.step(engine, gradient)
+        torch.testing.assert_close(weights(engine), 1 - factor * gradient)
+        assert engine.global_grad_norm == 5.0  # as it was before
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_data_types_grad_accum_dtype(stage: int) -> None:
+    """1 + 2**-9 needs more bits than bf16 has."""
+    norms = {}
+    for dtype in (None, "fp32", "bf16"):
+        block = {"data_types": {"grad_accum_dtype": dtype}}
+        engine = sgd(Dot(1), stage=stage, dtype="bf16", gradient_accumulation_steps=2, **block)
+        for x in (1.0, 2.0**-9):
+            toy.step(engine, torch.full((1,), x))
+        norms[dtype] = engine.global_grad_norm
+    exact = (1 + 2.0**-9) / 2
+    assert norms == {None: exact, "fp32": exact, "bf16": 0.5}
+
+
+# ---- fp16
+
+
+def test_fp16_enabled() -> None:
+    plain, half = dot(steps=1), dot(steps=1, fp16={"enabled": True})
+    assert [engine.module.dtypes[0][0] for engine in (plain, half)] == [torch.float32, torch.float16]
+    assert [engine.state_dict()["weight"].dtype for engine in (plain, half)] == [torch.float32, torch.float16]
+    assert [engine.module.arrived for engine in (plain, half)] == [[1.0], [65536.0]]  # the loss scale
+
+
+def test_fp16_auto_cast() -> None:
+    for cast, dtype in ((False, torch.float32), (True, torch.float16)):
+        engine = dot(steps=1, fp16={"enabled": True, "auto_cast": cast})
+        assert engine.module.dtypes == [(torch.float16, dtype)]
+
+
+def test_fp16_loss_scale() -> None:
+    """A gradient of 2**-26 is zero in fp16. A scale keeps it; a static one stays where it is."""
+    small = 2.0**-26
+    for scale, moved in ((1.0, 0.0), (128.0, small)):
+        engine = dot(steps=1, x=small, lr=1024.0, dtype="fp16", fp16={"loss_scale": scale})
+        assert engine.module.arrived == [scale]
+        assert 1 - master(engine) == 1024 * moved
+        toy.step(engine, torch.full((2,), math.inf))
+        assert engine.skipped_steps == 1 and engine.precision.loss_scale == scale
+
+
+def test_fp16_initial_scale_power() -> None:
+    for power in (0, 4, 10):
+        engine = dot(steps=1, dtype="fp16", fp16={"initial_scale_power": power})
+        assert engine.module.arrived == [2.0**power]
+
+
+def scales(*batches: float, **block: Any) -> list[float]:
+    """The loss scale after each batch; one that is infinite overflows."""
+    engine = dot(dtype="fp16", fp16={"initial_scale_power": 4} | block)
+    found = []
+    for x in batches:
+        toy.step(engine, torch.full((2,), x))
+        found.append(engine.precision.loss_scale)
+    return found
+
+
+def test_fp16_loss_scale_window() -> None:
+    assert scales(1, 1, 1, 1, loss_scale_window=2) == [16, 32, 32, 64]
+    assert scales(1, 1, 1, 1, loss_scale_window=3) == [16, 16, 32, 32]
+
+
+def test_fp16_hysteresis() -> None:
+    assert scales(math.inf, math.inf, math.inf, hysteresis=1) == [8, 4, 2]
+    assert scales(math.inf, math.inf, math.inf, hysteresis=3) == [16, 16, 8]
+
+
+def test_fp16_consecutive_hysteresis() -> None:
+    """A clean step between two overflows gives the patience back, or not."""
+    batches = (math.inf, 1.0, math.inf)
+    assert scales(*batches, hysteresis=2, consecutive_hysteresis=False) == [16, 16, 8]
+    assert scales(*batches, hysteresis=2, consecutive_hysteresis=True) == [16, 16, 16]
+
+
+def test_fp16_min_loss_scale() -> None:
+    assert scales(math.inf, math.inf, hysteresis=1, min_loss_scale=1) == [8, 4]
+    with pytest.raises(OverflowError, match=r"lowest loss scale \(8\.0\)"):
+        scales(math.inf, math.inf, hysteresis=1, min_loss_scale=8)
+
+
+def test_fp16_master_weights_and_grads() -> None:
+    """Updates that fp16 cannot hold are lost where the masters are fp16; so are gradients that accumulate."""
+    for low, expected in ((False, 1 - 8 * TINY), (True, 1.0)):
+        block = {"loss_scale": 1, "fp16_master_weights_and_grads": low}
+        assert master(dot(steps=8, lr=TINY, dtype="fp16", fp16=block)) == expected
+        engine = dot(dtype="fp16", fp16=block, gradient_accumulation_steps=2)
+        for x in (1.0, 2.0**-12):
+            engine.backward(engine(torch.full((2,), x)))
+            engine.micro_steps += 1
+        assert float(engine.gradient("weight")[0]) == (0.5 if low else 0.5 + 2.0**-13)
+
+
+# ---- bf16
+
+
+def test_bf16_enabled() -> None:
+    plain, half = dot(steps=8, lr=TINY), dot(steps=8, lr=TINY, bf16={"enabled": True})
+    assert [engine.module.dtypes[0][0] for engine in (plain, half)] == [torch.float32, torch.bfloat16]
+    assert [float(weights(engine)[0]) for engine in (plain, half)] == [1 - 8 * TINY, 1.0]
+    assert master(half) == 1 - 8 * TINY and half.module.arrived[0] == 1.0  # fp32 masters, no loss scale
+
+
+def test_bf16_check_grad_overflow() -> None:
+    for check in (True, False):
+        engine = dot(steps=1, x=math.inf, dtype="bf16", bf16={"check_grad_overflow": check})
+        assert engine.skipped_steps == check
+        assert bool(weights(engine).isfinite().all()) is check
+
+
+def test_bf16_master_weights_and_grads() -> None:
+    for low, expected in ((False, 1 - 8 * TINY), (True, 1.0)):
+        block = {"bf16_master_weights_and_grads": low}
+        assert master(dot(steps=8, lr=TINY, dtype="bf16", bf16=block)) == expected
+        engine = dot(dtype="bf16", bf16=block, gradient_accumulation_steps=2)
+        for x in (1.0, 2.0**-9):
+            engine.backward(engine(torch.full((2,), x)))
+            engine.micro_steps += 1
+        assert float(engine.gradient("weight")[0]) == (0.5 if low else 0.5 + 2.0**-10)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lion"])
+def test_bf16_optimizer_states(optimizer: str) -> None:
+    """Half the bytes: by the native AdamW and by any torch optimizer."""
+    for low, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        named = {"type": optimizer, "params": {"lr": 1e-2}}
+        engine = sgd(Dot(), dtype="bf16", bf16={"bf16_optimizer_states": low}, optimizer=named)
+        for x in (0.1, 0.3):
+            toy.step(engine, torch.full((2,), x))
+        states = engine.optimizer_state("weight")
+        assert {states[name].dtype for name in states if name != "master"} == {dtype}
+
+
+# ---- other precision
+
+
+def test_torch_autocast_enabled() -> None:
+    for enabled, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        engine = sgd(Mixed(), torch_autocast={"enabled": enabled})
+        toy.step(engine, torch.ones(2, 4))
+        assert engine.module.computed == [dtype]
+        assert engine.state_dict()["linear.weight"].dtype is torch.float32
+
+
+def test_torch_autocast_dtype() -> None:
+    for name, dtype, scale in (("bf16", torch.bfloat16, 1.0), ("fp16", torch.float16, 65536.0)):
+        engine = sgd(Mixed(), torch_autocast={"enabled": True, "dtype": name})
+        toy.step(engine, torch.ones(2, 4))
+        assert engine.module.computed == [dtype] and engine.precision.loss_scale == scale
+
+
+def test_data_types_param_dtype() -> None:
+    for name, dtype in ((None, torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        engine = dot(steps=1, data_types={"param_dtype": name})
+        assert engine.module.dtypes[0][0] is dtype
+
+
+# ---- what is said
+
+
+def lines(caplog: pytest.LogCaptureFixture, start: str, **blocks: Any) -> list[str]:
+    """The log lines of four steps that begin with `start`."""
+    caplog.clear()
+    logging.getLogger("slipstream").setLevel(logging.NOTSET)
+    dot(steps=4, **blocks)
+    return [message for message in caplog.messages if message.startswith(start)]
+
+
+def test_steps_per_print(caplog: pytest.LogCaptureFixture) -> None:
+    assert lines(caplog, "step") == []
+    assert [line.split(",")[0] for line in lines(caplog, "step", steps_per_print=2)] == ["step 2", "step 4"]
+    assert [line.split(",")[0] for line in lines(caplog, "step", steps_per_print=3)] == ["step 3"]
+    assert lines(caplog, "step", steps_per_print="inf") == []
+
+
+def test_wall_clock_breakdown(caplog: pytest.LogCaptureFixture) -> None:
+    assert lines(caplog, "step", wall_clock_breakdown=False) == []
+    found = lines(caplog, "step", wall_clock_breakdown=True)
+    assert len(found) == 4 and all(f"{part} " in line for line in found for part in ("forward", "backward", "step"))
+
+
+def test_dump_state(caplog: pytest.LogCaptureFixture) -> None:
+    assert lines(caplog, "key", dump_state=False) == []
+    (table,) = lines(caplog, "key", dump_state=True)
+    assert "zero_optimization.stage" in table and "optimizer.params.lr" in table
+
+
+def test_log_level(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning when it starts, one information per step."""
+    said = {"steps_per_print": 1, "zero_optimization": {"reduce_bucket_size": 7}}
+    for level, warnings, steps in ((None, 1, 4), ("info", 1, 4), ("warning", 1, 0), ("error", 0, 0)):
+        block = {} if level is None else {"log_level": level}
+        assert len(lines(caplog, "step", **said, **block)) == steps
+        assert sum("reduce_bucket_size" in message for message in caplog.messages) == warnings
+
+
+# ---- data
+
+
+def loader(samples: int, **blocks: Any) -> Any:
+    config = toy.settings(0, **blocks)
+    return slipstream.initialize(model=Dot(), config=config, training_data=torch.arange(samples))[2]
+
+
+def test_dataloader_drop_last() -> None:
+    for drop, sizes in ((False, [2, 2, 1]), (True, [2, 2])):
+        batches = loader(5, dataloader_drop_last=drop)
+        assert len(batches) == len(sizes) and [len(batch) for batch in batches] == sizes
+
+
+def test_slipstream_seed() -> None:
+    def order(seed: int) -> list[int]:
+        return torch.cat(list(loader(32, slipstream={"seed": seed}))).tolist()
+
+    assert order(0) != order(1) and order(1) == order(1) and sorted(order(1)) == list(range(32))
+
+
+# ---- debugging
+
+
+class Stale(nn.Module):
+    """Blocks of which the first keeps a tensor of its weights longer than it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.blocks[0].weight.detach() if self.blocks[0].weight.dim() == 2 else None
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_slipstream_poison_released() -> None:
+    """Weights that were released read as NaN, and nothing that is right reads them."""
+    losses = {}
+    for poison in (False, True):
+        engine = sgd(toy.seeded(Stale), stage=3, lr=0.1, slipstream={"poison_released": poison})
+        losses[poison] = [float(toy.step(engine, torch.ones(2, 4))) for _ in range(3)]
+        assert bool(engine.module.kept.isnan().all()) is poison
+    assert losses[False] == losses[True] and losses[True][2] < losses[True][0]
