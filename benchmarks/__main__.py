@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="step, memory, parts: only this one")
     parser.add_argument("--workload", choices=("moving", "computing"), help="step, parts: only this one")
     parser.add_argument("--only", nargs="+", default=[], metavar="CONTENDER",
-                        help="step: only these, by the start of their names, e.g. slipstream:3 deepspeed:3")  # fmt: skip
+                        help="step: only these, by the start of their names; parts: exactly these (slipstream:3 ...)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="step: how often each contender runs (default 3)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the sections go (default benchmarks/RESULTS.md)")
     options = parser.parse_args()
@@ -38,7 +38,7 @@ def main() -> None:
     dtypes = [options.dtype] if options.dtype else ["bf16"] if quick else ["bf16", "fp32"]
     works = [options.workload] if options.workload else ["moving"] if quick else ["moving", "computing"]
     if chosen == ("parts",):
-        print(parts.run(works[0], dtypes[0]))
+        parts.run(works[0], dtypes[0], options.only)
         return
     peers = prepare(options.peers)
     if peers.missing:

@@ -6,6 +6,8 @@ to each Python call, so the sum is above the step's own time, which is given bes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks import systems
 from benchmarks.peers import Peers
 from benchmarks.ranks import run_ranks
@@ -15,14 +17,14 @@ from benchmarks.worker import Job
 from benchmarks.workloads import WORKLOADS
 
 SYSTEMS = ("floor", "slipstream:1", "slipstream:2", "slipstream:3")
-STEPS = 16
+STEPS = 12
 SHOWN_MS = 0.1
 
 
-def run(workload: str, dtype: str) -> str:
+def run(workload: str, dtype: str, only: Sequence[str]) -> None:
     work = WORKLOADS[workload]
-    text = [f"{work.name}, {dtype}: {work.describe()}, {WORLD} ranks; milliseconds per step, rank 0"]
-    for system in SYSTEMS:
+    print(f"{work.name}, {dtype}: {work.describe()}, {WORLD} ranks; milliseconds per step, rank 0")
+    for system in only or SYSTEMS:
         job = Job(system=system, work=work, dtype=dtype, steps=STEPS)
         plain = seconds_of(run_ranks(job, WORLD, Peers(python=None)))
         profiled = run_ranks(
@@ -34,6 +36,5 @@ def run(workload: str, dtype: str) -> str:
             for name, calls, own, whole in lines
             if own >= SHOWN_MS
         ]
-        text.append(f"{systems.label(system)}: step {plain * 1e3:.1f} ms; profiled {sum(x[2] for x in lines):.1f} ms")
-        text.append(table(["function", "calls", "own, ms", "with callees, ms"], rows))
-    return "\n\n".join(text)
+        print(f"\n{systems.label(system)}: step {plain * 1e3:.1f} ms; profiled {sum(x[2] for x in lines):.1f} ms\n")
+        print(table(["function", "calls", "own, ms", "with callees, ms"], rows), flush=True)

@@ -7,10 +7,9 @@ slowest rank. Before any figure counts, the first five losses have to agree with
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-
-import statistics
 
 from benchmarks import systems
 from benchmarks.peers import Peers

@@ -79,6 +79,7 @@ def settings(stage: int, transport: str = "auto", *, dtype: str = "fp32", **bloc
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,  # DeepSpeed's default is 1.0
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "slipstream": {"transport": transport, "timeout_s": 20},
     }

@@ -5,7 +5,7 @@ validation, trains a byte-level BPE on the training files, and packs every file 
 tokens.
 
 Invariants
-- A file's split depends on its name alone, so a corpus that grows keeps its validation files.
+- A file's split depends on its name, so a corpus that grows keeps its validation files.
 - Nothing is learned from validation text: the tokenizer sees training files only.
 - A cache folder is named after its content and appears by one rename: it is whole or it is not there.
 - The same files give the same bytes in the cache.
@@ -23,7 +23,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -84,10 +84,7 @@ class Corpus:
         missing = -(len(tokens) - 1) % share
         inputs = np.concatenate([tokens[:-1], np.zeros(missing, np.int64)])
         targets = np.concatenate([tokens[1:], np.full(missing, IGNORED, np.int64)])
-        dealt = [
-            torch.from_numpy(part.reshape(-1, world_size, batch, self.context)[:, rank])
-            for part in (inputs, targets)
-        ]
+        dealt = [torch.from_numpy(part.reshape(-1, world_size, batch, self.context)[:, rank]) for part in (inputs, targets)]
         return list(zip(*dealt, strict=True))
 
 
@@ -97,9 +94,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, tokens: Tokens, length: int) -> None:
         if len(tokens) <= length:
-            raise ValueError(
-                f"{len(tokens)} tokens do not fill one window of {length}; give --data more text"
-            )
+            raise ValueError(f"{len(tokens)} tokens do not fill one window of {length}; give --data more text")
         self.tokens = tokens
         self.length = length
 
@@ -122,28 +117,27 @@ def standard_library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def is_validation(name: str) -> bool:
-    """By the hash of the file's name (relative, with forward slashes): the same on every machine."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % 100 < VALIDATION_PERCENT
+def validation_names(names: Iterable[str]) -> set[str]:
+    """The files to hold out, by the hash of their relative names: the same on every machine. At least one."""
+    drawn = {name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) for name in names}
+    return {name for name, number in drawn.items() if number % 100 < VALIDATION_PERCENT} or {min(drawn, key=drawn.__getitem__)}
 
 
 def read_texts(source: Path) -> dict[str, bytes]:
     """Every non-empty UTF-8 text file under `source`, by relative name, in the order of the names."""
     texts = {name: path.read_bytes() for name, path in sorted(_text_files(source))}
     texts = {name: text for name, text in texts.items() if text and _is_utf8(text)}
-    if not any(map(is_validation, texts)) or all(map(is_validation, texts)):
+    if len(texts) < 2:
         raise ValueError(
-            f"{source}: {len(texts)} text files ({', '.join(sorted(TEXT_SUFFIXES))}) are too few to split "
-            f"by file into training and {VALIDATION_PERCENT}% validation; give --data a larger folder"
+            f"{source}: {len(texts)} text files ({', '.join(sorted(TEXT_SUFFIXES))}), too few to hold some out for "
+            f"validation; give --data a folder with more"
         )
     return texts
 
 
 def _text_files(source: Path) -> Iterator[tuple[str, Path]]:
     for folder, subfolders, names in os.walk(source):
-        subfolders[:] = [
-            name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith(".")
-        ]
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith(".")]
         for name in names:
             path = Path(folder, name)
             if path.suffix in TEXT_SUFFIXES and path.is_file():
@@ -193,8 +187,9 @@ def load(folder: Path, context: int) -> Corpus:
 
 
 def _build(texts: dict[str, bytes], folder: Path, vocab_size: int) -> None:
-    train = {name: text for name, text in texts.items() if not is_validation(name)}
-    validation = {name: text for name, text in texts.items() if is_validation(name)}
+    held_out = validation_names(texts)
+    train = {name: text for name, text in texts.items() if name not in held_out}
+    validation = {name: text for name, text in texts.items() if name in held_out}
     tokenizer = train_tokenizer(train, vocab_size)
     tokenizer.save(str(folder / "tokenizer.json"))
     facts = Facts(

@@ -105,9 +105,7 @@ class LanguageModel(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if config.dim % (2 * config.heads):
-            raise ValueError(
-                f"dim ({config.dim}) must be a multiple of 2 x heads ({config.heads}) for rotary pairs"
-            )
+            raise ValueError(f"dim ({config.dim}) must be a multiple of 2 x heads ({config.heads}) for rotary pairs")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -144,9 +142,7 @@ def rotation(time: int, config: ModelConfig, like: Tensor) -> tuple[Tensor, Tens
     """Cosine and sine tables (T, K). Made anew in fp32 at each forward: as buffers they would be cast to
     bf16, which cannot tell positions above 256 apart."""
     width = config.dim // config.heads
-    frequency = config.rope_base ** (
-        -torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width
-    )
+    frequency = config.rope_base ** (-torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width)
     angle = torch.outer(torch.arange(time, device=like.device, dtype=torch.float32), frequency).repeat(1, 2)
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 

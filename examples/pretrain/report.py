@@ -21,9 +21,7 @@ class History:
     """The run so far, kept in the checkpoint so that a resumed run draws one curve."""
 
     steps: list[int] = field(default_factory=list)
-    losses: list[float] = field(
-        default_factory=list
-    )  # nats per token, mean since the last entry, over all ranks
+    losses: list[float] = field(default_factory=list)  # nats per token, mean since the last entry, over all ranks
     validation_steps: list[int] = field(default_factory=list)
     validation_losses: list[float] = field(default_factory=list)
     tokens: int = 0  # seen by all ranks
@@ -45,9 +43,7 @@ class Display(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
     @abstractmethod
@@ -78,9 +74,7 @@ class Lines(Display):
         if moment.step < self.due and moment.step < self.total:
             return
         self.due = moment.step + self.every
-        self.console.print(
-            f"step {moment.step:>{len(str(self.total))}}/{self.total}  {_figures(moment)}", highlight=False
-        )
+        self.console.print(f"step {moment.step:>{len(str(self.total))}}/{self.total}  {_figures(moment)}", highlight=False)
 
     def close(self) -> None:
         pass
@@ -146,9 +140,7 @@ def plot(history: History, validation_loss: float, facts: Facts, path: Path) -> 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(history.steps, history.losses, color="tab:blue", alpha=0.3, linewidth=1)
     axes.plot(history.steps, _smoothed(history.losses), color="tab:blue", label="training")
-    axes.plot(
-        history.validation_steps, history.validation_losses, "o-", color="tab:orange", label="validation"
-    )
+    axes.plot(history.validation_steps, history.validation_losses, "o-", color="tab:orange", label="validation")
     gzip_loss = gzip_bits_per_byte(facts) / bits_per_byte(1.0, facts)
     label = f"gzip -9 of the validation files ({gzip_bits_per_byte(facts):.2f} bits per byte)"
     axes.axhline(gzip_loss, color="gray", linestyle="--", label=label)
@@ -177,7 +169,7 @@ def summary(history: History, validation_loss: float, facts: Facts, memory: list
     rows: list[tuple[str, Any]] = [
         ("training loss", f"{history.losses[0]:.3f} -> {_smoothed(history.losses)[-1]:.3f} nats per token"),
         ("validation loss", f"{validation_loss:.3f} nats per token"),
-        ("bits per byte", f"{ours:.3f} (gzip -9 on the same {facts.validation_files} files: {gzip:.3f})"),
+        ("bits per byte", f"{ours:.3f} (gzip -9 on the same files: {gzip:.3f})"),
         ("tokens seen", f"{history.tokens:,} of {facts.train_tokens:,} in the training files"),
         ("speed", f"{history.tokens / history.seconds:,.0f} tokens/s over all ranks"),
         ("memory, peak by rank", mebibytes(memory)),

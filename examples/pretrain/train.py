@@ -82,25 +82,15 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data", type=Path, default=data.standard_library(), help="folder of text files to learn"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=data.standard_library(), help="folder of text files to learn")
     parser.add_argument("--out", type=Path, default=Path("runs/pretrain"), help="where everything is written")
-    parser.add_argument(
-        "--config", type=Path, default=HERE / "ds_config.json", help="DeepSpeed configuration"
-    )
+    parser.add_argument("--config", type=Path, default=HERE / "ds_config.json", help="DeepSpeed configuration")
     parser.add_argument("--steps", type=int, help="last step (default: the schedule's total_num_steps)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     parser.add_argument("--save-every", type=int, default=250, help="steps between checkpoints")
-    parser.add_argument(
-        "--glance-every", type=int, default=100, help="steps between looks at the validation loss"
-    )
-    parser.add_argument(
-        "--prompt", default="def read_lines(path, encoding=None):", help="what the model goes on from"
-    )
+    parser.add_argument("--glance-every", type=int, default=100, help="steps between looks at the validation loss")
+    parser.add_argument("--prompt", default="def read_lines(path, encoding=None):", help="what the model goes on from")
     parser.add_argument("--new-tokens", type=int, default=120, help="how many tokens it writes")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
@@ -119,9 +109,7 @@ def shared_corpus(args: argparse.Namespace) -> data.Corpus:
     folders: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(folders, folder.name)
     if len(set(folders)) > 1:
-        raise ValueError(
-            f"--data {args.data}: the ranks have read different text ({folders}); copy it to every host"
-        )
+        raise ValueError(f"--data {args.data}: the ranks have read different text ({folders}); copy it to every host")
     return data.load(folder, CONTEXT)
 
 
@@ -203,9 +191,7 @@ class Meter:
         self.tokens += tokens
 
     def read(self) -> report.Moment:
-        total = torch.stack(
-            [self.loss, torch.tensor(float(self.tokens), dtype=torch.float64, device=self.device)]
-        )
+        total = torch.stack([self.loss, torch.tensor(float(self.tokens), dtype=torch.float64, device=self.device)])
         dist.all_reduce(total)
         memory = peak_memory(self.device)
         loss = total[0].item() / (self.micro_batches * dist.get_world_size())
@@ -235,9 +221,7 @@ def evaluate(engine: slipstream.Engine, corpus: data.Corpus, num_batches: int | 
     engine.eval()
     for tokens, targets in batches[::stride]:
         logits, targets = engine(tokens.to(engine.device)), targets.to(engine.device)
-        total[0] += F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=data.IGNORED, reduction="sum"
-        )
+        total[0] += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=data.IGNORED, reduction="sum")
         total[1] += (targets != data.IGNORED).sum()
     engine.train()
     dist.all_reduce(total)
@@ -265,9 +249,7 @@ def complete(engine: slipstream.Engine, corpus: data.Corpus, args: argparse.Name
 
 
 def save(engine: slipstream.Engine, history: report.History, args: argparse.Namespace) -> None:
-    engine.save_checkpoint(
-        args.out / "checkpoints", tag=tag(engine), client_state={"history": asdict(history)}
-    )
+    engine.save_checkpoint(args.out / "checkpoints", tag=tag(engine), client_state={"history": asdict(history)})
 
 
 def tag(engine: slipstream.Engine) -> str:

@@ -47,6 +47,7 @@ class Launcher:
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             TOKEN: self.token,
             "HOME": str(self.folder),
+            "TMPDIR": str(self.folder),
         }
         if path is not None:
             env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
@@ -65,7 +66,7 @@ class Launcher:
 
     def run(self, *arguments: str, path: Path | None = None) -> tuple[int, str, str]:
         process = self.start(*arguments, path=path)
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=200)
         return process.returncode, out, err
 
     def survivors(self) -> list[int]:
@@ -120,7 +121,7 @@ def free_port() -> str:
         return str(listener.getsockname()[1])
 
 
-def wait_for(path: Path, within: float = 60.0) -> None:
+def wait_for(path: Path, within: float = 120.0) -> None:
     deadline = time.monotonic() + within
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} did not appear in {within:g} s"
@@ -132,7 +133,7 @@ def test_two_nodes_started_by_hand(launcher: Launcher) -> None:
     common = ("--num_nodes", "2", "--nproc", "1", "--master_addr", "127.0.0.1", "--master_port", free_port())
     nodes = [launcher.start(*common, "--node_rank", str(rank), script) for rank in range(2)]
     for rank, process in enumerate(nodes):
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=200)
         assert process.returncode == 0, err
         assert out == f"rank {rank} of 2 node {rank} sum 3\n"
     assert launcher.gone(within=1)
@@ -229,7 +230,7 @@ def test_a_killed_rank_is_explained_and_a_deaf_one_does_not_hold_up(
     process = launcher.start("--nproc", "2", script, str(tmp_path))
     wait_for(tmp_path / "killed")
     assert launcher.ranks_gone(within=5)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=200)
     assert process.returncode == 137
     assert "rank 1 on " in err
     assert "(exit code -9, SIGKILL)" in err
@@ -258,7 +259,7 @@ def test_a_rank_that_hangs_at_exit_is_ended(launcher: Launcher) -> None:
         raise KeyError("late")
     """)
     process = launcher.start("--nproc", "1", script)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=200)
     assert process.returncode == 1
     assert "KeyError: 'late'" in err
 
@@ -280,7 +281,7 @@ def test_ctrl_c_is_clean(launcher: Launcher, tmp_path: Path) -> None:
         wait_for(tmp_path / f"ready{rank}")
     process.send_signal(signal.SIGINT)
     assert launcher.ranks_gone(within=5)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=200)
     assert process.returncode == 130
     assert "Traceback" not in err
 

@@ -119,7 +119,7 @@ def test_a_model_on_meta(transport: str) -> None:
     for stage in STAGES:
         with torch.device("meta"):
             model = toy.Lm()
-            model.extra = model.head.weight  # a name of its own for a tied weight
+            model.head.weight = model.embedding.weight
         references = dict(model.named_parameters())
         engine = toy.make(model, stage, transport)
         assert all(p is references[name] for name, p in model.named_parameters())
@@ -264,7 +264,7 @@ def test_schedules_tick_on_applied_steps() -> None:
             toy.step(engine, toy.tokens(engine.rank, 0, micro))
             rates.append(engine.optimizer.param_groups[0]["lr"])
         assert rates[0::2][1:] == rates[1::2][:-1], "nothing moves inside a window"
-        assert rates[-1] > rates[1] > 0 and engine.lr_scheduler.get_last_lr() == [rates[-1]]
+        assert rates[-1] > rates[1] >= 0 and engine.lr_scheduler.get_last_lr() == [rates[-1]]
         engine.destroy()
         model = toy.seeded(toy.Lm)
         engine, _, _, scheduler = slipstream.initialize(

@@ -42,12 +42,12 @@ def test_an_overflow_on_one_rank_skips_all_and_names_the_parameter(bad: float, t
         records.clear()
         engine = toy.make(
             toy.seeded(toy.Lm), stage, transport, fp16=dynamic(), gradient_clipping=1.0,
-            scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+            scheduler={"type": "WarmupLR", "params": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.02}},
         )  # fmt: skip
         before, rate = toy.checksum(engine), engine.lr_scheduler.state_dict()
         spoiled_step(engine, bad)
         assert toy.checksum(engine) == before and engine.lr_scheduler.state_dict() == rate
-        assert (engine.global_steps, engine.skipped_steps, engine.loss_scale) == (1, 1, 8.0)
+        assert (engine.global_steps, engine.skipped_steps, engine.precision.loss_scale) == (1, 1, 8.0)
         assert not engine.step_applied and engine.optimizer.overflow
         said = [text for text in records if "'blocks.1.up.weight' is not finite" in text and "skipped" in text]
         assert len(said) == (engine.rank == 0), records
@@ -64,7 +64,7 @@ def test_the_loss_scale_follows_its_rules() -> None:
         scales = []
         for bad in (1, 1, float("inf"), float("inf"), float("inf"), 1, 1):
             spoiled_step(engine, bad)
-            scales.append(engine.loss_scale)
+            scales.append(engine.precision.loss_scale)
         # two clean steps double; the hysteresis of 2 swallows the first overflow; two clean steps double again
         assert scales == [16, 32, 32, 16, 8, 8, 16]
         engine.destroy()
@@ -74,7 +74,7 @@ def test_the_loss_scale_follows_its_rules() -> None:
 def test_the_lowest_scale_stops_the_run_with_advice() -> None:
     engine = toy.make(toy.seeded(toy.Lm), 2, fp16=dynamic(initial_scale_power=1, min_loss_scale=1))
     spoiled_step(engine, float("inf"))
-    assert engine.loss_scale == 1
+    assert engine.precision.loss_scale == 1
     with pytest.raises(OverflowError, match=r"lowest loss scale \(1\.0\).*bf16"):
         spoiled_step(engine, float("inf"))
     engine.destroy()

@@ -230,10 +230,9 @@ CALLABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.O
 
 def check(engine: Any, start: nn.Module, expected: twin.Run, data: Any, case: str) -> None:
     losses, norms = train(engine, data)
-    torch.testing.assert_close(losses, expected.losses[:, :, engine.rank], rtol=1e-4, atol=0, msg=lambda m: f"{case}: {m}")
-    torch.testing.assert_close(norms, expected.norms, rtol=1e-4, atol=0, msg=lambda m: f"{case}: {m}")
-    # Where a gradient is nearly zero, dividing by its own size blows rounding up; Muon's iteration does it for matrices
-    compare_updates(engine.state_dict(), expected.weights, start, 0.05, case)
+    torch.testing.assert_close(losses, expected.losses[:, :, engine.rank], rtol=1e-5, atol=0, msg=lambda m: f"{case}: {m}")
+    torch.testing.assert_close(norms, expected.norms, rtol=1e-5, atol=0, msg=lambda m: f"{case}: {m}")
+    compare_updates(engine.state_dict(), expected.weights, start, 1e-3, case)
     engine.destroy()
 
 

@@ -92,9 +92,7 @@ def test_losing_the_race_takes_the_winner_s_cache(
     assert list(shared.iterdir()) == [folder]
 
 
-def test_a_failed_build_leaves_no_cache(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_build_leaves_no_cache(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise OSError("no space left")
 
@@ -108,7 +106,7 @@ def test_the_split_is_by_name_and_whole(source: Path, cache: Path) -> None:
     texts = data.read_texts(source)
     assert set(texts) == {f"part{i % 7}/module{i}.py" for i in range(120)}
     corpus = data.load(cache, context=8)
-    validation = {name: text for name, text in texts.items() if data.is_validation(name)}
+    validation = {name: texts[name] for name in data.validation_names(texts)}
     for split, count, names in (
         ("train", corpus.facts.train_tokens, set(texts) - set(validation)),
         ("validation", corpus.facts.validation_tokens, set(validation)),
@@ -118,20 +116,21 @@ def test_the_split_is_by_name_and_whole(source: Path, cache: Path) -> None:
         ends = np.flatnonzero(tokens == corpus.end)
         assert ends[0] == 0
         runs = np.split(tokens, ends[1:])
-        assert [corpus.tokenizer.decode(run[1:].tolist()).encode() for run in runs] == [
-            texts[n] for n in sorted(names)
-        ]
+        assert [corpus.tokenizer.decode(run[1:].tolist()).encode() for run in runs] == [texts[n] for n in sorted(names)]
     assert corpus.facts.validation_bytes == sum(map(len, validation.values()))
-    assert corpus.facts.validation_gzip_bytes == sum(
-        len(gzip.compress(text, 9)) for text in validation.values()
-    )
+    assert corpus.facts.validation_gzip_bytes == sum(len(gzip.compress(text, 9)) for text in validation.values())
+
+
+def test_a_few_files_still_give_one_to_validation() -> None:
+    names = [f"{letter}.py" for letter in "abcdef"]
+    held_out = data.validation_names(names)
+    assert len(held_out) == 1
+    assert data.validation_names(reversed(names)) == held_out
 
 
 def test_too_little_text_is_refused_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("x = 1\n")
-    with pytest.raises(
-        ValueError, match=r"1 text files .* too few to split by file .* give --data a larger folder"
-    ):
+    with pytest.raises(ValueError, match=r"1 text files .* too few to hold some out .* give --data a folder with more"):
         data.prepare(tmp_path, tmp_path / "cache", VOCAB_SIZE)
 
 

@@ -86,6 +86,10 @@ class ShardedSteps(ABC):
         """Update the unit's masters, and its weights where they are separate, with `unit.grads` times `scale`."""
 
     @abstractmethod
+    def state_nbytes(self, unit: Unit) -> int:
+        """Bytes of optimizer state that this rank keeps for the unit."""
+
+    @abstractmethod
     def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor]:
         """Per-element optimizer state of a piece, 1D views of this rank's memory; made on first use."""
 
@@ -140,6 +144,9 @@ class FusedAdamW(ShardedSteps):
                 weight_decay=options["weight_decay"], step=step, decoupled=self.decoupled, bias_correction=self.bias_correction,
             )  # fmt: skip
         self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether the optimizer stepped first
+
+    def state_nbytes(self, unit: Unit) -> int:
+        return 2 * unit.master.numel() * self.state_dtype.itemsize
 
     def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor]:
         exp_avg, exp_avg_sq = self._moments(unit)
@@ -241,6 +248,11 @@ class TorchSteps(ShardedSteps):
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0 and value.shape == leaf.shape:
                     state[name] = value.to(dtype or leaf.dtype)
+
+    def state_nbytes(self, unit: Unit) -> int:
+        """What has been made so far: torch optimizers make state in their first step."""
+        held = (self.inner.state.get(leaf, {}) for leaf in self._leaves(unit))
+        return sum(value.nbytes for state in held for value in state.values() if isinstance(value, Tensor))
 
     def _leaf(self, unit: Unit, piece: Piece) -> Tensor:
         return self._leaves(unit)[self.pieces[unit.index].index(piece)]

@@ -11,6 +11,8 @@ An engine owns its units, transports, optimizer and counters; two engines in one
 from __future__ import annotations
 
 import logging
+import weakref
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from slipstream.train.progress import Progress
 from slipstream.zero import access
 from slipstream.zero.hooks import Hooks, Phase, Slots
 from slipstream.zero.unit import Comms, Unit
-from slipstream.zero.watch import Watch
+from slipstream.zero.watch import PeerError, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class Engine(nn.Module):
         self.step_applied = False
         self._scaled_by_accumulation: bool | None = None
         self._boundary: bool | None = None  # set by hand (accelerate); None: count micro-batches
+        weakref.finalize(self, parts.watch.abandon).atexit = False
         self.hooks.reducer.alpha = self.alpha
 
     # -- the loop --
@@ -209,17 +212,20 @@ class Engine(nn.Module):
 
     def gradient(self, name: str) -> Tensor:
         """The mean gradient so far of parameter `name`, whole and unscaled, in fp32. Collective."""
-        return access.full_gradient(*self._find(name), self.alpha) / self.precision.loss_scale
+        with self._together("gradient"):
+            return access.full_gradient(*self._find(name), self.alpha) / self.precision.loss_scale
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """The optimizer's per-element states of parameter `name`, whole, with "master". Collective."""
         unit, i = self._find(name)
-        return access.full_optimizer_state(unit, i, self.steps)
+        with self._together("optimizer_state"):
+            return access.full_optimizer_state(unit, i, self.steps)
 
     def set_optimizer_state(self, name: str, values: Mapping[str, Tensor]) -> None:
         """Overwrite optimizer states of parameter `name`; "master" also sets the weight. The same values on all ranks."""
         unit, i = self._find(name)
-        access.set_optimizer_state(unit, i, self.steps, values)
+        with self._together("set_optimizer_state"):
+            access.set_optimizer_state(unit, i, self.steps, values)
 
     def save_checkpoint(
         self, save_dir: str, tag: str | None = None, client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
@@ -228,9 +234,8 @@ class Engine(nn.Module):
         """Write everything needed to go on, atomically; any world size and stage can load it. Collective."""
         from slipstream.train import persist
 
-        self.watch.phase = "save"
-        persist.save(self, str(save_dir), tag, client_state, save_latest, exclude_frozen_parameters)
-        self.watch.phase = "idle"
+        with self._together("save_checkpoint"):
+            persist.save(self, str(save_dir), tag, client_state, save_latest, exclude_frozen_parameters)
         return True
 
     def load_checkpoint(
@@ -240,10 +245,20 @@ class Engine(nn.Module):
         """Go on from a checkpoint: (its folder, client_state), or (None, {}) without one. A failed load changes nothing."""
         from slipstream.train import persist
 
-        return persist.load(
-            self, str(load_dir), tag, strict=load_module_strict, optimizer=load_optimizer_states,
-            scheduler=load_lr_scheduler_states, module_only=load_module_only,
-        )  # fmt: skip
+        with self._together("load_checkpoint"):
+            return persist.load(
+                self, str(load_dir), tag, strict=load_module_strict, optimizer=load_optimizer_states,
+                scheduler=load_lr_scheduler_states, module_only=load_module_only,
+            )  # fmt: skip
+
+    @contextmanager
+    def _together(self, method: str) -> Iterator[None]:
+        """All ranks call a collective method, or all raise PeerError; nothing of it starts before."""
+        with self.watch.guard(method):
+            rows = self.comms.data.exchange(torch.tensor([float(zlib.crc32(method.encode()))], dtype=torch.float64))
+            if rows.min() != rows.max():
+                raise PeerError(f"this rank called engine.{method}() while others called another method; it is for all ranks")
+            yield
 
     def _find(self, name: str) -> tuple[Unit, int]:
         for unit in self.units:
@@ -257,6 +272,13 @@ class Engine(nn.Module):
     def _all_params(self) -> dict[Unit, list[int]]:
         return {unit: list(range(len(unit.params))) for unit in self.units}
 
+    def explain(self) -> str:
+        """Bytes per rank of each state and bytes sent per step, as a table. Activations are not in it."""
+        from slipstream.train import explain
+
+        counted = explain.count(self.units, self.steps)
+        return explain.table(counted, self.slots.nbytes, sum(param.numel() for param in self.module.parameters()))
+
     # -- life --
 
     def destroy(self) -> None:
@@ -264,14 +286,16 @@ class Engine(nn.Module):
         if self.destroyed:
             return
         self.destroyed = True
-        self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
-        self.hooks.remove()
-        for unit in self.units:
-            unit.close()
-        self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
-        for comm in (self.comms.dp, self.comms.dp_replicate, self.comms.data):
-            comm.close()
-        self.watch.stop()
+        try:
+            with self._together("destroy"):
+                self.hooks.remove()
+                for unit in self.units:
+                    unit.close()
+                self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
+        finally:  # also where a rank has gone
+            for comm in (self.comms.dp, self.comms.dp_replicate, self.comms.data):
+                comm.close()
+            self.watch.stop()
         self.units, self.steps = [], None
         self.slots = Slots({})
         self.optimizer = self.lr_scheduler = self.training_dataloader = None

@@ -66,7 +66,7 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: Callable[[], float]) -> Tensor:
         ctx.factor, ctx.dtype = factor, tensor.dtype
-        return tensor.float() if tensor.dtype is torch.float16 else tensor.view_as(tensor)
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -106,7 +106,9 @@ class Precision:
         return map_tensors(output, self._output)
 
     def _output(self, tensor: Tensor) -> Tensor:
-        return _Scale.apply(tensor, lambda: self.scaler.scale) if tensor.requires_grad else tensor
+        if not tensor.requires_grad:
+            return tensor
+        return _Scale.apply(tensor.float() if tensor.dtype is torch.float16 else tensor, lambda: self.scaler.scale)
 
     def autocast(self) -> Any:
         """The context the forward runs in."""

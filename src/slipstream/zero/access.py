@@ -65,7 +65,8 @@ def full_optimizer_state(unit: Unit, i: int, steps: Any) -> dict[str, Tensor]:
     part = slice(slot.offset, slot.offset + slot.numel)
     sharded = bool(unit.placement.optim)
     result = {"master": full_span(unit, unit.master, sharded)[part].view(slot.shape).float()}
-    pieces = [piece for piece in steps.pieces[unit.index] if piece.name == unit.names[i]] if steps else []
+    owned = steps.pieces[unit.index] if steps and unit.grads is not None else []  # frozen units have none, nor get any here
+    pieces = [piece for piece in owned if piece.name == unit.names[i]]
     mine = [(piece.offset, name, value) for piece in pieces for name, value in steps.states(unit, piece).items()]
     everyone = gather_objects(mine, unit.comms.dp.axis) if sharded else [mine]
     for offset, name, value in (item for rank in everyone for item in rank):
@@ -130,20 +131,11 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
     written = False
     try:
         yield
+        if write:
+            for unit, indices in chosen.items():
+                _adopt(unit, indices, copies[unit])
         written = write
     finally:
-        for unit, indices in chosen.items():
-            for i in indices:
-                param, slot = unit.params[i], unit.layout.slots[i]
-                new = param.data
-                view = copies[unit][slot.offset : slot.offset + slot.numel].view(slot.shape)
-                if written and new.data_ptr() != view.data_ptr():
-                    if new.shape != view.shape:
-                        raise ValueError(
-                            f"parameter {unit.names[i]!r} was given shape {tuple(new.shape)} inside gathered(), it is "
-                            f"{tuple(view.shape)}; to resize, change the model before initialize"
-                        )
-                    view.copy_(new)
         for unit, indices in chosen.items():
             if written:
                 _write_back(unit, indices, copies[unit], modifier_rank)
@@ -151,6 +143,20 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
                 _restore(unit, indices)
             for i in indices:
                 unit.params[i].__class__ = classes[unit][i]
+
+
+def _adopt(unit: Unit, indices: list[int], copy: Tensor) -> None:
+    """Take over what was given with `p.data = ...` instead of written in place."""
+    for i in indices:
+        slot, new = unit.layout.slots[i], unit.params[i].data
+        view = copy[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        if new.data_ptr() != view.data_ptr():
+            if new.shape != view.shape:
+                raise ValueError(
+                    f"parameter {unit.names[i]!r} was given shape {tuple(new.shape)} inside gathered(), it is "
+                    f"{tuple(view.shape)}; to resize, change the model before initialize"
+                )
+            view.copy_(new)
 
 
 def _restore(unit: Unit, indices: list[int]) -> None:

@@ -33,7 +33,9 @@ T = TypeVar("T")
 
 _SLICE = timedelta(seconds=0.25)  # how long a wait sleeps before it looks whether it still makes sense
 
-_EXCHANGE_WIDTH = 64  # values; exchanges of different calls are of one size where they are small
+_ROW = 64  # fp64 numbers that one message of `_compare` carries per rank
+_HEAD = 2
+_MOST_KNOWN = 1 << 16
 
 
 @dataclass(slots=True)
@@ -188,14 +190,23 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 class ProcessGroupComm(Comm):
     """torch.distributed. On gloo a reduce-scatter is an all-to-all and our own sum: gloo's own is an all-reduce inside,
-    sends twice the bytes and adds in another order. On NCCL it is NCCL's, unless `deterministic` is asked for."""
+    sends twice the bytes and adds in another order. On NCCL it is NCCL's, unless `deterministic` is asked for.
+
+    [Note: Ranks that lose each other] gloo takes any two all-gathers for one, in silence where they are of one size, and
+    ends the process where they are not. So an operation goes without asking only if it is the one that followed the same
+    operations the last time; any other is first compared, by an all-reduce, which nothing else here is. A rank that has
+    left the common way therefore waits for a comparison that the others are not in: a standstill, which the watch sees.
+    """
 
     def __init__(self, axis: Axis, device: torch.device, watch: Watch, deterministic: bool = False) -> None:
         assert axis.group is not None, f"axis {axis.name} has one rank"
         self.axis, self.device, self.watch, self.group = axis, device, watch, axis.group
         self.native_reduce = device.type != "cpu" and not deterministic
         self.ledger = Ledger(axis.name, axis.ranks, axis.group)
-        self.course = 0  # a checksum over all operations so far: ranks whose courses differ have taken different ways
+        self.course = 0  # a checksum over all operations since the last exchange
+        self.known: dict[int, int] = {}  # course -> the operation that followed, the same on all ranks
+        self.exchanged = False
+        self.course_step = 0  # where there are no exchanges on this axis, courses begin with steps
         watch.ledgers.append(self.ledger)
         _allow(watch.timeout_s, axis.group)
 
@@ -206,8 +217,34 @@ class ProcessGroupComm(Comm):
         return None
 
     def _launch(self, what: str, nbytes: int) -> int:
-        self.course = zlib.crc32(f"{what} {nbytes}".encode(), self.course)
+        """Enter an operation into the books, after a comparison with the other ranks' where it is not the expected one."""
+        if self.device.type == "cpu":
+            if not self.exchanged and self.course_step != self.watch.step:
+                self.course, self.course_step = 0, self.watch.step
+            operation = zlib.crc32(f"{what} {nbytes}".encode())
+            if self.known.get(self.course) != operation:
+                self._compare(-1, operation, torch.empty(0), f"agreement on {what}")
+                if len(self.known) < _MOST_KNOWN:
+                    self.known.setdefault(self.course, operation)
+            self.course = zlib.crc32(operation.to_bytes(4, "little"), self.course)
         return self.ledger.launch(what)
+
+    def _compare(self, count: int, checksum: int, values: Tensor, what: str) -> Tensor:
+        """All ranks' `values`, as rows; raises PeerError where heads differ. A sum over rows of zeros is exact."""
+        rows = torch.zeros(self.size, _ROW, dtype=torch.float64)
+        rows[self.rank, 0], rows[self.rank, 1] = count, checksum
+        rows[self.rank, _HEAD : _HEAD + values.numel()] = values
+        rows = rows.to(self.device)
+        number = self.ledger.launch(what)
+        self._finish(dist.all_reduce(rows, group=self.group, async_op=True), what, number)
+        rows = rows.cpu()
+        if not torch.equal(rows[:, :_HEAD], rows[:1, :_HEAD].expand(self.size, _HEAD)):
+            raise PeerError(
+                "ranks took different ways through the model or called different methods of the engine (step "
+                f"{self.watch.step}, {self.watch.phase}): without shared memory between them, every rank must run the same "
+                "modules in the same order and call collective methods alike"
+            )
+        return rows[:, _HEAD : _HEAD + values.numel()]
 
     def _finish(self, work: Any, what: str, number: int) -> None:
         if self.device.type != "cpu":  # waits on the stream, not on the host
@@ -292,23 +329,11 @@ class ProcessGroupComm(Comm):
         raise AssertionError("a process group has no common memory")
 
     def exchange(self, values: Tensor) -> Tensor:
-        """As a sum over rows of zeros: of all that gloo offers, an all-reduce alone never takes another operation's bytes
-        for its own when ranks have lost each other. That they have is seen here, by the courses."""
-        told = torch.tensor([values.numel(), self.course], dtype=torch.float64)
-        width = max(_EXCHANGE_WIDTH, 1 << (values.numel() + 1).bit_length())
-        rows = torch.zeros(self.size, width, dtype=torch.float64)
-        rows[self.rank, :2], rows[self.rank, 2 : 2 + values.numel()] = told, values
-        rows = rows.to(self.device)
-        number = self._launch("exchange", values.nbytes)
-        self._finish(dist.all_reduce(rows, group=self.group, async_op=True), "exchange", number)
-        rows = rows.cpu()
-        if not torch.equal(rows[:, :2], told.expand(self.size, 2)):
-            raise PeerError(
-                "ranks have taken different ways through the model, or called different methods, since the last step: without "
-                "shared memory between them, every rank must run the same modules in the same order and call the engine's "
-                "collective methods alike"
-            )
-        return rows[:, 2 : 2 + values.numel()]
+        count, self.exchanged = values.numel(), True
+        pieces = values.split(_ROW - _HEAD)
+        rows = torch.cat([self._compare(count, self.course, piece, "exchange") for piece in pieces], dim=1)
+        self.course = 0
+        return rows
 
     def broadcast(self, tensor: Tensor) -> None:
         broadcast_first(tensor, self.axis)

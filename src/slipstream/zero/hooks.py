@@ -49,6 +49,11 @@ class Slots:
         ring.rotate(-1)
         return ring[-1]
 
+    @property
+    def nbytes(self) -> int:
+        """This rank's memory in all rings."""
+        return sum(buffer.tensor.nbytes for ring in self._rings.values() for buffer in ring)
+
     def ensure(self, dtype: torch.dtype, numel: int, make: Callable[[], Sequence[Buffer]]) -> None:
         """See that buffers of `dtype` hold `numel` elements; `make` is collective and so is this."""
         ring = self._rings.get(dtype)
@@ -136,9 +141,10 @@ class Hooks:
         self.sync = True  # False inside no_sync()
         self.keep = False  # a graph of a graph is alive: weights stay until the step
         self.backwards = 0  # since the last step
-        # What was gathered after what in the last pass of each phase. A wrong guess costs a gather, never a result.
-        self.follows: dict[tuple[Phase, int], tuple[Unit, ...]] = {}
-        self.last: tuple[Phase, int] | None = None
+        # What came after the n-th gathering of a phase (n, its unit), last time. A wrong guess costs a gather, never a result.
+        # The place counts because the root comes first and last: by unit alone, it would fetch the first block twice.
+        self.follows: dict[tuple[Phase, int, int], tuple[Unit, ...]] = {}
+        self.last: tuple[Phase, int, int] | None = None
         self.active: dict[int, int] = {}  # unit index -> its block's calls that are inside their backward
         self.handles: list[Any] = []
         self.root_units = [unit for unit in units if unit.block is None]
@@ -214,7 +220,7 @@ class Hooks:
         return self.on_inputs(args, kwargs)
 
     def _root_post(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if self.phase is not Phase.FORWARD:
+        if self.phase is not Phase.FORWARD or self.watch.failure is not None:
             return None
         self.phase = self.watch_phase(Phase.IDLE)
         pinned = torch.is_grad_enabled()
@@ -239,14 +245,17 @@ class Hooks:
         for unit in units:
             self.watch.unit = unit.name
             unit.gather()
-        key = units[0].index if units else -1
-        for follower in self.follows.get((self.phase, key), ()):
+        place = self.last[1] + 1 if self.last is not None and self.phase is not Phase.IDLE else 0
+        here = (self.phase, place, units[0].index if units else -1)
+        for follower in self.follows.get(here, ()):
             follower.prefetch()
-        if self.last is not None and self.last[0] is self.phase and self.last[1] != key:
+        if self.last is not None:
             self.follows[self.last] = tuple(units)
-        self.last = (self.phase, key)
+        self.last = here
 
     def _block_post(self, units: Sequence[Unit], module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self.watch.failure is not None:  # and what is raised says so
+            return
         grad = torch.is_grad_enabled()
         if grad and output is not None:
             call = _Call(units, [unit for unit in units if unit.block is module])
@@ -357,6 +366,7 @@ class Hooks:
 
     def watch_phase(self, phase: Phase) -> Phase:
         self.watch.phase, self.watch.unit = phase.value, ""
+        self.last = None
         return phase
 
 
