@@ -31,14 +31,14 @@ class Meter(ABC):
     def read(self) -> int:
         """Bytes now."""
 
-    def reset_peak(self) -> None:
+    def reset_peak(self) -> None:  # noqa: B027  # most have none
         """Start the kernel's own high-water mark again, where there is one."""
 
     def peak(self) -> int | None:
         """The kernel's high-water mark since, without page cache."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Remove what was made."""
 
 

@@ -27,14 +27,8 @@ def run(workload: str, dtype: str, only: Sequence[str]) -> None:
     for system in only or SYSTEMS:
         job = Job(system=system, work=work, dtype=dtype, steps=STEPS)
         plain = seconds_of(run_ranks(job, WORLD, Peers(python=None)))
-        profiled = run_ranks(
-            Job(system=system, work=work, dtype=dtype, steps=STEPS, profile=True), WORLD, Peers(python=None)
-        )
+        profiled = run_ranks(Job(system=system, work=work, dtype=dtype, steps=STEPS, profile=True), WORLD, Peers(python=None))
         lines = sorted(profiled.ranks[0]["profile"], key=lambda line: -line[2])
-        rows = [
-            [name, f"{calls:.0f}", f"{own:.2f}", f"{whole:.2f}"]
-            for name, calls, own, whole in lines
-            if own >= SHOWN_MS
-        ]
+        rows = [[name, f"{calls:.0f}", f"{own:.2f}", f"{whole:.2f}"] for name, calls, own, whole in lines if own >= SHOWN_MS]
         print(f"\n{systems.label(system)}: step {plain * 1e3:.1f} ms; profiled {sum(x[2] for x in lines):.1f} ms\n")
         print(table(["function", "calls", "own, ms", "with callees, ms"], rows), flush=True)

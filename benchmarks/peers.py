@@ -59,7 +59,5 @@ def prepare(python: Path) -> Peers:
         return Peers(python=None, missing="DeepSpeed does not work here: " + done.stderr.strip().splitlines()[-1])
     found = json.loads(done.stdout.strip().splitlines()[-1])
     if found["torch"].split("+")[0] != torch.__version__.split("+")[0]:
-        return Peers(
-            python=None, missing=f"the peers' torch is {found['torch']}, ours {torch.__version__}: not comparable"
-        )
+        return Peers(python=None, missing=f"the peers' torch is {found['torch']}, ours {torch.__version__}: not comparable")
     return Peers(python=python, deepspeed=found["deepspeed"])

@@ -60,9 +60,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(
-    job: Job, world: int, peers: Peers, *, seat: Seat | None = None, on_mark: OnMark | None = None
-) -> Outcome:
+def run_ranks(job: Job, world: int, peers: Peers, *, seat: Seat | None = None, on_mark: OnMark | None = None) -> Outcome:
     """Start `world` ranks of `job`, call `on_mark` whenever all have reached a mark, and return what they report.
 
     Raises RunError when a rank dies, and leaves no process behind.

@@ -64,10 +64,11 @@ def imports(peers: Peers, rounds: int) -> tuple[str, list[list[str]]]:
         for name, took in seconds.items()
     ]
     ours = "import slipstream"
+    printed = ours in noisy
     judged = [
         verdict("import slipstream beyond import torch, s", Spread.of(seconds[ours]).median, TARGET),
-        ["import slipstream prints", "something" if ours in noisy else "nothing", "nothing", "**missed**" if ours in noisy else "reached"],
-    ]  # fmt: skip
+        ["import slipstream prints", "something" if printed else "nothing", "nothing", "**missed**" if printed else "reached"],
+    ]
     return table(["import, after `import torch`", "s", "prints"], rows), judged
 
 

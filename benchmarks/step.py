@@ -43,7 +43,8 @@ class Series:
 
 
 def seconds_of(outcome: Outcome) -> float:
-    return max(statistics.median(rank["times"][len(rank["times"]) // 2 :]) for rank in outcome.ranks)
+    halves: list[list[float]] = [rank["times"][len(rank["times"]) // 2 :] for rank in outcome.ranks]
+    return max(statistics.median(half) for half in halves)
 
 
 def measure(
@@ -141,9 +142,7 @@ def run(peers: Peers, *, quick: bool, works: Sequence[str], dtypes: Sequence[str
     text = [machine(peers)]
     for work in (WORKLOADS[name] for name in works):
         for dtype in dtypes:
-            series, repeated = measure(
-                work, dtype, contenders, peers, rounds=rounds, steps=6 if quick else 14, careful=not quick
-            )
+            series, repeated = measure(work, dtype, contenders, peers, rounds=rounds, steps=6 if quick else 14, careful=not quick)
             void_where_losses_differ(series, dtype)
             text.append(f"### {work.name}, {dtype}: {work.describe()}, {WORLD} ranks, {rounds} rounds")
             text.append(show(series))

@@ -94,7 +94,7 @@ def _slipstream(model: nn.Module, dtype: torch.dtype, batch: int, stage: int, tr
 
 
 def _deepspeed(model: nn.Module, dtype: torch.dtype, batch: int, stage: int, variant: str) -> Step:
-    import deepspeed
+    import deepspeed  # type: ignore[import-not-found]
 
     config = _config(dtype, batch, stage)
     config["steps_per_print"] = 2**31
@@ -128,16 +128,15 @@ def _variant(model: nn.Module, stage: int, variant: str) -> dict[str, Any]:
 
 
 def _adamw(params: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        params, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
-    )
+    return torch.optim.AdamW(params, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def _fsdp2(model: nn.Module, dtype: torch.dtype, *, reshard: bool) -> Step:
     """fp32 shards are the masters; blocks and the rest are gathered and reduced in `dtype`."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -146,7 +145,7 @@ def _fsdp2(model: nn.Module, dtype: torch.dtype, *, reshard: bool) -> Step:
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -163,7 +162,7 @@ def _ddp(model: nn.Module, dtype: torch.dtype) -> Step:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
             loss: Tensor = wrapped(tokens, targets)
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -185,7 +184,7 @@ def _floor(model: nn.Module, dtype: torch.dtype) -> Step:
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)
-        loss.backward()
+        torch.autograd.backward(loss)
         model.zero_grad(set_to_none=True)
         optimizer.step()
         return loss

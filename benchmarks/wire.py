@@ -74,10 +74,9 @@ def network(world: int) -> Iterator[tuple[Seat, list[Path]]]:
         # What the outer end of a pair has received is what the rank's end has sent
         yield seat, [Path(f"/sys/class/net/{link}/statistics/rx_bytes") for link in outer]
     finally:
-        for name, arguments in [(s, ("netns", "del", s)) for s in spaces] + [(bridge, ("link", "del", bridge))]:
+        for arguments in [("netns", "del", space) for space in spaces] + [("link", "del", bridge)]:
             with contextlib.suppress(NoNetwork):
                 _ip(*arguments)
-            del name
 
 
 def sent_per_step(system: str, world: int, peers: Peers) -> list[float]:
@@ -110,9 +109,7 @@ def run(peers: Peers, *, quick: bool) -> str:
                 continue
             formula = FORMULA[system] * unit
             print(f"  wire {world} ranks {system}: {sent / formula:.3f} of the formula", flush=True)
-            rows.append(
-                [str(world), systems.label(system), f"{formula / 1e6:.2f}", f"{sent / 1e6:.2f}", f"{sent / formula:.3f}"]
-            )
+            rows.append([str(world), systems.label(system), f"{formula / 1e6:.2f}", f"{sent / 1e6:.2f}", f"{sent / formula:.3f}"])
             if system.startswith("slipstream"):
                 judged.append((sent / formula, f"{world} ranks, {systems.label(system)}"))
     worst, where = max(judged)

@@ -1,10 +1,10 @@
 """What every contender trains: one GPT, one fixed batch per rank. Imports nothing but torch, so that peers can run it.
 
 [Note: bf16 without bf16 instructions]
-On a CPU that has none (no AVX-512, no AMX) torch multiplies bf16 matrices with plain loops: 7 times slower than fp32
-in the forward, 40 to 100 times in the gradient of the input (measured on Zen 3). There `Linear` and the attention widen their operands to fp32 and round
-the result, which is what the instructions do inside. All contenders run this same code: weights, activations and gradients
-stay bf16, and so do the bytes that have to be moved. RESULTS.md says which of the two ran.
+On a CPU that has none (no AVX-512, no AMX) torch multiplies bf16 matrices with plain loops: 7 times slower than fp32 in the
+forward, 40 to 100 times in the gradient of the input (measured on Zen 3). There `Linear` and the attention widen their
+operands to fp32 and round the result, which is what the instructions do inside. All contenders run this same code: weights,
+activations and gradients stay bf16, and so do the bytes that have to be moved. RESULTS.md says which of the two ran.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class Linear(nn.Linear):
         bias = None if self.bias is None else _autocast(self.bias)
         if x.dtype is torch.bfloat16 and not has_bf16_instructions():
             with torch.autocast("cpu", enabled=False):
-                return _WideLinear.apply(x, weight, bias)
+                y: Tensor = _WideLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+                return y
         return F.linear(x, weight, bias)
 
 
@@ -122,7 +123,8 @@ class Block(nn.Module):
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         x = x + self.proj(attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return result
 
 
 class GPT(nn.Module):
@@ -144,7 +146,7 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 

@@ -139,9 +139,8 @@ def serve() -> None:
             for rank in range(question["world"]):
                 pid = os.fork()
                 if pid == 0:
-                    os.close(answers.fileno())
-                    os.close(0)
-                    os.open(os.devnull, os.O_RDONLY)
+                    answers.close()
+                    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                     _become(question, rank, port)
                     return  # through the interpreter's own exit
                 question["pids"].append(pid)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slipstream import zero
-
 if TYPE_CHECKING:
+    from slipstream import zero
     from slipstream.config.arguments import add_config_arguments
     from slipstream.distributed import init_distributed
     from slipstream.train.data import RepeatingLoader
@@ -30,10 +29,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
     import importlib
 
+    if name == "zero":
+        return importlib.import_module("slipstream.zero")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

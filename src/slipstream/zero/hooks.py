@@ -15,6 +15,7 @@ recompute inside backward runs forward hooks again, or only some of them: they g
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -175,7 +176,7 @@ class Hooks:
                 continue
             if unit.grads is None:
                 self.unfreeze(unit)
-            self.handles.append(_grad_hook(unit.params[i], self._on_grad, unit, i))
+            self.handles.append(_grad_hook(unit.params[i], self, unit, i))
         self.frozen = still
 
     def _users(self) -> dict[nn.Module, list[Unit]]:
@@ -401,9 +402,14 @@ def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _grad_hook(param: nn.Parameter, call: Callable[[Unit, int], None], unit: Unit, i: int) -> Any:
+def _grad_hook(param: nn.Parameter, hooks: Hooks, unit: Unit, i: int) -> Any:
+    """What torch keeps for a parameter in C++ the garbage collector cannot see, so it must not keep the engine alive."""
+    ref, index = weakref.ref(hooks), unit.index
+
     def landed(_: Tensor) -> None:
-        call(unit, i)
+        alive = ref()
+        if alive is not None:
+            alive._on_grad(alive.units[index], i)
 
     return param.register_post_accumulate_grad_hook(landed)
 
