@@ -16,6 +16,7 @@ from benchmarks.peers import prepare
 from benchmarks.ranks import ROOT
 from benchmarks.report import LEGS, RESULTS, write_section
 from benchmarks.worker import DTYPES
+from benchmarks.workloads import WORKLOADS
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers" / "bin" / "python", metavar="PYTHON",
                         help="the interpreter that has DeepSpeed (default: the one `make bench` builds)")  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, help="step, memory, parts: only this one")
-    parser.add_argument("--workload", choices=("moving", "computing"), help="step, parts: only this one")
+    parser.add_argument("--workload", choices=WORKLOADS, help="step, parts: only this one")
     parser.add_argument("--only", nargs="+", default=[], metavar="CONTENDER",
                         help="step: only these, by the start of their names; parts: exactly these (slipstream:3 ...)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="step: how often each contender runs (default 3)")

@@ -1,7 +1,8 @@
 """Where our step goes: the floor's and each stage's time by function, from cProfile on rank 0 of two. Writes nothing.
 
-What a native kernel or a torch operator takes is in the function that calls it. The profiler adds some microseconds
-to each Python call, so the sum is above the step's own time, which is given beside it.
+Processor time of the main thread, not wall clock, so that a busy machine hardly matters; a wait that sleeps does not show.
+What a native kernel takes is in the function that calls it. The profiler adds a microsecond or so to each Python call, so
+the sum is above the step's own time, which is given beside it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ def run(workload: str, dtype: str, only: Sequence[str]) -> None:
     print(f"{work.name}, {dtype}: {work.describe()}, {WORLD} ranks; milliseconds per step, rank 0")
     for system in only or SYSTEMS:
         job = Job(system=system, work=work, dtype=dtype, steps=STEPS)
-        plain = seconds_of(run_ranks(job, WORLD, Peers(python=None)))
+        plain = run_ranks(job, WORLD, Peers(python=None))
         profiled = run_ranks(Job(system=system, work=work, dtype=dtype, steps=STEPS, profile=True), WORLD, Peers(python=None))
         lines = sorted(profiled.ranks[0]["profile"], key=lambda line: -line[2])
         rows = [[name, f"{calls:.0f}", f"{own:.2f}", f"{whole:.2f}"] for name, calls, own, whole in lines if own >= SHOWN_MS]
-        print(f"\n{systems.label(system)}: step {plain * 1e3:.1f} ms; profiled {sum(x[2] for x in lines):.1f} ms\n")
+        print(
+            f"\n{systems.label(system)}: {seconds_of(plain) * 1e3:.1f} ms, of them processor "
+            f"{seconds_of(plain, 'cpu_times') * 1e3:.1f} ms; profiled {sum(line[2] for line in lines):.1f} ms\n"
+        )
         print(table(["function", "calls", "own, ms", "with callees, ms"], rows), flush=True)

@@ -38,12 +38,14 @@ class Series:
     """One contender's rounds."""
 
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     trouble: str = ""
 
 
-def seconds_of(outcome: Outcome) -> float:
-    halves: list[list[float]] = [rank["times"][len(rank["times"]) // 2 :] for rank in outcome.ranks]
+def seconds_of(outcome: Outcome, times: str = "times") -> float:
+    """The slowest rank's median over the last half of its steps; `times`: wall clock, or "cpu_times" for that of all threads."""
+    halves: list[list[float]] = [rank[times][len(rank[times]) // 2 :] for rank in outcome.ranks]
     return max(statistics.median(half) for half in halves)
 
 
@@ -69,6 +71,7 @@ def measure(
                 best = min(best, speed)
                 if not careful or speed <= DISTURBED * best or attempt == REPEATS:
                     series[name].seconds.append(seconds_of(outcome))
+                    series[name].cpu_seconds.append(seconds_of(outcome, "cpu_times"))
                     series[name].losses = outcome.losses
                     print(f"  {work.name} {dtype} round {turn + 1} {name}: {seconds_of(outcome):.3f} s", flush=True)
                     break
@@ -99,11 +102,11 @@ def show(series: dict[str, Series]) -> str:
     for name, one in series.items():
         over = ratios(series, name, "floor")
         if one.trouble or over is None:
-            rows.append([systems.label(name), one.trouble or "not run", ""])
+            rows.append([systems.label(name), one.trouble or "not run", "", ""])
         else:
-            rows.append([systems.label(name), Spread.of(one.seconds).show(), over.show(2)])
+            rows.append([systems.label(name), Spread.of(one.seconds).show(), over.show(2), Spread.of(one.cpu_seconds).show()])
     noise = ratios(series, AGAIN, "slipstream:1")
-    text = table(["contender", "step, s", "over the floor"], rows)
+    text = table(["contender", "step, s", "over the floor", "processor time per rank, s"], rows)
     return text + (f"\n\nNoise, stage 1 against itself: {noise.show(2)}." if noise else "")
 
 

@@ -177,15 +177,17 @@ def _floor(model: nn.Module, dtype: torch.dtype) -> Step:
     It does not train: the optimizer's fp32 tensors are of the right size and not the model's.
     """
     model.to(dtype)
+    params = list(model.parameters())
     world = int(os.environ["WORLD_SIZE"])
-    share = torch.zeros(-(-sum(param.numel() for param in model.parameters()) // world))
+    share = torch.zeros(-(-sum(param.numel() for param in params) // world))
     share.grad = torch.full_like(share, 1e-3)
     optimizer = _adamw([share])
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = model(tokens, targets)
         torch.autograd.backward(loss)
-        model.zero_grad(set_to_none=True)
+        for param in params:
+            param.grad = None
         optimizer.step()
         return loss
 

@@ -86,20 +86,20 @@ def run(job: Job, parent: Parent) -> None:
     step = build(job.system, model, DTYPES[job.dtype], job.work.batch)
     if 0 in job.marks:
         parent.mark(0)
-    losses, times, first = [], [], 0.0
-    profile = cProfile.Profile()
+    losses, times, cpu_times, first = [], [], [], 0.0
+    profile = cProfile.Profile(time.thread_time)
     for i in range(job.steps):
         if job.profile and i == job.steps // 2:
             profile.enable()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         loss = step(tokens, targets)
         times.append(time.perf_counter() - start)
+        cpu_times.append(time.process_time() - cpu_start)  # of all threads
         losses.append(float(loss))
         first = first or time.time()
         if i + 1 in job.marks:
             parent.mark(i + 1)
     profile.disable()
-    cpu = time.process_time()
     parent.tell(
         losses=losses,
         times=times,
@@ -108,7 +108,7 @@ def run(job: Job, parent: Parent) -> None:
         started=STARTED,
         built=built,
         first_step=first,
-        cpu=cpu,
+        cpu_times=cpu_times,
         profile=_lines(profile, job.steps - job.steps // 2) if job.profile else [],
         versions=_versions(),
         threads=torch.get_num_threads(),

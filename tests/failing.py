@@ -113,8 +113,6 @@ class Nursery:
 
 
 def serve() -> None:
-    import torch.distributed.checkpoint  # noqa: F401 (what jobs would import, once)
-    import torch.utils.data  # noqa: F401
 
     from slipstream.checkpoint import storage  # noqa: F401
     from tests import toy
@@ -241,8 +239,8 @@ def strike(edge: str, bad: int, how: str, nth: int) -> None:
     if _rank != bad:
         return
     from slipstream.checkpoint import directory, storage
-    from slipstream.zero.shared import SharedComm
     from slipstream.zero.comm import ProcessGroupComm
+    from slipstream.zero.shared import SharedComm
     from slipstream.zero.unit import State, Unit
 
     places: dict[str, list[tuple[Any, str]]] = {
@@ -404,7 +402,7 @@ def with_workers(stage: int, transport: str, how: str) -> None:
     os.waitpid(pid, 0)
     with noting_errors():
         for epoch in range(2):
-            loader = DataLoader(Batches(), batch_size=2, num_workers=2)  # type: ignore[arg-type]
+            loader: Any = DataLoader(Batches(), batch_size=2, num_workers=2)  # type: ignore[arg-type]
             for i, batch in enumerate(loader):
                 toy.step(engine, batch)
                 if i == 5 and epoch == 1 and _rank == 1 and how == "kill":

@@ -6,17 +6,20 @@ longest wait. What is measured is what the ranks themselves noted; a loaded mach
 
 from __future__ import annotations
 
-import os
+import re
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream import checkpoint
-from tests.dist.test_launch_agents import Launcher, wait_for
+from tests.dist.test_launch_agents import Launcher, launcher, wait_for
 from tests.failing import Nursery, Outcome
+
+__all__ = ["launcher"]  # a fixture
 
 TRANSPORTS = ("shared", "gloo")
 
@@ -50,7 +53,7 @@ def check_named(outcome: Outcome, bad: int, within: float = 5.0) -> None:
     for rank, record in enumerate(outcome.records):
         if rank != bad:
             assert outcome.codes[rank] == 1, story(outcome)
-            assert record["error"] == "PeerError", story(outcome)
+            assert record["error"] == "PeerLostError", story(outcome)
             assert f"rank {bad}" in record["text"].splitlines()[0], story(outcome)
             assert outcome.late(rank, bad) < within, story(outcome)
 
@@ -99,12 +102,10 @@ def test_all_others_name_the_first_to_go(nursery: Nursery, transport: str) -> No
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_crash_in_a_save_leaves_the_last_checkpoint_whole(nursery: Nursery, transport: str, tmp_path: Path) -> None:
-    jobs = [(edge, bad) for edge, bad in (("save", 0), ("save", 1), ("commit", 0))]
+    jobs = (("save", 0), ("save", 1), ("commit", 0))
     for edge, bad in jobs:
-        folder = str(tmp_path / f"{edge}{bad}")
-        nursery.start(
-            f"{edge} {bad}", "train", stage=3, transport=transport, edge=edge, bad=bad, how="kill", nth=1, save=folder
-        )  # fmt: skip
+        job: dict[str, Any] = {"stage": 3, "transport": transport, "edge": edge, "bad": bad, "how": "kill", "nth": 1}
+        nursery.start(f"{edge} {bad}", "train", save=str(tmp_path / f"{edge}{bad}"), **job)
     outcomes = nursery.end()
     for edge, bad in jobs:
         check_named(outcomes[f"{edge} {bad}"], bad)
@@ -121,40 +122,54 @@ def test_a_crash_in_a_save_leaves_the_last_checkpoint_whole(nursery: Nursery, tr
 MISMATCHES = ("skips a backward", "one more backward", "state_dict alone", "save alone", "destroy alone")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_waits_that_never_match_end_with_a_table(nursery: Nursery, transport: str, tmp_path: Path) -> None:
-    for what in MISMATCHES:
-        nursery.start(what, "mismatch", stage=3, transport=transport, what=what, folder=str(tmp_path))
+def test_waits_that_never_match_end_with_a_table(nursery: Nursery, tmp_path: Path) -> None:
+    for transport in TRANSPORTS:
+        for what in MISMATCHES:
+            folder = str(tmp_path / transport)
+            nursery.start(f"{what}, {transport}", "mismatch", stage=3, transport=transport, what=what, folder=folder)
     outcomes = nursery.end(90)
+    alone = outcomes.pop("state_dict alone, shared")
+    assert alone.codes == [0, 0], "on shared memory it needs nobody"
     for what, outcome in outcomes.items():
-        if what == "state_dict alone" and transport == "shared":
-            assert outcome.codes == [0, 0], "it needs nobody"
-            continue
         for rank in range(2):
-            assert outcome.codes[rank] not in (0, None), f"{what}\n{story(outcome)}"
-            assert "PeerError" in outcome.stderr[rank], f"{what}\n{story(outcome)}"
-            assert outcome.ended[rank] - outcome.records[rank]["acted"] < 30, f"{what}\n{story(outcome)}"
+            told = f"{what}\n{story(outcome)}"
+            assert outcome.codes[rank] == 1, told
+            assert "PeerError: " in outcome.stderr[rank], told
+            assert outcome.ended[rank] - outcome.records[rank]["acted"] < 30, told
+        said = outcome.stderr[0].replace("[rank0]: ", "")  # torch's mark
+        table = re.search(r"rank  step  phase .*unit .*waits in\n(.*\n.*)\n", said)
+        agreed = "different ways through the model" in outcome.stderr[0] or "others called another method" in outcome.stderr[1]
+        assert table or agreed, told
+        if table:
+            assert re.search(r"0 +\d .*\n1 +\d ", table.group(1)), told
+            assert "PeerError: all ranks wait for each other" in outcome.stderr[1], told
 
 
 # ---- ranks that are merely busy
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_busy_rank_is_named_and_not_stopped(nursery: Nursery, transport: str) -> None:
-    for by in ("step", "barrier"):
-        nursery.start(by, "busy", stage=3, transport=transport, by=by, seconds=5.0, timeout_s=60.0)
-    nursery.start("timeout", "busy", stage=1, transport=transport, by="step", seconds=20.0, timeout_s=2.0)
+def test_a_busy_rank_is_named_and_not_stopped(nursery: Nursery) -> None:
+    for transport in TRANSPORTS:
+        for by in ("step", "barrier"):
+            name = f"{by}, {transport}"
+            nursery.start(name, "busy", stage=3, transport=transport, by=by, seconds=5.0, timeout_s=60.0)
+        name = f"timeout, {transport}"
+        nursery.start(name, "busy", stage=1, transport=transport, by="step", seconds=6.0, timeout_s=2.0)
     outcomes = nursery.end()
-    for by in ("step", "barrier"):
-        outcome = outcomes[by]
-        assert outcome.codes == [0, 0], story(outcome)
-        assert outcome.records[0]["sum"] == outcome.records[1]["sum"]
-        said = outcome.stderr[1]
-        assert 2 <= said.count("WARNING rank 0 has been busy for") <= 6, story(outcome)
-        assert "rank  step  phase" in said and "(runs)" in said, story(outcome)
-    outcome = outcomes["timeout"]
-    assert outcome.records[1]["error"] == "PeerError" and "waited 2 s" in outcome.records[1]["text"], story(outcome)
-    assert 2 <= outcome.late(1, 1) < 5, story(outcome)
+    for transport in TRANSPORTS:
+        for by in ("step", "barrier"):
+            outcome = outcomes[f"{by}, {transport}"]
+            assert outcome.codes == [0, 0], story(outcome)
+            assert outcome.records[0]["sum"] == outcome.records[1]["sum"]
+            said = outcome.stderr[1]
+            assert 2 <= said.count("WARNING rank 0 has been busy for") <= 6, story(outcome)
+            assert re.search(r"rank  step  phase .*\n0 .*\(runs\)\n1 ", said), story(outcome)
+        outcome = outcomes[f"timeout, {transport}"]
+        assert outcome.records[1]["error"] == "PeerError" and "waited 2 s" in outcome.records[1]["text"], story(outcome)
+        assert 2 <= outcome.late(1, 1) < 5, story(outcome)
+        assert outcome.records[0]["error"] == "PeerLostError" and "rank 1 failed: PeerError: rank 1 waited 2 s" in (
+            outcome.records[0]["text"]
+        ), story(outcome)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -198,3 +213,62 @@ def test_the_interpreter_exits_cleanly_without_destroy(nursery: Nursery, transpo
             assert not any(outcome.stderr), story(outcome)
     for record in outcomes["drop"].records:
         assert not record["alive"] and record["mappings"] == [] and "slipstream-watch" not in record["threads"]
+
+
+# ---- under the launcher
+
+TRAINING = """
+    import os, signal, sys, time
+    from pathlib import Path
+    from tests import toy
+
+    how, rank = sys.argv[1], int(os.environ["RANK"])
+    engine = toy.make(toy.seeded(toy.Lm), 3, sys.argv[2])
+    for step in range(100_000):
+        if step == 5:
+            Path(f"{how}{rank}").write_text("5")
+            if rank == 1 and how == "raise":
+                raise ValueError("the cause")
+            if rank == 1 and how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 1 and how == "mismatch":
+                engine.save_checkpoint("nowhere")
+        toy.step(engine, toy.tokens(rank, step))
+"""
+
+
+def test_under_the_launcher_the_cause_is_what_the_user_sees(launcher: Launcher) -> None:
+    script = launcher.script(TRAINING)
+    started = {
+        (how, transport): launcher.start("--nproc", "2", script, how, transport)
+        for how, transport in (("raise", "shared"), ("kill", "gloo"), ("mismatch", "shared"))
+    }
+    said = {}
+    for key, process in started.items():
+        _, said[key] = process.communicate(timeout=100)
+    err = said["raise", "shared"]
+    assert started["raise", "shared"].returncode == 1
+    assert "rank 1 on" in err and "failed first" in err and "ValueError: the cause" in err and "Lost" not in err, err
+    err = said["kill", "gloo"]
+    assert started["kill", "gloo"].returncode == 128 + signal.SIGKILL
+    assert re.search(r"rank 1 on .* failed first \(exit code -9, SIGKILL\)\n  killed", err) and "Traceback" not in err, err
+    err = said["mismatch", "shared"]
+    assert started["mismatch", "shared"].returncode == 1
+    assert "PeerError: all ranks wait for each other" in err and "rank  step  phase" in err, err
+    assert "without a record" not in err
+    assert launcher.gone(within=10)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_interrupt_ends_everything_without_tracebacks(launcher: Launcher, transport: str) -> None:
+    process = launcher.start("--nproc", "2", launcher.script(TRAINING), "interrupt", transport)
+    for rank in range(2):
+        wait_for(launcher.folder / f"interrupt{rank}")
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    assert launcher.ranks_gone(within=5)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err and "PeerError" not in err, err
+    assert time.monotonic() - start < 10
+    assert launcher.gone(within=1)

@@ -20,7 +20,7 @@ OPERATIONS = (
     "p.element_size() + p", "torch.add(t, other=p)",
     "torch.no_grad()(lambda: p * 2)()", "model.state_dict()['inp.weight'] + 1", "torch.add(t, 1, out=p)",
     "torch._foreach_add([p], 1)",
-    "hash(p.storage())", "p.set_(t)", "p.swapaxes(0, 1)",
+    "hash(p.storage())", "p.set_(t)", "torch.no_grad()(lambda: p.set_(t))()", "p.as_subclass(torch.Tensor)", "p.swapaxes(0, 1)",
 )  # fmt: skip
 
 # What needs no memory stays true.

@@ -44,7 +44,7 @@ _PEER_GONE = (
     "Connection was likely closed",
     "store may have been destroyed",
     "DistNetworkError",
-    "PeerError",  # slipstream.zero.watch
+    "PeerLostError",  # slipstream.zero.watch
 )
 
 

@@ -216,6 +216,7 @@ def main(argv: list[str] | None = None) -> None:
         failure = describe(error, place)
     except BaseException as error:
         failure = describe(error, place)
+        sys.last_value = error  # as the interpreter does: exit handlers look there
     else:
         return
     _put(failure, place)

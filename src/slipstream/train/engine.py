@@ -132,6 +132,7 @@ class Engine(nn.Module):
     def _count(self, verdict: window.Verdict) -> None:
         self.global_grad_norm = verdict.norm
         self.global_steps += 1
+        self.watch.step = self.global_steps
         self.global_samples += self.plan.batch.train_batch_size
         for unit in self.units:
             unit.forget_gradients()

@@ -224,8 +224,8 @@ class ProcessGroupComm(Comm):
             operation = zlib.crc32(f"{what} {nbytes}".encode())
             if self.known.get(self.course) != operation:
                 self._compare(-1, operation, torch.empty(0), f"agreement on {what}")
-                if len(self.known) < _MOST_KNOWN:
-                    self.known.setdefault(self.course, operation)
+                if self.course in self.known or len(self.known) < _MOST_KNOWN:
+                    self.known[self.course] = operation
             self.course = zlib.crc32(operation.to_bytes(4, "little"), self.course)
         return self.ledger.launch(what)
 

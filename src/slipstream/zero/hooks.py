@@ -30,6 +30,9 @@ from slipstream.zero.parameter import raw_grad
 from slipstream.zero.unit import State, Unit
 from slipstream.zero.watch import Watch
 
+_compiler: Any = torch._C._dynamo.eval_frame
+_NEVER = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.SKIP)
+
 
 class Phase(Enum):
     """What the engine's model is doing."""
@@ -393,12 +396,17 @@ class _Bound:
 
 
 def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of a hook, so that a compiled block's graph has only the block in it."""
+    """Keep torch.compile out of a hook, so that a compiled block's graph has only the block in it.
+
+    What torch.compiler.disable does, without its import: the mark ends the graph that calls the hook, the strategy keeps
+    the hook's own frame, and every frame that it calls, from being compiled by itself.
+    """
 
     def run(*args: Any) -> Any:
         return hook(*args)
 
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets, without its import
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _compiler.set_code_exec_strategy(run.__code__, _NEVER)
     return run
 
 

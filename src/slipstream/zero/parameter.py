@@ -125,6 +125,14 @@ class ReleasedParameter(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         _refuse(self, ".data =")
 
+    # torch hands these two to no __torch_function__
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(self, "set_")
+
+    def as_subclass(self, cls: Any) -> NoReturn:
+        _refuse(self, "as_subclass")
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
         _refuse(self, "copy.deepcopy")
 

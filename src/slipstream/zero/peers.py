@@ -7,9 +7,9 @@ or in other containers, are known only by what the transports say of them.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
+import threading
 import time
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ class Peers:
         self._open: dict[int, Peer] = {}  # pidfd -> peer
         self._unopened: list[Peer] = []  # where there are no pidfds
         self._poll = select.poll()
+        self._lock = threading.Lock()  # a poll object serves one thread at a time
         host = _host()
         for peer in everyone:
             if peer.host == host and peer.pid != os.getpid():
@@ -60,27 +61,26 @@ class Peers:
 
     def gone(self) -> dict[int, float]:
         """Ranks of this host that have ended, and when that was first seen, in the order in which it was."""
-        for fd, _ in self._poll.poll(0) if self._open else ():
-            peer = self._open.pop(fd, None)
-            if peer is not None:  # else the other thread that looks here has seen it
+        with self._lock:
+            for fd, _ in self._poll.poll(0) if self._open else ():
                 self._poll.unregister(fd)
                 os.close(fd)
-                self._gone[peer.rank] = time.monotonic()
-        for peer in self._unopened:
-            if peer.rank not in self._gone and not _exists(peer.pid):
-                self._gone[peer.rank] = time.monotonic()
-        return dict(self._gone)
+                self._gone[self._open.pop(fd).rank] = time.monotonic()
+            for peer in self._unopened:
+                if peer.rank not in self._gone and not _exists(peer.pid):
+                    self._gone[peer.rank] = time.monotonic()
+            return dict(self._gone)
 
     def pid(self, rank: int) -> int:
         return next(peer.pid for peer in self.everyone if peer.rank == rank)
 
     def close(self) -> None:
-        while self._open:
-            fd, _ = self._open.popitem()
-            with contextlib.suppress(KeyError):
+        with self._lock:
+            for fd in self._open:
                 self._poll.unregister(fd)
-            os.close(fd)
-        self._unopened.clear()
+                os.close(fd)
+            self._open.clear()
+            self._unopened.clear()
 
 
 def _exists(pid: int) -> bool:

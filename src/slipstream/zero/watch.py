@@ -22,35 +22,34 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import json
-import logging
 import os
-import sys
 import threading
 import time
-import traceback
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from slipstream.mesh import Axis
 from slipstream.zero.peers import Peers, meet
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from slipstream.zero.monitor import Monitor
 
 _STORE_PATIENCE = timedelta(seconds=5)  # the store's server may have gone with its process
-_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 
 
 class PeerError(RuntimeError):
-    """Another rank died, failed, or will never join the operation that this rank waits in."""
+    """This rank's wait for others is over: they will never join it, or take too long, or (PeerLostError) have gone."""
+
+
+class PeerLostError(PeerError):
+    """Another rank has ended or failed, so this one cannot go on. Never the cause: launch/failure.py knows the name."""
 
 
 @dataclass(slots=True)
@@ -72,19 +71,6 @@ class Ledger:
         del self.in_flight[number]
 
 
-@dataclass(slots=True)
-class Whereabouts:
-    """One rank's last word."""
-
-    step: int
-    phase: str
-    unit: str
-    wait_for: str  # "" while it runs
-    moved: str  # differs whenever the rank has moved
-    awaits: tuple[str, int] | None  # the ledger and number of the operation that it waits for
-    ledgers: dict[str, tuple[int, dict[str, str]]]  # name -> launched, in flight
-
-
 class Watch:
     """One engine's whereabouts. `waits` counts entries and exits of waits, so that a standstill can be told from slowness."""
 
@@ -101,15 +87,16 @@ class Watch:
         self.awaits: tuple[str, int] | None = None
         self.waits = 0
         self.failure: str | None = None  # why every wait must end
+        self.is_lost = True  # it is because a rank has gone
         self.ledgers: list[Ledger] = []
         self.rank = 0
         self.peers = Peers([])
         self.left: set[int] = set()  # ranks that ended in good order
         self._pid = os.getpid()
         self._stop = threading.Event()
-        self._abandoned = False
+        self.abandoned = False
         self._thread: threading.Thread | None = None
-        self._monitor: _Monitor | None = None
+        self._monitor: Monitor | None = None
 
     # -- the hot side --
 
@@ -128,7 +115,7 @@ class Watch:
             now = time.monotonic()
             for rank, when in self.peers.gone().items():
                 if rank not in self.left and now - when > self.patience_s:
-                    self.failure = self._obituary(rank)
+                    self.failure = self.obituary(rank)
                     break
             if now - since > self.timeout_s:
                 raise PeerError(
@@ -136,7 +123,7 @@ class Watch:
                     f'"slipstream": {{"timeout_s": ...}} if the other ranks may take longer'
                 )
         if self.failure is not None:
-            raise PeerError(f"{self.failure}\nrank {self.rank} waited in {self._place()}")
+            raise self._error()
 
     def is_gone(self, rank: int) -> bool:
         """Whether the rank's process, on this host, has ended."""
@@ -153,8 +140,8 @@ class Watch:
         gone = list(self.peers.gone())
         gone.sort(key=lambda rank: rank in self.left)
         if self.failure is None:
-            self.failure = self._obituary(gone[0]) if gone else f"the connection to another rank broke: {error}"
-        return PeerError(f"{self.failure}\nrank {self.rank} waited in {self._place()}")
+            self.failure = self.obituary(gone[0]) if gone else f"the connection to another rank broke: {error}"
+        return self._error()
 
     @contextmanager
     def guard(self, phase: str) -> Iterator[None]:
@@ -171,11 +158,15 @@ class Watch:
         finally:
             self.phase = before
 
+    def _error(self) -> PeerError:
+        kind = PeerLostError if self.is_lost else PeerError
+        return kind(f"{self.failure}\nrank {self.rank} waited in {self._place()}")
+
     def _place(self) -> str:
         waits = self.wait_for or "a collective of torch's"
         return f"{waits} (step {self.step}, {self.phase}, unit {self.unit or '-'})"
 
-    def _obituary(self, rank: int) -> str:
+    def obituary(self, rank: int) -> str:
         who = f"rank {rank} (pid {self.peers.pid(rank)})"
         if rank in self.left:
             return f"{who} has ended its script, while other ranks still need it"
@@ -187,6 +178,8 @@ class Watch:
         """Watch the ranks of `axis`, which share this engine. Collective."""
         if axis.size < 2:
             return
+        from slipstream.zero.monitor import Monitor
+
         self.rank = axis.ranks[axis.index]
         self.peers = Peers(meet(axis))
         token = [uuid.uuid4().hex]
@@ -194,12 +187,12 @@ class Watch:
         shared = dist.distributed_c10d._get_default_store()
         own = shared.clone() if hasattr(shared, "clone") else shared  # a connection that no blocked call holds
         own.set_timeout(_STORE_PATIENCE)
-        self._monitor = _Monitor(self, dist.PrefixStore(f"slipstream-{token[0]}", own), axis)
+        self._monitor = Monitor(self, dist.distributed_c10d.PrefixStore(f"slipstream-{token[0]}", own), axis)
         self._thread = threading.Thread(target=self._monitor.run, args=(self._stop,), name="slipstream-watch", daemon=True)
         self._thread.start()
-        if not _living:
-            atexit.register(_leave_all)
-        _living.add(self)
+        atexit.unregister(_leave_all)
+        atexit.register(_leave_all)
+        living.add(self)
 
     def stop(self) -> None:
         """The engine is gone."""
@@ -208,11 +201,11 @@ class Watch:
             self._thread.join(timeout=_STORE_PATIENCE.total_seconds())
         self._thread = self._monitor = None
         self.peers.close()
-        _living.discard(self)
+        living.discard(self)
 
     def abandon(self) -> None:
         """The engine was dropped without a word. Called by the garbage collector, on any thread: takes no lock."""
-        self._abandoned = True
+        self.abandoned = True
 
     def leave(self) -> None:
         """The interpreter exits: say how, and see that it can."""
@@ -230,194 +223,20 @@ class Watch:
         self._thread = self._monitor = None
 
 
-_living: weakref.WeakSet[Watch] = weakref.WeakSet()
+living: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 def _leave_all() -> None:
-    for watch in list(_living):
+    for watch in list(living):
         watch.leave()
-
-
-class _Monitor:
-    """The thread's side of a Watch, which it must not keep alive."""
-
-    def __init__(self, watch: Watch, store: Any, axis: Axis) -> None:
-        self.watch, self.store = weakref.ref(watch), store
-        self.ranks, self.index, self.group = axis.ranks, axis.index, axis.group
-        self.subject = threading.get_ident()  # the thread that trains
-        self.seen: dict[int, tuple[str, float]] = {}  # index -> (moved, since when)
-        self.named_at = 0.0
-        self.verdict: tuple[float, str] | None = None  # when to fail (wall clock, so that all ranks do at once), and why
-        self.failed_at: float | None = None
-
-    def run(self, stop: threading.Event) -> None:
-        beat_s = 0.0
-        while not stop.wait(beat_s):
-            watch = self.watch()
-            if watch is None or watch._abandoned:
-                break
-            beat_s = watch.beat_s
-            try:
-                self._beat(watch)
-            except (RuntimeError, ValueError, OSError):  # the store went with the process that held it
-                if stop.is_set():
-                    return
-            self._act(watch)
-            del watch
-
-    def _beat(self, watch: Watch) -> None:
-        if self._storeless(watch):
-            return
-        here = self._whereabouts(watch)
-        self.store.set(f"at{self.index}", json.dumps(asdict(here)))
-        for rank in watch.peers.gone():
-            if rank not in watch.left and self.store.check([f"left{rank}"]):
-                watch.left.add(rank)
-        if not here.wait_for:
-            self.seen.clear()
-            return
-        if self.verdict is None and self.store.check(["failure"]):
-            at, text = json.loads(self.store.get("failure"))
-            self.verdict = (at, text)
-        if self.verdict is None:
-            self._look(watch)
-
-    def _act(self, watch: Watch) -> None:
-        """Bring a failure about, at its time; and see to a rank that cannot raise because torch holds it."""
-        if self.verdict is not None and watch.failure is None:
-            left = self.verdict[0] - time.time()
-            if 0 < left < 2 * watch.beat_s:
-                time.sleep(left)
-            if left < 2 * watch.beat_s:
-                watch.failure = self.verdict[1]
-        blocked = self._blocked() if not watch.wait_for else None
-        if blocked is None:
-            self.failed_at = None
-            return
-        now = time.monotonic()
-        if watch.failure is None:
-            for rank, when in watch.peers.gone().items():
-                if rank not in watch.left and now - when > watch.patience_s:
-                    watch.failure = watch._obituary(rank)
-        if watch.failure is not None:
-            self.failed_at = self.failed_at or now
-            if now - self.failed_at > watch.patience_s:
-                _end_process(watch, blocked)
-
-    @staticmethod
-    def _storeless(watch: Watch) -> bool:
-        """Rank 0 may have held the store; to ask it then would only fill stderr with torch's warnings."""
-        return watch.is_gone(0)
-
-    def say_goodbye(self, watch: Watch) -> None:
-        """Tell how this rank leaves its script."""
-        if self._storeless(watch):
-            return
-        error = getattr(sys, "last_value", None)
-        try:
-            if error is None:
-                self.store.set(f"left{watch.rank}", "")
-            else:
-                text = str(error) if isinstance(error, PeerError) else f"rank {watch.rank} failed: {type(error).__name__}: {error}"
-                self.store.compare_set("failure", "", json.dumps((time.time(), text)))
-                if watch.rank == 0:  # the store may end with this process
-                    time.sleep(1.5 * watch.beat_s)
-        except (RuntimeError, ValueError, OSError):
-            return
-
-    def _blocked(self) -> FrameType | None:
-        """The training thread's frame inside torch's collectives, if it is there."""
-        frame = sys._current_frames().get(self.subject)
-        return frame if frame is not None and frame.f_code.co_filename.endswith(_C10D) else None
-
-    def _whereabouts(self, watch: Watch) -> Whereabouts:
-        wait_for, moved = watch.wait_for, f"{watch.waits}"
-        for other in list(_living):
-            if other is not watch and other.wait_for and not wait_for:
-                wait_for, moved = f"another engine's {other.wait_for}", f"{moved} {other.waits}"
-        blocked = self._blocked() if not wait_for else None
-        if blocked is not None:
-            group = dist.group.WORLD if dist.is_initialized() else self.group
-            numbers = {g: g._get_sequence_number_for_group() for g in (group, self.group) if g is not None}
-            wait_for = f"torch's {blocked.f_code.co_name}"
-            moved = f"{moved} {blocked.f_lasti} {sum(numbers.values())}"
-        ledgers = {book.name: (book.launched, {str(n): what for n, what in list(book.in_flight.items())}) for book in watch.ledgers}
-        return Whereabouts(watch.step, watch.phase, watch.unit, wait_for, moved, watch.awaits, ledgers)
-
-    def _look(self, watch: Watch) -> None:
-        keys = [f"at{index}" for index in range(len(self.ranks))]
-        if not self.store.check(keys):
-            return
-        everyone = [Whereabouts(**json.loads(text)) for text in self.store.multi_get(keys)]
-        now = time.monotonic()
-        for index, there in enumerate(everyone):
-            moved, since = self.seen.get(index, ("", now))
-            self.seen[index] = (there.moved, since if moved == there.moved else now)
-        still = min(now - since for _, since in self.seen.values())
-        waiting = [there for there in everyone if there.wait_for]
-        if len(waiting) == len(everyone):
-            if still > watch.standstill_s and not self._can_move(watch, everyone):
-                text = (
-                    "all ranks wait for each other in operations that can never match (they took different numbers of "
-                    "forwards, backwards or steps, or called collective methods on some ranks only):\n" + self._table(everyone)
-                )
-                self.store.compare_set("failure", "", json.dumps((time.time() + 2.5 * watch.beat_s, text)))
-                if self.index == 0:
-                    logger.error("%s", text)
-            return
-        waited = now - self.seen[self.index][1]
-        first_waiting = next(index for index, there in enumerate(everyone) if there.wait_for or index == self.index)
-        if waited > watch.name_busy_s and now - self.named_at > watch.name_busy_s and first_waiting == self.index:
-            self.named_at = now
-            busy = [rank for rank, there in zip(self.ranks, everyone, strict=True) if not there.wait_for]
-            who = f"rank {busy[0]} has" if len(busy) == 1 else f"ranks {busy} have"
-            logger.warning("%s been busy for %.0f s while others wait:\n%s", who, waited, self._table(everyone))
-
-    def _can_move(self, watch: Watch, everyone: Sequence[Whereabouts]) -> bool:
-        """Whether some wait may still end by itself: all its ranks have entered the same operation."""
-        waits = {there.wait_for for there in everyone}
-        if len(waits) == 1 and next(iter(waits)).startswith("torch's "):
-            return True  # whether they match is not known
-        books = {book.name: book for book in watch.ledgers}
-        for there in everyone:
-            if there.awaits is None:
-                continue
-            name, number = there.awaits
-            if name not in books:
-                return True  # another row or column of the mesh: not ours to judge
-            members = [other for rank, other in zip(self.ranks, everyone, strict=True) if rank in books[name].ranks]
-            entered = [name in other.ledgers and other.ledgers[name][0] >= number for other in members]
-            kinds = {other.ledgers[name][1].get(str(number)) for other in members if name in other.ledgers} - {None}
-            if all(entered) and len(kinds) == 1:
-                return True
-        return False
-
-    def _table(self, everyone: Sequence[Whereabouts]) -> str:
-        rows = [("rank", "step", "phase", "unit", "waits in")]
-        rows += [
-            (str(rank), str(there.step), there.phase, there.unit or "-", there.wait_for or "(runs)")
-            for rank, there in zip(self.ranks, everyone, strict=True)
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def _is_lost(error: BaseException) -> bool:
     """Whether an exception, or what caused it, is a transport's word for a peer that has gone."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed", "Socket closed")
+    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "was likely closed", "socket closed")
     cause: BaseException | None = error
     text = ""
     while cause is not None:
         text += f"{cause}\n"
         cause = cause.__cause__ or cause.__context__
-    return any(sign.lower() in text.lower() for sign in signs)
-
-
-def _end_process(watch: Watch, frame: FrameType) -> None:
-    stack = "".join(traceback.format_stack(frame))
-    text = (
-        f"PeerError: {watch.failure}\nrank {watch.rank} is inside torch's {frame.f_code.co_name}, which cannot be made to "
-        f"raise, and ends here:\n{stack}"
-    )
-    os.write(2, text.encode(errors="replace"))
-    os._exit(1)
+    return any(sign in text.lower() for sign in signs)
