@@ -7,6 +7,8 @@ Legs: step, memory, wire, start, or all of them (the default). `parts` prints wh
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +23,7 @@ from benchmarks.workloads import WORKLOADS
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("legs", nargs="*", choices=[*LEGS, "parts", "all"], metavar="LEG", default=["all"],
-                        help="step, memory, wire, start, all (default) or parts")  # fmt: skip
+    parser.add_argument("legs", nargs="*", metavar="LEG", help="step, memory, wire, start, all (default) or parts")
     parser.add_argument("--quick", action="store_true", help="a few contenders, few steps: under three minutes in all")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers" / "bin" / "python", metavar="PYTHON",
                         help="the interpreter that has DeepSpeed (default: the one `make bench` builds)")  # fmt: skip
@@ -34,7 +35,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the sections go (default benchmarks/RESULTS.md)")
     options = parser.parse_args()
 
-    chosen = LEGS if "all" in options.legs else tuple(options.legs)
+    unknown = set(options.legs) - {*LEGS, "parts", "all"}
+    if unknown:
+        parser.error(f"no leg {', '.join(sorted(unknown))}; there are {', '.join(LEGS)}, parts and all")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that groups and namespaces are removed
+    chosen = LEGS if not options.legs or "all" in options.legs else tuple(options.legs)
     quick = options.quick
     dtypes = [options.dtype] if options.dtype else ["bf16"] if quick else ["bf16", "fp32"]
     works = [options.workload] if options.workload else ["moving"] if quick else ["moving", "computing"]

@@ -50,7 +50,7 @@ def prepare(python: Path) -> Peers:
     if not python.exists():
         return Peers(python=None, missing=f"no peers' environment ({python} is not there; `make bench` builds it)")
     python = Path(os.path.abspath(python))
-    print("compiling DeepSpeed's CPU ops (minutes, once) ...", flush=True)
+    print("loading DeepSpeed's CPU ops (compiled on first use, for minutes) ...", flush=True)
     done = subprocess.run(
         [str(python), "-c", _PREPARE], capture_output=True, text=True,
         env={**os.environ, **_environment(python), "DS_ACCELERATOR": "cpu"},

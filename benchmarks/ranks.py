@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -23,6 +24,9 @@ from benchmarks.worker import Job
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 1200.0
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 OnMark = Callable[[int], None]
 
@@ -100,11 +104,17 @@ class _Rank:
         if not line:
             self.log.seek(0)
             tail = self.log.read().decode(errors="replace")[-3000:]
-            what = "has said nothing for 20 minutes" if not ready else "died"
+            what = f"has said nothing for {TIMEOUT / 60:.0f} minutes" if not ready else f"died ({self._exit()})"
             raise RunError(f"{self.name} {what}:\n{tail}")
         message: dict[str, Any] = json.loads(line)
         assert key in message, f"{self.name} sent {message} where {key!r} was due"
         return message
+
+    def _exit(self) -> str:
+        try:
+            return f"exit code {self.process.wait(timeout=10)}"
+        except subprocess.TimeoutExpired:
+            return "it closed its pipe"
 
     def go_on(self) -> None:
         self.writer.write("\n")
@@ -131,6 +141,7 @@ def _rank(job: Job, rank: int, world: int, port: int, peers: Peers, seat: Seat) 
 
     def settle_down() -> None:
         os.sched_setaffinity(0, {core})
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives the benchmark, however that ends
         if seat.seated is not None:
             seat.seated()
 

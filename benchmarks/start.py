@@ -103,9 +103,9 @@ def first_steps(peers: Peers, contenders: Sequence[str], rounds: int) -> str:
 
 
 def run(peers: Peers, *, quick: bool) -> str:
-    text, judged = imports(peers, 3 if quick else 10)
+    text, judged = imports(peers, 2 if quick else 10)
     contenders = [name for name in FIRST_STEP if peers.python or not systems.needs_peers(name)]
     if quick:
         contenders = [name for name in contenders if name.endswith("3")]
-    steps = first_steps(peers, contenders, 1 if quick else 5)
+    steps = first_steps(peers, contenders, 1 if quick else 3)
     return "\n\n".join((machine(peers), text, verdicts(judged), steps))

@@ -94,7 +94,7 @@ def sent_per_step(system: str, world: int, peers: Peers) -> list[float]:
 def run(peers: Peers, *, quick: bool) -> str:
     contenders = [name for name in FORMULA if peers.python or not systems.needs_peers(name)]
     if quick:
-        contenders = [name for name in contenders if name.startswith("slipstream")]
+        contenders = ["slipstream:1:gloo", "slipstream:3:gloo"]
     rows, judged = [], []
     for world in (2,) if quick else (2, 4):
         unit = (world - 1) / world * WORK.num_params * ITEMSIZE

@@ -101,14 +101,14 @@ class Precision:
 
     def outputs(self, output: Any) -> Any:
         """What the caller gets: fp16 becomes fp32, and gradients that come in here are scaled."""
-        if not self.scales or not torch.is_grad_enabled():
+        if not self.scales:
             return output
         return map_tensors(output, self._output)
 
     def _output(self, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        return _Scale.apply(tensor.float() if tensor.dtype is torch.float16 else tensor, lambda: self.scaler.scale)
+        if tensor.dtype is torch.float16:
+            tensor = tensor.float()
+        return _Scale.apply(tensor, lambda: self.scaler.scale) if tensor.requires_grad else tensor
 
     def autocast(self) -> Any:
         """The context the forward runs in."""

@@ -239,10 +239,14 @@ class ProcessGroupComm(Comm):
         self._finish(dist.all_reduce(rows, group=self.group, async_op=True), what, number)
         rows = rows.cpu()
         if not torch.equal(rows[:, :_HEAD], rows[:1, :_HEAD].expand(self.size, _HEAD)):
+            alike = (rows[:, :_HEAD] == rows[self.rank, :_HEAD]).all(dim=1).tolist()
+            with_us = [rank for rank, same in zip(self.axis.ranks, alike, strict=True) if same]
+            others = [rank for rank, same in zip(self.axis.ranks, alike, strict=True) if not same]
             raise PeerError(
-                "ranks took different ways through the model or called different methods of the engine (step "
-                f"{self.watch.step}, {self.watch.phase}): without shared memory between them, every rank must run the same "
-                "modules in the same order and call collective methods alike"
+                f"ranks took different ways through the model, ran different numbers of micro-batches, or called different "
+                f"methods of the engine: ranks {with_us} are in {what} (step {self.watch.step}, {self.watch.phase}, unit "
+                f"{self.watch.unit or '-'}), ranks {others} in something else. Without shared memory between them, every rank "
+                "must run the same modules in the same order and call collective methods alike"
             )
         return rows[:, _HEAD : _HEAD + values.numel()]
 
