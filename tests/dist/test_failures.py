@@ -210,7 +210,8 @@ def test_the_interpreter_exits_cleanly_without_destroy(nursery: Nursery, transpo
         if how == "raise":
             assert all("KeyError: 'on purpose'" in text and "PeerError" not in text for text in outcome.stderr)
         else:
-            assert not any(outcome.stderr), story(outcome)
+            # torch's own store may warn when rank 0, its server, was the first to leave
+            assert not any(text and "TCPStore.cpp" not in text for text in outcome.stderr), story(outcome)
     for record in outcomes["drop"].records:
         assert not record["alive"] and record["mappings"] == [] and "slipstream-watch" not in record["threads"]
 

@@ -202,7 +202,7 @@ class ProcessGroupComm(Comm):
         assert axis.group is not None, f"axis {axis.name} has one rank"
         self.axis, self.device, self.watch, self.group = axis, device, watch, axis.group
         self.native_reduce = device.type != "cpu" and not deterministic
-        self.ledger = Ledger(axis.name, axis.ranks, axis.group)
+        self.ledger = Ledger(f"{axis.name} {axis.ranks}", axis.ranks, axis.group)
         self.course = 0  # a checksum over all operations since the last exchange
         self.known: dict[int, int] = {}  # course -> the operation that followed, the same on all ranks
         self.exchanged = False

@@ -27,6 +27,7 @@ from slipstream.zero.watch import PeerLostError, Watch, living
 logger = logging.getLogger(__name__)
 
 _MOST_MISSES = 3
+_NOTICE = 2.5  # beats from a verdict to its execution, so that all ranks have read it
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 
 
@@ -40,7 +41,7 @@ class Whereabouts:
     wait_for: str  # "" while it runs
     moved: str  # differs whenever the rank has moved
     awaits: tuple[str, int] | None  # the ledger and number of the operation that it waits for
-    ledgers: dict[str, tuple[int, dict[str, str]]]  # name -> launched, in flight
+    ledgers: dict[str, tuple[list[int], int, dict[str, str]]]  # name -> ranks, launched, in flight
 
 
 class Monitor:
@@ -85,7 +86,7 @@ class Monitor:
             return
         if self.verdict is None and self.store.check(["failure"]):
             at, is_lost, text = json.loads(self.store.get("failure"))
-            self.verdict = (at, is_lost, text)
+            self.verdict = (min(at, time.time() + _NOTICE * watch.beat_s), is_lost, text)  # another host's clock may be off
         if self.verdict is None:
             self._look(watch)
 
@@ -106,7 +107,7 @@ class Monitor:
             for rank, when in watch.peers.gone().items():
                 if rank not in watch.left and now - when > watch.patience_s:
                     watch.failure = watch.obituary(rank)
-        if watch.failure is not None:
+        if watch.failure is not None and not watch.was_raised:
             self.failed_at = self.failed_at or now
             if now - self.failed_at > watch.patience_s:
                 _end_process(watch, blocked)
@@ -150,7 +151,10 @@ class Monitor:
             numbers = [g._get_sequence_number_for_group() for g in groups]
             wait_for = f"torch's {blocked.f_code.co_name}"
             moved = f"{moved} {blocked.f_lasti} {sum(numbers)}"
-        ledgers = {book.name: (book.launched, {str(n): what for n, what in list(book.in_flight.items())}) for book in watch.ledgers}
+        ledgers = {
+            book.name: (list(book.ranks), book.launched, {str(n): what for n, what in list(book.in_flight.items())})
+            for book in watch.ledgers
+        }
         return Whereabouts(watch.step, watch.phase, watch.unit, wait_for, moved, watch.awaits, ledgers)
 
     def _look(self, watch: Watch) -> None:
@@ -165,12 +169,12 @@ class Monitor:
         still = min(now - since for _, since in self.seen.values())
         waiting = [there for there in everyone if there.wait_for]
         if len(waiting) == len(everyone):
-            if still > watch.standstill_s and not self._can_move(watch, everyone):
+            if still > watch.standstill_s and not self._can_move(everyone):
                 text = (
                     "all ranks wait for each other in operations that can never match (they took different numbers of "
                     "forwards, backwards or steps, or called collective methods on some ranks only):\n" + self._table(everyone)
                 )
-                self.store.compare_set("failure", "", json.dumps((time.time() + 2.5 * watch.beat_s, False, text)))
+                self.store.compare_set("failure", "", json.dumps((time.time() + _NOTICE * watch.beat_s, False, text)))
                 if self.index == 0:
                     logger.error("%s", text)
             return
@@ -182,21 +186,19 @@ class Monitor:
             who = f"rank {busy[0]} has" if len(busy) == 1 else f"ranks {busy} have"
             logger.warning("%s been busy for %.0f s while others wait:\n%s", who, waited, self._table(everyone))
 
-    def _can_move(self, watch: Watch, everyone: Sequence[Whereabouts]) -> bool:
+    def _can_move(self, everyone: Sequence[Whereabouts]) -> bool:
         """Whether some wait may still end by itself: all its ranks have entered the same operation."""
         waits = {there.wait_for for there in everyone}
         if len(waits) == 1 and next(iter(waits)).startswith("torch's "):
             return True  # whether they match is not known
-        books = {book.name: book for book in watch.ledgers}
+        by_rank = dict(zip(self.ranks, everyone, strict=True))
         for there in everyone:
             if there.awaits is None:
                 continue
             name, number = there.awaits
-            if name not in books:
-                return True  # another row or column of the mesh: not ours to judge
-            members = [other for rank, other in zip(self.ranks, everyone, strict=True) if rank in books[name].ranks]
-            entered = [name in other.ledgers and other.ledgers[name][0] >= number for other in members]
-            kinds = {other.ledgers[name][1].get(str(number)) for other in members if name in other.ledgers} - {None}
+            books = [by_rank[rank].ledgers.get(name) for rank in there.ledgers[name][0]]
+            entered = [book is not None and book[1] >= number for book in books]
+            kinds = {book[2].get(str(number)) for book in books if book is not None} - {None}
             if all(entered) and len(kinds) == 1:
                 return True
         return False

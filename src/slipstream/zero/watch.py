@@ -88,6 +88,7 @@ class Watch:
         self.waits = 0
         self.failure: str | None = None  # why every wait must end
         self.is_lost = True  # it is because a rank has gone
+        self.was_raised = False
         self.ledgers: list[Ledger] = []
         self.rank = 0
         self.peers = Peers([])
@@ -117,8 +118,9 @@ class Watch:
                 if rank not in self.left and now - when > self.patience_s:
                     self.failure = self.obituary(rank)
                     break
-            if now - since > self.timeout_s:
-                raise PeerError(
+            if self.failure is None and now - since > self.timeout_s:
+                self.is_lost = False
+                self.failure = (
                     f"rank {self.rank} waited {self.timeout_s:.0f} s in {self._place()}; raise "
                     f'"slipstream": {{"timeout_s": ...}} if the other ranks may take longer'
                 )
@@ -159,6 +161,7 @@ class Watch:
             self.phase = before
 
     def _error(self) -> PeerError:
+        self.was_raised = True
         kind = PeerLostError if self.is_lost else PeerError
         return kind(f"{self.failure}\nrank {self.rank} waited in {self._place()}")
 
@@ -185,7 +188,7 @@ class Watch:
         token = [uuid.uuid4().hex]
         dist.broadcast_object_list(token, src=axis.ranks[0], group=axis.group)
         shared = dist.distributed_c10d._get_default_store()
-        own = shared.clone() if hasattr(shared, "clone") else shared  # a connection that no blocked call holds
+        own = shared.clone()  # a connection that no blocked call holds
         own.set_timeout(_STORE_PATIENCE)
         self._monitor = Monitor(self, dist.distributed_c10d.PrefixStore(f"slipstream-{token[0]}", own), axis)
         self._thread = threading.Thread(target=self._monitor.run, args=(self._stop,), name="slipstream-watch", daemon=True)
@@ -201,6 +204,7 @@ class Watch:
             self._thread.join(timeout=_STORE_PATIENCE.total_seconds())
         self._thread = self._monitor = None
         self.peers.close()
+        self._keep_groups()
         living.discard(self)
 
     def abandon(self) -> None:
@@ -217,10 +221,14 @@ class Watch:
             self._thread.join(timeout=_STORE_PATIENCE.total_seconds())
         if monitor is not None and not (self._thread and self._thread.is_alive()):
             monitor.say_goodbye(self)
-        for ledger in self.ledgers:
-            if ledger.in_flight:  # its destructor would wait for them
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(ledger.group))
+        self._keep_groups()
         self._thread = self._monitor = None
+
+    def _keep_groups(self) -> None:
+        """A process group's destructor waits for its operations: one whose operations can never end must not be destroyed."""
+        for ledger in self.ledgers:
+            if ledger.in_flight:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(ledger.group))
 
 
 living: weakref.WeakSet[Watch] = weakref.WeakSet()

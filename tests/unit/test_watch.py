@@ -1,0 +1,155 @@
+"""When waiting ranks are told apart from lost, busy and slow ones: monitors over a store in this process, no ranks."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from slipstream.mesh import Axis
+from slipstream.zero.monitor import Monitor
+from slipstream.zero.peers import Peer, Peers, _host
+from slipstream.zero.watch import Ledger, PeerError, PeerLostError, Watch
+
+BOOK = "dp (0, 1)"
+
+
+class Ranks:
+    """Two ranks' watches and monitors; each beat is a call."""
+
+    def __init__(self) -> None:
+        store = dist.distributed_c10d.HashStore()
+        self.watches = [Watch(timeout_s=100) for _ in range(2)]
+        self.monitors = []
+        for rank, watch in enumerate(self.watches):
+            watch.rank, watch.beat_s, watch.standstill_s, watch.name_busy_s = rank, 0.02, 0.1, 0.1
+            watch.ledgers.append(Ledger(BOOK, (0, 1), None))
+            self.monitors.append(Monitor(watch, store, Axis("dp", None, (0, 1), rank)))
+
+    def wait(self, rank: int, what: str, number: int | None = None, launched: int = 0) -> None:
+        """Rank `rank` waits in `what`; on a process group it is operation `number` of `launched`."""
+        watch = self.watches[rank]
+        watch.wait_for, watch.awaits = what, (BOOK, number) if number is not None else None
+        watch.ledgers[0].launched = launched
+        watch.ledgers[0].in_flight = {} if number is None else {number: what}
+
+    def beat(self, seconds: float = 0.4) -> list[str | None]:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for monitor, watch in zip(self.monitors, self.watches, strict=True):
+                monitor._beat(watch)
+                monitor._act(watch)
+            time.sleep(0.01)
+        return [watch.failure for watch in self.watches]
+
+
+def test_waits_for_each_other_on_shared_memory_are_a_standstill(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks()
+    ranks.watches[1].step, ranks.watches[1].phase = 3, "backward"
+    ranks.wait(0, "exchange for rank 1")
+    ranks.wait(1, "reduce-scatter for rank 0")
+    failures = ranks.beat()
+    assert failures[0] == failures[1]
+    assert failures[0] is not None and failures[0].splitlines()[-2:] == [
+        "0     0     idle      -     exchange for rank 1",
+        "1     3     backward  -     reduce-scatter for rank 0",
+    ]
+    assert caplog.text.count("can never match") == 1
+    for watch in ranks.watches:
+        with pytest.raises(PeerError, match="can never match") as caught:
+            watch.check(time.monotonic())
+        assert not isinstance(caught.value, PeerLostError)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "ends"),
+    [
+        (("all-gather", 5, 5), ("all-gather", 5, 5), True),  # a slow transfer
+        (("all-gather", 5, 6), ("reduce-scatter", 6, 6), True),  # the other's part of 5 is done
+        (("all-gather", 5, 5), ("exchange", 5, 5), False),
+        (("all-gather", 6, 6), ("exchange", 7, 7), True),
+        (("agreement on all-gather", 5, 5), ("reduce-scatter", 5, 5), False),
+    ],
+)
+def test_on_a_process_group_only_what_cannot_end_is(
+    mine: tuple[str, int, int], theirs: tuple[str, int, int], ends: bool
+) -> None:
+    ranks = Ranks()
+    ranks.wait(0, *mine)
+    ranks.wait(1, *theirs)
+    assert (ranks.beat() == [None, None]) == ends
+
+
+def test_one_who_moves_or_runs_is_no_standstill(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks()
+    ranks.wait(0, "exchange for rank 1")
+    assert ranks.beat(0.5) == [None, None]
+    assert 2 <= caplog.text.count("rank 1 has been busy for") <= 5
+    ranks.wait(1, "weights for rank 0")
+    for _ in range(20):
+        ranks.watches[0].waits += 2
+        assert ranks.beat(0.02) == [None, None]
+
+
+def test_torch_collectives_of_one_name_may_match() -> None:
+    ranks = Ranks()
+    for rank in range(2):
+        ranks.wait(rank, "torch's barrier")
+    assert ranks.beat() == [None, None]
+    ranks.wait(1, "torch's all_gather_object")
+    assert None not in ranks.beat()
+
+
+def test_how_a_rank_left_reaches_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    ranks.wait(0, "exchange for rank 1")
+    monkeypatch.setattr(sys, "last_value", KeyError("boom"), raising=False)
+    ranks.monitors[1].say_goodbye(ranks.watches[1])
+    assert ranks.beat(0.1)[0] == "rank 1 failed: KeyError: 'boom'"
+    with pytest.raises(PeerLostError, match="boom"):
+        ranks.watches[0].check(time.monotonic())
+
+
+def test_a_limit_that_is_reached_ends_every_later_wait_at_once() -> None:
+    watch = Watch(timeout_s=5)
+    watch.check(time.monotonic() - 4)
+    for since in (6, 0):
+        with pytest.raises(PeerError, match="waited 5 s") as caught:
+            watch.check(time.monotonic() - since)
+        assert not isinstance(caught.value, PeerLostError)
+
+
+def test_a_watch_that_is_dropped_ends_its_thread() -> None:
+    ranks = Ranks()
+    monitor = ranks.monitors[0]
+    ranks.watches.clear()
+    ranks.monitors.clear()
+    assert monitor.watch() is None
+    monitor.run(threading.Event())  # returns
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads pidfds")
+@pytest.mark.parametrize("pidfds", [True, False])
+def test_a_process_that_ends_is_seen_without_its_help(pidfds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not pidfds:
+        monkeypatch.delattr(os, "pidfd_open")
+    children = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
+    everyone = [Peer(rank, _host(), child.pid) for rank, child in enumerate(children)]
+    peers = Peers([*everyone, Peer(2, "another host", 1), Peer(3, _host(), os.getpid())])
+    assert peers.gone() == {}
+    for rank in (1, 0):
+        children[rank].kill()
+        if pidfds:  # also while nobody has reaped it
+            time.sleep(0.1)
+        else:
+            children[rank].wait()
+        assert rank in peers.gone()
+    assert list(peers.gone()) == [1, 0]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    peers.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors  # closed as they ended
+    for child in children:
+        child.wait()
