@@ -115,6 +115,8 @@ def test_micro_batches_may_differ_in_size(transport: str) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_an_unequal_number_is_refused_by_rank(stage: int, transport: str) -> None:
+    if transport == "shared" and stage >= 2:
+        pytest.skip("in test_failures.py, in processes of its own: a backward that raised keeps its mappings alive")
     engine = toy.make(
         toy.seeded(toy.Lm), stage, transport, managed_gradient_accumulation=False,
         slipstream={"transport": transport, "timeout_s": 60},

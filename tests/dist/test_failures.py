@@ -219,7 +219,7 @@ def test_the_interpreter_exits_cleanly_without_destroy(nursery: Nursery, transpo
 # ---- under the launcher
 
 TRAINING = """
-    import os, signal, sys, time
+    import os, sys
     from pathlib import Path
     from tests import toy
 
@@ -230,8 +230,6 @@ TRAINING = """
             Path(f"{how}{rank}").write_text("5")
             if rank == 1 and how == "raise":
                 raise ValueError("the cause")
-            if rank == 1 and how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
             if rank == 1 and how == "mismatch":
                 engine.save_checkpoint("nowhere")
         toy.step(engine, toy.tokens(rank, step))
@@ -242,17 +240,14 @@ def test_under_the_launcher_the_cause_is_what_the_user_sees(launcher: Launcher) 
     script = launcher.script(TRAINING)
     started = {
         (how, transport): launcher.start("--nproc", "2", script, how, transport)
-        for how, transport in (("raise", "shared"), ("kill", "gloo"), ("mismatch", "shared"))
+        for how, transport in (("raise", "gloo"), ("mismatch", "shared"))
     }
     said = {}
     for key, process in started.items():
         _, said[key] = process.communicate(timeout=100)
-    err = said["raise", "shared"]
-    assert started["raise", "shared"].returncode == 1
+    err = said["raise", "gloo"]
+    assert started["raise", "gloo"].returncode == 1
     assert "rank 1 on" in err and "failed first" in err and "ValueError: the cause" in err and "Lost" not in err, err
-    err = said["kill", "gloo"]
-    assert started["kill", "gloo"].returncode == 128 + signal.SIGKILL
-    assert re.search(r"rank 1 on .* failed first \(exit code -9, SIGKILL\)\n  killed", err) and "Traceback" not in err, err
     err = said["mismatch", "shared"]
     assert started["mismatch", "shared"].returncode == 1
     assert "PeerError: all ranks wait for each other" in err and "rank  step  phase" in err, err
@@ -260,7 +255,7 @@ def test_under_the_launcher_the_cause_is_what_the_user_sees(launcher: Launcher) 
     assert launcher.gone(within=10)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["gloo"])  # on shared memory every wait listens for signals (tests/unit/test_words.py)
 def test_an_interrupt_ends_everything_without_tracebacks(launcher: Launcher, transport: str) -> None:
     process = launcher.start("--nproc", "2", launcher.script(TRAINING), "interrupt", transport)
     for rank in range(2):

@@ -21,7 +21,7 @@ class Ranks:
     """Two ranks' watches and monitors; each beat is a call."""
 
     def __init__(self) -> None:
-        store = dist.distributed_c10d.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
         self.watches = [Watch(timeout_s=100) for _ in range(2)]
         self.monitors = []
         for rank, watch in enumerate(self.watches):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -41,6 +42,7 @@ class Watch:
         self._watched: dict[int, int] = {}  # pid -> pidfd
         self._doomed: set[int] = set()
         self._deadline: float | None = None
+        self._unsure = False  # whether the death that set the deadline was a failure
         self._asked_to_stop = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slipstream-watch", daemon=True)
@@ -114,8 +116,8 @@ class Watch:
         try:
             status = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             failed = status is not None and (status.si_code != os.CLD_EXITED or status.si_status != 0)
-        except ChildProcessError:  # torchrun has reaped it already
-            failed = False
+        except ChildProcessError:  # torchrun has reaped it already, and with it the status
+            failed, self._unsure = True, self._deadline is None
         os.close(descriptor)
         if failed and not self._asked_to_stop:
             self._begin(GRACE_S)
@@ -128,10 +130,23 @@ class Watch:
             self._deadline = deadline
 
     def _kill(self) -> None:
+        self._deadline = None
+        if self._unsure and not _is_stopping_ranks():  # it had ended well
+            self._unsure = False
+            return
         for pid in self._doomed & set(self._watched):
             try:
                 os.killpg(pid, signal.SIGKILL)
                 self.killed.add(pid)
             except ProcessLookupError:
                 pass
-        self._deadline = None
+
+
+def _is_stopping_ranks() -> bool:
+    """Whether torchrun, on the main thread, is in the midst of ending its ranks: seen by its stack, as it tells no one."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name in ("close", "_close") and "elastic/multiprocessing" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False

@@ -98,6 +98,8 @@ class Monitor:
                 time.sleep(left)
             if left < 2 * watch.beat_s:
                 _, watch.is_lost, watch.failure = self.verdict
+                if self.index == 0 and not watch.is_lost:
+                    logger.error("%s", watch.failure)
         blocked = self._blocked() if not watch.wait_for else None
         if blocked is None:
             self.failed_at = None
@@ -175,8 +177,6 @@ class Monitor:
                     "forwards, backwards or steps, or called collective methods on some ranks only):\n" + self._table(everyone)
                 )
                 self.store.compare_set("failure", "", json.dumps((time.time() + _NOTICE * watch.beat_s, False, text)))
-                if self.index == 0:
-                    logger.error("%s", text)
             return
         waited = now - self.seen[self.index][1]
         first_waiting = next(index for index, there in enumerate(everyone) if there.wait_for or index == self.index)

@@ -187,7 +187,7 @@ class Watch:
         self.peers = Peers(meet(axis))
         token = [uuid.uuid4().hex]
         dist.broadcast_object_list(token, src=axis.ranks[0], group=axis.group)
-        shared = dist.distributed_c10d._get_default_store()
+        shared: Any = dist.distributed_c10d._get_default_store()
         own = shared.clone()  # a connection that no blocked call holds
         own.set_timeout(_STORE_PATIENCE)
         self._monitor = Monitor(self, dist.distributed_c10d.PrefixStore(f"slipstream-{token[0]}", own), axis)
