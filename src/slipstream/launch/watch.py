@@ -42,7 +42,6 @@ class Watch:
         self._watched: dict[int, int] = {}  # pid -> pidfd
         self._doomed: set[int] = set()
         self._deadline: float | None = None
-        self._unsure = False  # whether the death that set the deadline was a failure
         self._asked_to_stop = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slipstream-watch", daemon=True)
@@ -78,6 +77,8 @@ class Watch:
                     self._on_signals(os.read(self._reads, 64))
                 else:
                     self._on_death(key.data)
+            if self._deadline is None and not self._asked_to_stop and self._watched and _is_stopping_ranks():
+                self._begin(GRACE_S)  # the rank that failed was gone before it was adopted, or reaped before it was seen
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._kill()
 
@@ -116,8 +117,8 @@ class Watch:
         try:
             status = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             failed = status is not None and (status.si_code != os.CLD_EXITED or status.si_status != 0)
-        except ChildProcessError:  # torchrun has reaped it already, and with it the status
-            failed, self._unsure = True, self._deadline is None
+        except ChildProcessError:  # torchrun has reaped it already; `_run` sees what it makes of that
+            failed = False
         os.close(descriptor)
         if failed and not self._asked_to_stop:
             self._begin(GRACE_S)
@@ -131,9 +132,6 @@ class Watch:
 
     def _kill(self) -> None:
         self._deadline = None
-        if self._unsure and not _is_stopping_ranks():  # it had ended well
-            self._unsure = False
-            return
         for pid in self._doomed & set(self._watched):
             try:
                 os.killpg(pid, signal.SIGKILL)
