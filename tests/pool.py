@@ -59,10 +59,11 @@ class RankError(Exception):
 
 
 def single_threaded(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of test processes: one thread each, the loopback interface, nobody's rank."""
+    """The environment of test processes: one thread each on CPU, the loopback interface, nobody's rank."""
     clean = {key: value for key, value in environ.items() if key not in RANK_VARIABLES}
     loopback = "lo" if sys.platform == "linux" else "lo0"
     return clean | {
+        "CUDA_VISIBLE_DEVICES": "",  # tests/gpu is for those
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "GLOO_SOCKET_IFNAME": loopback,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
 
 
 def init_distributed(
@@ -22,8 +25,9 @@ def init_distributed(
 ) -> bool:
     """Join the process group if this process was started as one of several; safe to call twice.
 
-    The backend is gloo on CPU, and gloo with NCCL on CUDA. Ranks come from the arguments, or from torchrun, Slurm, MPI or
-    Kubernetes variables. Returns whether a group exists afterwards.
+    The backend is gloo on CPU, and gloo with NCCL on CUDA; gloo alone where more ranks than CUDA devices share the host,
+    because NCCL takes one rank per device. Ranks come from the arguments, or from torchrun, Slurm, MPI or Kubernetes
+    variables. Returns whether a group exists afterwards.
     """
     if dist.is_initialized():
         return True
@@ -34,11 +38,24 @@ def init_distributed(
         return False
     if found is not None:
         os.environ.update(found)
-    backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout or timedelta(minutes=30)
+        dist_backend or _backend(),
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout or timedelta(minutes=30),
     )
     return True
+
+
+def _backend() -> str:
+    if not torch.cuda.is_available():
+        return "gloo"
+    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if ranks > devices:
+        logger.warning("%d ranks share %d CUDA devices, so they meet through gloo and the host's memory: slow", ranks, devices)
+        return "gloo"
+    return "cpu:gloo,cuda:nccl"
 
 
 def local_device() -> torch.device:

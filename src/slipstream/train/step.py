@@ -66,7 +66,7 @@ def settle(units: Sequence[Unit], alpha: float, slots: Slots) -> None:
 def judge(units: Sequence[Unit], comms: Comms, backwards: int, loss_scale: float, clipping: float, skip_overflow: bool) -> Verdict:
     """One exchange: the squares of every (unit, rank) in fp64, added in that order. Collective; every rank waits for all."""
     trainable = [unit for unit in units if unit.trainable]
-    values = [float(backwards), *(float(unit.partial.sumsq) for unit in trainable)]
+    values = [float(backwards), *_squares(trainable)]
     rows = comms.data.exchange(torch.tensor(values, dtype=torch.float64))
     _check_rounds(rows[:, 0], comms)
     total = 0.0
@@ -83,6 +83,15 @@ def judge(units: Sequence[Unit], comms: Comms, backwards: int, loss_scale: float
     elif clipping > 0:
         clip = math.nan  # there too, where the step is taken all the same
     return Verdict(norm, finite, clip / loss_scale)
+
+
+def _squares(units: Sequence[Unit]) -> list[float]:
+    """Each unit's sum of squares on this rank; waits for the device once."""
+    squares = [unit.partial.sumsq for unit in units]
+    if any(isinstance(square, Tensor) for square in squares):
+        device = units[0].full.device
+        return torch.stack([torch.as_tensor(square, dtype=torch.float64, device=device) for square in squares]).tolist()
+    return squares
 
 
 def _name_culprit(units: Sequence[Unit], comms: Comms, skipped: bool) -> None:

@@ -196,12 +196,17 @@ class ProcessGroupComm(Comm):
     ends the process where they are not. So an operation goes without asking only if it is the one that followed the same
     operations the last time; any other is first compared, by an all-reduce, which nothing else here is. A rank that has
     left the common way therefore waits for a comparison that the others are not in: a standstill, which the watch sees.
+
+    [Note: gloo for another device] gloo moves host memory. Where it serves ranks of another device (several ranks on one GPU),
+    what it moves is staged: copied to the host before, and back after.
     """
 
     def __init__(self, axis: Axis, device: torch.device, watch: Watch, deterministic: bool = False) -> None:
         assert axis.group is not None, f"axis {axis.name} has one rank"
         self.axis, self.device, self.watch, self.group = axis, device, watch, axis.group
-        self.native_reduce = device.type != "cpu" and not deterministic
+        self.staged = device.type != "cpu" and axis.group._get_backend(device).name() == "gloo"
+        self.on_host = device.type == "cpu" or self.staged
+        self.native_reduce = not self.on_host and not deterministic
         self.ledger = Ledger(f"{axis.name} {axis.ranks}", axis.ranks, axis.group)
         self.course = 0  # a checksum over all operations since the last exchange
         self.known: dict[int, int] = {}  # course -> the operation that followed, the same on all ranks
@@ -218,7 +223,7 @@ class ProcessGroupComm(Comm):
 
     def _launch(self, what: str, nbytes: int) -> int:
         """Enter an operation into the books, after a comparison with the other ranks' where it is not the expected one."""
-        if self.device.type == "cpu":
+        if self.on_host:
             if not self.exchanged and self.course_step != self.watch.step:
                 self.course, self.course_step = 0, self.watch.step
             operation = zlib.crc32(f"{what} {nbytes}".encode())
@@ -234,7 +239,8 @@ class ProcessGroupComm(Comm):
         rows = torch.zeros(self.size, _ROW, dtype=torch.float64)
         rows[self.rank, 0], rows[self.rank, 1] = count, checksum
         rows[self.rank, _HEAD : _HEAD + values.numel()] = values
-        rows = rows.to(self.device)
+        if not self.on_host:
+            rows = rows.to(self.device)
         number = self.ledger.launch(what)
         self._finish(dist.all_reduce(rows, group=self.group, async_op=True), what, number)
         rows = rows.cpu()
@@ -251,7 +257,7 @@ class ProcessGroupComm(Comm):
         return rows[:, _HEAD : _HEAD + values.numel()]
 
     def _finish(self, work: Any, what: str, number: int) -> None:
-        if self.device.type != "cpu":  # waits on the stream, not on the host
+        if not self.on_host:  # waits on the stream
             work.wait()
             self.ledger.finish(number)
             return
@@ -287,12 +293,12 @@ class ProcessGroupComm(Comm):
             work: Any = dist.reduce_scatter_tensor(total, full, group=self.group, async_op=True)
             sources = [total]
         else:
-            received = full.new_empty((stop - start) * self.size)
+            received = self._receiver(full.new_empty((stop - start) * self.size))
             item = full.element_size()
             number = self._launch("reduce-scatter", full.nbytes)
             work = dist.all_to_all_single(
                 _bytes(received),
-                _bytes(full),
+                _bytes(self._sender(full)),
                 [(stop - start) * item] * self.size,
                 [length * item for length in lengths],
                 group=self.group,
@@ -302,7 +308,7 @@ class ProcessGroupComm(Comm):
 
         def finish() -> Partial:
             self._finish(work, "reduce-scatter", number)
-            return reduce_into(out, sources, alpha, accumulate)
+            return reduce_into(out, [source.to(self.device) for source in sources], alpha, accumulate)
 
         return Pending(finish)
 
@@ -317,14 +323,28 @@ class ProcessGroupComm(Comm):
         item = full.element_size()
         lengths = [(b - a) * item for a, b in itertools.pairwise(cuts)]
         number = self._launch("all-gather", full.nbytes)
+        received, sent = self._receiver(full), _bytes(self._sender(shard))
         if len(set(lengths)) == 1:
-            work: Any = _all_gather_single(_bytes(full), _bytes(shard), self.group)
+            work: Any = _all_gather_single(_bytes(received), sent, self.group)
         else:
-            send = _bytes(shard).repeat(self.size)
             work = dist.all_to_all_single(
-                _bytes(full), send, lengths, [shard.numel() * item] * self.size, group=self.group, async_op=True
+                _bytes(received), sent.repeat(self.size), lengths, [sent.numel()] * self.size, group=self.group, async_op=True
             )
-        return Pending(lambda: self._finish(work, "all-gather", number))
+
+        def finish() -> None:
+            self._finish(work, "all-gather", number)
+            if received is not full:
+                full.copy_(received)
+
+        return Pending(finish)
+
+    def _sender(self, tensor: Tensor) -> Tensor:
+        """What to hand to the group in place of `tensor`: itself, or its content on the host."""
+        return tensor.to("cpu", copy=True) if self.staged else tensor
+
+    def _receiver(self, tensor: Tensor) -> Tensor:
+        """Where the group writes what is meant for `tensor`: itself, or as much memory on the host."""
+        return torch.empty_like(tensor, device="cpu") if self.staged else tensor
 
     def publish(self, common: Buffer) -> None:
         raise AssertionError("a process group has no common memory")

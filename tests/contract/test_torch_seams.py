@@ -1,0 +1,180 @@
+"""What we rely on in torch without its promise: each test fails first when torch moves. The user is named in each."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slipstream.zero import comm, hooks, parameter, unit
+
+
+def test_a_class_swap_keeps_the_object_and_its_graph() -> None:
+    """zero/parameter.py: released, reduced and plain are classes of one object."""
+
+    class Released(nn.Parameter):
+        pass
+
+    param = nn.Parameter(torch.ones(4))
+    fired: list[int] = []
+    param.register_post_accumulate_grad_hook(lambda p: fired.append(id(p)))
+    y = (param * 2).sum()
+    param.__class__ = Released
+    assert isinstance(param, Released)
+    param.__class__ = nn.Parameter
+    assert type(param) is nn.Parameter
+    torch.autograd.backward(y)
+    assert fired == [id(param)] and param.grad is not None and param.grad.tolist() == [2.0] * 4
+
+
+def test_a_storage_can_lose_its_memory_and_get_it_back() -> None:
+    """zero/unit.py: a view that autograd saved is alive again once its storage is."""
+    full = torch.arange(8.0)
+    view = full[2:6].view(2, 2)
+    nbytes = full.untyped_storage().nbytes()
+    full.untyped_storage().resize_(0)
+    assert full.untyped_storage().nbytes() == 0 and view.shape == (2, 2)
+    full.untyped_storage().resize_(nbytes)
+    full.copy_(torch.arange(8.0) + 1)
+    assert view.tolist() == [[3.0, 4.0], [5.0, 6.0]]
+
+
+def test_writes_under_a_preserved_version_are_not_counted() -> None:
+    """zero/unit.py: gathering again is no change, publishing is one."""
+    weight = nn.Parameter(torch.ones(3))
+    y = (weight * weight).sum()
+    before = weight._version
+    with unit._preserve_version(weight), torch.no_grad():
+        weight.fill_(2.0)
+    assert weight._version == before
+    torch.autograd.backward(y)  # and reads what is there now
+    torch.autograd.graph.increment_version([weight])
+    assert weight._version == before + 1
+
+
+def test_a_callback_runs_once_at_the_end_of_backward() -> None:
+    """zero/hooks.py: queued in the first hook that fires; also that a hook knows that it runs inside a backward."""
+    events: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    middle = x * 2
+
+    def first(grad: Tensor) -> None:
+        assert hooks._in_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: events.append("end"))
+        events.append("first")
+
+    middle.register_hook(first)
+    x.register_post_accumulate_grad_hook(lambda _: events.append("last gradient"))
+    assert not hooks._in_backward()
+    torch.autograd.backward(middle.sum())
+    assert events == ["first", "last gradient", "end"]
+
+
+def test_the_gradient_slot_can_be_read_past_the_class() -> None:
+    """zero/parameter.py: `.grad` of a released parameter is a property of ours; the slot under it is torch's."""
+    param = nn.Parameter(torch.ones(2))
+    torch.autograd.backward(param.sum())
+    grad = parameter.raw_grad(param)
+    assert grad is not None and grad.tolist() == [1.0, 1.0]
+    parameter.drop_grad(param)
+    assert param.grad is None
+
+
+def test_metadata_is_reached_by_the_functions_we_let_through() -> None:
+    """zero/parameter.py: `__torch_function__` sees a property as its slot's `__get__`."""
+    seen: list[Any] = []
+
+    class Spy(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    param: Any = nn.Parameter(torch.ones(2))
+    param.__class__ = Spy
+    _ = param.shape, param.requires_grad, param.numel(), param.stride()
+    param.__class__ = nn.Parameter
+    assert seen and all(func in parameter._METADATA for func in seen), seen
+
+
+def test_compilation_skips_an_eager_hook_and_what_it_calls() -> None:
+    """zero/hooks.py: `_eager` does what torch.compiler.disable does, without its import."""
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    def inner(x: Tensor) -> Tensor:
+        return x.cos()
+
+    hook = hooks._eager(lambda x: inner(x))
+
+    def body(x: Tensor) -> Tensor:
+        x = x.sin()
+        hook(x)
+        return x.tan()
+
+    x = torch.ones(3)
+    assert torch.equal(torch.compile(body, backend=backend)(x), x.sin().tan())
+    assert len(graphs) == 2 and "sin" in str(graphs[0]) and "tan" in str(graphs[1]), graphs
+    assert not any("cos" in str(graph) for graph in graphs), graphs
+
+
+def test_a_gradient_hook_that_holds_a_weak_reference_lets_go() -> None:
+    """zero/hooks.py: what torch keeps for a parameter in C++ must not keep an engine alive."""
+
+    class Owner:
+        def hit(self) -> None: ...
+
+    owner = Owner()
+    ref, param = weakref.ref(owner), nn.Parameter(torch.ones(1))
+
+    def landed(_: Tensor) -> None:
+        alive = ref()
+        if alive is not None:
+            alive.hit()
+
+    param.register_post_accumulate_grad_hook(landed)
+    del owner
+    gc.collect()
+    assert ref() is None
+    torch.autograd.backward(param.sum())
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_group_tells_its_backend_and_takes_a_time_out(group: Any) -> None:
+    """zero/comm.py: which backend moves a device's tensors, and more time for it than our own waits take."""
+    cpu = torch.device("cpu")
+    assert cpu in group._device_types
+    assert group._get_backend(cpu).name() == "gloo"
+    comm._allow(100.0, group)
+    assert group._get_backend(cpu).options._timeout == timedelta(seconds=160)
+
+
+def test_gloo_moves_bytes_and_tells_a_time_out_from_an_end(group: Any) -> None:
+    """zero/comm.py: every dtype travels as bytes; a wait that ran out leaves the operation to be waited for again."""
+    sent, received = torch.arange(4.0), torch.zeros(4)
+    work = dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=group, async_op=True)
+    assert work is not None
+    work.wait(timedelta(seconds=1))
+    assert work.is_completed() and torch.equal(sent, received)
+
+
+def test_schedulers_ask_an_optimizer_whether_it_stepped() -> None:
+    """optim/sharded.py and train/handle.py: torch warns of a wrong order unless `_opt_called` is set."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    schedule.step()  # warnings are errors here

@@ -1,0 +1,31 @@
+"""gloo for another device: what it moves goes through host memory. On CPU the way is the same, and can be forced."""
+
+from typing import Any
+
+import torch
+
+from slipstream.zero.comm import ProcessGroupComm
+from tests import toy
+from tests.pool import distributed
+
+
+def weights(stage: int, staged: bool, **blocks: Any) -> dict[str, torch.Tensor]:
+    engine = toy.make(toy.seeded(toy.Lm), stage, "gloo", **blocks)
+    comm = engine.comms.dp
+    assert isinstance(comm, ProcessGroupComm) and not comm.staged
+    comm.staged = staged
+    for i in range(3):
+        toy.step(engine, toy.tokens(engine.rank, i))
+    found: dict[str, torch.Tensor] = engine.state_dict()
+    engine.destroy()
+    return found
+
+
+@distributed(world_size=2)
+def test_staging_changes_no_bit() -> None:
+    for stage in (0, 1, 2, 3):
+        for kind in ("AdamW", "Muon"):  # equal shards, and whole tensors: shards of unequal length
+            optimizer = {"type": kind, "params": {"lr": 1e-2}}
+            plain, staged = (weights(stage, flag, optimizer=optimizer) for flag in (False, True))
+            for name, value in staged.items():
+                assert torch.equal(value, plain[name]), f"stage {stage}, {kind}: {name}"

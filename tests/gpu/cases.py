@@ -1,0 +1,266 @@
+"""What every rank runs on CUDA: `python -m tests.gpu.cases`, in torchrun's environment. One JSON line per case on rank 0.
+
+World 1 meets over NCCL. Two ranks share the one device, so they meet through gloo and the host's memory.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import slipstream
+from tests import toy, twin
+
+STAGES = (0, 1, 2, 3)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Of a parameter's whole update, relative. CUDA adds in other orders than the twin's single process does.
+TOLERANCE = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.02}
+SCALE = 256.0
+STEPS = 4
+
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(body: Callable[[], None]) -> Callable[[], None]:
+    CASES[body.__name__] = body
+    return body
+
+
+def device() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+def model(kind: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> Any:
+    """Weights that `dtype` can hold, in fp32, on the device."""
+    return toy.seeded(kind).to(dtype).float().to(device())
+
+
+def loss(module: nn.Module, batch: Tensor) -> Tensor:
+    value: Tensor = module(batch)
+    return value
+
+
+def batches(steps: int = STEPS, accumulation: int = 1) -> list[list[list[Tensor]]]:
+    world = dist.get_world_size()
+    return [
+        [[toy.tokens(rank, i, micro).to(device()) for rank in range(world)] for micro in range(accumulation)]
+        for i in range(steps)
+    ]
+
+
+def train(engine: Any, data: list[list[list[Tensor]]]) -> list[float]:
+    return [float(toy.step(engine, ranks[engine.rank])) for micros in data for ranks in micros]
+
+
+def engines(dtype: str = "fp32", **blocks: Any) -> Iterator[tuple[int, Any]]:
+    for stage in STAGES:
+        engine = toy.make(model(toy.Lm, DTYPES[dtype]), stage, dtype=dtype, **blocks)
+        yield stage, engine
+        engine.destroy()
+
+
+def compare_with_twin(dtype: str) -> None:
+    data = batches(accumulation=2)
+    scale = SCALE if dtype == "fp16" else 1.0
+    expected = twin.train(model(toy.Lm, DTYPES[dtype]), loss, data, dtype=DTYPES[dtype], clip=0.5, loss_scale=scale)
+    start = dict(model(toy.Lm, DTYPES[dtype]).named_parameters())
+    blocks: dict[str, Any] = {
+        "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "fp16": {"enabled": True, "loss_scale": SCALE} if dtype == "fp16" else None,
+    }
+    for stage, engine in engines(dtype, **blocks):
+        found = train(engine, data)
+        wanted = expected.losses[:, :, engine.rank].flatten().tolist()
+        gap = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+        assert gap < 20 * torch.finfo(DTYPES[dtype]).eps, f"stage {stage}: losses differ by {gap}"
+        for name, value in engine.state_dict().items():
+            assert value.dtype is DTYPES[dtype] and value.device == device()
+            master = engine.optimizer_state(name)["master"].to(device())
+            way = (start[name].detach() - expected.masters[name]).norm().item()
+            error = (master - expected.masters[name]).norm().item()
+            assert error <= TOLERANCE[dtype] * way, f"stage {stage}: the update of {name} is off by {error:.3g} of {way:.3g}"
+
+
+@case
+def fp32_equals_plain_torch() -> None:
+    compare_with_twin("fp32")
+
+
+@case
+def bf16_equals_plain_torch() -> None:
+    compare_with_twin("bf16")
+
+
+@case
+def fp16_equals_plain_torch() -> None:
+    compare_with_twin("fp16")
+
+
+@case
+def stages_agree_bit_for_bit() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    results = []
+    for stage, engine in engines("bf16", gradient_clipping=0.5):
+        losses = train(engine, batches(20))
+        weights = torch.cat([value.flatten().float() for value in engine.state_dict().values()])
+        results.append((stage, losses, engine.global_grad_norm, weights))
+    _, losses, norm, weights = results[0]
+    for stage, other_losses, other_norm, other_weights in results[1:]:
+        assert other_losses == losses and other_norm == norm, f"stage {stage} and stage 0: losses or norm differ"
+        assert torch.equal(other_weights, weights), f"stage {stage} and stage 0: weights differ"
+
+
+@case
+def released_weights_give_their_memory_back() -> None:
+    engine = toy.make(model(lambda: toy.Lm(dim=256, depth=8)), 3)
+    train(engine, batches(2))
+    torch.cuda.synchronize()
+    for unit in engine.units:
+        held = unit.full.untyped_storage().nbytes()
+        assert held == 0, f"unit {unit.name} holds {held} bytes while released"
+    param = engine.units[1].params[0]
+    try:
+        param.sum()
+    except RuntimeError as error:
+        assert "gathered" in str(error)
+    else:
+        raise AssertionError("a released parameter was read")
+    with slipstream.zero.gathered(param):
+        assert bool(torch.isfinite(param).all())
+    engine.destroy()
+    torch.cuda.synchronize()
+
+
+@case
+def engines_come_and_go_at_flat_memory() -> None:
+    held = []
+    for _ in range(12):
+        engine = toy.make(model(toy.Lm), 3, dtype="bf16")
+        train(engine, batches(1))
+        engine.destroy()
+        del engine
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] <= held[3], f"bytes allocated after each engine: {held}"
+
+
+@case
+def an_overflow_is_skipped_on_all_ranks() -> None:
+    for stage, engine in engines("fp16", fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1}):
+        before = {name: value.clone() for name, value in engine.state_dict().items()}
+        value = engine(batches(1)[0][0][engine.rank])
+        engine.backward(value * (float("inf") if engine.rank == 0 else 1.0))
+        engine.step()
+        assert engine.skipped_steps == 1 and engine.precision.loss_scale == 128.0, f"stage {stage}"
+        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items()), f"stage {stage}"
+
+
+@case
+def a_checkpoint_moves_between_stages() -> None:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    data = batches(4)
+    engine = toy.make(model(toy.Lm), 3, dtype="bf16")
+    train(engine, data[:2])
+    engine.save_checkpoint(folder[0])
+    saved = engine.state_dict()
+    further = train(engine, data[2:])
+    engine.destroy()
+    for stage in STAGES:
+        engine = toy.make(model(toy.Lm), stage, dtype="bf16")
+        engine.load_checkpoint(folder[0])
+        assert all(torch.equal(value, saved[name]) for name, value in engine.state_dict().items()), f"stage {stage}"
+        again = train(engine, data[2:])
+        assert max(abs(a - b) for a, b in zip(again, further, strict=True)) < 1e-2, f"stage {stage}: {again}, {further}"
+        engine.destroy()
+
+
+@case
+def checkpointed_and_compiled_blocks() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(toy.Net):
+        def body(self, h: Tensor) -> Tensor:
+            for block in self.blocks:
+                h = checkpoint(block, h, use_reentrant=False)
+            return h
+
+    results = []
+    for kind in ("plain", "checkpointed", "compiled"):
+        net = model(Checkpointed if kind == "checkpointed" else toy.Net)
+        if kind == "compiled":
+            for block in net.blocks:
+                block.compile(backend="aot_eager")
+        engine = toy.make(net, 3)
+        for i in range(3):
+            engine.backward(engine(toy.floats(engine.rank, i).to(device())).square().mean())
+            engine.step()
+        results.append(engine.state_dict())
+        engine.destroy()
+    for other in results[1:]:
+        for name, value in other.items():
+            torch.testing.assert_close(value, results[0][name.replace("_orig_mod.", "")])
+
+
+@case
+def a_hugging_face_llama_trains_and_generates() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    engine = toy.make(LlamaForCausalLM(config), 3, dtype="bf16")
+    ids = torch.randint(128, (2, 16), generator=torch.Generator().manual_seed(engine.rank)).to(device())
+    losses = []
+    for _ in range(8):
+        value = engine(input_ids=ids, labels=ids).loss
+        engine.backward(value)
+        engine.step()
+        losses.append(float(value))
+    assert losses[-1] < losses[0], losses
+    with torch.no_grad():
+        out = engine.module.generate(ids[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert out.shape == (2, 8)
+    engine.destroy()
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    slipstream.init_distributed()
+    torch.cuda.set_device(0)
+    wanted = sys.argv[1:] or list(CASES)
+    for name in wanted:
+        start, trouble = time.monotonic(), ""
+        try:
+            CASES[name]()
+        except Exception:
+            trouble = traceback.format_exc()
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, trouble)
+        if dist.get_rank() == 0:
+            story = "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(told) if text)
+            print(json.dumps({"case": name, "trouble": story, "seconds": round(time.monotonic() - start, 1)}), flush=True)
+        if any(told):
+            os._exit(1)  # its groups are in no known state; pytest starts the rest anew
+    backend = dist.get_backend()
+    if dist.get_rank() == 0:
+        print(json.dumps({"backend": str(backend)}), flush=True)
+    dist.barrier()
+    os._exit(0)  # NCCL's own tear-down is not what is tested
+
+
+if __name__ == "__main__":
+    main()
