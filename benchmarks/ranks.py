@@ -69,24 +69,64 @@ def run_ranks(job: Job, world: int, peers: Peers, *, seat: Seat | None = None, o
 
     Raises RunError when a rank dies, and leaves no process behind.
     """
-    seat = seat or Seat()
-    port = free_port()
-    spawned = time.time()
     with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(_rank(job, rank, world, port, peers, seat)) for rank in range(world)]
+        ranks = _start(job, world, peers, seat or Seat(), stack)
         for mark in [mark for mark in job.marks if mark <= job.steps]:
-            for rank in ranks:
-                rank.expect("mark")
+            ranks.reach_mark()
             if on_mark is not None:
                 on_mark(mark)
-            for rank in ranks:
-                rank.go_on()
-        results = [rank.expect("losses") for rank in ranks]
-        for rank in ranks:
+            ranks.go_on()
+        return ranks.finish()
+
+
+def run_in_turns(jobs: Sequence[Job], world: int, peers: Peers) -> list[Outcome]:
+    """Start the ranks of all jobs, and let one job after the other go from each of its marks to the next.
+
+    The jobs' marks are alike and start with 0, which all reach before the first of them goes on. Raises RunError when a
+    rank dies, and leaves no process behind.
+    """
+    with contextlib.ExitStack() as stack:
+        everyone = [_start(job, world, peers, Seat(), stack) for job in jobs]
+        for ranks in everyone:
+            ranks.reach_mark()
+        for _ in jobs[0].marks[1:]:
+            for ranks in everyone:
+                ranks.go_on()
+                ranks.reach_mark()
+        outcomes = []
+        for ranks in everyone:
+            ranks.go_on()
+            outcomes.append(ranks.finish())
+        return outcomes
+
+
+@dataclass(slots=True, kw_only=True)
+class _Ranks:
+    """The running ranks of one job."""
+
+    ranks: list[_Rank]
+    spawned: float
+
+    def reach_mark(self) -> None:
+        for rank in self.ranks:
+            rank.expect("mark")
+
+    def go_on(self) -> None:
+        for rank in self.ranks:
             rank.go_on()
-        for rank in ranks:
+
+    def finish(self) -> Outcome:
+        results = [rank.expect("losses") for rank in self.ranks]
+        self.go_on()
+        for rank in self.ranks:
             rank.process.wait(timeout=60)
-    return Outcome(ranks=results, spawned=spawned)
+        return Outcome(ranks=results, spawned=self.spawned)
+
+
+def _start(job: Job, world: int, peers: Peers, seat: Seat, stack: contextlib.ExitStack) -> _Ranks:
+    port, spawned = free_port(), time.time()
+    ranks = [stack.enter_context(_rank(job, rank, world, port, peers, seat)) for rank in range(world)]
+    return _Ranks(ranks=ranks, spawned=spawned)
 
 
 @dataclass(slots=True, kw_only=True)

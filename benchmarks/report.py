@@ -24,8 +24,8 @@ LEGS = ("step", "memory", "wire", "start")
 _HEAD = """# Results
 
 Written by `make bench` (`python -m benchmarks`), never by hand; each section says when and on which machine. Contenders run
-interleaved, in fresh processes, one thread per rank, each rank pinned to a core. A figure is the median of the rounds with
-(min-max); a ratio is taken within a round. How: `benchmarks/README.md`.
+interleaved, in fresh processes, one thread per rank, each rank pinned to a core. A figure is a median with (min-max).
+How: `benchmarks/README.md`.
 """
 
 

@@ -1,8 +1,10 @@
 """The leg `step`: seconds per training step, ours beside the peers and the floor.
 
-A table per workload and dtype. In every round each contender runs once, in fresh processes, in an order that turns
-round from one round to the next; a rank's figure is the median of the last half of its steps, a contender's that of its
-slowest rank. Before any figure counts, the first five losses have to agree with DDP's, which knows nothing of ours.
+A table per workload and dtype. Each contender runs together with a floor of its own, in fresh processes that take turns of
+a few steps on the same cores, so that both see the machine as it is in that minute. A turn's figure is the median of its
+steps but the first (the caches are the other's), on the slowest rank; it is held against the floor's turn beside it. Two
+contenders are compared by their ratios to their floors. Before any figure counts, the first five losses have to agree with
+DDP's, which knows nothing of ours.
 """
 
 from __future__ import annotations
@@ -13,41 +15,46 @@ from dataclasses import dataclass, field
 
 from benchmarks import systems
 from benchmarks.peers import Peers
-from benchmarks.ranks import Outcome, RunError, run_ranks
+from benchmarks.ranks import Outcome, RunError, run_in_turns
 from benchmarks.report import Spread, machine, table, verdict, verdicts
 from benchmarks.worker import Job
 from benchmarks.workloads import WORKLOADS, Workload
 
 WORLD = 2
-COMPARED = 5  # losses (as many as there are under --quick)
+COMPARED = 5  # losses
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}  # of a loss, relative (performance.md 4.1)
-DISTURBED = 1.15  # a run is made again when its calibration is this much slower than the best one of the table
-REPEATS = 2
 AGAIN = "slipstream:1:again"  # stage 1 a second time: the noise
 
 OURS = ("slipstream:1", "slipstream:2", "slipstream:3")
 DEEPSPEED = ("deepspeed:1", "deepspeed:2", "deepspeed:3")
 CONTENDERS = {
     "moving": (
-        "floor", "slipstream:0", *OURS, *(f"{name}:gloo" for name in OURS), *(f"{name}:torch" for name in OURS), AGAIN,
+        "slipstream:0", *OURS, *(f"{name}:gloo" for name in OURS), *(f"{name}:torch" for name in OURS), AGAIN,
         "ddp", "fsdp2:keep", "fsdp2:reshard", *DEEPSPEED,
     ),
-    "computing": ("floor", *OURS, AGAIN, "ddp", "fsdp2:reshard", *DEEPSPEED),
-    "tiny": ("floor", *OURS, "ddp"),
+    "computing": (*OURS, AGAIN, "ddp", "fsdp2:reshard", *DEEPSPEED),
+    "tiny": (*OURS, "ddp"),
 }  # fmt: skip
-STEPS = {"moving": 12, "computing": 8, "tiny": 6}
-QUICK = ("floor", "slipstream:1", "slipstream:3", "ddp", "deepspeed:3")
-QUICK_STEPS = 4
+TURN = 4  # steps; the first of each is not counted
+TURNS = {"moving": 4, "computing": 3, "tiny": 4}  # the first warms up
+QUICK = ("slipstream:1", "slipstream:3", "ddp", "deepspeed:3")
+QUICK_TURNS = 2
 
 
 @dataclass(slots=True, kw_only=True)
 class Series:
-    """One contender's rounds."""
+    """One contender's turns, over all rounds, each with the floor's turn beside it."""
 
     seconds: list[float] = field(default_factory=list)
+    floor: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    floor_losses: list[float] = field(default_factory=list)
     trouble: str = ""
+
+    @property
+    def over_floor(self) -> list[float]:
+        return [ours / floor for ours, floor in zip(self.seconds, self.floor, strict=True)]
 
 
 def seconds_of(outcome: Outcome, times: str = "times") -> float:
@@ -56,34 +63,38 @@ def seconds_of(outcome: Outcome, times: str = "times") -> float:
     return max(statistics.median(half) for half in halves)
 
 
+def turns_of(outcome: Outcome, times: str = "times") -> list[float]:
+    """Per turn but the first, the slowest rank's median over the steps but the first."""
+    ranks: list[list[float]] = [rank[times] for rank in outcome.ranks]
+    starts = range(TURN, len(ranks[0]), TURN)
+    return [max(statistics.median(each[start + 1 : start + TURN]) for each in ranks) for start in starts]
+
+
 def measure(
-    work: Workload, dtype: str, contenders: Sequence[str], peers: Peers, *, rounds: int, steps: int, careful: bool
-) -> tuple[dict[str, Series], int]:
-    """Every contender's rounds, and how many runs were made again because the machine was slow."""
+    work: Workload, dtype: str, contenders: Sequence[str], peers: Peers, *, rounds: int, turns: int
+) -> dict[str, Series]:
+    """Every contender's turns."""
     series = {name: Series() for name in contenders}
-    best, repeated = float("inf"), 0
+    marks = tuple(range(0, turns * TURN + 1, TURN))
     for turn in range(rounds):
         for name in contenders if turn % 2 == 0 else reversed(contenders):
-            if series[name].trouble:
+            one = series[name]
+            if one.trouble:
                 continue
-            job = Job(system=name, work=work, dtype=dtype, steps=steps)
-            for attempt in range(REPEATS + 1):
-                try:
-                    outcome = run_ranks(job, WORLD, peers)
-                except RunError as error:
-                    series[name].trouble = str(error).strip().splitlines()[-1]
-                    print(error)
-                    break
-                speed = max(rank["calibration"] for rank in outcome.ranks)
-                best = min(best, speed)
-                if not careful or speed <= DISTURBED * best or attempt == REPEATS:
-                    series[name].seconds.append(seconds_of(outcome))
-                    series[name].cpu_seconds.append(seconds_of(outcome, "cpu_times"))
-                    series[name].losses = outcome.losses
-                    print(f"  {work.name} {dtype} round {turn + 1} {name}: {seconds_of(outcome):.3f} s", flush=True)
-                    break
-                repeated += 1
-    return series, repeated
+            jobs = [Job(system=system, work=work, dtype=dtype, steps=marks[-1], marks=marks) for system in ("floor", name)]
+            try:
+                floor, outcome = run_in_turns(jobs, WORLD, peers)
+            except RunError as error:
+                one.trouble = str(error).strip().splitlines()[-1]
+                print(error)
+                continue
+            one.seconds += turns_of(outcome)
+            one.floor += turns_of(floor)
+            one.cpu_seconds += turns_of(outcome, "cpu_times")
+            one.losses, one.floor_losses = outcome.losses, floor.losses
+            ratio = Spread.of(one.over_floor[1 - turns :]).show(2)
+            print(f"  {work.name} {dtype} round {turn + 1} {name}: {turns_of(outcome)[-1]:.3f} s, {ratio} floors", flush=True)
+    return series
 
 
 def void_where_losses_differ(series: dict[str, Series], dtype: str) -> None:
@@ -92,31 +103,45 @@ def void_where_losses_differ(series: dict[str, Series], dtype: str) -> None:
     if not reference:
         for one in series.values():
             one.trouble = one.trouble or "void: DDP did not run, and its losses are what the others are held against"
-    for name, one in series.items():
-        count = 1 if name == "floor" else COMPARED  # the floor does not train
-        pairs = list(zip(one.losses[:count], reference[:count], strict=False))
-        gap = max((abs(a - b) / max(1.0, abs(b)) for a, b in pairs), default=0.0)
-        if gap > TOLERANCE[dtype] and not one.trouble:
+    for one in series.values():
+        if one.trouble:
+            continue
+        gap = _gap(one.losses[:COMPARED], reference[:COMPARED])
+        if gap > TOLERANCE[dtype]:
             one.trouble = f"void: its losses differ from DDP's by {gap:.1e}"
+        gap = _gap(one.floor_losses[:1], reference[:1])  # the floor does not train
+        if gap > TOLERANCE[dtype]:
+            one.trouble = f"void: the floor's loss differs from DDP's by {gap:.1e}"
+
+
+def _gap(losses: Sequence[float], reference: Sequence[float]) -> float:
+    return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, reference, strict=True))
 
 
 def ratios(series: dict[str, Series], above: str, below: str) -> Spread | None:
-    one, other = series.get(above), series.get(below)
-    if one is None or other is None or one.trouble or other.trouble or not one.seconds or not other.seconds:
+    """`above` over `below`, each by its own floor; `below` may be that floor."""
+    one = series.get(above)
+    if one is None or one.trouble or not one.seconds:
         return None
-    return Spread.of([a / b for a, b in zip(one.seconds, other.seconds, strict=False)])
+    if below == "floor":
+        return Spread.of(one.over_floor)
+    other = series.get(below)
+    if other is None or other.trouble or not other.seconds:
+        return None
+    return Spread.of([a / b for a, b in zip(one.over_floor, other.over_floor, strict=True)])
 
 
 def show(series: dict[str, Series]) -> str:
     rows = []
     for name, one in series.items():
         over = ratios(series, name, "floor")
-        if one.trouble or over is None:
-            rows.append([systems.label(name), one.trouble or "not run", "", ""])
+        if over is None:
+            rows.append([systems.label(name), one.trouble or "not run", "", "", ""])
         else:
-            rows.append([systems.label(name), Spread.of(one.seconds).show(), over.show(2), Spread.of(one.cpu_seconds).show()])
+            spreads = [Spread.of(one.seconds).show(), Spread.of(one.floor).show(), over.show(2)]
+            rows.append([systems.label(name), *spreads, Spread.of(one.cpu_seconds).show()])
     noise = ratios(series, AGAIN, "slipstream:1")
-    text = table(["contender", "step, s", "over the floor", "processor time per rank, s"], rows)
+    text = table(["contender", "step, s", "floor beside it, s", "over the floor", "processor time per rank, s"], rows)
     return text + (f"\n\nNoise, stage 1 against itself: {noise.show(2)}." if noise else "")
 
 
@@ -125,7 +150,7 @@ def targets(series: dict[str, Series], *, moving: bool) -> list[list[str]]:
     rows: list[list[str]] = []
 
     def judge(text: str, above: str, below: str, wanted: float, at_least: bool = False) -> None:
-        if above not in series or below not in series:
+        if above not in series or below not in (*series, "floor"):
             return
         ratio = ratios(series, above, below)
         if ratio is None:
@@ -135,7 +160,7 @@ def targets(series: dict[str, Series], *, moving: bool) -> list[list[str]]:
 
     def faster_of(*names: str) -> str:
         there = [name for name in names if name in series and series[name].seconds and not series[name].trouble]
-        return min(there, key=lambda name: statistics.median(series[name].seconds), default="")
+        return min(there, key=lambda name: statistics.median(series[name].over_floor), default="")
 
     for stage in (1, 2, 3):
         ours, deepspeed = f"slipstream:{stage}", f"deepspeed:{stage}"
@@ -152,20 +177,19 @@ def targets(series: dict[str, Series], *, moving: bool) -> list[list[str]]:
 
 def run(peers: Peers, *, quick: bool, works: Sequence[str], dtypes: Sequence[str], only: Sequence[str], rounds: int) -> str:
     def wanted(name: str) -> bool:
-        chosen = not only or name in ("floor", "ddp") or any(name.startswith(start) for start in only)
+        chosen = not only or name == "ddp" or any(name.startswith(start) for start in only)
         return chosen and (peers.python is not None or not systems.needs_peers(name))
 
     text = [machine(peers)]
     for work in (WORKLOADS[name] for name in works):
         contenders = [name for name in (QUICK if quick else CONTENDERS[work.name]) if wanted(name)]
         for dtype in dtypes:
-            series, repeated = measure(
-                work, dtype, contenders, peers, rounds=rounds, steps=QUICK_STEPS if quick else STEPS[work.name], careful=not quick
-            )
+            turns = QUICK_TURNS if quick else TURNS[work.name]
+            series = measure(work, dtype, contenders, peers, rounds=rounds, turns=turns)
             void_where_losses_differ(series, dtype)
-            text.append(f"### {work.name}, {dtype}: {work.describe()}, {WORLD} ranks, {rounds} rounds")
+            text.append(
+                f"### {work.name}, {dtype}: {work.describe()}, {WORLD} ranks, {rounds} x {turns - 1} turns of {TURN - 1} steps"
+            )
             text.append(show(series))
-            if repeated:
-                text.append(f"{repeated} runs were made again: the machine was slow in them.")
             text.append(verdicts(targets(series, moving=work.name == "moving")))
     return "\n\n".join(text)

@@ -63,17 +63,6 @@ class Parent:
         self.reader.readline()
 
 
-def calibration() -> float:
-    """Seconds of a fixed piece of arithmetic and copying: how fast this core is right now."""
-    a = torch.ones(384, 384)
-    source, target = torch.ones(4 << 20), torch.ones(4 << 20)
-    start = time.perf_counter()
-    for _ in range(24):
-        a @ a
-        target.copy_(source)
-    return time.perf_counter() - start
-
-
 def run(job: Job, parent: Parent) -> None:
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
@@ -81,7 +70,6 @@ def run(job: Job, parent: Parent) -> None:
     tokens, targets = build_batch(job.work, rank)
     model = build_model(job.work)
     num_params = sum(param.numel() for param in model.parameters())
-    before = calibration()
     built = time.time()
     step = build(job.system, model, DTYPES[job.dtype], job.work.batch)
     if 0 in job.marks:
@@ -103,7 +91,6 @@ def run(job: Job, parent: Parent) -> None:
     parent.tell(
         losses=losses,
         times=times,
-        calibration=(before + calibration()) / 2,
         params=num_params,
         started=STARTED,
         built=built,

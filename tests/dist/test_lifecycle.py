@@ -144,6 +144,17 @@ def test_meta_without_initialisation_is_refused() -> None:
         toy.make(model, 3)
 
 
+@distributed(world_size=1)
+def test_meta_shared_with_a_module_that_can_initialise_it() -> None:
+    with torch.device("meta"):
+        bare, linear = Bare(), nn.Linear(3, 3)
+        linear.weight = bare.weight
+        model = nn.Sequential(bare, linear)
+    engine = toy.make(model, 3)
+    assert bare.weight is linear.weight and 0 < engine.state_dict()["0.weight"].abs().max() < 1
+    engine.destroy()
+
+
 class Mpu:
     """Of a run whose ranks 0, 1 and 2, 3 are data-parallel pairs."""
 

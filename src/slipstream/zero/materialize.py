@@ -12,30 +12,33 @@ import torch.nn as nn
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Allocate and initialise every module that has something on meta, by its own `reset_parameters` or `_init_weights`.
 
-    Raises ValueError naming the module that can do neither.
+    Raises ValueError naming the module that can do neither, before anything is changed.
     """
     init = getattr(model, "_init_weights", None)  # transformers
-    done: set[int] = set()
-    for name, module in model.named_modules():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        if not any(tensor.is_meta for _, tensor in own):
-            continue
-        reset = getattr(module, "reset_parameters", None)
-        if init is None and not callable(reset):
+    on_meta = [(name, module) for name, module in model.named_modules() if _on_meta(module)]
+    able = [module for _, module in on_meta if init is not None or callable(getattr(module, "reset_parameters", None))]
+    initialised = {id(tensor) for module in able for tensor in _on_meta(module).values()}  # also for modules tied to them
+    for name, module in on_meta:
+        if any(id(tensor) not in initialised for tensor in _on_meta(module).values()):
             raise ValueError(
                 f"module {name!r} ({type(module).__name__}) is on meta and has no reset_parameters(); give it one, or build "
                 f"the model with real weights"
             )
-        for leaf, tensor in own:
-            if not tensor.is_meta or id(tensor) in done:
-                continue
+    for module in able:
+        found = _on_meta(module)
+        for leaf, tensor in found.items():
             real = torch.empty_like(tensor, device=device)
             if isinstance(tensor, nn.Parameter):
                 torch.utils.swap_tensors(tensor, nn.Parameter(real, requires_grad=tensor.requires_grad))
             else:
                 setattr(module, leaf, real)
-            done.add(id(tensor))
-        if callable(reset):
+        if found and callable(reset := getattr(module, "reset_parameters", None)):
             reset()
     if init is not None:
         model.apply(init)
+
+
+def _on_meta(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What the module itself holds on meta, by its attribute's name."""
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return {leaf: tensor for leaf, tensor in own if tensor.is_meta}
