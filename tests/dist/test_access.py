@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slipstream import zero
@@ -157,6 +158,71 @@ def test_gradients_by_name(transport: str) -> None:
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
+def test_gradients_can_be_written(transport: str) -> None:
+    """What was set is what the norm and the optimizer see, in the middle of a window too."""
+    new = torch.arange(128.0).view(16, 8) / 64
+    for stage in STAGES:
+        weights = []
+        for way in ("set", "computed"):
+            engine = toy.make(
+                toy.seeded(toy.Net), stage, transport, gradient_accumulation_steps=2,
+                optimizer={"type": "SGD", "params": {"lr": 0.5}},
+            )  # fmt: skip
+            weight = engine.module.inp.weight
+            for micro in range(2):
+                loss = engine(toy.floats(engine.rank, 0, micro)).square().mean()
+                engine.backward(loss)
+                if way == "set" and micro == 0:
+                    before = engine.gradient("inp.weight")
+                    engine.set_gradient("inp.weight", new)
+                    assert engine.gradient("inp.weight").equal(new), stage
+                elif way == "set":
+                    engine.set_gradient("inp.weight", engine.gradient("inp.weight") - new + before)
+                engine.step()
+            weights.append((engine.state_dict(), engine.global_grad_norm))
+            assert weight.requires_grad
+            engine.destroy()
+        assert weights[0][1] == pytest.approx(weights[1][1], rel=1e-5), stage
+        for name, value in weights[0][0].items():
+            torch.testing.assert_close(value, weights[1][0][name], rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_the_engine_runs_inside_gathered(transport: str) -> None:
+    for stage in STAGES:
+        engine = toy.make(toy.seeded(toy.Net), stage, transport)
+        x = toy.floats(engine.rank, 0)
+        with torch.no_grad():
+            expected = engine(x)
+            with zero.gathered(engine.module.parameters()):
+                assert engine(x).equal(expected)
+                assert engine.module.out.weight.sum().isfinite()
+                assert engine(x).equal(expected)
+            with zero.gathered(engine.module.inp.weight):
+                engine.module.inp.weight.mul_(2.0)
+                changed = engine(x)
+            assert not changed.equal(expected) and engine(x).equal(changed), stage
+        train(engine)
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_write_right_after_the_step_is_this_ranks_own() -> None:
+    """Nobody copies a published span while its owner's user already writes it."""
+    for stage in (0, 1, 2):
+        engine = toy.make(toy.seeded(lambda: toy.Net(dim=256)), stage)
+        for _ in range(10):
+            train(engine)
+            with torch.no_grad():
+                for param in engine.module.parameters():
+                    param.mul_(0.5)
+        sums: list[Any] = [None] * 2
+        dist.all_gather_object(sums, [param.double().sum().item() for param in engine.module.parameters()])
+        assert sums[0] == sums[1], stage
+        engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
 def test_optimizer_state_by_name(transport: str) -> None:
     model = toy.seeded(toy.Net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
@@ -178,6 +244,9 @@ def test_optimizer_state_by_name(transport: str) -> None:
         assert engine.state_dict()["out.bias"].equal(new["master"])
         with pytest.raises(KeyError, match=r"no parameter 'out.bia'.*out.bias"):
             engine.optimizer_state("out.bia")
+        with pytest.raises(KeyError, match=r"no optimizer state 'exp_av' of 'out.bias'.*exp_avg_sq"):
+            engine.set_optimizer_state("out.bias", {"exp_av": torch.zeros(8), "master": torch.zeros(8)})
+        assert engine.state_dict()["out.bias"].equal(new["master"])
         with pytest.raises(ValueError, match=r"exp_avg of 'out.bias' has shape \(3,\)"):
             engine.set_optimizer_state("out.bias", {"exp_avg": torch.zeros(3)})
         engine.destroy()

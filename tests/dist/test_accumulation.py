@@ -100,6 +100,37 @@ def test_all_of_a_window_in_no_sync(transport: str) -> None:
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
+def test_no_sync_adds_up_in_the_accumulation_dtype(transport: str) -> None:
+    for stage in STAGES:
+        engine = toy.make(
+            toy.seeded(toy.Net), stage, transport, dtype="bf16", managed_gradient_accumulation=False,
+            data_types={"grad_accum_dtype": "fp32"}, communication_data_type="fp32",
+        )  # fmt: skip
+        with engine.no_sync():
+            for slope in (1.0, 2**-10, 2**-10):  # bf16 would lose the last two
+                (engine(toy.floats(0, 0).bfloat16()).float().sum() * slope).backward()
+            found = engine.gradient("out.bias")
+        assert found.eq(4 * (1 + 2**-9)).all(), (stage, found)
+        with pytest.raises(RuntimeError, match=r"engine.gradient\('out.bias'\)"):
+            _ = engine.module.out.bias.grad
+        engine.step()
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_an_unequal_number_in_no_sync_is_refused_by_rank() -> None:
+    engine = toy.make(toy.seeded(toy.Lm), 1, managed_gradient_accumulation=False)
+    with engine.no_sync():
+        for micro in range(1 + engine.rank):
+            engine(toy.tokens(engine.rank, 0, micro)).backward()
+    engine(toy.tokens(engine.rank, 0, 5)).backward()
+    with pytest.raises(RuntimeError, match=r"different numbers of backward passes.*\{0: 2, 1: 3\}") as caught:
+        engine.step()
+    del caught
+    close(engine)
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
 def test_micro_batches_may_differ_in_size(transport: str) -> None:
     """The mean is over ranks, as everywhere; what counts is that nothing hangs and all ranks agree."""
     for stage in STAGES:

@@ -240,6 +240,16 @@ def evaluation_on_one_rank(m: Any, r: int, i: int) -> None:
             m(floats(r, i, 5))
 
 
+def forward_before_step(m: Any, r: int, i: int) -> None:
+    plain(m, r, i)
+    m(floats(r, i, 5))
+
+
+def part_before_step(m: Any, r: int, i: int) -> None:
+    plain(m, r, i)
+    getattr(m, "module", m).inp(floats(r, i, 5))
+
+
 def unused_alike(m: Any, r: int, i: int) -> None:
     m(floats(r, i), skip=i % 3).square().mean().backward()
 
@@ -319,6 +329,12 @@ SCENARIOS: dict[str, Scenario] = {
     "checkpoint inside blocks": Scenario(plain, CheckpointedInside),
     "tied": Scenario(plain, Tied),
     "parameters used directly": Scenario(plain, Direct),
+    "used directly, two graphs at once": Scenario(interleaved, Direct),
+    "used directly, a retained graph": Scenario(retained, Direct),
+    "used directly, evaluation before backward": Scenario(evaluation_between_halves, Direct),
+    "used directly, a forward without backward": Scenario(forward_without_backward, Direct),
+    "used directly, a forward before the step": Scenario(forward_before_step, Direct),
+    "a part of the model before the step": Scenario(part_before_step),
     "zero-size parameters": Scenario(plain, ZeroSize),
     "frozen": Scenario(plain, PartlyFrozen),
     "buffers": Scenario(plain, Buffered),

@@ -155,6 +155,38 @@ def test_meta_shared_with_a_module_that_can_initialise_it() -> None:
     engine.destroy()
 
 
+class Partial(nn.Module):
+    """A model whose own initialiser knows linear layers only, as nanoGPT's."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), last
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+@distributed(world_size=1)
+def test_meta_with_an_initialiser_of_the_models_own() -> None:
+    with torch.device("meta"):
+        model = Partial(Bare())
+    with pytest.raises(ValueError, match=r"last.weight was on meta, and neither .*Bare.* gave it a value"):
+        toy.make(model, 3)
+    loaded = nn.Linear(3, 3)
+    before = loaded.weight.detach().clone()
+    with torch.device("meta"):
+        model = Partial(nn.Identity())
+    model.last = loaded
+    engine = toy.make(model, 3)
+    state = engine.state_dict()
+    assert state["first.weight"].eq(0.5).all() and state["last.weight"].equal(before)
+    engine.destroy()
+
+
 class Mpu:
     """Of a run whose ranks 0, 1 and 2, 3 are data-parallel pairs."""
 

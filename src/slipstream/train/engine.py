@@ -108,6 +108,8 @@ class Engine(nn.Module):
         self.watch.phase, self.watch.step = "step", self.global_steps
         with self.progress.timing("step"), torch.no_grad():
             verdict = self._finish_window()
+            for unit in self.units:
+                unit.release()  # what a forward outside the engine's, or a graph of a graph, has left readable
             if verdict.finite or not self.precision.plan.check_overflow:
                 window.update(self.units, self.steps, verdict.scale)
                 self.step_applied = True
@@ -213,8 +215,22 @@ class Engine(nn.Module):
 
     def gradient(self, name: str) -> Tensor:
         """The mean gradient so far of parameter `name`, whole and unscaled, in fp32. Collective."""
-        with self._together("gradient"):
-            return access.full_gradient(*self._find(name), self.alpha) / self.precision.loss_scale
+        unit, i = self._find(name)
+        with self._together("gradient"), torch.no_grad():
+            if unit.placement.grads:
+                window.reduce_leftovers(self.units, self.hooks, self.comms)
+            return access.full_gradient(unit, i, self.alpha) / self.precision.loss_scale
+
+    def set_gradient(self, name: str, value: Tensor) -> None:
+        """Replace the mean gradient so far of parameter `name`, unscaled. Collective; the same value on all ranks.
+
+        Raises ValueError where shapes differ or the parameter is frozen.
+        """
+        unit, i = self._find(name)
+        with self._together("set_gradient"), torch.no_grad():
+            if unit.placement.grads:
+                window.reduce_leftovers(self.units, self.hooks, self.comms)
+            access.set_gradient(unit, i, value.float() * self.precision.loss_scale, self.alpha)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """The optimizer's per-element states of parameter `name`, whole, with "master". Collective."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from slipstream.zero.comm import broadcast_from, gather_objects
+from slipstream.zero.comm import broadcast_from, gather_objects, reduce_into
 from slipstream.zero.layout import overlap
 from slipstream.zero.unit import State, Unit
 
@@ -48,15 +47,38 @@ def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
     slot = unit.layout.slots[i]
     part = slice(slot.offset, slot.offset + slot.numel)
     if unit.memory.local is not None:  # not reduced yet
-        local = unit.memory.local.tensor[part].float() if i in unit.filled else torch.zeros(slot.numel)
+        local = unit.memory.local.tensor[part].float().cpu() if i in unit.filled else torch.zeros(slot.numel)
         pieces = gather_objects(local, unit.comms.data.axis)
-        return torch.stack(pieces).sum(0).mul_(alpha).view(slot.shape)
+        return torch.stack(pieces).sum(0).mul_(alpha).view(slot.shape).to(unit.full.device)
     if unit.grads is None or not unit.has_gradient:
-        return torch.zeros(slot.shape)
+        return torch.zeros(slot.shape, device=unit.full.device)
     full = full_span(unit, unit.grads.float(), bool(unit.placement.grads))[part]
     if unit.comms.dp_replicate.size > 1:
-        full = torch.stack(gather_objects(full, unit.comms.dp_replicate.axis)).sum(0)
+        full = torch.stack([each.to(full.device) for each in gather_objects(full, unit.comms.dp_replicate.axis)]).sum(0)
     return full.view(slot.shape)
+
+
+def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
+    """Replace parameter i's summed gradient times `alpha` by `value`, fp32. The first copy of the shards holds all of it."""
+    slot = unit.layout.slots[i]
+    if unit.grads is None or not unit.params[i].requires_grad:
+        raise ValueError(f"parameter {unit.names[i]!r} is frozen: it has no gradient; set requires_grad before the forward")
+    if tuple(value.shape) != slot.shape:
+        raise ValueError(f"the gradient of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
+    if unit.memory.local is not None:
+        whole = value.reshape(-1) / alpha if unit.comms.data.rank == 0 else torch.zeros(slot.numel)
+        unit.memory.local.tensor[slice(*slot.span)].copy_(whole)
+        unit.filled.add(i)
+    else:
+        if not unit.has_gradient:
+            unit.grads.zero_()
+        start, stop = overlap(slot.span, unit.span)
+        mine = value.reshape(-1)[start - slot.offset : stop - slot.offset]
+        held = unit.grads[start - unit.span[0] : stop - unit.span[0]]
+        held.copy_(mine if unit.comms.dp_replicate.rank == 0 else torch.zeros_like(mine))
+        unit.partial = reduce_into(unit.grads, [unit.grads], 1.0, accumulate=False)
+    unit.has_gradient = True
+    unit.hide_gradients()
 
 
 def full_optimizer_state(unit: Unit, i: int, steps: Any) -> dict[str, Tensor]:
@@ -81,19 +103,21 @@ def set_optimizer_state(unit: Unit, i: int, steps: Any, values: Mapping[str, Ten
     for name, value in values.items():
         if tuple(value.shape) != slot.shape:
             raise ValueError(f"{name} of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
+    owned = [piece for piece in (steps.pieces[unit.index] if steps else []) if piece.name == unit.names[i]]
+    known = [sorted(steps.states(unit, piece)) for piece in owned]
+    for states in [state for rank in gather_objects(known, unit.comms.data.axis) for state in rank]:
+        if unknown := sorted(values.keys() - {"master", *states}):  # on all ranks, before anything is written
+            raise KeyError(f"no optimizer state {unknown[0]!r} of {unit.names[i]!r}; there are {states}")
     if "master" in values:
         with gathered_units({unit: [i]}, None), torch.no_grad():
             unit.params[i].copy_(values["master"])
         start, stop = overlap(slot.span, unit.optim_span)
         base = unit.optim_span[0]
         unit.master[start - base : stop - base].copy_(values["master"].view(-1)[start - slot.offset : stop - slot.offset])
-    for piece in steps.pieces[unit.index] if steps else []:
-        if piece.name == unit.names[i]:
-            states = steps.states(unit, piece)
-            for name in values.keys() - {"master"}:
-                if name not in states:
-                    raise KeyError(f"no optimizer state {name!r} of {piece.name!r}; there are {sorted(states)}")
-                states[name].copy_(values[name].reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start])
+    for piece in owned:
+        for name, state in steps.states(unit, piece).items():
+            if name in values:
+                state.copy_(values[name].reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start])
 
 
 def full_span(unit: Unit, shard: Tensor, sharded: bool) -> Tensor:
@@ -102,13 +126,8 @@ def full_span(unit: Unit, shard: Tensor, sharded: bool) -> Tensor:
         return shard.clone()
     dp = unit.comms.dp
     full = torch.zeros(unit.layout.numel, dtype=shard.dtype, device=shard.device)
-    longest = max(b - a for a, b in itertools.pairwise(unit.cuts))
-    if shard.device.type == "cpu":  # through the exchange of the transport: exact, and not on the hot path
-        for rank, piece in enumerate(gather_objects(shard, dp.axis)):
-            full[unit.cuts[rank] : unit.cuts[rank + 1]] = piece
-        return full
-    assert longest == shard.numel(), "uneven shards on a device"
-    dp.gather_into(full, shard, unit.cuts).wait()
+    for rank, piece in enumerate(gather_objects(shard.cpu(), dp.axis)):  # exact, uneven shards too; not on the hot path
+        full[unit.cuts[rank] : unit.cuts[rank + 1]] = piece
     return full
 
 
@@ -117,13 +136,13 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
     """Show private whole copies of the chosen parameters, and write changes back to every shard at the end.
 
     With `modifier_rank` None every rank writes the spans it owns from its own copy, so all ranks must write the same;
-    otherwise that data rank's copy counts. An exception inside writes nothing.
+    otherwise that data rank's copy counts. An exception inside writes nothing. The engine's forward may run inside, and
+    sees the copies.
     """
-    copies: dict[Unit, Tensor] = {}
-    classes: dict[Unit, list[type[nn.Parameter]]] = {unit: [type(param) for param in unit.params] for unit in chosen}
-    for unit in chosen:
-        copies[unit] = full_values(unit)
+    copies = {unit: full_values(unit) for unit in chosen}
+    lent = {unit: unit.lent for unit in chosen}
     for unit, indices in chosen.items():
+        unit.lent |= frozenset(indices)
         for i in indices:
             param, slot = unit.params[i], unit.layout.slots[i]
             param.__class__ = nn.Parameter
@@ -137,12 +156,13 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
         written = write
     finally:
         for unit, indices in chosen.items():
+            unit.lent = lent[unit]
             if written:
                 _write_back(unit, indices, copies[unit], modifier_rank)
             else:
                 _restore(unit, indices)
             for i in indices:
-                unit.params[i].__class__ = classes[unit][i]
+                unit.params[i].__class__ = unit.shown
 
 
 def _adopt(unit: Unit, indices: list[int], copy: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 [Note: When things happen]
 forward   the root's pre-hook opens the engine's forward; a block's pre-hook gathers its units, its post-hook releases
-          them; inside, a released parameter that is touched is gathered on demand and stays until the end of backward.
+          them; inside, a released parameter that is touched is gathered on demand and stays until the forward's end; every
+          backward after that starts by gathering it (`Unit.direct`).
 backward  the first hook that fires opens it and queues the callback that closes it. A block's outputs gather its units
           when their gradient arrives. A unit is complete when all its parameters' gradients have landed, or when the
           gradient of the block's input has (unused parameters), or at the end. Complete units are reduced in one fixed
@@ -26,7 +27,6 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.zero.comm import Buffer, Pending
-from slipstream.zero.parameter import raw_grad
 from slipstream.zero.unit import State, Unit
 from slipstream.zero.watch import Watch
 
@@ -227,10 +227,9 @@ class Hooks:
         if self.phase is not Phase.FORWARD or self.watch.failure is not None:
             return None
         self.phase = self.watch_phase(Phase.IDLE)
-        pinned = torch.is_grad_enabled()
         for unit in self.units:
             unit.may_gather_on_demand = False
-            if not (unit.pinned and pinned) and not self.keep:
+            if not self.keep:
                 unit.release()
         if output is None:
             return None
@@ -289,6 +288,9 @@ class Hooks:
             for unit in self.units:
                 unit.may_gather_on_demand = True
                 unit.show_weights()
+                if unit.direct:  # no hook fires before it is needed
+                    unit.pinned = True
+                    unit.gather()
         if torch.is_grad_enabled():  # create_graph: its own backward will read the weights again
             self.keep = True
 
@@ -320,7 +322,9 @@ class Hooks:
         with torch.no_grad():
             if unit.memory.local is not None:
                 unit.add_local(i)
-            elif self.sync and unit.index in self.reducer.missing and self.reducer.landed(unit, i):
+            elif not self.sync:
+                unit.keep(i)
+            elif unit.index in self.reducer.missing and self.reducer.landed(unit, i):
                 self._complete(unit)
 
     def _complete(self, unit: Unit, reduce: bool = True) -> None:
@@ -335,7 +339,7 @@ class Hooks:
             self.watch.unit = "end of backward"
             with torch.no_grad():
                 self.reducer.flush()
-            self.backwards += 1
+        self.backwards += 1
         self._close_backward()
 
     def _close_backward(self) -> None:
@@ -356,7 +360,7 @@ class Hooks:
     def leftovers(self) -> list[bool]:
         """Per unit, whether gradients are still in `.grad`: late ones, and those of no_sync()."""
         return [
-            unit.placement.grads != () and unit.trainable and any(raw_grad(param) is not None for param in unit.params)
+            unit.placement.grads != () and unit.trainable and any(unit.unreduced(i) is not None for i in range(len(unit.params)))
             for unit in self.units
         ]
 

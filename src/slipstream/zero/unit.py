@@ -102,8 +102,12 @@ class Unit:
         self.state = State.GATHERED
         self.arriving: Pending[None] | None = None  # a gather that has been started
         self.poison = False  # debugging: fill released weights with NaN instead of freeing them
-        self.pinned = False  # gathered on demand: stays until the end of backward
+        self.pinned = False  # gathered on demand: stays until the end of this forward or backward
+        self.direct = False  # some graph since the last step has used it outside its block: every backward needs it whole
         self.may_gather_on_demand = False  # set by the hooks while the engine's forward runs
+        self.shown: type[nn.Parameter] = nn.Parameter  # the class that parameters have now
+        self.lent: frozenset[int] = frozenset()  # parameters that `zero.gathered` shows in private copies
+        self.kept: dict[int, Tensor] = {}  # no_sync: this rank's gradients so far, where `.grad` is too narrow for their sum
         self.filled: set[int] = set()  # parameters whose `local` holds this window's gradient
         self.has_gradient = False  # some gradient has left `.grad` since the last step
         self.partial = Partial(0.0, True)  # of this rank's finest span, after the last reduction
@@ -179,15 +183,18 @@ class Unit:
         if not self.may_gather_on_demand:
             return False
         self.pinned = True
+        self.direct |= torch.is_grad_enabled()
         self.gather()
         return True
 
     def holds_gradient(self) -> bool:
-        return self.has_gradient
+        return self.has_gradient or bool(self.kept)
 
     def _set_class(self, cls: type[nn.Parameter]) -> None:
-        for param in self.params:
-            param.__class__ = cls
+        self.shown = cls
+        for i, param in enumerate(self.params):
+            if i not in self.lent:
+                param.__class__ = cls
 
     def show_weights(self) -> None:
         """Parameters are plain again: a forward is about to run."""
@@ -196,7 +203,7 @@ class Unit:
 
     def hide_gradients(self) -> None:
         """`.grad` raises from here on: gradients have moved to the unit's buffers."""
-        if self.state is State.GATHERED and self.has_gradient:
+        if self.state is State.GATHERED and self.holds_gradient():
             self._set_class(self.reduced_class)
 
     # -- edge: gather (weights shard -> full weights) and its undoing --
@@ -253,19 +260,36 @@ class Unit:
         param.grad = None
         self.has_gradient = True
 
+    def keep(self, i: int) -> None:
+        """Sharded gradients, no_sync: add parameter i's gradient to what this rank keeps, in the dtype gradients add up in."""
+        grad = self.params[i].grad
+        if grad is None or grad.dtype == self.dtypes.grads:
+            return  # `.grad` itself is as good
+        if i in self.kept:
+            self.kept[i].add_(grad)
+        else:
+            self.kept[i] = grad.to(self.dtypes.grads)
+        self.params[i].grad = None
+
+    def unreduced(self, i: int) -> Tensor | None:
+        """Sharded gradients: what this rank holds of parameter i's gradient that no reduction has taken."""
+        grad, kept = raw_grad(self.params[i]), self.kept.get(i)
+        return grad if kept is None else kept if grad is None else kept + grad
+
     def reduce(self, buffer: Buffer, alpha: float) -> Pending[None]:
-        """Sharded gradients: offer every `.grad` (or zero) through `buffer` and add the sum to `grads`."""
+        """Sharded gradients: offer every unreduced gradient (or zero) through `buffer` and add the sum to `grads`."""
         assert self.grads is not None, f"unit {self.name}: reduce() of a frozen unit"
         self.comms.dp.reusable(buffer)
         flat = buffer.tensor[: self.layout.numel]
-        for param, slot in zip(self.params, self.layout.slots, strict=True):
+        for i, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
             view = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
-            grad = raw_grad(param)
+            grad = self.unreduced(i)
             if grad is None:
                 view.zero_()
             else:
                 view.copy_(grad)
                 drop_grad(param)
+        self.kept.clear()
         for start, stop in self.gaps:
             flat[start:stop].zero_()
         pending = self.comms.dp.reduce_scatter(buffer, self.cuts, self.grads, alpha=alpha, accumulate=self.has_gradient)
@@ -327,8 +351,15 @@ class Unit:
         if self.memory.common:
             self.comms.dp.publish(self.memory.common)
         elif self.placement.optim and not self.placement.weights:
-            assert self.memory.full is not None
-            return self.comms.dp.all_gather(self.memory.full, self.cuts)
+            full, dp = self.memory.full, self.comms.dp
+            assert full is not None
+            published = dp.all_gather(full, self.cuts)
+
+            def finish() -> None:
+                published.wait()
+                dp.reusable(full)  # the user may write it at once
+
+            return Pending(finish)
         return Pending(None)
 
     def forget_gradients(self) -> None:
@@ -336,7 +367,8 @@ class Unit:
         for param in self.params:
             drop_grad(param)
         self.filled.clear()
-        self.has_gradient = False
+        self.kept.clear()
+        self.has_gradient = self.direct = False
         self.show_weights()
 
     # -- writes from outside --
@@ -349,6 +381,8 @@ class Unit:
         """
         base, item = self.full.data_ptr(), self.full.element_size()
         for i, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
+            if i in self.lent:
+                continue
             if slot.numel and param.data_ptr() != base + slot.offset * item:
                 raise RuntimeError(
                     f"parameter {self.names[i]!r} no longer lives in the engine's memory (model.to/half/cuda or `p.data = ...` "
