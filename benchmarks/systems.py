@@ -113,7 +113,10 @@ def _deepspeed(model: nn.Module, dtype: torch.dtype, batch: int, stage: int, var
 
 
 def _variant(model: nn.Module, stage: int, variant: str) -> dict[str, Any]:
-    """`lean`: its documented knobs, set so that as few gathered weights and gradients as possible are alive at a time."""
+    """`scatter`: gradients are reduce-scattered, not all-reduced in one bucket of all ranks, its default of stages 1 and 2.
+    `lean`: its documented knobs, set so that as few gathered weights and gradients as possible are alive at a time."""
+    if variant == "scatter":
+        return {"use_multi_rank_bucket_allreduce": False}
     assert variant == "lean", variant
     block = max(sum(param.numel() for param in child.parameters()) for child in model.blocks)  # type: ignore[union-attr]
     knobs: dict[str, Any] = {"reduce_bucket_size": block, "allgather_bucket_size": block}

@@ -78,6 +78,12 @@ def test_zero_optimization_mics_shard_size() -> None:
         sums.add(int(checksums[0]))
         engine.destroy()
     assert len(sums) == 1
+    wide = toy.make(
+        toy.seeded(toy.Lm), 3, dtype="bf16", communication_data_type="fp32", zero_optimization={"mics_shard_size": 1}
+    )
+    assert all(unit.grads.dtype is torch.float32 for unit in wide.units), "what copies exchange"
+    toy.step(wide, toy.tokens(wide.rank, 0))
+    wide.destroy()
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))

@@ -3,7 +3,7 @@
 Elementwise results equal the kernels' bit for bit: each operation below is one IEEE operation there too, in
 the same order. So nothing here may use an op that torch fuses or reorders (`add(alpha=)`, `addcmul`, `lerp`).
 Sums of squares agree to fp64 rounding, and are deterministic whatever the number of threads: torch splits no
-reduction of fewer than 32,768 elements, and no CPU chunk here is larger than 16,384.
+reduction of fewer than 32,768 elements, and none here has more than 16,384 on a CPU.
 
 Glossary: `span` is the slice of elements in hand, short enough that its temporaries stay in cache.
 """
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 65536  # elements per partial sum of squares, as in csrc/slipstream_ops.h
-CPU_CHUNK = 16384
+CPU_CHUNK = 65536  # its temporaries stay in cache, and torch's cost per call is small beside it
+CPU_SUM = 16384
 DEVICE_CHUNK = 1 << 24  # an accelerator wants few large kernels
 
 
@@ -45,7 +46,8 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
         if accumulate:
             total.add_(out[span])
         out[span] = total
-        squares.append(out[span].double().square_().sum())
+        square = out[span].double().square_()
+        squares += [part.sum() for part in square.split(CPU_SUM)] if out.is_cpu else [square.sum()]
     sumsq = _sum_by_block(torch.stack(squares).tolist()) if squares else 0.0
     return Partial(sumsq, math.isfinite(sumsq))
 
@@ -53,9 +55,9 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
 def _sum_by_block(squares: list[float]) -> float:
     """Add in order, block by block. Not `sum`, which compensates for rounding from Python 3.12 on."""
     total = 0.0
-    for start in range(0, len(squares), BLOCK // CPU_CHUNK):
+    for start in range(0, len(squares), BLOCK // CPU_SUM):
         block = 0.0
-        for value in squares[start : start + BLOCK // CPU_CHUNK]:
+        for value in squares[start : start + BLOCK // CPU_SUM]:
             block += value
         total += block
     return total

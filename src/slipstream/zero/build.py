@@ -64,15 +64,17 @@ def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> C
     return Comms(dp=dp, dp_replicate=replicate, data=dp if mesh.dp.ranks == mesh.data.ranks else comm(mesh.data))
 
 
-def _dtypes(group: Group, recipe: Recipe) -> Dtypes:
+def _dtypes(group: Group, recipe: Recipe, comms: Comms) -> Dtypes:
     weights = (recipe.weights_dtype or group.dtype) if group.dtype.is_floating_point else group.dtype
     if not group.trainable:
         return Dtypes(weights=weights, master=weights, local=weights, wire=weights, grads=weights)
-    return _trainable_dtypes(weights, recipe)
+    return _trainable_dtypes(weights, recipe, comms)
 
 
-def _trainable_dtypes(weights: torch.dtype, recipe: Recipe) -> Dtypes:
+def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms) -> Dtypes:
     kept = recipe.grads_dtype or (torch.promote_types(weights, torch.float32) if recipe.accumulates else weights)
+    if comms.dp_replicate.size > 1 and recipe.wire_dtype is not None:  # copies exchange what is kept
+        kept = torch.promote_types(kept, recipe.wire_dtype)
     wire = recipe.wire_dtype or (kept if not recipe.placement.grads else weights)
     # fp32 and wider weights are their own master
     master = weights if weights.itemsize >= recipe.master_dtype.itemsize else recipe.master_dtype
@@ -90,7 +92,7 @@ def build_units(model: nn.Module, recipe: Recipe, comms: Comms) -> tuple[list[Un
     groups = wrap(model)
     place = recipe.placement
     layouts = [_layout(group, model, recipe, comms.data.size) for group in groups]
-    dtypes = [_dtypes(group, recipe) for group in groups]
+    dtypes = [_dtypes(group, recipe, comms) for group in groups]
     memories = [Memory(full=None, common=None, local=None, replica=None) for _ in groups]
 
     def give(name: str, comm: Comm, which: list[int], size: Callable[[int], tuple[int, torch.dtype]], common: bool = False) -> None:
@@ -134,7 +136,7 @@ def build_units(model: nn.Module, recipe: Recipe, comms: Comms) -> tuple[list[Un
 def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
     """Give a unit whose parameters were all frozen what training needs. Collective; all ranks unfreeze alike."""
     comms, layout = unit.comms, unit.layout
-    dtypes = _trainable_dtypes(unit.dtypes.weights, recipe)
+    dtypes = _trainable_dtypes(unit.dtypes.weights, recipe, comms)
     if not recipe.placement.grads:
         unit.memory.local = comms.dp.allocate([(layout.numel, dtypes.local)])[0]
     elif comms.dp_replicate.size > 1:

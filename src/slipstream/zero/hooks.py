@@ -319,13 +319,19 @@ class Hooks:
 
     def _on_grad(self, unit: Unit, i: int) -> None:
         self._enter_backward()
-        with torch.no_grad():
-            if unit.memory.local is not None:
-                unit.add_local(i)
-            elif not self.sync:
-                unit.keep(i)
-            elif unit.index in self.reducer.missing and self.reducer.landed(unit, i):
-                self._complete(unit)
+        if torch.is_grad_enabled():  # a graph of this backward is being made, in which moving its results has no place
+            with torch.no_grad():
+                self._take_gradient(unit, i)
+        else:
+            self._take_gradient(unit, i)
+
+    def _take_gradient(self, unit: Unit, i: int) -> None:
+        if unit.memory.local is not None:
+            unit.add_local(i)
+        elif not self.sync:
+            unit.keep(i)
+        elif unit.index in self.reducer.missing and self.reducer.landed(unit, i):
+            self._complete(unit)
 
     def _complete(self, unit: Unit, reduce: bool = True) -> None:
         if not self.keep and not unit.pinned and unit.block is not None:

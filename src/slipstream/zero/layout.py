@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ALIGN = 64  # elements: 128 bytes of bf16, one AVX-512 register of fp32 times four
 
@@ -27,10 +27,10 @@ class Slot:
     name: str
     shape: tuple[int, ...]
     offset: int
+    numel: int = field(init=False)
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", math.prod(self.shape))
 
     @property
     def span(self) -> Span:

@@ -27,6 +27,9 @@ class Owner(Protocol):
 
     def param_name(self, param: nn.Parameter) -> str: ...
 
+    def view_of(self, param: nn.Parameter) -> torch.Tensor:
+        """The parameter's place in the unit's memory, which may be empty now."""
+
     def gather_on_demand(self) -> bool:
         """Gather now if that is safe here (inside the engine's forward); False when it is not."""
 
@@ -53,6 +56,11 @@ _METADATA: frozenset[Any] = frozenset(
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
 
+
+# Of those, what the memory itself decides: the unit's view answers.
+_GEOMETRY: frozenset[Any] = frozenset(
+    getattr(torch.Tensor, name) for name in ("stride", "is_contiguous", "storage_offset") if hasattr(torch.Tensor, name)
+)
 
 _GRAD: Any = torch.Tensor.grad  # the slot itself, under the property that the classes below put over it
 
@@ -98,6 +106,8 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
+                if func in _GEOMETRY:
+                    args = (_unit(args[0]).view_of(args[0]), *args[1:])
                 return func(*args, **(kwargs or {}))
         for param in _released(args, kwargs):
             if isinstance(param, ReleasedParameter) and not _unit(param).gather_on_demand():

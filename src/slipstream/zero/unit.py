@@ -131,6 +131,10 @@ class Unit:
         self.views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view
+        # What parameters hold while their storage is empty: a read of theirs that torch lets no class refuse (torch.tensor(p))
+        # gives what this is filled with, where reading the empty storage would end the process.
+        nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+        self.placeholders = [nothing.expand(slot.shape) for slot in self.layout.slots]
         owns_shard = bool(self.placement.weights) and not self.memory.common
         self.shard = self.full[start:stop].clone() if owns_shard else self.full[start:stop]
         self.master = self._own_weights()
@@ -178,6 +182,9 @@ class Unit:
 
     def param_name(self, param: nn.Parameter) -> str:
         return next((name for name, p in zip(self.names, self.params, strict=True) if p is param), "?")
+
+    def view_of(self, param: nn.Parameter) -> Tensor:
+        return next(view for view, p in zip(self.views, self.params, strict=True) if p is param)
 
     def gather_on_demand(self) -> bool:
         if not self.may_gather_on_demand:
@@ -228,7 +235,15 @@ class Unit:
                 self.arriving.wait()
             self.arriving = None
         self._set_class(nn.Parameter)
+        if not self.memory.common:
+            self._point_at(self.views)
         self.state = State.GATHERED
+
+    def _point_at(self, views: Sequence[Tensor]) -> None:
+        """Plain parameters: what they are views of."""
+        for i, (param, view) in enumerate(zip(self.params, views, strict=True)):
+            if i not in self.lent:
+                param.data = view
 
     def release(self) -> None:
         """Give the full weights back where they are sharded. Safe to call when they are."""
@@ -237,12 +252,14 @@ class Unit:
         if not self.placement.weights or self.state is State.RELEASED:
             return
         self.check_writes()
-        self._set_class(self.released_class)
         if self.poison:
             with _preserve_version(self.full):
                 self.full.fill_(float("nan"))
         elif not self.memory.common:
+            self._set_class(nn.Parameter)
+            self._point_at(self.placeholders)
             self.full.untyped_storage().resize_(0)
+        self._set_class(self.released_class)
         self.state, self.pinned = State.RELEASED, False
 
     # -- edge: reduce (full gradients -> grads shard) --
