@@ -48,7 +48,19 @@ def test_consequences_and_those_we_stopped_are_not_first() -> None:
 def test_consequences_are_known() -> None:
     assert is_consequence("RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:3277")
     assert is_consequence("slipstream.zero.watch.PeerLostError: rank 1 has ended")
+    assert is_consequence("torch.distributed.DistNetworkError: failed to recv, got 0 bytes")
+    assert is_consequence("torch.distributed.DistBackendError: NCCL error in: x.cpp:3\nremote process exited")
     assert not is_consequence("ValueError: bad shape")
+
+
+def test_a_users_own_broken_connections_are_causes() -> None:
+    for message in (
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "requests.exceptions.ConnectionError: ('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
+        "RuntimeError: download of shard 3: socket closed",
+    ):
+        assert not is_consequence(message)
 
 
 @pytest.mark.parametrize(

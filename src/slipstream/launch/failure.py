@@ -12,6 +12,7 @@ while another record explains it.
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,18 +34,26 @@ __all__ = [
 MARK = "\x1eslipstream-failure "
 LONGEST = 16_000  # characters of a traceback or message; what is cut is its middle
 
-# What torch's backends say when the other end of a connection has gone. None of them is ever the cause.
-_PEER_GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    "socket closed",
-    "failed to recv, got 0 bytes",
-    "Connection was likely closed",
-    "store may have been destroyed",
-    "DistNetworkError",
-    "PeerLostError",  # slipstream.zero.watch
+# What torch says when the other end of one of its own connections has gone, which is never the cause: a sign after the place
+# in its C++ source (gloo) or after the type of its error (NCCL, the store). A connection of the user's, to a download or a
+# database, breaks with the same words and without those.
+_SIGNS = "|".join(
+    (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "remote process exited",
+        "socket closed",
+        "failed to recv, got 0 bytes",
+        "Connection was likely closed",
+        "store may have been destroyed",
+    )
+)
+_PEER_GONE = re.compile(
+    r"slipstream\.zero\.watch\.PeerLostError"
+    r"|torch\.distributed\.DistNetworkError"
+    rf"|(torch\.distributed\.Dist\w*Error: |\w\.(cc|cpp|hpp):\d+\] ).*({_SIGNS})",
+    re.DOTALL,
 )
 
 
@@ -65,7 +74,7 @@ class Failure:
 
 def is_consequence(message: str) -> bool:
     """Whether an exception only says that a peer has gone."""
-    return any(sign in message for sign in _PEER_GONE)
+    return _PEER_GONE.search(message) is not None
 
 
 def first(failures: Sequence[Failure]) -> Failure:
@@ -147,8 +156,7 @@ def _explain_kill(before: Pressure, after: Pressure) -> str:
     limit = f" (limit {_gib(after.limit)})" if after.limit else ""
     if (after.cgroup_kills or 0) > (before.cgroup_kills or 0):
         return (
-            f"the kernel's out-of-memory killer ended it: this container or control group{limit} ran out of "
-            "host memory; "
+            f"the kernel's out-of-memory killer ended it: this container or control group{limit} ran out of host memory; "
             "use fewer ranks per host, a smaller micro-batch or a higher ZeRO stage, or raise the limit"
         )
     if (after.host_kills or 0) > (before.host_kills or 0):
@@ -158,21 +166,18 @@ def _explain_kill(before: Pressure, after: Pressure) -> str:
         )
     if before.cgroup_kills is None and before.host_kills is None:
         return (
-            "killed (SIGKILL), most often by the out-of-memory killer, whose counters cannot be read here; "
-            "ask `dmesg` on that host"
+            "killed (SIGKILL), most often by the out-of-memory killer, whose counters cannot be read here; ask `dmesg` on that host"
         )
     return (
-        "killed (SIGKILL), but the out-of-memory killer did not run here: the scheduler, another user or a "
-        "time limit ended it"
+        "killed (SIGKILL), but the out-of-memory killer did not run here: the scheduler, another user or a time limit ended it"
     )
 
 
 def _explain_bus(after: Pressure) -> str:
     shm = f" (/dev/shm has {_gib(after.shm.free)} of {_gib(after.shm.total)} free)" if after.shm else ""
     return (
-        f"bus error (SIGBUS): memory behind a shared or file mapping could not be had{shm}; data loader "
-        "workers fill /dev/shm "
-        "(raise the container's --shm-size or lower num_workers), or a mapped file was cut short"
+        f"bus error (SIGBUS): memory behind a shared or file mapping could not be had{shm}; data loader workers fill "
+        "/dev/shm (raise the container's --shm-size or lower num_workers), or a mapped file was cut short"
     )
 
 
