@@ -110,6 +110,15 @@ def test_environment_files() -> None:
     assert "env A=1 B=2 /py" in command.argv[-1]
 
 
+def test_options_without_effect_are_said() -> None:
+    notes = plan("--ssh_port 2222 --launcher_args=-v t.py").notes
+    assert [note.partition(":")[0] for note in notes[1:]] == ["--launcher_args has no effect", "--ssh_port has no effect"]
+    slurm = replace(AROUND, environ={"SLURM_JOB_NUM_NODES": "2"})
+    assert "--ssh_port has no effect" in " ".join(plan("--ssh_port 2222 t.py", slurm).notes)
+    remote = replace(AROUND, hostfile=HOSTFILE)
+    assert "no effect" not in " ".join(plan("-H h --ssh_port 2222 --launcher_args=-v t.py", remote).notes)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -44,8 +44,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What to do: run `agent` (torchrun's options) in this process, or else `commands`; and what to say
-    first."""
+    """What to do: run `agent` (torchrun's options) in this process, or else `commands`; and what to say first."""
 
     commands: tuple[Command, ...]
     agent: tuple[str, ...] | None
@@ -101,8 +100,7 @@ def _node_of_this_host(
         node_rank = 0
     else:
         raise ValueError(
-            f"--num_nodes {num_nodes}: which of them is this? Give --node_rank 0..{num_nodes - 1} on each "
-            "node, or a --hostfile "
+            f"--num_nodes {num_nodes}: which of them is this? Give --node_rank 0..{num_nodes - 1} on each node, or a --hostfile "
             "to start them all from here"
         )
     if not 0 <= node_rank < num_nodes:
@@ -175,12 +173,16 @@ def _start_here(options: argparse.Namespace, around: Surroundings, job: Job, pla
     agent = commands.one_node(job, num_nodes=place.num_nodes, node_rank=place.node_rank)
     env = {**exports, **_local_mask(here.mask, around.environ)}
     summary = _describe_local(options, around, len(here.devices), place)
+    unread = [name for name in ("launcher_args", "ssh_port") if getattr(options, name)]
+    notes += [f"--{name} has no effect: the ranks of this host are started without a launcher" for name in unread]
     return Start(commands=(), agent=tuple(agent), env=env, notes=(summary, *notes))
 
 
 def _start_elsewhere(options: argparse.Namespace, around: Surroundings, job: Job, launcher: str) -> Start:
     """Several nodes, or a starter of processes that is not ours."""
     from_files, notes = _exports(options, around)
+    if options.ssh_port and launcher not in ("ssh", "pdsh"):
+        notes.append(f"--ssh_port has no effect: --launcher {launcher} does not go by ssh; see --launcher_args")
     exports = {**environment.propagated(around.environ), **from_files}
     master = options.master_addr or job.hosts[0].name
     elsewhere = any(host.name not in _THIS_HOST for host in job.hosts)
