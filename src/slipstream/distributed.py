@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,24 +19,32 @@ def init_distributed(
     init_method: str | None = None,
     rank: int = -1,
     world_size: int = -1,
-    device: torch.device | None = None,
-    **_: Any,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    dist_init_required: bool | None = None,
+    config: object = None,
 ) -> bool:
     """Join the process group if this process was started as one of several; safe to call twice.
 
     The backend is gloo on CPU, and gloo with NCCL on CUDA; gloo alone where more ranks than CUDA devices share the host,
     because NCCL takes one rank per device. Ranks come from the arguments, or from torchrun, Slurm, MPI or Kubernetes
     variables. Returns whether a group exists afterwards.
+
+    The other keywords are DeepSpeed's: `auto_mpi_discovery=False` believes only torch's own variables (RANK, WORLD_SIZE),
+    `distributed_port` is where the ranks meet unless MASTER_PORT is set, `verbose` logs how they met,
+    `dist_init_required=False` joins nothing. `config` held settings of DeepSpeed's logger of collectives; nothing reads it.
     """
-    if dist.is_initialized():
-        return True
+    if dist.is_initialized() or dist_init_required is False:
+        return dist.is_initialized()
     from slipstream.discover import discover
 
-    found = discover(os.environ) if rank < 0 else None
+    port = {} if distributed_port is None else {"MASTER_PORT": str(distributed_port)}
+    believed = rank < 0 and (auto_mpi_discovery or "RANK" in os.environ)
+    found = discover(port | dict(os.environ)) if believed else None
     if rank < 0 and found is None:
         return False
-    if found is not None:
-        os.environ.update(found)
+    os.environ.update(port | dict(os.environ) if found is None else found)
     dist.init_process_group(
         dist_backend or _backend(),
         init_method=init_method,
@@ -45,6 +52,8 @@ def init_distributed(
         world_size=world_size,
         timeout=timeout or timedelta(minutes=30),
     )
+    if verbose and dist.get_rank() == 0:
+        logger.info("%d ranks have met, by %s", dist.get_world_size(), dist.get_backend())
     return True
 
 

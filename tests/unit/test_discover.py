@@ -110,3 +110,25 @@ def test_one_launcher_per_node() -> None:
     pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "23456"}
     assert node(pet) == Node(num_nodes=2, node_rank=1, master_addr="m", master_port=23456)
     assert node({}) is None
+
+
+def test_init_distributed_takes_deepspeeds_keywords_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from slipstream import distributed
+
+    def met(**env: str) -> str | None:
+        monkeypatch.setattr(os, "environ", dict(env))
+        options = {"auto_mpi_discovery": False, "distributed_port": 1234, "verbose": False, "config": None}
+        return os.environ.get("MASTER_PORT") if distributed.init_distributed(**options) else None  # type: ignore[arg-type]
+
+    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(distributed, "_backend", lambda: "gloo")
+    assert met() is None
+    assert met(RANK="0", WORLD_SIZE="2") == "1234"
+    assert met(RANK="0", WORLD_SIZE="2", MASTER_PORT="99") == "99"
+    assert met(**OPENMPI) is None, "auto_mpi_discovery=False"
+    assert distributed.init_distributed(dist_init_required=False) is False
+    with pytest.raises(TypeError, match="timeot"):
+        distributed.init_distributed(timeot=None)  # type: ignore[call-arg]
