@@ -96,8 +96,7 @@ def _local_world(text: str, node_id: int) -> str | None:
 def _number(env: Mapping[str, str], name: str, starter: str) -> int:
     if name not in env:
         raise ValueError(
-            f"{starter} set a rank but not {name}; set RANK, WORLD_SIZE, LOCAL_RANK yourself, or use "
-            "`slipstream run`"
+            f"{starter} set a rank but not {name}; set RANK, WORLD_SIZE, LOCAL_RANK yourself, or use `slipstream run`"
         )
     if not env[name].isdigit():
         raise ValueError(f"{name}={env[name]!r} ({starter}) is not a number")
@@ -113,10 +112,8 @@ def _meeting_point(env: Mapping[str, str], starter: _Starter, single_host: bool)
         address = "127.0.0.1"
     if address is None:
         raise ValueError(
-            f"{starter.name} does not tell the ranks where rank 0 is: set MASTER_ADDR to the first host's "
-            "name "
-            "(mpirun -x MASTER_ADDR=host1, mpiexec -genv MASTER_ADDR host1), or use `slipstream run "
-            "--hostfile`"
+            f"{starter.name} does not tell the ranks where rank 0 is: set MASTER_ADDR to the first host's name (mpirun -x "
+            "MASTER_ADDR=host1, mpiexec -genv MASTER_ADDR host1), or use `slipstream run --hostfile`"
         )
     return {"MASTER_ADDR": address, "MASTER_PORT": env.get("MASTER_PORT") or _port(env.get(starter.job, ""))}
 
@@ -130,8 +127,7 @@ def discover(env: Mapping[str, str]) -> dict[str, str] | None:
     as they are.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
-        # Said by someone who knows torch's names: what is missing may be meant to be (an init_method without
-        # MASTER_ADDR).
+        # Said by someone who knows torch's names: what is missing may be meant to be (an init_method without MASTER_ADDR).
         names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         place = {name: str(_number(env, name, "the environment")) for name in ("RANK", "WORLD_SIZE")}
         return place | {name: env[name] for name in names if name in env}
@@ -142,8 +138,7 @@ def discover(env: Mapping[str, str]) -> dict[str, str] | None:
         local_world = _local_world(env.get(starter.local_world, ""), int(env.get("SLURM_NODEID", "0")))
         if starter.local_rank not in env and world > 1:
             raise ValueError(
-                f"{starter.name} set {starter.rank} but not {starter.local_rank}; set LOCAL_RANK, RANK and "
-                "WORLD_SIZE"
+                f"{starter.name} set {starter.rank} but not {starter.local_rank}; set LOCAL_RANK, RANK and WORLD_SIZE"
             )
         found = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": env.get(starter.local_rank, "0")}
         if local_world is not None:
@@ -162,8 +157,8 @@ class Node(NamedTuple):
 
 
 def node(env: Mapping[str, str]) -> Node | None:
-    """The place of this node where a scheduler runs one `slipstream run` per node: torchrun's PET_*
-    variables, or a Slurm step with one task per node. None for a node on its own."""
+    """The place of this node where a scheduler runs one `slipstream run` per node: torchrun's PET_* variables, or a Slurm
+    step with one task per node. None for a node on its own."""
     if "PET_NNODES" in env and "PET_NODE_RANK" in env:
         port = env.get("PET_MASTER_PORT") or env.get("MASTER_PORT")
         return Node(

@@ -225,9 +225,8 @@ def _program(job: Job) -> list[str]:
 def _refuse_restarts(job: Job, launcher: str) -> None:
     if job.max_restarts:
         raise ValueError(
-            f"--max_restarts {job.max_restarts}: {launcher} starts the ranks itself and does not restart "
-            "them; "
-            "use its own requeueing, or --launcher ssh"
+            f"--max_restarts {job.max_restarts}: {launcher} starts the ranks itself and does not restart them; use its own "
+            "requeueing, or --launcher ssh"
         )
 
 

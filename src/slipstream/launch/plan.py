@@ -1,14 +1,15 @@
-"""`slipstream plan`: the resolved configuration with the source of each value, and the bytes per rank it will
-take.
+"""`slipstream plan`: the resolved configuration with the source of each value, and the bytes per rank it will take.
 
 The bytes are those of the model states alone (weights, gradients, optimizer), per stage:
 
-    stage 0  (w + g + o) P        stage 1  (w + g) P + o P/N stage 2  w P + (g + o) P/N    stage 3  (w + g +
-    o) P/N   (and, while it runs, two units in full: weights and gradients)
+    stage 0   (w + g + o) P
+    stage 1   (w + g) P + o P/N
+    stage 2   w P + (g + o) P/N
+    stage 3   (w + g + o) P/N      (and, while it runs, two units in full: weights and gradients)
 
-with P parameters, N ranks among which the states are cut (`mics_shard_size`, or all data-parallel ranks), and
-w, g, o the bytes per parameter of weights, of gradients as they are kept, and of the optimizer (a master copy
-where weights are not in its dtype, and one or two moments).
+with P parameters, N ranks among which the states are cut (`mics_shard_size`, or all data-parallel ranks), and w, g, o the
+bytes per parameter of weights, of gradients as they are kept, and of the optimizer (a master copy where weights are not in its
+dtype, and one or two moments).
 """
 
 from __future__ import annotations
