@@ -8,6 +8,9 @@ import pytest
 import torch.nn as nn
 
 import slipstream
+from slipstream.train import explain
+from tests import toy
+from tests.pool import distributed
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -26,4 +29,13 @@ def test_total_is_sixteen_bytes_per_parameter(stage: int, bf16: bool, expected: 
     ring = per_parameter.pop("gradient ring")
     assert per_parameter.pop("total per rank") == pytest.approx(expected + ring, abs=0.02)
     assert sum(per_parameter.values()) == pytest.approx(expected, abs=0.02)
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_copies_are_all_reduced_on_the_wire() -> None:
+    """MiCS with shards of one rank: half the gradients are sent to be added, half come back, as with plain copies."""
+    engine = toy.make(toy.seeded(toy.Net), 3, "gloo", zero_optimization={"stage": 3, "mics_shard_size": 1})
+    numel = sum(unit.layout.numel for unit in engine.units)
+    assert explain.count(engine.units, engine.steps).wire == 2 * numel * 4 // 2
     engine.destroy()

@@ -42,6 +42,9 @@ def count(units: Sequence[Unit], steps: ShardedSteps | None) -> Bytes:
         masters += unit.master.nbytes if unit.out is not None else 0
         states += steps.state_nbytes(unit) if steps is not None else 0
         wire += away * unit.dtypes.wire.itemsize * (1 if unit.placement.optim else 2)
+        copies = unit.comms.dp_replicate  # MiCS: what was reduced here is all-reduced with the other groups
+        if unit.memory.replica is not None and not isinstance(copies, SharedComm):
+            wire += 2 * (unit.memory.replica.tensor.nbytes * (copies.size - 1) // copies.size)
     return Bytes(weights, max(transient), gradients, masters, states, wire)
 
 
