@@ -237,7 +237,7 @@ def test_workers_change_nothing(kind: type[Any]) -> None:
     workers = loader(dataset, 2, 1, 2, num_workers=1)
     assert list(workers) == expected
     second = loader(dataset, 2, 1, 2, num_workers=1)
-    second.load_state_dict({"epoch": 0, "samples": 4, "seed": 7, "length": 9})
+    second.load_state_dict({"epoch": 0, "samples": 4, "seed": 7} | ({"length": 9} if kind is Numbers else {}))
     assert list(second) == expected[1:]
 
 
@@ -302,8 +302,9 @@ def test_refusals(make: Any, message: str) -> None:
         ({"epoch": 0, "samples": -1, "seed": 0, "length": 8}, "samples is -1"),
         ({"epoch": 0, "samples": 0, "seed": True, "length": 8}, "seed is True"),
         ({"epoch": 0, "samples": 0, "seed": 0, "length": 9}, "of 9 samples and this dataset has 8"),
+        ({"epoch": 0, "samples": 0, "seed": 0}, "of no length and this dataset has 8"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_bad_states_change_nothing(state: dict[str, Any], message: str) -> None:
     each = loader(Numbers(8), 2)
@@ -328,3 +329,11 @@ def test_repeating_loader_reshuffles_torchs_loaders() -> None:
     assert len(repeating) == 1
     with pytest.raises(TypeError, match="keeps no position"):
         repeating.state_dict()
+
+
+def test_a_loader_of_the_users_own_is_passed_through() -> None:
+    own = DataLoader(Numbers(8), batch_size=4)
+    given: Any = {"batch_size": 1, "rank": 0, "world_size": 1, "drop_last": False, "seed": 0}
+    assert distributed_loader(own, collate_fn=None, **given) is own
+    with pytest.raises(ValueError, match="collate_fn= has no effect on a DataLoader"):
+        distributed_loader(own, collate_fn=list, **given)

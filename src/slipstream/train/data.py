@@ -50,6 +50,10 @@ class SetsEpoch(Protocol):
     def set_epoch(self, epoch: int, /) -> None: ...
 
 
+class OtherDataError(ValueError):
+    """A saved position does not fit the loader's data. Nothing has changed: the loader stays where it is."""
+
+
 @dataclass(slots=True)
 class Position:
     """Where one iteration is: `samples` of `epoch` were consumed by all ranks together."""
@@ -69,8 +73,16 @@ def distributed_loader(
     seed: int,
     num_workers: int = 0,
     pin_memory: bool = False,
-) -> StatefulLoader:
-    """The loader of rank `rank`; `batch_size` is that of one micro-batch on one rank, in samples."""
+) -> StatefulLoader | DataLoader[Any]:
+    """The loader of rank `rank`; `batch_size` is that of one micro-batch on one rank, in samples.
+
+    A DataLoader comes back as it is: its batches, and how they are dealt to the ranks, are its owner's, and no position of it
+    is saved unless it has `state_dict` and `load_state_dict`.
+    """
+    if isinstance(dataset, DataLoader):
+        if collate_fn is not None:
+            raise ValueError("training data: collate_fn= has no effect on a DataLoader; give it to that, or pass its dataset")
+        return dataset
     if batch_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"training data: needs batch_size ({batch_size}) >= 1 and 0 <= rank ({rank}) < world_size ({world_size})")
     kind = type(dataset).__name__
@@ -135,6 +147,11 @@ class StatefulLoader:
         return self._position.epoch
 
     @property
+    def position_is_own(self) -> bool:
+        """Whether the state is this rank's alone: its dataset is a shard, which other ranks' positions say nothing of."""
+        return self.iterable and _is_sharded(self.dataset)
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of one micro-batch over all ranks."""
         return self.batch_size * self.world_size
@@ -167,14 +184,13 @@ class StatefulLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved position. The saved seed is taken over; batch size and world size may differ."""
         epoch, samples, seed = (_natural(state, key) for key in ("epoch", "samples", "seed"))
-        if not self.iterable and _natural(state, "length") != len(self.dataset):
-            raise ValueError(
-                f"saved data position: it is of {state['length']} samples and this dataset has"
-                f" {len(self.dataset)}; bring back that dataset, or leave the position out of the load"
-            )
+        here = None if self.iterable else len(self.dataset)
+        if state.get("length") != here:
+            there, those = ("no length" if n is None else f"{n} samples" for n in (state.get("length"), here))
+            raise OtherDataError(f"saved data position: it is of {there} and this dataset has {those}")
         if self._dataset_keeps_position():
             if "dataset" not in state:
-                raise ValueError(f"saved data position: no state of the dataset in it, only {sorted(state)}")
+                raise OtherDataError(f"saved data position: no state of the dataset in it, only {sorted(state)}")
             if isinstance(self.dataset, SetsEpoch):
                 self.dataset.set_epoch(epoch)
             self.dataset.load_state_dict(state["dataset"])
