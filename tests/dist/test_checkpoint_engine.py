@@ -1,7 +1,9 @@
 """Checkpoints of engines: another world and stage, going on bit for bit, and failures that change nothing."""
 
+import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import slipstream
 from slipstream.checkpoint import CheckpointError
@@ -153,7 +155,18 @@ def garbage(folder: Path) -> None:
             file.write_bytes(b"\x80\x05garbage")
 
 
-HARMS: dict[str, Callable[[Path], None]] = {"truncated": truncated, "without data": without_data, "garbage": garbage}
+def flipped(folder: Path) -> None:
+    """Seen only where the bytes are read, when the values have been taken."""
+    for file in folder.glob("*.bin"):
+        file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+
+
+HARMS: dict[str, Callable[[Path], None]] = {
+    "truncated": truncated,
+    "without data": without_data,
+    "garbage": garbage,
+    "flipped": flipped,
+}
 
 
 @distributed(world_size=2)
@@ -216,4 +229,219 @@ def test_only_what_is_asked_for_is_loaded(tmp_path: Path) -> None:
     engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)
     found = snapshot(engine)
     assert found["global_steps"] == 2 and found["embedding.weight.exp_avg"].eq(0).all()
+    engine.destroy()
+
+
+# ---- what does not fit
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("slipstream").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("slipstream").removeHandler(handler)
+
+
+def small(kind: Callable[[], Any] = toy.Net, data: Any = None, **settings: Any) -> Any:
+    given = [name for name in ("lr_scheduler", "optimizer", "mpu") if not isinstance(settings.get(name), dict | None)]
+    options = {name: settings.pop(name) for name in given}
+    return slipstream.initialize(model=toy.seeded(kind), training_data=data, config=toy.settings(1, **settings), **options)[0]
+
+
+def train(engine: Any, micro_steps: int) -> None:
+    for i in range(micro_steps):
+        engine.backward(engine(toy.floats(engine.rank, i)).square().mean())
+        engine.step()
+
+
+@distributed(world_size=2)
+def test_a_resumed_run_begins_a_window(tmp_path: Path) -> None:
+    engine = small(gradient_accumulation_steps=2)
+    train(engine, 3)
+    with warned() as said:
+        engine.save_checkpoint(str(tmp_path))
+    assert engine.rank != 0 or "the gradients of its 1 backward passes are not saved" in said[0]
+    engine.destroy()
+    engine = small(gradient_accumulation_steps=3)
+    train(engine, 1)
+    engine.load_checkpoint(str(tmp_path), load_module_only=True)
+    train(engine, 2)
+    assert engine.global_steps == 0, "the window that was under way has ended with the load"
+    engine.load_checkpoint(str(tmp_path))
+    assert engine.global_steps == 1
+    train(engine, 2)
+    assert engine.global_steps == 1
+    train(engine, 1)
+    assert engine.global_steps == 2
+    engine.destroy()
+
+
+def groups(params: Any) -> torch.optim.Optimizer:
+    params = list(params)
+    return torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}], lr=1e-2)
+
+
+def step_lr(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "surplus": ({"kind": lambda: toy.Net(depth=4)}, r"holds also .*blocks\.3.*load_module_strict=False"),
+    "missing": ({"kind": lambda: toy.Net(depth=2)}, "does not hold .*load_module_strict=False"),
+    "SGD": ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "SGD and this engine's is AdamW; load_optimizer_states=False"),
+    "Lion": ({"optimizer": {"type": "Lion", "params": {"lr": 0.1}}}, "Lion and this .*load_optimizer_states=False"),
+    "no optimizer": ({"optimizer": None}, "saved without an optimizer.*load_optimizer_states=False"),
+    "groups": ({"optimizer": groups}, "has 2 parameter groups .*load_optimizer_states=False"),
+    "schedule": ({"lr_scheduler": step_lr, "scheduler": None}, "another scheduler's; load_lr_scheduler_states=False"),
+}
+# In the reverse order of the checks, because they add up
+HOSTILE: dict[str, tuple[Callable[[Any], None], str]] = {
+    "schedule": (lambda engine: setattr(engine.lr_scheduler, "last_batch_iteration", "x"), "last_batch_iteration is x"),
+    "moments' step": (lambda engine: setattr(engine.steps.pieces[1][0], "step", "n"), "blocks.0.*step is n"),
+    "group": (lambda engine: engine.optimizer.param_groups[0].update(lr="fast"), "group 0.lr is fast"),
+    "loss scale": (lambda engine: setattr(engine.precision.scaler, "scale", float("nan")), "loss scale is nan"),
+    "counter": (lambda engine: setattr(engine, "global_steps", "7"), "global_steps is '7'"),
+}
+
+
+def everything(engine: Any) -> dict[str, Any]:
+    options = [{key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups]
+    return snapshot(engine) | {"random": torch.get_rng_state(), "python": random.random(), "options": options}
+
+
+@distributed(world_size=2)
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    engine = small(scheduler=WARMUP, gradient_accumulation_steps=2)
+    train(engine, 2)
+    for name, (settings, message) in MISFITS.items():
+        other = small(**({"scheduler": WARMUP if name != "no optimizer" else None} | settings))
+        if other.steps is not None:
+            train(other, 2)
+        other.save_checkpoint(str(tmp_path), tag=name)
+        other.destroy()
+        refused(engine, tmp_path, name, message)
+    engine.load_checkpoint(str(tmp_path), tag="surplus", load_module_strict=False)
+    engine.load_checkpoint(str(tmp_path), tag="SGD", load_optimizer_states=False)
+    engine.load_checkpoint(str(tmp_path), tag="schedule", load_lr_scheduler_states=False)
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_hostile_values_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    engine, other = small(scheduler=WARMUP), small(scheduler=WARMUP)
+    for each, steps in ((engine, 1), (other, 2)):
+        train(each, steps)
+    for name, (harm, message) in HOSTILE.items():
+        harm(other)
+        other.save_checkpoint(str(tmp_path), tag=name)
+        refused(engine, tmp_path, name, message)
+    engine.destroy()
+    other.destroy()
+
+
+def refused(engine: Any, folder: Path, tag: str, message: str) -> None:
+    random.seed(3)
+    before = everything(engine)
+    random.seed(3)
+    with pytest.raises(CheckpointError, match=message):
+        engine.load_checkpoint(str(folder), tag=tag)
+    same(everything(engine), before)
+
+
+class Own(IterableDataset[Tensor]):
+    """A rank's own shard, which says how far it was read; rank 1 is one batch ahead."""
+
+    already_sharded = True
+
+    def __init__(self, rank: int) -> None:
+        self.at = 2 * rank
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.at += 1
+            yield toy.floats(0, self.at)[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["at"] < 0:
+            raise RuntimeError("no such place")
+        self.at = state["at"]
+
+
+def read_own_shards(folder: Path) -> None:
+    rank = dist.get_rank()
+    engine = small(data=Own(rank))
+    next(iter(engine.training_dataloader))
+    train(engine, 1)
+    engine.save_checkpoint(str(folder), tag="shards")
+    engine.training_dataloader.dataset.at = -rank
+    engine.save_checkpoint(str(folder), tag="hostile")
+    engine.destroy()
+    engine = small(data=Own(rank))
+    with pytest.raises(CheckpointError, match=r"rank 1 of 2: .*no such place"):
+        engine.load_checkpoint(str(folder), tag="hostile")
+    assert engine.training_dataloader.dataset.at == 2 * rank and engine.global_steps == 0
+    engine.load_checkpoint(str(folder), tag="shards")
+    assert engine.training_dataloader.dataset.at == 2 * rank + 2
+    engine.destroy()
+
+
+def read_other_data(folder: Path) -> None:
+    for data in (Own(0), Numbers()):
+        engine = small(data=data)
+        with warned() as said:
+            engine.load_checkpoint(str(folder), tag="shards")
+        assert "data position was not restored" in said[0] and engine.global_steps == 1
+        next(iter(engine.training_dataloader))
+        engine.save_checkpoint(str(folder), tag="numbers")
+        engine.destroy()
+    fewer = Numbers()
+    fewer.__class__ = type("Fewer", (Numbers,), {"__len__": lambda self: 20})
+    engine = small(data=fewer)
+    with warned() as said:
+        engine.load_checkpoint(str(folder), tag="numbers")
+    assert "it is of 24 samples and this dataset has 20" in said[0]
+    assert engine.optimizer_state("inp.weight")["exp_avg"].ne(0).any() and engine.training_dataloader.state_dict()["samples"] == 0
+    engine.destroy()
+
+
+def test_data_positions_are_each_ranks_own_or_left_out(tmp_path: Path) -> None:
+    run(2, read_own_shards, tmp_path)
+    run(1, read_other_data, tmp_path)
+
+
+class Alone:
+    """An mpu whose data-parallel groups have one rank each."""
+
+    def __init__(self) -> None:
+        self.group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+    def get_data_parallel_group(self) -> Any:
+        return self.group
+
+
+@distributed(world_size=2)
+def test_engines_of_other_groups_are_warned_of(tmp_path: Path) -> None:
+    engine = small(mpu=Alone())
+    with warned() as said:
+        engine.save_checkpoint(str(tmp_path / str(dist.get_rank())))
+    assert f"of ranks [{dist.get_rank()}] of 2: engines of other groups" in said[0]
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_state_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+    engine = small(data=Own(0))
+    if engine.rank == 1:
+        del engine.training_dataloader.dataset.at
+    with pytest.raises(CheckpointError, match="rank 1 of 2: AttributeError"):
+        engine.save_checkpoint(str(tmp_path))
     engine.destroy()

@@ -1,7 +1,7 @@
 """Load: everything is validated on every rank before the first byte of any tensor changes.
 
-    metadata.json checked -> one checkpoint on all ranks -> names, shapes, dtypes, file sizes -> checksums of
-    every block that is needed -> all ranks agree -> bytes read into the tensors in place
+    metadata.json checked -> one checkpoint on all ranks -> names, shapes, dtypes, file sizes -> the caller accepts the
+    values -> checksums of every block that is needed -> all ranks agree -> bytes read into the tensors in place
 
 Any world size may load what any other saved: each rank reads the bytes of its own ranges. What a load refuses
 is refused on every rank alike, with nothing changed (storage.py says why that costs no memory).
@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -91,12 +91,14 @@ def load(
     tensors: Mapping[str, FlatSlice | Tensor],
     group: dist.ProcessGroup | None = None,
     convert: bool = False,
+    accept: Callable[[Loaded], None] | None = None,
 ) -> Loaded:
     """Fill `tensors` in place from checkpoint `tag` and give its values. Every rank of `group` calls it.
 
     A name that is asked for must be there with its shape; what is there and not asked for is not read. Dtypes
-    must be equal unless `convert`, which rounds as `Tensor.copy_` does. Raises CheckpointError on every rank,
-    with nothing changed, where any rank finds anything wrong.
+    must be equal unless `convert`, which rounds as `Tensor.copy_` does. `accept` sees the values before any tensor is
+    filled; what it raises on one rank refuses the load on all. Raises CheckpointError on every rank, with nothing changed,
+    where any rank finds anything wrong.
     """
     ranks, parent = Ranks(group), Path(directory)
     step = ranks.first(f"checkpoint {parent / str(tag)} was not loaded")
@@ -118,13 +120,18 @@ def load(
 
     shared = _stand_ins(found, "$shared/", "cpu")
     own = _stand_ins(found, f"$rank/{ranks.rank}/", "cpu") if found.world_size == ranks.size else {}
-    _read(ranks, step, path, found, {**tensors, **shared, **own})
+    _read(ranks, step, path, found, {**shared, **own})
+    values = _values(found.shared, shared, f"{path}: shared")
+    mine = None
+    if found.world_size == ranks.size:
+        mine = _values(found.per_rank[ranks.rank], own, f"{path}: per_rank[{ranks.rank}]")
+    loaded = Loaded(values, mine)
+    if accept is not None:
+        ranks.gather(step, lambda: accept(loaded))
+    _read(ranks, step, path, found, dict(tensors))
     for held in tensors.values():
         torch.autograd.graph.increment_version(held.data if isinstance(held, FlatSlice) else held)
-    values = _values(found.shared, shared, f"{path}: shared")
-    if found.world_size != ranks.size:
-        return Loaded(values, None)
-    return Loaded(values, _values(found.per_rank[ranks.rank], own, f"{path}: per_rank[{ranks.rank}]"))
+    return loaded
 
 
 def reader(directory: str | os.PathLike[str], tag: str) -> Reader:

@@ -2,22 +2,32 @@
 
 Tensors by name: `model.<parameter>` (the master's values, in the master's dtype), `buffer.<buffer>`,
 `optim.<state>.<parameter>`. Each rank contributes and takes the flat ranges that it owns (checkpoint/). Values: counters,
-loss scale, schedule, data position, the optimizer's scalars, the caller's `client_state`; per rank: random states.
+loss scale, schedule, data position, the optimizer's scalars, the caller's `client_state`; per rank: random states, and the
+data position where each rank reads data of its own.
+
+[Note: All or nothing] A load applies the values first, each change with its undoing, once the checkpoint layer has checked names,
+shapes and files and before it fills a tensor. Whatever is refused on any rank, here or there, is undone on all.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slipstream import checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice
+from slipstream.checkpoint.errors import Ranks
 from slipstream.optim.sharded import Piece, ShardedSteps
+from slipstream.train.data import OtherDataError, StatefulLoader
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.layout import overlap
 from slipstream.zero.unit import Unit
@@ -33,21 +43,49 @@ def save(
     exclude_frozen: bool,
 ) -> str:  # fmt: skip
     """Write one checkpoint; returns its folder. Collective; raises the same CheckpointError on every rank."""
+    data = engine.mesh.data
+    _warn_of_what_is_left_out(engine, directory)
+    tag = tag or f"global_step{engine.global_steps}"
     tensors = _weights(engine, exclude_frozen=exclude_frozen) | _buffers(engine) | _optimizer_tensors(engine)
-    shared = {
-        "counters": {name: getattr(engine, name) for name in _COUNTERS},
-        "loss_scale": engine.precision.scaler.state_dict(),
-        "scheduler": _state_of(engine.lr_scheduler),
-        "data": _state_of(engine.training_dataloader),
-        "optimizer": _optimizer_scalars(engine),
-        "client": dict(client_state or {}),
-    }
+    shared: dict[str, Any] = {}
+    per_rank: dict[str, Any] = {}
+
+    def collect() -> None:  # runs code of the user's: what fails on one rank fails on all
+        loader = engine.training_dataloader
+        together = isinstance(loader, StatefulLoader) and not loader.position_is_own
+        position = _state_of(loader)
+        shared.update(
+            counters={name: getattr(engine, name) for name in _COUNTERS},
+            loss_scale=engine.precision.scaler.state_dict(),
+            scheduler=_state_of(engine.lr_scheduler),
+            data=position if together else None,
+            client=dict(client_state or {}),
+        )
+        per_rank.update(random=_random_state(engine.device), data=None if together else position)
+
+    Ranks(data.group).gather(f"checkpoint {directory}/{tag} was not saved", collect)
+    shared["optimizer"] = _optimizer_scalars(engine)
     folder = checkpoint.save(
-        directory, tag or f"global_step{engine.global_steps}", tensors=tensors, shared=shared,
-        per_rank={"random": _random_state(engine.device)}, group=engine.mesh.data.group, save_latest=save_latest,
+        directory, tag, tensors=tensors, shared=shared, per_rank=per_rank, group=data.group, save_latest=save_latest,
         tag_validation=engine.plan.checkpoint.tag_validation.capitalize(),  # type: ignore[arg-type]
     )  # fmt: skip
     return str(folder)
+
+
+def _warn_of_what_is_left_out(engine: Engine, directory: str) -> None:
+    if engine.rank != 0:
+        return
+    if engine.hooks.backwards:
+        logger.warning(
+            "checkpoint in the middle of an accumulation window: the gradients of its %d backward passes are not saved, and a "
+            "run that is resumed begins a new window; save after the engine.step() that updates", engine.hooks.backwards,
+        )  # fmt: skip
+    ranks = engine.mesh.data.ranks
+    if dist.is_initialized() and len(ranks) < dist.get_world_size():
+        logger.warning(
+            "the checkpoint in %s is of this engine, of ranks %s of %d: engines of other groups (mpu) need directories of their "
+            "own, or they overwrite each other's", directory, list(ranks), dist.get_world_size(),
+        )  # fmt: skip
 
 
 def load(
@@ -64,49 +102,159 @@ def load(
     found = checkpoint.load_metadata(directory, tag, group=engine.mesh.data.group)
     wanted: dict[str, FlatSlice | Tensor] = _weights(engine) | _buffers(engine)
     missing = [name for name in wanted if name not in found.tensors]
-    if missing and strict:
-        raise CheckpointError(
-            f"{found.path} does not hold {missing[:3]}{' and more' if len(missing) > 3 else ''}; it is of another model, or was "
-            f"saved without frozen parameters: load with load_module_strict=False"
-        )
-    wanted = {name: held for name, held in wanted.items() if name in found.tensors}
+    surplus = [name for name in found.tensors if name.startswith(("model.", "buffer.")) and name not in wanted]
     optimizer = optimizer and not module_only and engine.steps is not None
-    made = _prepare_optimizer(engine, found) if optimizer else []
+    undo: list[Callable[[], None]] = _prepare_optimizer(engine, found) if optimizer else []
     if optimizer:
-        wanted |= {name: held for name, held in _optimizer_tensors(engine).items() if name in found.tensors}
+        wanted |= _optimizer_tensors(engine)
+    lacking = [name for name in wanted if name.startswith("optim.") and name not in found.tensors]
+    wanted = {name: held for name, held in wanted.items() if name in found.tensors}
+
+    def accept(loaded: checkpoint.Loaded) -> None:
+        if strict and (missing or surplus):
+            verb, names = ("does not hold", missing) if missing else ("holds also", surplus)
+            raise CheckpointError(
+                f"it {verb} {names[:3]}{' and more' if len(names) > 3 else ''}: it is of another model, or was saved without "
+                f"frozen parameters; load_module_strict=False takes the names that both have"
+            )
+        if type(loaded.shared.get("client")) is not dict:
+            raise CheckpointError("it is damaged or hostile: its client_state is no dict")
+        if not module_only:
+            try:
+                _take_values(engine, loaded, undo, lacking, optimizer=optimizer, scheduler=scheduler)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise CheckpointError(f"its values are damaged or not of this version: {type(error).__name__}: {error}") from error
+
     try:
-        loaded = checkpoint.load(directory, tag, tensors=wanted, group=engine.mesh.data.group, convert=True)
+        loaded = checkpoint.load(directory, tag, tensors=wanted, group=engine.mesh.data.group, convert=True, accept=accept)
     except BaseException:
-        for undo in made:
-            undo()
+        for each in reversed(undo):
+            each()
         raise
     _spread_weights(engine)
-    engine.zero_grad()
-    if not module_only:
-        _take_values(engine, loaded, optimizer=optimizer, scheduler=scheduler)
+    _begin_window(engine)
     return str(found.path), loaded.shared["client"]
 
 
-_COUNTERS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
+def _begin_window(engine: Engine) -> None:
+    """No gradients are left, so a new window begins, with the running plan's accumulation, whatever the saved one was."""
+    engine.zero_grad()
+    engine.micro_steps = engine.global_steps * (engine.plan.batch.accumulation if engine.plan.batch.managed else 1)
+    engine._divide(None)
 
 
-def _take_values(engine: Engine, loaded: checkpoint.Loaded, *, optimizer: bool, scheduler: bool) -> None:
+_COUNTERS = ("global_steps", "skipped_steps", "global_samples")
+_OWN_OPTIMIZER = "load_optimizer_states=False leaves it out and keeps this engine's own"
+_OWN_SCHEDULER = "load_lr_scheduler_states=False leaves it out and keeps this engine's own"
+
+
+def _take_values(
+    engine: Engine, loaded: checkpoint.Loaded, undo: list[Callable[[], None]], lacking: list[str], *, optimizer: bool,
+    scheduler: bool,
+) -> None:  # fmt: skip
+    """Bring back what is not a tensor of the model or optimizer; `undo` gets what brings back the present values."""
     shared = loaded.shared
+    if engine.steps is not None:  # also a schedule writes there
+        undo += [_restoring_group(group) for group in engine.steps.inner.param_groups]
+    counters, scale = {name: getattr(engine, name) for name in _COUNTERS}, engine.precision.scaler.state_dict()
+    undo.append(lambda: vars(engine).update(counters))
+    undo.append(lambda: engine.precision.scaler.load_state_dict(scale))
     for name in _COUNTERS:
-        setattr(engine, name, shared["counters"][name])
+        setattr(engine, name, _whole(shared["counters"][name], name))
+    _check_like(shared["loss_scale"], scale, "loss_scale")
+    if not 0 < shared["loss_scale"]["scale"] < math.inf:
+        raise CheckpointError(f"its loss scale is {shared['loss_scale']['scale']}; it must be a number above 0")
     engine.precision.scaler.load_state_dict(shared["loss_scale"])
     if optimizer:
-        _take_scalars(engine, shared["optimizer"])
-    for part, state, wanted in (
-        (engine.lr_scheduler, shared["scheduler"], scheduler),
-        (engine.training_dataloader, shared["data"], True),
-    ):
-        if wanted and state is not None and hasattr(part, "load_state_dict"):
-            part.load_state_dict(state)
+        _take_scalars(engine, shared["optimizer"], undo, lacking)
+    if scheduler and hasattr(engine.lr_scheduler, "load_state_dict"):
+        _take_schedule(engine.lr_scheduler, shared["scheduler"], undo)
+    _take_position(engine, loaded, undo)
     if loaded.per_rank is not None:
+        present = _random_state(engine.device)
+        undo.append(lambda: _restore_random(present, engine.device))
         _restore_random(loaded.per_rank["random"], engine.device)
     else:
         logger.info("random states are those of this run: the checkpoint was saved by another number of ranks")
+
+
+def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> None:
+    if state is None:
+        logger.warning("the schedule was not restored and stays where it is: the checkpoint was saved without a scheduler")
+        return
+    _check_like(state, part.state_dict(), "scheduler", f"it is another scheduler's; {_OWN_SCHEDULER}")
+    undo.append(_restoring(part))
+    part.load_state_dict(state)
+
+
+def _take_position(engine: Engine, loaded: checkpoint.Loaded, undo: list[Callable[[], None]]) -> None:
+    """A position that does not fit is left out: other data may be trained on with the optimizer's state kept."""
+    loader = engine.training_dataloader
+    if not hasattr(loader, "load_state_dict"):
+        return
+    state = loaded.shared["data"]
+    if state is None and loaded.per_rank is not None:
+        state = loaded.per_rank["data"]
+    why = (
+        "it has none for this number of ranks (each rank's own, of a sharded dataset or of a loader that the user made, is taken "
+        "only where as many ranks load as saved)"
+    )
+    if state is not None:
+        undo.append(_restoring(loader))
+        try:
+            loader.load_state_dict(state)
+            return
+        except OtherDataError as error:
+            why = str(error)
+    if engine.rank == 0:
+        logger.warning("the checkpoint's data position was not restored, and the data begin with a new epoch: %s", why)
+
+
+def _restoring(part: Any) -> Callable[[], None]:
+    """What brings a part back to its present state: its own way, for what it keeps elsewhere, and attribute by attribute."""
+    state, attributes = copy.deepcopy(part.state_dict()), dict(getattr(part, "__dict__", {}))
+
+    def restore() -> None:
+        part.load_state_dict(state)
+        getattr(part, "__dict__", {}).update(attributes)
+
+    return restore
+
+
+def _restoring_group(group: dict[str, Any]) -> Callable[[], None]:
+    present = dict(group)
+
+    def restore() -> None:
+        group.clear()
+        group.update(present)
+
+    return restore
+
+
+def _whole(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise CheckpointError(f"its {what} is {str(value)[:40]!r}; it must be a whole number from 0")
+    return value
+
+
+def _check_like(saved: Any, present: Any, what: str, remedy: str = "it is damaged or hostile") -> None:
+    """Refuse a saved value that cannot stand where the present one does: other keys, another length, no number."""
+    if type(present) is dict:
+        alike = type(saved) is dict and saved.keys() == present.keys()
+        parts = [(saved[key], value, f"{what}.{key}") for key, value in present.items()] if alike else []
+    elif isinstance(present, list | tuple):
+        alike = isinstance(saved, list | tuple) and len(saved) == len(present)
+        parts = [(saved[i], value, f"{what}[{i}]") for i, value in enumerate(present)] if alike else []
+    else:
+        alike, parts = not isinstance(present, int | float) or isinstance(saved, int | float | Tensor), []
+        if isinstance(present, int) and isinstance(saved, int | float):  # a count; -1 is the last epoch before the first
+            alike = saved >= -1
+    if not alike:
+        raise CheckpointError(f"its {what} is {str(saved)[:80]} where this engine has {str(present)[:80]}: {remedy}")
+    for one, other, name in parts:
+        _check_like(one, other, name, remedy)
 
 
 # -- tensors --
@@ -185,18 +333,41 @@ def _optimizer_scalars(engine: Engine) -> dict[str, Any] | None:
     for one in gather_objects(mine, engine.mesh.data):
         everyone |= one
     groups = [{key: value for key, value in group.items() if key != "params"} for group in engine.steps.inner.param_groups]
-    return {"params": everyone, "groups": groups}
+    return {"classes": _optimizer_classes(engine.steps), "params": everyone, "groups": groups}
 
 
-def _take_scalars(engine: Engine, saved: Mapping[str, Any] | None) -> None:
-    if saved is None or engine.steps is None:
-        return
-    groups = engine.steps.inner.param_groups
-    if len(groups) == len(saved["groups"]):
-        for group, options in zip(groups, saved["groups"], strict=True):
-            group.update(options)
+def _optimizer_classes(steps: ShardedSteps) -> list[str]:
+    """The optimizer's class and its bases: two that share one keep the same states (Adam and AdamW)."""
+    classes = type(steps.inner).__mro__
+    return [cls.__name__ for cls in classes[: classes.index(torch.optim.Optimizer)]]
+
+
+def _take_scalars(engine: Engine, saved: Any, undo: list[Callable[[], None]], lacking: list[str]) -> None:
+    steps = engine.steps
+    assert steps is not None, "load asks for optimizer states of an engine that has an optimizer"
+    if saved is None:
+        raise CheckpointError(f"it was saved without an optimizer, and this engine has one; {_OWN_OPTIMIZER}")
+    classes, groups = _optimizer_classes(steps), steps.inner.param_groups
+    if not set(classes) & set(saved["classes"]):
+        raise CheckpointError(f"its optimizer is {saved['classes'][0]} and this engine's is {classes[0]}; {_OWN_OPTIMIZER}")
+    if len(groups) != len(saved["groups"]):
+        raise CheckpointError(
+            f"its optimizer has {len(saved['groups'])} parameter groups and this engine's has {len(groups)}; {_OWN_OPTIMIZER}"
+        )
+    lacking = [name for name in lacking if name.split(".", 2)[2] in saved["params"]]
+    if lacking:
+        raise CheckpointError(f"it lacks the optimizer state {lacking[:3]}; {_OWN_OPTIMIZER}")
+    for i, (group, options) in enumerate(zip(groups, saved["groups"], strict=True)):
+        common = options.keys() & group.keys() - {"params"}
+        part = {key: options[key] for key in common}
+        _check_like(part, {key: group[key] for key in common}, f"optimizer group {i}", _OWN_OPTIMIZER)
+        group.update({key: value for key, value in options.items() if key != "params"})
     for steps, unit, piece in _pieces(engine):
         if piece.name in saved["params"]:
+            present = copy.deepcopy(steps.scalars(unit, piece))
+            undo.append(partial(steps.load_scalars, unit, piece, present))
+            if present:
+                _check_like(saved["params"][piece.name], present, f"optimizer state of {piece.name}")
             steps.load_scalars(unit, piece, saved["params"][piece.name])
 
 
