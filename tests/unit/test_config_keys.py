@@ -89,8 +89,6 @@ def test_every_honoured_key_names_a_test_that_exists() -> None:
 def asking(switch: str, feature: Feature) -> Any:
     """A value of a switch that asks for its feature."""
     default = schema_keys()[switch]
-    if isinstance(default, bool):
-        return not default
     special = {
         "zero_optimization.offload_optimizer.device": "cpu",
         "zero_optimization.offload_param.device": "nvme",
@@ -99,10 +97,11 @@ def asking(switch: str, feature: Feature) -> Any:
         "data_types.buffer_dtype": "bf16",
         "data_types.keep_in_fp32_modules": ["lm_head"],
         "sparse_attention.mode": "bigbird",
+        "weight_quantization.enabled": True,
         "weight_quantization.quantized_initialization": {"num_bits": 4},
         "weight_quantization.post_init_quant": {"fc": {"num_bits": 4}},
     }
-    return special.get(switch, 2)
+    return special.get(switch, not default if isinstance(default, bool) else 2)
 
 
 @pytest.mark.parametrize(("switch", "feature"), [(s, f) for f in FEATURES for s in f.switches])
@@ -117,8 +116,10 @@ def test_a_feature_that_is_not_built_is_refused(switch: str, feature: Feature) -
     "switch", [switch for feature in FEATURES for switch in feature.switches if feature.off]
 )
 def test_a_feature_that_is_off_parses(switch: str) -> None:
-    off = "dense" if switch == "sparse_attention.mode" else schema_keys()[switch]
-    assert resolved(nest(switch, off)).notes == ()
+    raw = nest(switch, "dense" if switch == "sparse_attention.mode" else schema_keys()[switch])
+    if "weight_quantization" in raw:  # on by being there
+        raw["weight_quantization"]["enabled"] = False
+    assert resolved(raw).notes == ()
 
 
 def test_a_block_that_asks_by_being_there() -> None:

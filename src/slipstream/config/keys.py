@@ -308,9 +308,13 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         what="weight quantisation for inference",
-        remedy="drop the block weight_quantization",
-        switches=("weight_quantization.quantized_initialization", "weight_quantization.post_init_quant"),
-        off=({},),
+        remedy="drop the block weight_quantization, or set its enabled to false",
+        switches=(
+            "weight_quantization.enabled",
+            "weight_quantization.quantized_initialization",
+            "weight_quantization.post_init_quant",
+        ),
+        off=(False, {}),
         blocks=("weight_quantization",),
     ),
     Feature(

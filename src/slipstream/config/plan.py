@@ -53,7 +53,6 @@ class ZeroPlan:
     shard_size: int | None  # MiCS: ranks that share one copy of the states; None = all data-parallel ranks
     transport: Literal["auto", "shared", "gloo"]
     reduce_op: Literal["mean", "sum"]
-    reduce_bucket_bytes: int | None  # None = by unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,10 +70,6 @@ AUTO: Mapping[str, Auto] = MappingProxyType(
             ),
         ),
         "gradient_clipping": Auto("1.0", lambda parsed, facts: 1.0),
-        "zero_optimization.reduce_bucket_size": Auto(
-            "hidden size squared, in elements",
-            lambda parsed, facts: None if facts.hidden_size is None else facts.hidden_size**2,
-        ),
     }
 )
 
@@ -95,7 +91,6 @@ AUTO_PARAMS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 _FROM_OPTIMIZER = ("warmup_max_lr", "cycle_max_lr")  # "auto" is the optimizer's learning rate
 _FROM_LOOP = ("total_num_steps",)  # "auto" cannot be known here
-_NOT_BUILT = {"onebitadam", "onebitlamb", "zerooneadam"}
 _TUPLES = ("betas", "etas", "step_sizes")
 
 
@@ -120,7 +115,7 @@ def resolve(
     optimizer, clipping = _optimizer(values)
     return Plan(
         batch=batch,
-        zero=_zero(values, world, precision),
+        zero=_zero(values, world),
         precision=precision,
         optimizer=optimizer,
         scheduler=_scheduler(values, optimizer),
@@ -347,7 +342,7 @@ def _loss_scale(values: _Values) -> LossScalePlan:
     return plan
 
 
-def _zero(values: _Values, world: DataWorld, precision: PrecisionPlan) -> ZeroPlan:
+def _zero(values: _Values, world: DataWorld) -> ZeroPlan:
     stage, shard = values.take("zero_optimization.stage"), values.take("zero_optimization.mics_shard_size")
     shard = shard if shard > 0 else None
     if shard is not None and stage != 3:
@@ -361,20 +356,11 @@ def _zero(values: _Values, world: DataWorld, precision: PrecisionPlan) -> ZeroPl
             f"zero_optimization.mics_shard_size ({shard}) does not divide the {world.data_parallel} "
             f"data-parallel ranks; use one of {', '.join(map(str, sizes))}"
         )
-    bucket, set_by = (
-        values.take("zero_optimization.reduce_bucket_size"),
-        "zero_optimization.reduce_bucket_size",
-    )
     return ZeroPlan(
         stage=stage,
         shard_size=shard,
         transport=values.take("slipstream.transport"),
         reduce_op=values.take("gradient_allreduce_op"),
-        reduce_bucket_bytes=(
-            None
-            if bucket is None or values.sources[set_by] == "default"
-            else bucket * (precision.comm_dtype or precision.param_dtype).itemsize
-        ),
     )
 
 
@@ -383,16 +369,12 @@ def _optimizer(values: _Values) -> tuple[OptimizerPlan | None, float]:
     if values.parsed.config.optimizer is None:
         return None, clipping
     name = values.take("optimizer.type")
-    if name.lower() in _NOT_BUILT:
-        raise ValueError(
-            f"optimizer.type {name!r} is compressed communication, which is not built yet; use Adam or Lamb"
-        )
     params = _params(values, "optimizer", name)
     norm = params.pop("max_grad_norm", None)
     values.sources.pop("optimizer.params.max_grad_norm", None)
-    if norm:
+    if norm is not None:
         stated = values.parsed.leaves["gradient_clipping"].given and not values.is_auto("gradient_clipping")
-        if stated and clipping != norm:
+        if norm and stated and clipping != norm:  # 0 beside gradient_clipping: DeepSpeed's fused optimizers had it
             raise ValueError(
                 f"gradient_clipping ({clipping:g}) and optimizer.params.max_grad_norm ({norm:g}) "
                 "disagree; they are two names of one thing, keep gradient_clipping"
