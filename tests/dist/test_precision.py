@@ -1,6 +1,8 @@
 """fp32, bf16, fp16 and autocast as the engine computes them: overflows, loss scales, dtypes of every state."""
 
+import collections
 import logging
+import types
 from typing import Any
 
 import pytest
@@ -98,6 +100,45 @@ def test_gradients_do_not_depend_on_the_scale() -> None:
             engine.destroy()
         assert norms[0] == pytest.approx(norms[1], rel=5e-3)
         torch.testing.assert_close(inputs[0], inputs[1], rtol=2e-2, atol=1e-4)
+
+
+WRAPPERS: dict[str, Any] = {
+    "namespace": lambda y: types.SimpleNamespace(y=y, nothing=None),
+    "inside another": lambda y: types.SimpleNamespace(of=[types.SimpleNamespace(y=y)]),
+    "distribution": lambda y: torch.distributions.Normal(y, 1.0),
+    "defaultdict": lambda y: collections.defaultdict(list, y=y),
+}
+UNWRAPPERS: dict[str, Any] = {
+    "namespace": lambda out: out.y,
+    "inside another": lambda out: out.of[0].y,
+    "distribution": lambda out: out.mean,
+    "defaultdict": lambda out: out["y"] if not out["missing"] else None,
+}
+
+
+class Wrapped(toy.Net):
+    def forward(self, x: Tensor) -> Any:
+        self.made = self.wrap(super().forward(x))
+        return self.made
+
+
+@distributed(world_size=1)
+def test_outputs_of_any_class_carry_the_scale() -> None:
+    for kind in WRAPPERS:
+        norms = []
+        for scale in (1.0, 2.0**10):
+            engine = toy.make(toy.seeded(Wrapped), 0, fp16={"enabled": True, "loss_scale": scale})
+            engine.module.wrap = WRAPPERS[kind]
+            out = engine(toy.floats(0, 0).half())
+            assert type(out) is type(engine.module.made) and out is not engine.module.made
+            UNWRAPPERS[kind](out).float().square().mean().backward()
+            engine.step()
+            norms.append(engine.global_grad_norm)
+            with torch.no_grad():
+                out = engine(toy.floats(0, 0).half())
+                assert (out is engine.module.made) is (kind != "defaultdict"), "a cache stays the object that it is"
+            engine.destroy()
+        assert norms[0] == pytest.approx(norms[1], rel=5e-3), kind
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))

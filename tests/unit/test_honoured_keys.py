@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.train.precision import MAX_SKIPPED
 from tests import toy
 
 TINY = 2.0**-14  # an update too small for a weight of 1 in fp16 and in bf16
@@ -116,6 +117,18 @@ def test_gradient_clipping() -> None:
         assert engine.global_grad_norm == 5.0  # as it was before
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_clipping_by_a_norm_that_is_not_finite_is_torch_s(bad: float) -> None:
+    """An infinite norm makes finite gradients zero, NaN makes them NaN; the step is taken in fp32."""
+    gradient = torch.tensor([bad, 4.0])
+    engine = sgd(Dot(), gradient_clipping=1.0)
+    toy.step(engine, gradient)
+    twin = nn.Parameter(torch.ones(2))
+    twin.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_([twin], 1.0)
+    torch.testing.assert_close(weights(engine), (twin - twin.grad).detach(), equal_nan=True)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_data_types_grad_accum_dtype(stage: int) -> None:
     """1 + 2**-9 needs more bits than bf16 has."""
@@ -155,6 +168,31 @@ def test_fp16_loss_scale() -> None:
         assert 1 - master(engine) == 1024 * moved
         toy.step(engine, torch.full((2,), math.inf))
         assert engine.skipped_steps == 1 and engine.precision.loss_scale == scale
+
+
+@pytest.mark.parametrize(
+    "dtype, block",
+    [("fp16", {"loss_scale": 128.0}), ("bf16", {"check_grad_overflow": True})],
+)
+def test_skipping_for_ever_is_stopped(dtype: str, block: dict[str, Any]) -> None:
+    """Where no scale can fall. A step that is applied starts the count anew."""
+    engine = dot(steps=MAX_SKIPPED - 1, x=math.nan, dtype=dtype, **{dtype: block})
+    toy.step(engine, torch.ones(2))
+    assert engine.step_applied
+    for _ in range(MAX_SKIPPED - 1):
+        toy.step(engine, torch.full((2,), math.nan))
+    with pytest.raises(OverflowError, match=f"not finite in {MAX_SKIPPED} steps in a row.*data"):
+        toy.step(engine, torch.full((2,), math.nan))
+    dot(steps=MAX_SKIPPED + 1, x=math.nan)  # fp32 applies them, as torch does
+
+
+def test_overflow_is_of_the_last_boundary() -> None:
+    engine = dot(dtype="fp16", fp16={"initial_scale_power": 4}, gradient_accumulation_steps=2)
+    said = []
+    for x in (1.0, 1.0, 1.0, math.inf, 1.0, 1.0):
+        toy.step(engine, torch.full((2,), x))
+        said.append(engine.optimizer.overflow)
+    assert said == [False, False, False, True, True, False]
 
 
 def test_fp16_initial_scale_power() -> None:

@@ -11,6 +11,7 @@ TorchSteps   any torch optimizer: elementwise ones see 1D pieces, shape-aware on
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def pieces_of(unit: Unit, group_of: dict[int, int]) -> list[Piece]:
 
 
 class ShardedSteps(ABC):
-    """One optimizer over the spans of all units. Abstract; the engine calls `step` per unit, in unit order."""
+    """One optimizer over the spans of all units. Abstract; the engine calls `begin`, then `step` per unit, in unit order."""
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
         self.inner = inner
@@ -80,6 +81,10 @@ class ShardedSteps(ABC):
             else:
                 result[name] = value.detach().clone() if isinstance(value, Tensor) else value
         return result
+
+    @abstractmethod
+    def begin(self) -> None:
+        """A step of the engine begins."""
 
     @abstractmethod
     def step(self, unit: Unit, scale: float) -> None:
@@ -131,6 +136,9 @@ class FusedAdamW(ShardedSteps):
                         moment[piece.start : piece.stop].copy_(given[name])
                     piece.step = int(given["step"])
         return self.moments[unit.index]
+
+    def begin(self) -> None:
+        """Steps are counted per piece."""
 
     def step(self, unit: Unit, scale: float) -> None:
         assert unit.grads is not None
@@ -187,6 +195,9 @@ class TorchSteps(ShardedSteps):
     """Any torch optimizer, unit by unit, on copies of the gradient pieces in the master's dtype, as its states are.
 
     With `state_dtype` bf16, per-element states rest in that and are widened while their unit is stepped.
+
+    Some optimizers count steps in their groups. So the call for each unit sees the groups as they were when the engine's step
+    began, and what one call makes of a group that it has parameters of is what remains: groups advance once a step.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], *, whole: bool, state_dtype: torch.dtype) -> None:
@@ -195,6 +206,12 @@ class TorchSteps(ShardedSteps):
         self.stepped: dict[int, list[Tensor]] = {}  # unit index -> one leaf per piece, a view of the master
         inner.register_step_pre_hook(self._refuse_outside)
         self._inside = False
+        self._before: list[dict[str, Any]] = []  # each group's values as the engine's step began
+        self._after: dict[int, dict[str, Any]] = {}  # of the groups that have advanced since
+
+    def begin(self) -> None:
+        self._before = [_values(group) for group in self.inner.param_groups]
+        self._after.clear()
 
     def _refuse_outside(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._inside:
@@ -218,7 +235,8 @@ class TorchSteps(ShardedSteps):
         assert unit.grads is not None
         groups = self.inner.param_groups
         users = [group["params"] for group in groups]
-        for group in groups:
+        for group, values in zip(groups, self._before, strict=True):
+            _set_values(group, values)
             group["params"] = []
         leaves = self._leaves(unit)
         for piece, leaf in zip(self.pieces[unit.index], leaves, strict=True):
@@ -232,7 +250,11 @@ class TorchSteps(ShardedSteps):
         finally:
             self._inside = False
             self._cast_states(leaves, self.state_dtype)
-            for group, params in zip(groups, users, strict=True):
+            for i, (group, params) in enumerate(zip(groups, users, strict=True)):
+                if group["params"]:
+                    self._after[i] = _values(group)
+                elif i in self._after:
+                    _set_values(group, self._after[i])
                 group["params"] = params
             for leaf in leaves:
                 leaf.grad = None
@@ -287,3 +309,22 @@ class TorchSteps(ShardedSteps):
 
     def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
         self.inner.state[self._leaf(unit, piece)].update(values)
+
+
+_PARAMS = {"params", "param_names"}
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what a parameter group holds beside parameters."""
+    return {name: copy.deepcopy(value) for name, value in group.items() if name not in _PARAMS}
+
+
+def _set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Undo changes since `values` was taken. Tensors are filled, because schedulers hold them."""
+    for name in group.keys() - values.keys() - _PARAMS:
+        del group[name]
+    for name, value in values.items():
+        if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+            group[name].copy_(value)
+        else:
+            group[name] = copy.deepcopy(value)

@@ -70,7 +70,8 @@ class Engine(nn.Module):
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.global_grad_norm: float | None = None
         self.progress = Progress(parts.plan, self.rank)
-        self.step_applied = False
+        self.step_applied = False  # by the last step()
+        self.overflow = False  # at the last boundary
         self._scaled_by_accumulation: bool | None = None
         self._boundary: bool | None = None  # set by hand (accelerate); None: count micro-batches
         weakref.finalize(self, parts.watch.abandon).atexit = False
@@ -141,12 +142,13 @@ class Engine(nn.Module):
         self.hooks.step_done()
         self._scaled_by_accumulation = None
         self._divide(None)
+        self.overflow = not self.step_applied
         if self.step_applied:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         else:
             self.skipped_steps += 1
-        self.precision.scaler.update(verdict.finite)
+        self.precision.scaler.update(self.step_applied)
 
     # -- windows of micro-batches --
 

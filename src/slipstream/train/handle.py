@@ -32,7 +32,7 @@ class OptimizerHandle(torch.optim.Optimizer):
     @property
     def overflow(self) -> bool:
         """Whether the last boundary's step was skipped because gradients were not finite."""
-        return not self.engine.step_applied and self.engine.global_steps > 0
+        return self.engine.overflow
 
     @property
     def loss_scale(self) -> float:

@@ -6,18 +6,26 @@ outside the model, several losses and two engines in one graph are right (docs/A
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.config.plan import LossScalePlan, PrecisionPlan
 
+MAX_SKIPPED = 50  # of a scale that cannot fall: a dynamic one gets from 2**32 to 1 in fewer
+
 
 class LossScaler:
-    """Dynamic loss scaling: halve on overflow after `hysteresis` of them, double after `window` clean steps."""
+    """Dynamic loss scaling: halve on overflow after `hysteresis` of them, double after `window` clean steps.
+
+    Overflows that no lower scale can cure stop the run: one at the lowest dynamic scale, or `MAX_SKIPPED` in a row where the
+    scale is static or there is none.
+    """
 
     def __init__(self, plan: LossScalePlan | None) -> None:
         self.plan = plan
@@ -25,13 +33,22 @@ class LossScaler:
         self.scale = 1.0 if plan is None else (plan.static or plan.initial)
         self.clean_steps = 0
         self.patience = plan.hysteresis if plan else 1
+        self.skipped = 0  # in a row
 
-    def update(self, finite: bool) -> None:
-        """Take one step's verdict. Raises OverflowError when the scale cannot go lower."""
+    def update(self, applied: bool) -> None:
+        """Take one step's verdict. Raises OverflowError when skipping more steps would not help."""
+        self.skipped = 0 if applied else self.skipped + 1
         if not self.dynamic:
+            if self.skipped >= MAX_SKIPPED:
+                lower = "" if self.plan is None else f', lower fp16.loss_scale ({self.scale:g}), set it to 0 (dynamic) or use bf16'
+                raise OverflowError(
+                    f"gradients were not finite in {self.skipped} steps in a row, and each was skipped: waiting does not help"
+                    f"{lower}. Look at the data and at divisions or logs of zero in the module of the parameter that was named, "
+                    f"or lower the learning rate. The last checkpoint is untouched."
+                )
             return
         assert self.plan is not None
-        if finite:
+        if applied:
             self.clean_steps += 1
             if self.plan.consecutive_hysteresis:
                 self.patience = self.plan.hysteresis
@@ -117,7 +134,11 @@ class Precision:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor in its tuples, lists, dicts and dataclasses replaced; other objects are kept as they are."""
+    """`value` with every tensor in its tuples, lists, mappings and dataclasses replaced.
+
+    Of other objects, those that a gradient can flow into (a SimpleNamespace, a distribution) are copied, with their attributes
+    replaced; the rest, such as a cache that was filled under `no_grad`, are kept as they are.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -129,5 +150,24 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return dataclasses.replace(value, **fields)
     if isinstance(value, Mapping):
         changed = {key: map_tensors(item, change) for key, item in value.items()}
-        return changed if type(value) is dict else type(value)(changed)  # type: ignore[call-arg]
+        if not isinstance(value, dict):
+            return type(value)(changed)  # type: ignore[call-arg]
+        result = copy.copy(value)  # not every subclass can be called with a dict (defaultdict)
+        result.update(changed)
+        return result
+    if _carries_gradient(value, set()):
+        result = copy.copy(value)
+        vars(result).update({name: map_tensors(item, change) for name, item in vars(value).items()})
+        return result
     return value
+
+
+def _carries_gradient(value: Any, seen: set[int]) -> bool:
+    """Whether something computed that `value` holds requires a gradient. What knows the model only, is no output of it."""
+    if isinstance(value, Tensor):
+        return value.requires_grad and not isinstance(value, nn.Parameter)
+    if id(value) in seen or isinstance(value, (nn.Module, type, ModuleType)):
+        return False
+    seen.add(id(value))
+    items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, Mapping) else ()
+    return any(_carries_gradient(item, seen) for item in (*items, *getattr(value, "__dict__", {}).values()))

@@ -78,10 +78,9 @@ def judge(units: Sequence[Unit], comms: Comms, backwards: int, loss_scale: float
     if not finite:
         _name_culprit(trainable, comms, skip_overflow)
     clip = 1.0
-    if clipping > 0 and finite:
-        clip = min(1.0, clipping / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-    elif clipping > 0:
-        clip = math.nan  # there too, where the step is taken all the same
+    if clipping > 0:  # as torch.nn.utils.clip_grad_norm_, also where the step is taken all the same: 0 for inf, NaN for NaN
+        clip = clipping / (norm + 1e-6)
+        clip = 1.0 if clip > 1.0 else clip
     return Verdict(norm, finite, clip / loss_scale)
 
 
@@ -115,6 +114,7 @@ def _name_culprit(units: Sequence[Unit], comms: Comms, skipped: bool) -> None:
 def update(units: Sequence[Unit], steps: ShardedSteps, scale: float) -> None:
     """Run the optimizer on every unit and publish each as soon as it is done."""
     published: list[Pending[None]] = []
+    steps.begin()
     for unit in units:
         if unit.trainable:
             steps.step(unit, scale)
