@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import slipstream
 from tests import toy
@@ -211,6 +213,24 @@ def test_mpus_group_shares_the_states(transport: str) -> None:
         engine.destroy()
 
 
+@distributed(world_size=1)
+def test_a_model_parallel_mpu_is_refused() -> None:
+    class Megatron:
+        size = 2
+
+        def get_data_parallel_group(self) -> Any:
+            return None
+
+        def get_tensor_model_parallel_world_size(self) -> int:
+            return self.size
+
+    mpu = Megatron()
+    with pytest.raises(ValueError, match=r"mpu.get_tensor_model_parallel_world_size\(\) is 2: tensor parallelism is not built"):
+        slipstream.initialize(model=toy.Net(), config=toy.settings(3), mpu=mpu)
+    mpu.size = 1
+    slipstream.initialize(model=toy.Net(), config=toy.settings(3), mpu=mpu)[0].destroy()
+
+
 def grouped(model: nn.Module) -> list[dict[str, Any]]:
     named = list(model.named_parameters())
     return [
@@ -291,6 +311,101 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             slipstream.initialize(model=model, optimizer=optimizer, config=toy.settings(3, optimizer=None))
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as Apex's FusedAdam and schedule-free optimizers do; the rate falls with the count."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if group["params"]:
+                group["count"] = group.get("count", 0) + 1
+                group["clock"] += 1
+                group["lr"] = 0.1 / group["count"] + 0.01 * float(group["clock"])
+        super().step()
+
+
+def counting(model: nn.Module) -> Counting:
+    """One group has parameters of the first unit only."""
+    named = list(model.named_parameters())
+    groups = [{"params": [p for n, p in named if ("inp" in n) is first], "clock": torch.zeros(())} for first in (True, False)]
+    return Counting(groups, lr=0.1)
+
+
+@distributed(world_size=1)
+def test_groups_advance_once_a_step() -> None:
+    twin = toy.seeded(toy.Net)
+    plain = counting(twin)
+    model = toy.seeded(toy.Net)
+    engine, handle, *_ = slipstream.initialize(model=model, optimizer=counting(model), config=toy.settings(2, optimizer=None))
+    clocks = [group["clock"] for group in handle.param_groups]
+    for i in range(3):
+        for each in (twin, engine):
+            each(toy.floats(0, i)).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+        engine.step()
+    assert [group["count"] for group in handle.param_groups] == [3, 3] == [int(clock) for clock in clocks]
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, twin.state_dict()[name])
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_refusal_leaves_the_model_whole() -> None:
+    """Also what is only seen when the optimizer, the scheduler and the loader are made."""
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    model = toy.seeded(toy.Net)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    typo = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_step": 3}}}
+    uncorrected = {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        (typo, {}, "did you mean 'warmup_num_steps'"),
+        ({}, {"training_data": []}, "0 samples make no batch"),
+        ({}, {"training_data": DataLoader(range(8), batch_size=3)}, "a DataLoader of batch size 3 and sampler SequentialSampler"),  # type: ignore[arg-type]
+        ({}, {"lr_scheduler": plateau}, r"a ReduceLROnPlateau, whose step\(\) needs metrics.*scheduler.step\(metric\)"),
+        ({"optimizer": None}, {"optimizer": optimizer, "lr_scheduler": plateau(optimizer)}, "whose step"),
+        ({}, {"lr_scheduler": 3}, r"gave a int, which has no step\(\)"),
+        ({"optimizer": None, "scheduler": {"type": "WarmupLR"}}, {}, r"the config's scheduler \(WarmupLR\) has no optimizer"),
+        ({"optimizer": {"type": "OneBitAdam"}}, {}, "not built yet"),
+        (uncorrected, {"model": toy.seeded(toy.Net).double()}, "bias_correction=false.*float64"),
+    ]
+    for blocks, arguments, message in cases:
+        with pytest.raises(ValueError, match=message):
+            slipstream.initialize(**({"model": model, "config": toy.settings(3, **blocks)} | arguments))
+        for name, value in model.state_dict().items():
+            assert type(model.get_parameter(name)) is nn.Parameter and value.equal(before[name]), message
+    with torch.device("meta"):
+        model = toy.Net()
+    with pytest.raises(ValueError, match="unknown config key"):
+        toy.make(model, 3, stag=3)
+    assert all(param.is_meta for param in model.parameters()), "not even allocated"
+
+
+@distributed(world_size=1)
+def test_auto_asks_the_arguments_of_initialize() -> None:
+    model = toy.seeded(toy.Net)
+    config = toy.settings(1, optimizer=None, train_micro_batch_size_per_gpu="auto") | {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
+    }
+    loader = DataLoader(torch.randn(10, 8), batch_size=4, drop_last=True, collate_fn=lambda rows: torch.stack(rows) + 100)  # type: ignore[arg-type]
+    engine, _, batches, scheduler = slipstream.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.25), training_data=loader, config=config
+    )
+    assert engine.plan.batch.micro_batch_size == 4 and [tuple(batch.shape) for batch in batches] == [(4, 8)] * 2
+    assert all(bool((batch > 50).all()) for batch in batches) and scheduler.max_lr == 0.25
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_distributed_port_is_passed_on() -> None:
+    with unittest.mock.patch("slipstream.train.initialize.init_distributed") as join:
+        for given in ({}, {"distributed_port": 29511}):
+            slipstream.initialize(model=toy.Net(), config=toy.settings(0), **given)[0].destroy()  # type: ignore[arg-type]
+            join.assert_called_with(**given)
 
 
 # ---- schedules

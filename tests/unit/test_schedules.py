@@ -213,7 +213,7 @@ def test_names() -> None:
     [
         ("WarmupL", {}, "did you mean 'WarmupLR'"),
         ("LambdaLR", {}, "needs a function"),
-        ("ReduceLROnPlateau", {}, "needs a metric"),
+        ("ReduceLROnPlateau", {}, r"needs a metric at each step: .*call scheduler.step\(metric\) where you evaluate$"),
         ("WarmupLR", {"warmup_max_l": 1}, "unknown 'warmup_max_l', did you mean 'warmup_max_lr'"),
         ("WarmupDecayLR", {}, "total_num_steps must be given"),
         ("WarmupLR", {"warmup_type": "linaer"}, "did you mean 'linear'"),

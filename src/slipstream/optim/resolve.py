@@ -134,6 +134,22 @@ def is_elementwise(optimizer: type[Optimizer] | Optimizer) -> bool:
     return (optimizer if isinstance(optimizer, type) else type(optimizer)) in _ELEMENTWISE
 
 
+_NOT_NATIVE = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+def is_native(optimizer: Optimizer) -> bool:
+    """Whether the one-pass Adam kernel computes what this optimizer does."""
+    asked = any(group.get(option) for group in optimizer.param_groups for option in _NOT_NATIVE)
+    return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and not asked
+
+
+def refuse_unshardable(optimizer: Optimizer) -> None:
+    """Raises ValueError for the optimizers of `torch.optim` that cannot run on shards."""
+    for cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        if isinstance(optimizer, cls):
+            raise ValueError(f"optimizer {type(optimizer).__name__} {_REFUSED[cls.__name__.lower()]}")
+
+
 def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], what: str) -> None:
     """Raises unless `function(subject, **kwargs)` can be called: unknown names bring the nearest."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
@@ -152,9 +168,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     lowered = {candidate.lower(): candidate for candidate in sorted(known)}
     matches = difflib.get_close_matches(name.lower(), lowered, n=1)
     return f", did you mean {lowered[matches[0]]!r}?" if matches else ""
-
-
-_NOT_NATIVE = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 class _Extra(NamedTuple):

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from slipstream.config import DataWorld, ModelFacts, Plan, load_config, resolve
 from slipstream.distributed import init_distributed, local_device
 from slipstream.mesh import Mesh, data_mesh
-from slipstream.optim import is_elementwise, muon_groups, resolve_optimizer
+from slipstream.optim import Resolved, is_elementwise, is_native, muon_groups, refuse_unshardable, resolve_optimizer
 from slipstream.optim.sharded import FusedAdamW, ShardedSteps, TorchSteps
-from slipstream.train.data import distributed_loader
+from slipstream.train.data import StatefulLoader, distributed_loader
 from slipstream.train.engine import Engine, Parts
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.precision import Precision
 from slipstream.train.progress import introduce
-from slipstream.train.schedules import build_scheduler
+from slipstream.train.schedules import build_scheduler, check_steps_alone
 from slipstream.zero.build import Recipe, build_units, connect, unfreeze
 from slipstream.zero.hooks import Hooks, Reducer
 from slipstream.zero.materialize import materialize
@@ -51,57 +52,95 @@ def initialize(
     optimizer         a torch optimizer over the model's parameters, or a callable that makes one from parameters or groups;
                       without it, the config's, or none (an engine for inference)
     model_parameters  parameters or parameter groups for the config's optimizer; all trainable ones by default
-    training_data     a dataset; gives a distributed loader with the config's micro-batch size
-    lr_scheduler      a scheduler, or a callable that makes one from the optimizer; without it, the config's
+    training_data     a dataset, or a DataLoader of one; gives a distributed loader with the config's micro-batch size
+    lr_scheduler      a scheduler whose `step()` takes no arguments, or a callable that makes one from the optimizer; without it,
+                      the config's
     mpu               an object with `get_data_parallel_group()`, whose ranks then share the states
+    distributed_port  of the rank that the others meet at, where the environment does not say it
 
-    Raises ValueError for everything a user can mend, before any memory is allocated.
+    Raises ValueError for everything a user can mend, before any weight is sharded; for what is wrong with the config, the data
+    or the mpu, before the model is touched.
     """
     if model is None:
         raise ValueError("initialize() needs model=")
     if mesh_param is not None:
         raise ValueError("mesh_param (sequence parallel meshes) is not built yet; drop it")
+    if mpu is not None:
+        _refuse_model_parallel(mpu)
     raw = load_config(config=config, config_params=config_params, args=args)
     if dist_init_required is not False:
-        init_distributed()
+        port: dict[str, Any] = {} if distributed_port is None else {"distributed_port": distributed_port}
+        init_distributed(**port)
     device = local_device()
+    group = mpu.get_data_parallel_group() if mpu is not None else None
+    size = dist.get_world_size(group) if dist.is_initialized() else 1
+    plan = resolve(raw, world=DataWorld(data_parallel=size), facts=_facts(model, device, optimizer, training_data))
+    if size == 1 or dist.get_rank(group) == 0:
+        introduce(plan)
+    mesh = data_mesh(plan.zero.shard_size, group)
+    loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
+    named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     if any(tensor.is_meta for tensor in model.parameters()):
         materialize(model, device)
     else:
         model.to(device)
-    group = mpu.get_data_parallel_group() if mpu is not None else None
-    size = dist.get_world_size(group) if dist.is_initialized() else 1
-    plan = resolve(raw, world=DataWorld(data_parallel=size), facts=_facts(model, device))
-    if size == 1 or dist.get_rank(group) == 0:
-        introduce(plan)
-    mesh = data_mesh(plan.zero.shard_size if plan.zero.stage == 3 else None, group)
-    inner, native = _optimizer(plan, model, optimizer, model_parameters)
+    inner, native = _optimizer(named, model, optimizer, model_parameters)
+    scheduler = _scheduler(plan, lr_scheduler, inner)
     engine = _engine(plan, model, mesh, device, inner, native)
     handle = OptimizerHandle(engine, inner) if inner is not None else None
     engine.optimizer = handle
-    engine.lr_scheduler = _scheduler(plan, lr_scheduler, inner)
-    if training_data is not None:
-        engine.training_dataloader = distributed_loader(
-            training_data, batch_size=plan.batch.micro_batch_size, rank=mesh.data.index, world_size=mesh.data.size,
-            collate_fn=collate_fn, drop_last=plan.data.drop_last, seed=plan.seed, pin_memory=device.type == "cuda",
+    engine.lr_scheduler, engine.training_dataloader = scheduler, loader
+    return engine, handle, loader, scheduler
+
+
+def _refuse_model_parallel(mpu: Any) -> None:
+    for getter in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
+        size = getattr(mpu, getter)() if hasattr(mpu, getter) else 1  # each framework's mpu has other methods
+        if size > 1:
+            raise ValueError(
+                f"mpu.{getter}() is {size}: tensor parallelism is not built yet. Each model-parallel rank would clip and skip by a "
+                f"gradient norm of its own, and replicated parameters would drift apart; use a model-parallel size of 1"
+            )
+
+
+def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.device) -> StatefulLoader:
+    """Of a DataLoader, dataset, collate_fn, drop_last and num_workers are taken; its samples are dealt as any dataset's."""
+    drop_last, num_workers = plan.data.drop_last, 0
+    if isinstance(data, DataLoader):
+        known = isinstance(data.dataset, IterableDataset) or type(data.sampler) in (
+            RandomSampler, SequentialSampler, DistributedSampler,
         )  # fmt: skip
-    return engine, handle, engine.training_dataloader, engine.lr_scheduler
+        if data.batch_size != plan.batch.micro_batch_size or not known:
+            raise ValueError(
+                f"training_data is a DataLoader of batch size {data.batch_size} and sampler {type(data.sampler).__name__}, and the "
+                f"loader made of it would shuffle batches of {plan.batch.micro_batch_size}: set train_micro_batch_size_per_gpu to "
+                f'its batch size (or "auto"), and to keep a sampler of your own, do not pass the DataLoader but iterate over it'
+            )
+        drop_last, num_workers = drop_last or data.drop_last, data.num_workers
+        data, collate_fn = data.dataset, collate_fn or data.collate_fn
+    return distributed_loader(
+        data, batch_size=plan.batch.micro_batch_size, rank=mesh.data.index, world_size=mesh.data.size, collate_fn=collate_fn,
+        drop_last=drop_last, seed=plan.seed, num_workers=num_workers, pin_memory=device.type == "cuda",
+    )  # fmt: skip
 
 
-def _facts(model: nn.Module, device: torch.device) -> ModelFacts:
+def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data: Any) -> ModelFacts:
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    rates = {float(group["lr"]) for group in groups if isinstance(group.get("lr"), (int, float, torch.Tensor))}
     return ModelFacts(
         hidden_size=hidden if isinstance(hidden, int) else None,
         num_params=sum(param.numel() for param in model.parameters()),
         device_type=device.type,
         supports_bf16=device.type != "cuda" or torch.cuda.is_bf16_supported(),
+        loader_batch_size=training_data.batch_size if isinstance(training_data, DataLoader) else None,
+        optimizer_lr=rates.pop() if len(rates) == 1 else None,
     )
 
 
 def _engine(
     plan: Plan, model: nn.Module, mesh: Mesh, device: torch.device, inner: torch.optim.Optimizer | None, native: bool
 ) -> Engine:
-    native = native and not any(param.dtype is torch.float64 for param in model.parameters())  # the kernel is fp32's
     whole = inner is not None and not native and not is_elementwise(inner)
     precision = plan.precision
     recipe = Recipe(
@@ -165,40 +204,41 @@ def _convert_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _optimizer(
-    plan: Plan, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+    named: Resolved | None, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
 ) -> tuple[torch.optim.Optimizer | None, bool]:
-    """The torch optimizer that holds the groups, and whether the native AdamW computes the same."""
+    """The torch optimizer that holds the groups (`optimizer`, or what the config names), and whether the native AdamW steps it."""
     params = list(model_parameters) if model_parameters is not None else None
     if params and isinstance(params[0], tuple):
         params = [param for _, param in params]
     wanted = params if params is not None else list(model.parameters())  # frozen ones too: they may be unfrozen later
     if isinstance(optimizer, torch.optim.Optimizer):
-        return _checked(optimizer, model), _is_native(optimizer)
+        return _checked(optimizer, model, is_native(optimizer))
     if optimizer is not None:
         made = optimizer(wanted)
         if not isinstance(made, torch.optim.Optimizer):
             raise ValueError(f"optimizer= was called and returned a {type(made).__name__}, not a torch.optim.Optimizer")
-        return _checked(made, model), _is_native(made)
-    if plan.optimizer is None or not wanted:
+        return _checked(made, model, is_native(made))
+    if named is None or not wanted:
         return None, False
-    resolved = resolve_optimizer(plan.optimizer.type, plan.optimizer.params)
     groups: Any = wanted
-    if resolved.cls.__name__ == "Muon" and resolved.cls.__module__.startswith("slipstream"):
+    if named.cls.__name__ == "Muon" and named.cls.__module__.startswith("slipstream"):
         bare = [param for param in wanted if isinstance(param, torch.Tensor)]
         given = [group for group in wanted if isinstance(group, Mapping)] + ([{"params": bare}] if bare else [])
         groups = muon_groups(model.named_parameters(remove_duplicate=False), given)
-    made = resolved.cls(groups, **resolved.kwargs)
+    made = named.cls(groups, **named.kwargs)
     for group in made.param_groups:
-        group.update(resolved.group_options)
-    return _checked(made, model), resolved.native
+        group.update(named.group_options)
+    return _checked(made, model, named.native)
 
 
-def _checked(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, native: bool) -> tuple[torch.optim.Optimizer, bool]:
+    refuse_unshardable(optimizer)
+    native = native and not any(param.dtype is torch.float64 for param in model.parameters())  # the kernel is fp32's
+    uncorrected = any(group.get("bias_correction") is False for group in optimizer.param_groups)
+    if uncorrected and not native and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         raise ValueError(
-            f"{type(optimizer).__name__} cannot run on shards: it needs "
-            + ("a closure that evaluates the model again" if isinstance(optimizer, torch.optim.LBFGS) else "sparse gradients")
-            + "; use any other torch.optim optimizer"
+            f"{type(optimizer).__name__} with bias_correction=false runs in the native kernel only, which takes no float64 "
+            f"parameters; make the model float32, or drop the option"
         )
     known = {id(param) for param in model.parameters()}
     for i, group in enumerate(optimizer.param_groups):
@@ -208,22 +248,16 @@ def _checked(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.
                     f"optimizer group {i} holds a parameter of shape {tuple(param.shape)} that is not the model's; make the "
                     f"optimizer after the model has its final parameters"
                 )
-    return optimizer
-
-
-def _is_native(optimizer: torch.optim.Optimizer) -> bool:
-    refused = ("amsgrad", "maximize", "capturable", "differentiable")
-    return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and not any(
-        group.get(option) for group in optimizer.param_groups for option in refused
-    )
+    return optimizer, native
 
 
 def _scheduler(plan: Plan, lr_scheduler: Any, inner: torch.optim.Optimizer | None) -> Any:
-    if lr_scheduler is None and (plan.scheduler is None or inner is None):
+    if lr_scheduler is None and plan.scheduler is None:
         return None
+    if inner is None:
+        what = "lr_scheduler=" if plan.scheduler is None else f"the config's scheduler ({plan.scheduler.type})"
+        raise ValueError(f"{what} has no optimizer to set the rates of; give one in the config or as optimizer=, or drop it")
     if lr_scheduler is None:
         assert plan.scheduler is not None
         return build_scheduler(plan.scheduler.type, plan.scheduler.params, inner)
-    if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler) or hasattr(lr_scheduler, "step"):
-        return lr_scheduler
-    return lr_scheduler(inner)
+    return check_steps_alone(lr_scheduler(inner) if callable(lr_scheduler) else lr_scheduler)

@@ -19,6 +19,7 @@ With i = last_batch_iteration:
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -334,13 +335,15 @@ _SCHEDULES: dict[str, type[Schedule]] = {
 VALID: tuple[str, ...] = tuple(_SCHEDULES)
 
 # torch schedulers that JSON cannot describe.
+_PASS = "; pass a callable that makes it as lr_scheduler="
+_STEP_YOURSELF = "make it over the optimizer that initialize() returns and call scheduler.step(metric) where you evaluate"
 _REFUSED: dict[str, str] = {
-    "LRScheduler": "is the base class of torch's schedulers",
-    "LambdaLR": "needs a function",
-    "MultiplicativeLR": "needs a function",
-    "SequentialLR": "needs other schedulers",
-    "ChainedScheduler": "needs other schedulers",
-    "ReduceLROnPlateau": "needs a metric at each step: make it yourself and step it where you evaluate",
+    "LRScheduler": f"is the base class of torch's schedulers{_PASS}",
+    "LambdaLR": f"needs a function{_PASS}",
+    "MultiplicativeLR": f"needs a function{_PASS}",
+    "SequentialLR": f"needs other schedulers{_PASS}",
+    "ChainedScheduler": f"needs other schedulers{_PASS}",
+    "ReduceLROnPlateau": f"needs a metric at each step: {_STEP_YOURSELF}",
 }
 
 
@@ -356,10 +359,27 @@ def build_scheduler(plan_type: str, params: Mapping[str, Any], optimizer: Any) -
             f" or pass a scheduler, or a callable that makes one, as lr_scheduler="
         )
     if name in _REFUSED:
-        raise ValueError(f"scheduler.type {name!r} {_REFUSED[name]}; pass a callable that makes it as lr_scheduler=")
+        raise ValueError(f"scheduler.type {name!r} {_REFUSED[name]}")
     cls: type[Any] = _SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name)
     check_arguments(cls, params, f"scheduler.params of {name}")
     return cls(optimizer, **params)
+
+
+def check_steps_alone(scheduler: Any) -> Any:
+    """The scheduler, if the engine can call its `step()`, which gets no arguments; else ValueError."""
+    step = getattr(scheduler, "step", None)
+    if not callable(step):
+        raise ValueError(f"lr_scheduler= gave a {type(scheduler).__name__}, which has no step(); give a scheduler or its maker")
+    needed = [p.name for p in inspect.signature(step).parameters.values() if p.default is p.empty and p.kind not in _COLLECTS]
+    if needed:
+        raise ValueError(
+            f"lr_scheduler= is a {type(scheduler).__name__}, whose step() needs {', '.join(needed)}, and the engine has none to "
+            f"give: {_STEP_YOURSELF}"
+        )
+    return scheduler
+
+
+_COLLECTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _checked(optimizer: Any) -> Any:
