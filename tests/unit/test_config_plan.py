@@ -442,3 +442,107 @@ def test_values_that_a_dtype_switches_off_say_so() -> None:
 def test_the_plan_prints_numbers_as_people_write_them() -> None:
     text = describe(plan_of(adam(lr=1e-4) | {"steps_per_print": math.inf}))
     assert "0.0001" in text and "train_batch_size" in text
+
+
+# Random configs: a plan that holds together, or a ValueError that says why
+
+flags = st.booleans()
+dtypes = st.sampled_from(["fp32", "fp16", "bf16", "torch.float16", "half"])
+names = st.sampled_from(["Adam", "AdamW", "SGD", "Lion", "Lamb", "Muon", "Adagrad", "Adafactor", "RMSprop", "OneBitAdam"])
+schedules = st.sampled_from(["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "StepLR"])
+rates = st.floats(0, 1) | st.sampled_from(["1e-3", "auto"])
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "train_batch_size": st.sampled_from([12, 24, 48]),
+    "train_micro_batch_size_per_gpu": st.sampled_from([1, 2.0, "2"]),
+    "gradient_accumulation_steps": st.sampled_from([1, 2]),
+    "managed_gradient_accumulation": flags,
+    "data_parallel_size": st.sampled_from([2, 4]),
+    "optimizer.type": names,
+    "optimizer.params": st.fixed_dictionaries(
+        {}, optional={"lr": rates, "weight_decay": rates, "betas": st.just([0.9, "0.95"]), "max_grad_norm": st.floats(0, 2)}
+    ),
+    "scheduler.type": schedules,
+    "scheduler.params": st.fixed_dictionaries(
+        {}, optional={"warmup_max_lr": rates, "warmup_num_steps": rates | st.integers(1, 9), "total_num_steps": st.integers(1, 99)}
+    ),
+    "gradient_clipping": st.floats(0, 10) | st.just("1"),
+    "communication_data_type": dtypes | st.none(),
+    "gradient_allreduce_op": st.sampled_from(["mean", "sum", "SUM"]),
+    "fp16.enabled": flags,
+    "fp16.auto_cast": flags,
+    "fp16.loss_scale": st.sampled_from([0, 1, 128, 0.5]),
+    "fp16.initial_scale_power": st.integers(0, 64),
+    "fp16.loss_scale_window": st.integers(1, 2000),
+    "fp16.hysteresis": st.integers(1, 4),
+    "fp16.consecutive_hysteresis": flags,
+    "fp16.min_loss_scale": st.sampled_from([1, 2.0, 2**20]),
+    "fp16.fp16_master_weights_and_grads": flags,
+    "bf16.enabled": flags,
+    "bf16.check_grad_overflow": flags,
+    "bf16.bf16_master_weights_and_grads": flags,
+    "bf16.bf16_optimizer_states": flags,
+    "torch_autocast.enabled": flags,
+    "torch_autocast.dtype": dtypes,
+    "data_types.grad_accum_dtype": dtypes,
+    "data_types.param_dtype": dtypes,
+    "zero_optimization.stage": st.integers(0, 3),
+    "zero_optimization.mics_shard_size": st.sampled_from([-1, 1, 2, 3]),
+    "steps_per_print": st.sampled_from([0, 10, math.inf, "inf"]),
+    "wall_clock_breakdown": flags,
+    "dump_state": flags,
+    "log_level": st.sampled_from(["info", "ERROR", None]),
+    "dataloader_drop_last": flags,
+    "checkpoint.tag_validation": st.sampled_from(["Warn", "ignore", "Fail"]),
+    "slipstream.seed": st.integers(0, 2**63),
+    "slipstream.transport": st.sampled_from(["auto", "shared", "gloo"]),
+    "slipstream.timeout_s": st.floats(1e-3, 1e6) | st.just(math.inf),
+    "slipstream.poison_released": flags,
+}
+NOISE = st.recursive(
+    st.none() | flags | st.integers() | st.floats() | st.text(max_size=4) | st.just("auto"),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+FREE = {"optimizer.params", "scheduler.params"}  # theirs to check who take them: an optimizer, a schedule
+
+
+def test_random_configs_draw_every_honoured_key() -> None:
+    assert set(VALUES) == set(HONOURED)
+
+
+@given(data=st.data(), ranks=st.sampled_from([1, 2, 4]), noise=st.sampled_from([False, False, False, True]))
+def test_a_random_config_is_a_plan_or_a_reason(data: st.DataObject, ranks: int, noise: bool) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=8))
+    chosen += [data.draw(st.sampled_from(["train_batch_size", "train_micro_batch_size_per_gpu"]))]
+    chosen += [f"{path.split('.')[0]}.type" for path in FREE if path in chosen]
+    wrong = data.draw(st.sampled_from([path for path in chosen if path not in FREE])) if noise else None
+    raw: dict[str, Any] = {}
+    for path in dict.fromkeys(chosen):
+        *blocks, name = path.split(".")
+        below = raw
+        for block in blocks:
+            below = below.setdefault(block, {})
+        auto = not path.endswith((".type", ".params")) and data.draw(st.integers(0, 7)) == 5
+        below[name] = "auto" if auto else data.draw(NOISE if path == wrong else VALUES[path])
+    before = repr(raw)
+    facts = data.draw(st.sampled_from([FACTS, V100]))
+    try:
+        plan = resolve(raw, world=DataWorld(data_parallel=ranks), facts=facts)
+    except ValueError as error:
+        assert len(str(error)) > 20, error
+        return
+    finally:
+        assert repr(raw) == before, "the user's dictionary is theirs"
+    batch, precision = plan.batch, plan.precision
+    assert batch.train_batch_size == batch.micro_batch_size * batch.accumulation * ranks
+    assert min(batch.micro_batch_size, batch.accumulation) >= 1
+    for name, value in (("train_batch_size", batch.train_batch_size), ("gradient_accumulation_steps", batch.accumulation)):
+        if raw.get(name, "auto") not in ("auto", None) and name != wrong:
+            assert value == int(raw[name])
+    assert (precision.loss_scale is None) == (torch.float16 not in (precision.param_dtype, precision.autocast_dtype))
+    assert plan.zero.shard_size is None or (ranks % plan.zero.shard_size == 0 and plan.zero.stage == 3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.seed = 1  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert "auto" not in [value for key, value in plan_values(plan).items() if key != "slipstream.transport"]
+    assert describe(plan)
