@@ -1,4 +1,4 @@
-"""`python -m benchmarks [LEG ...]`: ours beside the peers; writes the legs' sections of benchmarks/RESULTS.md.
+"""`python -m benchmarks [LEG ...]`: ours beside the peers; writes the legs' sections of benchmarks/RESULTS.md (not with --quick).
 
 Legs: step, memory, wire, start, or all of them (the default). `parts` prints where our own step goes and writes nothing.
 `python benchmarks/ops.py` compares the native kernels by themselves.
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="CONTENDER",
                         help="step: only these, by the start of their names; parts: exactly these (slipstream:3 ...)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="step: how often each contender runs (default 3)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the sections go (default benchmarks/RESULTS.md)")
+    parser.add_argument("--out", type=Path, help="where the sections go (default benchmarks/RESULTS.md; with --quick nowhere)")
     options = parser.parse_args()
 
     unknown = set(options.legs) - {*LEGS, "parts", "all"}
@@ -41,6 +41,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that groups and namespaces are removed
     chosen = LEGS if not options.legs or "all" in options.legs else tuple(options.legs)
     quick = options.quick
+    out = options.out or (None if quick else RESULTS)
     dtypes = [options.dtype] if options.dtype else ["bf16"] if quick else ["bf16", "fp32"]
     works = [options.workload] if options.workload else ["moving"] if quick else ["moving", "computing"]
     if chosen == ("parts",):
@@ -62,9 +63,10 @@ def main() -> None:
             began = time.monotonic()
             body = legs[leg]()
             took = f"This leg took {(time.monotonic() - began) / 60:.1f} minutes{' (--quick)' if quick else ''}."
-            write_section(leg, f"{body}\n\n{took}", options.out)
+            if out is not None:
+                write_section(leg, f"{body}\n\n{took}", out)
             print(f"\n## {leg}\n\n{body}\n\n{took}\n", flush=True)
-    print(f"written to {options.out}")
+    print(f"written to {out}" if out is not None else "--quick writes nothing without --out")
 
 
 if __name__ == "__main__":

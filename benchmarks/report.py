@@ -24,7 +24,8 @@ LEGS = ("step", "memory", "wire", "start")
 _HEAD = """# Results
 
 Written by `make bench` (`python -m benchmarks`), never by hand; each section says when and on which machine. Contenders run
-interleaved, in fresh processes, one thread per rank, each rank pinned to a core. A figure is a median with (min-max).
+in fresh processes, one thread per rank, each rank pinned to a core. What is a time (`step`, `start`) is interleaved with the
+other contenders and repeated, and given as a median with (min-max); what is counted in bytes (`memory`, `wire`) is run once.
 How: `benchmarks/README.md`.
 """
 

@@ -22,7 +22,7 @@ STARTED = time.time()
 import torch  # noqa: E402  # the clock starts before it
 
 from benchmarks.systems import build  # noqa: E402
-from benchmarks.workloads import Workload, build_batch, build_model, has_bf16_instructions  # noqa: E402
+from benchmarks.workloads import Workload, build_batch, build_model  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -88,6 +88,8 @@ def run(job: Job, parent: Parent) -> None:
         if i + 1 in job.marks:
             parent.mark(i + 1)
     profile.disable()
+    if torch.get_num_threads() != 1:
+        raise RuntimeError(f"{job.system} has set {torch.get_num_threads()} threads; every contender is measured with one")
     parent.tell(
         losses=losses,
         times=times,
@@ -97,9 +99,6 @@ def run(job: Job, parent: Parent) -> None:
         first_step=first,
         cpu_times=cpu_times,
         profile=_lines(profile, job.steps - job.steps // 2) if job.profile else [],
-        versions=_versions(),
-        threads=torch.get_num_threads(),
-        native_bf16=has_bf16_instructions(),
     )
     parent.reader.readline()  # nobody leaves while another may still read its memory
     sys.stdout.flush()
@@ -114,11 +113,6 @@ def _lines(profile: cProfile.Profile, steps: int) -> list[tuple[str, float, floa
         where = "/".join(file.split("/")[-2:]) + ":" if "/" in file else ""
         lines.append((where + name, calls / steps, own / steps * 1e3, whole / steps * 1e3))
     return lines
-
-
-def _versions() -> dict[str, str]:
-    names = ("torch", "deepspeed", "slipstream")
-    return {name: str(sys.modules[name].__version__) for name in names if name in sys.modules}
 
 
 if __name__ == "__main__":
