@@ -1,0 +1,62 @@
+"""The example, as `make train` starts it: two processes on a little text, and on from its checkpoint at another stage."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.dist.test_launch_agents import Launcher, launcher
+
+__all__ = ["launcher"]  # a fixture
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain"
+
+
+def figure(pattern: str, text: str) -> float:
+    found = re.search(pattern, text)
+    assert found, f"no {pattern!r} in:\n{text}"
+    return float(found[1].replace(",", ""))
+
+
+def test_the_example_trains_saves_and_goes_on_at_another_stage(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'slipstream[examples]'")
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'slipstream[examples]'")
+    monkeypatch.setenv("MPLCONFIGDIR", matplotlib.get_cachedir())  # the launcher's HOME is empty, and fonts take seconds
+    shutil.copytree(Path(sysconfig.get_paths()["stdlib"], "json"), tmp_path / "text")
+    arguments = ["--data", tmp_path / "text", "--out", tmp_path / "out", "--prompt", "import json", "--new-tokens", "3"]
+    command = ["--nproc", "2", str(EXAMPLE / "train.py"), *map(str, arguments), "--glance-every", "4"]
+    picture, checkpoints = tmp_path / "out" / "loss.png", tmp_path / "out" / "checkpoints"
+
+    code, out, err = launcher.run(*command, "--steps", "8", "--save-every", "6")
+    assert code == 0, err
+    assert "ZeRO-3 on 2 x cpu, 512 tokens per step" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert (checkpoints / "latest").read_text().strip() == "step8"
+    assert (checkpoints / "step6").is_dir() and (checkpoints / "step8").is_dir()
+    ours = figure(r"bits per byte +([\d.]+) ", out)
+    assert 0 < figure(r"gzip -9 on the same files: ([\d.]+)\)", out) < ours, "eight steps do not beat gzip"
+    assert figure(r"speed +([\d,]+) tokens/s over all ranks", out) > 0
+    assert figure(r"tokens seen +([\d,]+) of", out) == 8 * 512
+    assert re.search(r"the model writes:\s+import json.", out, re.S), out
+    assert out.count("bits per byte") == 1, "rank 0 speaks for all"
+
+    stage1 = tmp_path / "stage1.json"
+    config = json.loads((EXAMPLE / "ds_config.json").read_text())
+    stage1.write_text(json.dumps(config | {"zero_optimization": {"stage": 1}}))
+    picture.unlink()
+    code, out, err = launcher.run(*command, "--steps", "16", "--resume", "--config", str(stage1))
+    assert code == 0, err
+    assert "ZeRO-1 on 2 x cpu" in out
+    assert len(list((tmp_path / "out").glob("corpus-*"))) == 1, "the text is packed once"
+    assert figure(r"tokens seen +([\d,]+) of", out) == 16 * 512, "the history goes on"
+    assert figure(r"bits per byte +([\d.]+) ", out) < ours
+    assert picture.exists()
+    assert (checkpoints / "latest").read_text().strip() == "step16"
+    assert launcher.gone(within=1)
