@@ -93,6 +93,10 @@ class Nursery:
                     found.append(int(entry.name))
         return found
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
