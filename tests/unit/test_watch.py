@@ -1,6 +1,8 @@
 """When waiting ranks are told apart from lost, busy and slow ones: monitors over a store in this process, no ranks."""
 
+import itertools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -9,6 +11,8 @@ import time
 import pytest
 import torch.distributed as dist
 
+from slipstream.launch.watch import GRACE_S
+from slipstream.launch.worker import EXIT_S
 from slipstream.mesh import Axis
 from slipstream.zero.monitor import Monitor
 from slipstream.zero.peers import Peer, Peers, _host
@@ -20,12 +24,14 @@ BOOK = "dp (0, 1)"
 class Ranks:
     """Two ranks' watches and monitors; each beat is a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, hasty: bool = True) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
         self.watches = [Watch(timeout_s=100) for _ in range(2)]
         self.monitors = []
         for rank, watch in enumerate(self.watches):
-            watch.rank, watch.beat_s, watch.standstill_s, watch.name_busy_s = rank, 0.02, 0.1, 0.1
+            watch.rank = rank
+            if hasty:
+                watch.beat_s, watch.standstill_s, watch.name_busy_s = 0.02, 0.1, 0.1
             watch.ledgers.append(Ledger(BOOK, (0, 1), None))
             self.monitors.append(Monitor(watch, store, Axis("dp", None, (0, 1), rank)))
 
@@ -92,6 +98,52 @@ def test_one_who_moves_or_runs_is_no_standstill(caplog: pytest.LogCaptureFixture
     for _ in range(20):
         ranks.watches[0].waits += 2
         assert ranks.beat(0.02) == [None, None]
+
+
+class Clock:
+    """The time of day as the monitors see it, without waiting for it."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_the_default_times_are_the_promised_ones(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A standstill ends within 30 s; a busy rank is named every 30 s and not stopped; a death is known within 5 s."""
+    clock = Clock()
+    monkeypatch.setattr("slipstream.zero.monitor.time", clock)
+
+    def seconds_until_failure(ranks: Ranks, most: float) -> float:
+        began = clock.now
+        while clock.now - began < most and None in [watch.failure for watch in ranks.watches]:
+            clock.now += ranks.watches[0].beat_s
+            for monitor, watch in zip(ranks.monitors, ranks.watches, strict=True):
+                monitor._beat(watch)
+                monitor._act(watch)
+        return clock.now - began
+
+    ranks = Ranks(hasty=False)
+    ranks.wait(0, "exchange for rank 1")
+    assert seconds_until_failure(ranks, 120) == 120
+    assert [watch.failure for watch in ranks.watches] == [None, None]
+    named = [int(seconds) for seconds in re.findall(r"rank 1 has been busy for (\d+) s", caplog.text)]
+    assert named[0] <= 32 and len(named) == 3, named
+    assert all(30 <= after - before <= 32 for before, after in itertools.pairwise(named)), named
+
+    ranks.wait(1, "reduce-scatter for rank 0")
+    watch = ranks.watches[1]
+    watch.waits += 1
+    in_torch = watch.patience_s + 2 * watch.beat_s  # a rank that torch holds is ended so much later
+    assert 5 < seconds_until_failure(ranks, 120) <= 30 - in_torch
+
+    assert watch.patience_s + 1.5 * watch.beat_s < 5  # `Watch.lost`: who went first, and its own words
+    assert GRACE_S + EXIT_S <= 5  # the launcher's
 
 
 def test_torch_collectives_of_one_name_may_match() -> None:
