@@ -125,3 +125,29 @@ def test_trains_in_bf16(name: str) -> None:
     assert engine.global_grad_norm > 0
     assert all(torch.isfinite(v).all() for v in engine.state_dict().values() if v.is_floating_point())
     engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_llama_on_meta_is_initialised_as_it_would_be() -> None:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    plain = toy.seeded(llama)
+    for stage in (0, 3):
+        with torch.device("meta"):
+            model = llama()
+        engine = toy.make(model, stage)
+        state = engine.state_dict()
+        for name, value in plain.state_dict().items():
+            assert state[name].std().item() == pytest.approx(value.std().item(), rel=0.2), name
+            assert state[name].mean().item() == pytest.approx(value.mean().item(), abs=0.01), name
+        buffers = dict(model.named_buffers())
+        for name, buffer in plain.named_buffers():  # rotary frequencies are in no state
+            torch.testing.assert_close(buffers[name], buffer, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+        assert model.model.rotary_emb.original_inv_freq.device.type == "cpu"
+        for i in range(2):
+            backward(engine, engine.rank, i)
+            engine.step()
+        assert engine.global_grad_norm > 0
+        assert torch.equal(engine.module.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+        engine.destroy()

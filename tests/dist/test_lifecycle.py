@@ -1,7 +1,9 @@
 """From `initialize` to `destroy`: what an engine takes, how several live together, and that nothing stays behind."""
 
+import argparse
 import copy
 import gc
+import json
 import os
 import unittest.mock
 from collections.abc import Callable
@@ -187,6 +189,23 @@ def test_meta_with_an_initialiser_of_the_models_own() -> None:
     state = engine.state_dict()
     assert state["first.weight"].eq(0.5).all() and state["last.weight"].equal(before)
     engine.destroy()
+
+
+@distributed(world_size=2)
+def test_the_arguments_of_an_older_script(tmp_path: Path) -> None:
+    """`--deepspeed --deepspeed_config PATH` through its parser into initialize(args=), and a step is made."""
+    path = tmp_path / f"config{dist.get_rank()}.json"
+    path.write_text(json.dumps(toy.settings(2)))
+    parser = slipstream.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    model = toy.seeded(toy.Lm)
+    engine, optimizer, _, _ = slipstream.initialize(args=args, model=model, model_parameters=model.parameters())
+    assert engine.plan.zero.stage == 2 and engine.plan.batch.train_batch_size == 4
+    losses = [toy.step(engine, toy.tokens(engine.rank, 0)).item() for _ in range(3)]
+    assert losses[-1] < losses[0] and optimizer.param_groups[0]["lr"] == 1e-2
+    engine.destroy()
+    with pytest.raises(ValueError, match="two configs: initialize"):
+        slipstream.initialize(args=argparse.Namespace(deepspeed_config=str(path)), model=model, config=toy.settings(1))
 
 
 class Mpu:

@@ -1,14 +1,16 @@
 """fp32, bf16, fp16 and autocast as the engine computes them: overflows, loss scales, dtypes of every state."""
 
 import collections
+import dataclasses
 import logging
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tests import toy
 from tests.pool import distributed
@@ -82,6 +84,70 @@ def test_the_lowest_scale_stops_the_run_with_advice() -> None:
     engine.destroy()
 
 
+class Pair(NamedTuple):
+    y: Tensor
+    h: Tensor
+
+
+@dataclasses.dataclass
+class Output:
+    y: Tensor
+    h: Any
+    name: str = "fp16"
+
+
+class Returning(nn.Module):
+    def __init__(self, net: toy.Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.net.body(self.net.inp(x))
+        return self.pack(self.net.out(h), h)
+
+    def pack(self, y: Tensor, h: Tensor) -> Any:
+        return y, [h, None, 3]
+
+
+class ReturningPair(Returning):
+    def pack(self, y: Tensor, h: Tensor) -> Any:
+        return Pair(y, h)
+
+
+class ReturningDataclass(Returning):
+    def pack(self, y: Tensor, h: Tensor) -> Any:
+        return Output(y, {"inner": h})
+
+
+class ReturningDictionary(Returning):
+    def pack(self, y: Tensor, h: Tensor) -> Any:
+        return collections.OrderedDict(y=y, h=(h, None))
+
+
+class ReturningModelOutput(Returning):
+    def pack(self, y: Tensor, h: Tensor) -> Any:
+        outputs = pytest.importorskip("transformers.modeling_outputs", reason="transformers is not installed")
+        return outputs.BaseModelOutput(last_hidden_state=y, hidden_states=(h,))
+
+
+OUTPUTS = {
+    "tuple": Returning,
+    "named tuple": ReturningPair,
+    "dataclass": ReturningDataclass,
+    "dictionary": ReturningDictionary,
+    "ModelOutput": ReturningModelOutput,
+}
+
+
+def tensors_of(out: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(vars(out) if type(out) is Output else out) if isinstance(leaf, Tensor)]
+
+
+def loss_of(out: Any) -> Tensor:
+    y, h = tensors_of(out)
+    return y.float().square().mean() + h.float().square().mean()
+
+
 @distributed(world_size=2)
 def test_gradients_do_not_depend_on_the_scale() -> None:
     """Also with a loss so large that a scale applied in fp16 would be infinite."""
@@ -139,6 +205,27 @@ def test_outputs_of_any_class_carry_the_scale() -> None:
                 assert (out is engine.module.made) is (kind != "defaultdict"), "a cache stays the object that it is"
             engine.destroy()
         assert norms[0] == pytest.approx(norms[1], rel=5e-3), kind
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_every_kind_of_output_is_scaled(kind: str) -> None:
+    """Its tensors come out in fp32, its own type and everything else as it was; gradients are those of a plain model."""
+    names = ("inp.weight", "blocks.0.up.weight", "out.bias")
+    plain = OUTPUTS[kind](toy.seeded(toy.Net)).half()
+    for rank in range(2):
+        (1024.0 * loss_of(plain(toy.floats(rank, 0).half()))).backward()
+    engine = toy.make(OUTPUTS[kind](toy.seeded(toy.Net)), 3, fp16={"enabled": True, "loss_scale": 1024.0})
+    out = engine(toy.floats(engine.rank, 0).half())
+    assert type(out) is type(plain(toy.floats(0, 0).half()))
+    assert {tensor.dtype for tensor in tensors_of(out)} == {torch.float32} and len(tensors_of(out)) == 2
+    loss_of(out).backward()
+    for name in names:
+        mine, expected = engine.gradient(f"net.{name}"), plain.get_parameter(f"net.{name}").grad.float() / (2 * 1024.0)
+        torch.testing.assert_close(mine.float(), expected, rtol=2e-2, atol=1e-2 * float(expected.abs().max()))
+    engine.step()
+    assert engine.step_applied
+    engine.destroy()
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
