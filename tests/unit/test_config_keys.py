@@ -127,6 +127,8 @@ def test_a_block_that_asks_by_being_there() -> None:
         resolved({"sparse_attention": {"block": 16}})
     with pytest.raises(ValueError, match="ZenFlow"):
         resolved({"zero_optimization": {"stage": 2, "zenflow": {}}})
+    with pytest.raises(ValueError, match=r"weight_quantization\.enabled = True asks for weight quantisation"):
+        resolved({"weight_quantization": {"num_bits": 4}})
     with pytest.raises(ValueError, match="DataStates"):
         resolved({"datastates_ckpt": {}})
 
