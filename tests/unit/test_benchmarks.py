@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks import __main__ as command
 from benchmarks.memory import Slope
 from benchmarks.peers import Peers

@@ -329,11 +329,3 @@ def test_repeating_loader_reshuffles_torchs_loaders() -> None:
     assert len(repeating) == 1
     with pytest.raises(TypeError, match="keeps no position"):
         repeating.state_dict()
-
-
-def test_a_loader_of_the_users_own_is_passed_through() -> None:
-    own = DataLoader(Numbers(8), batch_size=4)
-    given: Any = {"batch_size": 1, "rank": 0, "world_size": 1, "drop_last": False, "seed": 0}
-    assert distributed_loader(own, collate_fn=None, **given) is own
-    with pytest.raises(ValueError, match="collate_fn= has no effect on a DataLoader"):
-        distributed_loader(own, collate_fn=list, **given)

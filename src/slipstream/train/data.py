@@ -73,16 +73,8 @@ def distributed_loader(
     seed: int,
     num_workers: int = 0,
     pin_memory: bool = False,
-) -> StatefulLoader | DataLoader[Any]:
-    """The loader of rank `rank`; `batch_size` is that of one micro-batch on one rank, in samples.
-
-    A DataLoader comes back as it is: its batches, and how they are dealt to the ranks, are its owner's, and no position of it
-    is saved unless it has `state_dict` and `load_state_dict`.
-    """
-    if isinstance(dataset, DataLoader):
-        if collate_fn is not None:
-            raise ValueError("training data: collate_fn= has no effect on a DataLoader; give it to that, or pass its dataset")
-        return dataset
+) -> StatefulLoader:
+    """The loader of rank `rank`; `batch_size` is that of one micro-batch on one rank, in samples."""
     if batch_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"training data: needs batch_size ({batch_size}) >= 1 and 0 <= rank ({rank}) < world_size ({world_size})")
     kind = type(dataset).__name__
