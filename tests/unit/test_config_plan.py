@@ -304,6 +304,12 @@ def test_optimizer_params() -> None:
     assert plan.sources["optimizer.params.lr"] == "config"
 
 
+@pytest.mark.parametrize("norm", [[1], "abc", -1, float("nan"), True])
+def test_max_grad_norm_is_a_number(norm: Any) -> None:
+    with pytest.raises(ValueError, match=r"optimizer.params.max_grad_norm \(.*\) must be a number"):
+        plan_of(adam(max_grad_norm=norm) | {"gradient_clipping": 0.3})
+
+
 def test_max_grad_norm_is_gradient_clipping() -> None:
     plan = plan_of(adam(max_grad_norm=0.3))
     assert plan.gradient_clipping == 0.3

@@ -9,6 +9,7 @@ without a rule becomes its default.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -373,6 +374,8 @@ def _optimizer(values: _Values) -> tuple[OptimizerPlan | None, float]:
     norm = params.pop("max_grad_norm", None)
     values.sources.pop("optimizer.params.max_grad_norm", None)
     if norm is not None:
+        if isinstance(norm, bool) or not isinstance(norm, (int, float)) or not 0 <= norm < math.inf:
+            raise ValueError(f"optimizer.params.max_grad_norm ({norm!r}) must be a number, 0 (no clipping) or more")
         stated = values.parsed.leaves["gradient_clipping"].given and not values.is_auto("gradient_clipping")
         if norm and stated and clipping != norm:  # 0 beside gradient_clipping: DeepSpeed's fused optimizers had it
             raise ValueError(
@@ -412,6 +415,8 @@ def _learning_rate(optimizer: OptimizerPlan | None, facts: ModelFacts) -> float 
     if facts.optimizer_lr is not None or optimizer is None:
         return facts.optimizer_lr
     rate = optimizer.params.get("lr", AUTO_PARAMS.get(optimizer.type.lower(), {}).get("lr"))
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float))):
+        raise ValueError(f"optimizer.params.lr ({rate!r}) must be a number")
     return None if rate is None else float(rate)
 
 

@@ -79,7 +79,7 @@ class Watch:
         self.beat_s = 1.0
         self.standstill_s = 6.0  # how long all ranks must have stood still
         self.name_busy_s = 30.0
-        self.patience_s = 2.0
+        self.patience_s = 1.25
         self.step = 0
         self.phase = "idle"
         self.unit = ""
