@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks import memory, parts, start, step, wire
@@ -50,19 +51,21 @@ def main() -> None:
     peers = prepare(options.peers)
     if peers.missing:
         print(peers.missing)
+    rounds = 1 if quick else options.rounds
     legs: dict[str, Callable[[], str]] = {
-        "step": lambda: step.run(
-            peers, quick=quick, works=works, dtypes=dtypes, only=options.only, rounds=1 if quick else options.rounds
-        ),
+        f"step, {work}, {dtype}": partial(step.run, peers, WORKLOADS[work], dtype, quick=quick, only=options.only, rounds=rounds)
+        for work in works
+        for dtype in dtypes
+    } | {
         "memory": lambda: memory.run(peers, quick=quick, dtypes=dtypes),
         "wire": lambda: wire.run(peers, quick=quick),
         "start": lambda: start.run(peers, quick=quick),
     }
-    for leg in LEGS:
-        if leg in chosen:
+    for leg, run in legs.items():
+        if leg.split(",")[0] in chosen:
             began = time.monotonic()
-            body = legs[leg]()
-            took = f"This leg took {(time.monotonic() - began) / 60:.1f} minutes{' (--quick)' if quick else ''}."
+            body = run()
+            took = f"This took {(time.monotonic() - began) / 60:.1f} minutes{' (--quick)' if quick else ''}."
             if out is not None:
                 write_section(leg, f"{body}\n\n{took}", out)
             print(f"\n## {leg}\n\n{body}\n\n{took}\n", flush=True)

@@ -1,4 +1,4 @@
-"""RESULTS.md: one section per leg, each with its date and machine. A leg that was not rerun keeps the section it has."""
+"""RESULTS.md: sections (a leg, or a table of `step`), each with its date and machine. What was not rerun keeps its own."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ def sections(text: str) -> dict[str, str]:
     return found
 
 
-def write_section(leg: str, body: str, path: Path = RESULTS) -> None:
-    """Put `body` in place of the leg's section and leave the others as they are."""
+def write_section(name: str, body: str, path: Path = RESULTS) -> None:
+    """Put `body` in place of the section `name` and leave the others as they are; sections are in the order of `LEGS`."""
     found = sections(path.read_text()) if path.exists() else {}
-    found[leg] = f"## {leg}\n\n{body.strip()}\n"
-    order = [*LEGS, *(name for name in found if name not in LEGS)]
-    path.write_text("\n".join([_HEAD, *(found[name] for name in order if name in found)]))
+    found[name] = f"## {name}\n\n{body.strip()}\n"
+    order = sorted(found, key=lambda each: LEGS.index(each.split(",")[0]))
+    path.write_text("\n".join([_HEAD, *(found[each] for each in order)]))

@@ -18,7 +18,7 @@ from benchmarks.peers import Peers
 from benchmarks.ranks import Outcome, RunError, run_in_turns
 from benchmarks.report import Spread, machine, table, verdict, verdicts
 from benchmarks.worker import Job
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import Workload
 
 WORLD = 2
 COMPARED = 5  # losses
@@ -176,21 +176,15 @@ def targets(series: dict[str, Series], *, moving: bool) -> list[list[str]]:
     return rows
 
 
-def run(peers: Peers, *, quick: bool, works: Sequence[str], dtypes: Sequence[str], only: Sequence[str], rounds: int) -> str:
+def run(peers: Peers, work: Workload, dtype: str, *, quick: bool, only: Sequence[str], rounds: int) -> str:
     def wanted(name: str) -> bool:
         chosen = not only or name == "ddp" or any(name.startswith(start) for start in only)
         return chosen and (peers.python is not None or not systems.needs_peers(name))
 
-    text = [machine(peers)]
-    for work in (WORKLOADS[name] for name in works):
-        contenders = [name for name in (QUICK if quick else CONTENDERS[work.name]) if wanted(name)]
-        for dtype in dtypes:
-            turns = QUICK_TURNS if quick else TURNS[work.name]
-            series = measure(work, dtype, contenders, peers, rounds=rounds, turns=turns)
-            void_where_losses_differ(series, dtype)
-            text.append(
-                f"### {work.name}, {dtype}: {work.describe()}, {WORLD} ranks, {rounds} x {turns - 1} turns of {TURN - 1} steps"
-            )
-            text.append(show(series))
-            text.append(verdicts(targets(series, moving=work.name == "moving")))
-    return "\n\n".join(text)
+    head = machine(peers)
+    contenders = [name for name in (QUICK if quick else CONTENDERS[work.name]) if wanted(name)]
+    turns = QUICK_TURNS if quick else TURNS[work.name]
+    series = measure(work, dtype, contenders, peers, rounds=rounds, turns=turns)
+    void_where_losses_differ(series, dtype)
+    what = f"{work.describe()}, {dtype}, {WORLD} ranks, {rounds} x {turns - 1} turns of {TURN - 1} steps."
+    return "\n\n".join([head, what, show(series), verdicts(targets(series, moving=work.name == "moving"))])

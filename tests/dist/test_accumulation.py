@@ -1,5 +1,6 @@
 """Windows of micro-batches: managed or not, synchronised or not, of equal number on every rank."""
 
+import logging
 import time
 from typing import Any
 
@@ -182,9 +183,34 @@ def test_counters() -> None:
     for micro in range(7):
         loss = engine(toy.tokens(engine.rank, 0, micro))
         torch.testing.assert_close(engine.backward(loss), loss.detach() / 3)
+        assert engine.at_boundary is (micro % 3 == 2)
         engine.step()
     assert (engine.micro_steps, engine.global_steps, engine.global_samples) == (7, 2, 24)
     engine.destroy()
+
+
+@distributed(world_size=1)
+def test_a_loop_that_steps_once_a_window_is_told() -> None:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("slipstream").addHandler(handler)
+    for stage in (0, 3):
+        engine = toy.make(toy.seeded(toy.Lm), stage, gradient_accumulation_steps=2)
+        for i in range(4):
+            for micro in range(2):
+                engine.backward(engine(toy.tokens(0, i, micro)))
+            engine.step()
+        idle = toy.make(toy.seeded(toy.Lm), stage)
+        idle.step()
+        idle.step()
+        assert len(messages) == 2, messages
+        assert "4 backward passes in a window of 2 micro-batches: call engine.step() after each" in messages[0]
+        assert "engine.step() without a backward" in messages[1]
+        messages.clear()
+        engine.destroy()
+        idle.destroy()
+    logging.getLogger("slipstream").removeHandler(handler)
 
 
 @distributed(world_size=2)

@@ -208,6 +208,18 @@ def test_the_arguments_of_an_older_script(tmp_path: Path) -> None:
         slipstream.initialize(args=argparse.Namespace(deepspeed_config=str(path)), model=model, config=toy.settings(1))
 
 
+@distributed(world_size=1)
+def test_a_model_has_one_engine_at_a_time() -> None:
+    model = toy.seeded(toy.Net)
+    engine = toy.make(model, 0)
+    with pytest.raises(ValueError, match=r"'inp.weight' belongs to an engine already; call that engine's destroy\(\)"):
+        toy.make(model, 3)
+    engine.destroy()
+    toy.make(model, 3).destroy()
+    with pytest.raises(ValueError, match=r"optimizer='adam': a name goes into the config"):
+        slipstream.initialize(model=model, optimizer="adam", config=toy.settings(0))
+
+
 class Mpu:
     """Of a run whose ranks 0, 1 and 2, 3 are data-parallel pairs."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -195,3 +196,25 @@ def test_dry_run_prints_and_starts_nothing(capsys: pytest.CaptureFixture[str], t
         f"--master-port=1234 --module slipstream.launch.worker {script} --deepspeed_config x"
     )
     assert "2 ranks on this host" in told.err
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ('"optimizer": {"type": "AdamW", "params": {"betas": [1.5, 0.9]}}', "refuses optimizer.params .*Invalid beta"),
+        ('"optimizer": {"type": "AdamW", "params": {"betas": 0.9}}', "refuses optimizer.params .*not subscriptable"),
+        ('"optimizer": {"type": "OneBitAdam"}', "OneBitAdam"),
+        ('"scheduler": {"type": "WarmupLR", "params": {}}', "has no optimizer"),
+        (
+            '"optimizer": {"type": "AdamW"}, '
+            '"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_step": 3}}',
+            "unknown 'warmup_step'",
+        ),
+    ],
+)
+def test_plan_refuses_what_initialize_would(blocks: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"train_batch_size": 4, {blocks}}}')
+    assert main(["plan", str(path)]) == 2
+    printed = capsys.readouterr().err
+    assert re.search(message, printed, re.DOTALL) and "Traceback" not in printed, printed

@@ -114,7 +114,7 @@ def test_summary_of_a_signal() -> None:
 
 
 def test_summary_of_a_consequence_points_elsewhere() -> None:
-    assert "look at the output of the other nodes" in render([failed(0, 1, message="x", consequence=True)])
+    assert "or its node's output says why" in render([failed(0, 1, message="x", consequence=True)])
 
 
 def test_long_tracebacks_lose_their_middle() -> None:

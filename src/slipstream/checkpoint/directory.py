@@ -58,12 +58,12 @@ def check_tag(tag: object) -> str:
 
 
 def read_latest(path: Path) -> str | None:
-    """The tag that `latest` names, or None where a directory has no `latest`."""
-    if not path.is_dir():
-        raise CheckpointError(f"checkpoint directory {path} does not exist")
+    """The tag that `latest` names, or None where there is no directory yet, or no `latest` in it."""
     try:
         with open(path / LATEST, "rb") as file:
             raw = file.read(1024)
+        if not raw.strip():
+            raise CheckpointError("it is empty")
         return check_tag(raw.decode().strip())
     except FileNotFoundError:
         return None

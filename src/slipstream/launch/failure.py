@@ -236,7 +236,7 @@ def render(failures: Sequence[Failure]) -> str:
     if shown.stack:
         lines += ["", shown.stack.rstrip("\n"), ""]
     if shown.consequence:
-        lines.append("  A peer of it had gone, without a record here: look at the output of the other nodes.")
+        lines.append("  A peer of it had gone without a record here: it ended its script, or its node's output says why.")
     others = sorted(failure.rank for failure in failures if failure is not shown and not failure.stopped)
     if others:
         lines.append(

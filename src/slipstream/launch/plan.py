@@ -153,7 +153,7 @@ def facts(num_params: int, hidden_size: int | None, device: str | None) -> Model
 def execute(options: argparse.Namespace) -> int:
     from slipstream.config import DataWorld, describe, resolve
     from slipstream.config.arguments import load_config
-    from slipstream.optim import resolve_optimizer
+    from slipstream.train import rehearse
 
     num_params, hidden_size = (parse_count(options.num_params), None) if options.num_params else (0, None)
     if options.model:
@@ -165,8 +165,7 @@ def execute(options: argparse.Namespace) -> int:
         world=DataWorld(data_parallel=options.world),
         facts=facts(num_params, hidden_size, options.device),
     )
-    if plan.optimizer is not None:
-        resolve_optimizer(plan.optimizer.type, plan.optimizer.params)  # refuses what initialize would
+    rehearse(plan)
     print(describe(plan))
     if num_params:
         print(f"\n{sizes_text(plan, num_params, options.world)}")

@@ -72,6 +72,16 @@ class Resolved(NamedTuple):
     group_options: dict[str, Any]
     native: bool
 
+    def build(self, groups: Any) -> Optimizer:
+        """Raises ValueError with the arguments where the class refuses their values."""
+        try:
+            made = self.cls(groups, **self.kwargs)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.cls.__name__} refuses optimizer.params {self.kwargs}: {error}") from error
+        for group in made.param_groups:
+            group.update(self.group_options)
+        return made
+
 
 def optimizer_class(name: str) -> tuple[type[Optimizer], dict[str, Any]]:
     """The class behind a name, and those of DeepSpeed's defaults that are not the class's own.

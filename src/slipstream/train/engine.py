@@ -73,6 +73,7 @@ class Engine(nn.Module):
         self.step_applied = False  # by the last step()
         self.overflow = False  # at the last boundary
         self._scaled_by_accumulation: bool | None = None
+        self._odd_window = ""  # what this loop was warned of
         self._boundary: bool | None = None  # set by hand (accelerate); None: count micro-batches
         weakref.finalize(self, parts.watch.abandon).atexit = False
         self.hooks.reducer.alpha = self.alpha
@@ -100,9 +101,10 @@ class Engine(nn.Module):
     def step(self) -> None:
         """On the last micro-batch of a window: reduce, clip, update, publish, tick the schedule. Else count it."""
         self._refuse_destroyed()
+        boundary = self.at_boundary
         self.micro_steps += 1
         self.step_applied = False
-        if not self.at_boundary:
+        if not boundary:
             return
         if self.steps is None:
             raise RuntimeError("engine.step() on an engine without optimizer; give one to initialize() or in the config")
@@ -118,7 +120,22 @@ class Engine(nn.Module):
         self.progress.step_done(self)
         self.watch.phase = "idle"
 
+    def _warn_of_odd_window(self) -> None:
+        """Once: a loop that was written for another engine trains, but not as its author thinks."""
+        backwards, batch = self.hooks.backwards, self.plan.batch
+        if backwards == 0:
+            self._odd_window = "engine.step() without a backward since the last one: gradients are zero, but weights may still move"
+        elif batch.managed and batch.accumulation > 1 and backwards > batch.accumulation:
+            self._odd_window = (
+                f"{backwards} backward passes in a window of {batch.accumulation} micro-batches: call engine.step() after each of "
+                f"them (it updates after the last), or set managed_gradient_accumulation to false and call it yourself at the end"
+            )
+        if self._odd_window and self.rank == 0:
+            logger.warning("%s", self._odd_window)
+
     def _finish_window(self) -> window.Verdict:
+        if not self._odd_window:
+            self._warn_of_odd_window()
         for unit in self.units:
             if not unit.placement.weights:
                 unit.check_writes()
@@ -154,10 +171,10 @@ class Engine(nn.Module):
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the next or current `step()` applies the update."""
+        """Whether the next `step()` ends its window and applies the update; the rest only count a micro-batch."""
         if self._boundary is not None:
             return self._boundary
-        return not self.plan.batch.managed or self.micro_steps % self.plan.batch.accumulation == 0
+        return not self.plan.batch.managed or (self.micro_steps + 1) % self.plan.batch.accumulation == 0
 
     @property
     def alpha(self) -> float:
@@ -310,6 +327,7 @@ class Engine(nn.Module):
                 self.hooks.remove()
                 for unit in self.units:
                     unit.close()
+                access.forget(self.units)
                 self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
         finally:  # also where a rank has gone
             for comm in (self.comms.dp, self.comms.dp_replicate, self.comms.data):

@@ -22,6 +22,7 @@ from slipstream.train.handle import OptimizerHandle
 from slipstream.train.precision import Precision
 from slipstream.train.progress import introduce
 from slipstream.train.schedules import build_scheduler, check_steps_alone
+from slipstream.zero import access
 from slipstream.zero.build import Recipe, build_units, connect, unfreeze
 from slipstream.zero.hooks import Hooks, Reducer
 from slipstream.zero.materialize import materialize
@@ -65,6 +66,8 @@ def initialize(
         raise ValueError("initialize() needs model=")
     if mesh_param is not None:
         raise ValueError("mesh_param (sequence parallel meshes) is not built yet; drop it")
+    for unit in access.units_of(model.parameters()):
+        raise ValueError(f"parameter {unit.names[0]!r} belongs to an engine already; call that engine's destroy() first")
     if mpu is not None:
         _refuse_model_parallel(mpu)
     raw = load_config(config=config, config_params=config_params, args=args)
@@ -91,6 +94,14 @@ def initialize(
     engine.optimizer = handle
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader
     return engine, handle, loader, scheduler
+
+
+def rehearse(plan: Plan) -> None:
+    """Build the plan's optimizer and scheduler over a model of one layer: refuses what `initialize` would refuse of them."""
+    model = torch.nn.Linear(1, 1)
+    named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if plan.optimizer else None
+    inner, _ = _optimizer(named, model, None, None)
+    _scheduler(plan, None, inner)
 
 
 def _refuse_model_parallel(mpu: Any) -> None:
@@ -211,6 +222,8 @@ def _optimizer(
     if params and isinstance(params[0], tuple):
         params = [param for _, param in params]
     wanted = params if params is not None else list(model.parameters())  # frozen ones too: they may be unfrozen later
+    if isinstance(optimizer, str):
+        raise ValueError(f'optimizer={optimizer!r}: a name goes into the config, {{"optimizer": {{"type": {optimizer!r}}}}}')
     if isinstance(optimizer, torch.optim.Optimizer):
         return _checked(optimizer, model, is_native(optimizer))
     if optimizer is not None:
@@ -225,10 +238,7 @@ def _optimizer(
         bare = [param for param in wanted if isinstance(param, torch.Tensor)]
         given = [group for group in wanted if isinstance(group, Mapping)] + ([{"params": bare}] if bare else [])
         groups = muon_groups(model.named_parameters(remove_duplicate=False), given)
-    made = named.cls(groups, **named.kwargs)
-    for group in made.param_groups:
-        group.update(named.group_options)
-    return _checked(made, model, named.native)
+    return _checked(named.build(groups), model, named.native)
 
 
 def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, native: bool) -> tuple[torch.optim.Optimizer, bool]:

@@ -97,7 +97,7 @@ def load(
     """
     tag = tag or checkpoint.latest_tag(directory, group=engine.mesh.data.group)
     if tag is None:
-        logger.warning("no checkpoint was loaded: %s has no file `latest`; give a tag, or start afresh", directory)
+        logger.warning("no checkpoint was loaded: there is no %s/latest; the run starts afresh", directory)
         return None, {}
     found = checkpoint.load_metadata(directory, tag, group=engine.mesh.data.group)
     wanted: dict[str, FlatSlice | Tensor] = _weights(engine) | _buffers(engine)

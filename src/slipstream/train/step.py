@@ -1,6 +1,6 @@
 """The end of a window: settle, norm, verdict, update, publish. The same decisions on every rank.
 
-`finish_window` is the fence of the step: its exchange lets no rank go on before all have finished their backward, which
+`judge` is the fence of the step: its exchange lets no rank go on before all have finished their backward, which
 is what allows weights in shared memory to be overwritten.
 """
 

@@ -24,6 +24,12 @@ def register(units: Iterable[Unit]) -> None:
     _living.update(units)
 
 
+def forget(units: Iterable[Unit]) -> None:
+    """Their parameters are ordinary ones again."""
+    for unit in units:
+        _living.discard(unit)
+
+
 def units_of(params: Iterable[nn.Parameter]) -> dict[Unit, list[int]]:
     """Which parameters of which units are meant, in unit order; parameters of no unit are left out."""
     wanted = {id(param) for param in params}
