@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import select
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from benchmarks import systems
 from benchmarks.peers import Peers
@@ -79,25 +81,52 @@ def run_ranks(job: Job, world: int, peers: Peers, *, seat: Seat | None = None, o
         return ranks.finish()
 
 
-def run_in_turns(jobs: Sequence[Job], world: int, peers: Peers) -> list[Outcome]:
-    """Start the ranks of all jobs, and let one job after the other go from each of its marks to the next.
+class Turn(NamedTuple):
+    """A few steps of one contender and, right before them on the same cores, of another; of the slowest rank, means."""
 
-    The jobs' marks are alike and start with 0, which all reach before the first of them goes on. Raises RunError when a
-    rank dies, and leaves no process behind.
+    seconds: float
+    cpu_seconds: float
+    beside: float
+
+
+class Beside:
+    """A job that stays alive while others come and go, and takes turns with each of them.
+
+    Raises RunError when a rank dies; leaves no process behind, if used as a context.
     """
-    with contextlib.ExitStack() as stack:
-        everyone = [_start(job, world, peers, Seat(), stack) for job in jobs]
-        for ranks in everyone:
+
+    def __init__(self, job: Job, world: int, peers: Peers) -> None:
+        self._world, self._peers = world, peers
+        self._stack = contextlib.ExitStack()
+        self._ranks = _start(job, world, peers, Seat(), self._stack)
+        self._ranks.reach_mark()
+        self.loss = math.nan  # of the first step, the mean over ranks
+
+    def run(self, job: Job) -> tuple[Outcome, list[Turn]]:
+        """`job` to its end. Its marks start with 0; between two of them it and the one beside have a turn each."""
+        turns = []
+        with contextlib.ExitStack() as stack:
+            ranks = _start(job, self._world, self._peers, Seat(), stack)
             ranks.reach_mark()
-        for _ in jobs[0].marks[1:]:
-            for ranks in everyone:
+            for _ in job.marks[1:]:
+                self._ranks.go_on()
+                beside = self._ranks.reach_mark()
+                self.loss = statistics.mean(rank["loss"] for rank in beside)
                 ranks.go_on()
-                ranks.reach_mark()
-        outcomes = []
-        for ranks in everyone:
+                own = ranks.reach_mark()
+                turns.append(Turn(_slowest(own, "times"), _slowest(own, "cpu_times"), _slowest(beside, "times")))
             ranks.go_on()
-            outcomes.append(ranks.finish())
-        return outcomes
+            return ranks.finish(), turns
+
+    def __enter__(self) -> Beside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def _slowest(marks: Sequence[dict[str, Any]], times: str) -> float:
+    return max(statistics.mean(rank[times]) for rank in marks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,9 +136,8 @@ class _Ranks:
     ranks: list[_Rank]
     spawned: float
 
-    def reach_mark(self) -> None:
-        for rank in self.ranks:
-            rank.expect("mark")
+    def reach_mark(self) -> list[dict[str, Any]]:
+        return [rank.expect("mark") for rank in self.ranks]
 
     def go_on(self) -> None:
         for rank in self.ranks:

@@ -1,10 +1,9 @@
 """The leg `step`: seconds per training step, ours beside the peers and the floor.
 
-A table per workload and dtype. Each contender runs together with a floor of its own, in fresh processes that take turns of
-a few steps on the same cores, so that both see the machine as it is in that minute. A turn's figure is the median of its
-steps but the first (the caches are the other's), on the slowest rank; it is held against the floor's turn beside it. Two
-contenders are compared by their ratios to their floors. Before any figure counts, the first five losses have to agree with
-DDP's, which knows nothing of ours.
+A table per workload and dtype. The floor stays alive and takes turns of two steps with each contender, which runs in fresh
+processes on the same cores, so that both see the machine as it is in that second. A turn's figure is the mean of its steps on
+the slowest rank; it is held against the floor's turn before it. Two contenders are compared by their ratios to the floor.
+Before any figure counts, the first five losses have to agree with DDP's, which knows nothing of ours.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 
 from benchmarks import systems
 from benchmarks.peers import Peers
-from benchmarks.ranks import Outcome, RunError, run_in_turns
+from benchmarks.ranks import Beside, Outcome, RunError
 from benchmarks.report import Spread, machine, table, verdict, verdicts
 from benchmarks.worker import Job
 from benchmarks.workloads import Workload
@@ -36,10 +35,10 @@ CONTENDERS = {
     "computing": ("slipstream:0", *OURS, AGAIN, "ddp", "fsdp2:keep", "fsdp2:reshard", *DEEPSPEED),
     "tiny": (*OURS, "ddp"),
 }  # fmt: skip
-TURN = 4  # steps; the first of each is not counted
-TURNS = {"moving": 3, "computing": 3, "tiny": 4}  # the first warms up
+TURN = 2  # steps
+TURNS = {"moving": 7, "computing": 5, "tiny": 9}  # the first warms up
 QUICK = ("slipstream:1", "slipstream:3", "ddp", "deepspeed:3")
-QUICK_TURNS = 2
+QUICK_TURNS = 3
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +49,7 @@ class Series:
     floor: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    floor_losses: list[float] = field(default_factory=list)
+    floor_loss: float = 0.0
     trouble: str = ""
 
     @property
@@ -64,37 +63,30 @@ def seconds_of(outcome: Outcome, times: str = "times") -> float:
     return max(statistics.median(half) for half in halves)
 
 
-def turns_of(outcome: Outcome, times: str = "times") -> list[float]:
-    """Per turn but the first, the slowest rank's median over the steps but the first."""
-    ranks: list[list[float]] = [rank[times] for rank in outcome.ranks]
-    starts = range(TURN, len(ranks[0]), TURN)
-    return [max(statistics.median(each[start + 1 : start + TURN]) for each in ranks) for start in starts]
-
-
-def measure(
-    work: Workload, dtype: str, contenders: Sequence[str], peers: Peers, *, rounds: int, turns: int
-) -> dict[str, Series]:
+def measure(work: Workload, dtype: str, contenders: Sequence[str], peers: Peers, *, rounds: int, turns: int) -> dict[str, Series]:
     """Every contender's turns."""
     series = {name: Series() for name in contenders}
-    marks = tuple(range(0, turns * TURN + 1, TURN))
-    for turn in range(rounds):
-        for name in contenders if turn % 2 == 0 else reversed(contenders):
-            one = series[name]
-            if one.trouble:
-                continue
-            jobs = [Job(system=system, work=work, dtype=dtype, steps=marks[-1], marks=marks) for system in ("floor", name)]
-            try:
-                floor, outcome = run_in_turns(jobs, WORLD, peers)
-            except RunError as error:
-                one.trouble = str(error).strip().splitlines()[-1]
-                print(error)
-                continue
-            one.seconds += turns_of(outcome)
-            one.floor += turns_of(floor)
-            one.cpu_seconds += turns_of(outcome, "cpu_times")
-            one.losses, one.floor_losses = outcome.losses, floor.losses
-            ratio = Spread.of(one.over_floor[1 - turns :]).show(2)
-            print(f"  {work.name} {dtype} round {turn + 1} {name}: {turns_of(outcome)[-1]:.3f} s, {ratio} floors", flush=True)
+    most = turns * TURN * rounds * len(contenders)
+    floor = Job(system="floor", work=work, dtype=dtype, steps=most, marks=tuple(range(0, most + 1, TURN)))
+    with Beside(floor, WORLD, peers) as beside:
+        for turn in range(rounds):
+            for name in contenders if turn % 2 == 0 else reversed(contenders):
+                one = series[name]
+                if one.trouble:
+                    continue
+                job = Job(system=name, work=work, dtype=dtype, steps=turns * TURN, marks=floor.marks[: turns + 1])
+                try:
+                    outcome, figures = beside.run(job)
+                except RunError as error:
+                    one.trouble = str(error).strip().splitlines()[-1]
+                    print(error)
+                    continue
+                one.seconds += [figure.seconds for figure in figures[1:]]
+                one.cpu_seconds += [figure.cpu_seconds for figure in figures[1:]]
+                one.floor += [figure.beside for figure in figures[1:]]
+                one.losses, one.floor_loss = outcome.losses, beside.loss
+                ratio = Spread.of(one.over_floor[1 - turns :]).show(2)
+                print(f"  {work.name} {dtype} round {turn + 1} {name}: {one.seconds[-1]:.3f} s, {ratio} floors", flush=True)
     return series
 
 
@@ -110,7 +102,7 @@ def void_where_losses_differ(series: dict[str, Series], dtype: str) -> None:
         gap = _gap(one.losses[:COMPARED], reference[:COMPARED])
         if gap > TOLERANCE[dtype]:
             one.trouble = f"void: its losses differ from DDP's by {gap:.1e}"
-        gap = _gap(one.floor_losses[:1], reference[:1])  # the floor does not train
+        gap = _gap([one.floor_loss], reference[:1])  # the floor does not train
         if gap > TOLERANCE[dtype]:
             one.trouble = f"void: the floor's loss differs from DDP's by {gap:.1e}"
 
@@ -186,5 +178,5 @@ def run(peers: Peers, work: Workload, dtype: str, *, quick: bool, only: Sequence
     turns = QUICK_TURNS if quick else TURNS[work.name]
     series = measure(work, dtype, contenders, peers, rounds=rounds, turns=turns)
     void_where_losses_differ(series, dtype)
-    what = f"{work.describe()}, {dtype}, {WORLD} ranks, {rounds} x {turns - 1} turns of {TURN - 1} steps."
+    what = f"{work.describe()}, {dtype}, {WORLD} ranks, {rounds} x {turns - 1} turns of {TURN} steps."
     return "\n\n".join([head, what, show(series), verdicts(targets(series, moving=work.name == "moving"))])

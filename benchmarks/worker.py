@@ -58,8 +58,8 @@ class Parent:
         self.writer.write(json.dumps(message) + "\n")
         self.writer.flush()
 
-    def mark(self, steps: int) -> None:
-        self.tell(mark=steps, at=time.time())
+    def mark(self, steps: int, **since_the_last: Any) -> None:
+        self.tell(mark=steps, at=time.time(), **since_the_last)
         self.reader.readline()
 
 
@@ -86,7 +86,8 @@ def run(job: Job, parent: Parent) -> None:
         losses.append(float(loss))
         first = first or time.time()
         if i + 1 in job.marks:
-            parent.mark(i + 1)
+            last = max((mark for mark in job.marks if mark <= i), default=0)
+            parent.mark(i + 1, times=times[last:], cpu_times=cpu_times[last:], loss=losses[0])
     profile.disable()
     if torch.get_num_threads() != 1:
         raise RuntimeError(f"{job.system} has set {torch.get_num_threads()} threads; every contender is measured with one")
