@@ -52,7 +52,7 @@ def network(world: int) -> Iterator[tuple[Seat, list[Path]]]:
         raise NoNetwork("the command `ip` is not there (package iproute2)")
     if os.geteuid() != 0:
         raise NoNetwork("making network namespaces needs root")
-    tag = f"{os.getpid() % 100000}"
+    tag = f"{os.getpid() % 100000}{chr(96 + world)}"  # the kernel removes the last network's interfaces when it gets to it
     bridge = f"sb{tag}"
     spaces = [f"slipstream-{tag}-{rank}" for rank in range(world)]
     outer = [f"sv{tag}r{rank}" for rank in range(world)]
