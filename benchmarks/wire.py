@@ -7,6 +7,7 @@ after K and after 2K steps, while all ranks stand still. Shared memory sends not
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -32,6 +33,9 @@ FORMULA = {
 }  # fmt: skip
 
 
+_networks = itertools.count()
+
+
 class NoNetwork(RuntimeError):
     """Namespaces cannot be made here; the text says why."""
 
@@ -52,7 +56,7 @@ def network(world: int) -> Iterator[tuple[Seat, list[Path]]]:
         raise NoNetwork("the command `ip` is not there (package iproute2)")
     if os.geteuid() != 0:
         raise NoNetwork("making network namespaces needs root")
-    tag = f"{os.getpid() % 100000}{chr(96 + world)}"  # the kernel removes the last network's interfaces when it gets to it
+    tag = f"{os.getpid() % 10000}n{next(_networks)}"  # never used twice: the kernel removes interfaces when it gets to it
     bridge = f"sb{tag}"
     spaces = [f"slipstream-{tag}-{rank}" for rank in range(world)]
     outer = [f"sv{tag}r{rank}" for rank in range(world)]
