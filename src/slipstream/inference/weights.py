@@ -1,0 +1,67 @@
+"""A decoder's weights, named by role, whatever file they came from. Row-major [out, in] as in `nn.Linear`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Int8(NamedTuple):
+    """Weight-only, symmetric per output channel: w = q * scale[:, None]."""
+
+    q: Tensor  # int8 [out, in]
+    scale: Tensor  # fp32 [out]
+
+
+class Int4(NamedTuple):
+    """Weight-only, affine in groups along the input: w = q * scale + low, q in 0..15."""
+
+    q: Tensor  # uint8 [out, in / 2]: input 2j in the low nibble of byte j, 2j + 1 in the high one
+    scale: Tensor  # fp32 [out, in / group]
+    low: Tensor  # fp32 [out, in / group]
+
+
+Matrix = Tensor | Int8 | Int4  # a Tensor is fp32, bf16 or fp16
+
+
+@dataclass(slots=True, kw_only=True)
+class Mlp:
+    gate: Matrix  # [intermediate, hidden]
+    up: Matrix
+    down: Matrix  # [hidden, intermediate]
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerWeights:
+    input_norm: Tensor  # [hidden], before attention
+    mlp_norm: Tensor  # [hidden], before the MLP
+    q: Matrix  # [num_heads * head_dim, hidden]
+    k: Matrix
+    v: Matrix
+    out: Matrix  # [hidden, num_heads * head_dim]
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    q_norm: Tensor | None = None  # [head_dim]
+    k_norm: Tensor | None = None
+    attn_post_norm: Tensor | None = None  # sandwich norms
+    mlp_post_norm: Tensor | None = None
+    mlp: Mlp | None = None  # dense, or
+    experts: list[Mlp] = field(default_factory=list)  # routed by
+    router: Tensor | None = None  # [num_experts, hidden]
+    shared: Mlp | None = None
+    shared_gate: Tensor | None = None  # [1, hidden]
+
+
+@dataclass(slots=True, kw_only=True)
+class DecoderWeights:
+    embed: Tensor  # [vocab, hidden]
+    final_norm: Tensor  # [hidden]
+    head: Matrix | None  # [vocab, hidden]; None: the embedding
+    layers: list[LayerWeights]
