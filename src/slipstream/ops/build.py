@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 LIBRARY = "libslipstream_ops.so"
-SOURCES = ("kernels_avx512.c", "kernels_avx2.c", "kernels_portable.c", "dispatch.c", "words.c")
+KERNELS = ("kernels_avx512.c", "kernels_avx2.c", "kernels_portable.c", "dispatch.c", "words.c")
+DECODER = ("decoder_avx512.c", "decoder_avx2.c", "decoder_portable.c", "decoder.c")
+SOURCES = (*KERNELS, *DECODER)
 CSRC = Path(__file__).parent / "csrc"
 
 # -ffp-contract=off: a fused multiply-add would round differently from one instruction set to the next.
@@ -80,7 +82,7 @@ def compile_library(target: Path, compiler: list[str]) -> None:
         compile_one = [*compiler, *FLAGS, define, "-c"]
         _run([[*compile_one, str(CSRC / name), "-o", to] for name, to in zip(SOURCES, objects, strict=True)])
         linked = str(Path(scratch, LIBRARY))
-        _run([[*compiler, "-shared", *objects, "-o", linked, "-lm"]])
+        _run([[*compiler, "-shared", *objects, "-o", linked, "-lm", "-lpthread"]])
         os.replace(linked, target)
 
 

@@ -18,6 +18,15 @@ INLINE vec vec_mul(vec a, vec b) { return (vec){_mm256_mul_ps(a.low, b.low), _mm
 INLINE vec vec_div(vec a, vec b) { return (vec){_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
 INLINE vec vec_sqrt(vec a) { return (vec){_mm256_sqrt_ps(a.low), _mm256_sqrt_ps(a.high)}; }
 
+INLINE vec vec_fma(vec a, vec b, vec c) { return (vec){_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)}; }
+INLINE vec vec_min(vec a, vec b) { return (vec){_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+INLINE vec vec_max(vec a, vec b) { return (vec){_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+INLINE __m256 pow2(__m256 n)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+INLINE vec vec_pow2(vec n) { return (vec){pow2(n.low), pow2(n.high)}; }
+
 INLINE vec load_f32(const void *p)
 {
     const float *x = p;
@@ -36,6 +45,20 @@ INLINE vec load_f16(const void *p)
 {
     const __m128i *x = p;
     return (vec){_mm256_cvtph_ps(_mm_loadu_si128(x)), _mm256_cvtph_ps(_mm_loadu_si128(x + 1))};
+}
+
+INLINE vec load_i8(const void *p)
+{
+    const __m128i *x = p;
+    return (vec){_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(x))),
+                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)((const char *)p + 8))))};
+}
+INLINE void load_i4(const void *p, vec *low, vec *high)
+{
+    const __m128i bytes = _mm_loadu_si128(p), mask = _mm_set1_epi8(15);
+    const __m128i even = _mm_and_si128(bytes, mask), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
+    *low = (vec){_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(even)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(even, 8)))};
+    *high = (vec){_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(odd)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(odd, 8)))};
 }
 
 INLINE vec store_f32(void *p, vec a, int stream)

@@ -16,6 +16,14 @@ INLINE vec vec_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
 INLINE vec vec_div(vec a, vec b) { return _mm512_div_ps(a, b); }
 INLINE vec vec_sqrt(vec a) { return _mm512_sqrt_ps(a); }
 
+INLINE vec vec_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vec vec_min(vec a, vec b) { return _mm512_min_ps(a, b); }
+INLINE vec vec_max(vec a, vec b) { return _mm512_max_ps(a, b); }
+INLINE vec vec_pow2(vec n)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+
 INLINE vec load_f32(const void *p) { return _mm512_loadu_ps(p); }
 INLINE vec load_bf16(const void *p)
 {
@@ -23,6 +31,14 @@ INLINE vec load_bf16(const void *p)
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 INLINE vec load_f16(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+
+INLINE vec load_i8(const void *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p))); }
+INLINE void load_i4(const void *p, vec *low, vec *high)
+{
+    const __m128i bytes = _mm_loadu_si128(p), mask = _mm_set1_epi8(15);
+    *low = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_and_si128(bytes, mask)));
+    *high = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask)));
+}
 
 INLINE vec store_f32(void *p, vec a, int stream)
 {

@@ -24,11 +24,47 @@ INLINE vec vec_sqrt(vec a)
     memcpy(&a, lanes, sizeof lanes);
     return a;
 }
+INLINE vec vec_fma(vec a, vec b, vec c) { return a * b + c; }
+typedef int32_t mask __attribute__((vector_size(64)));
+INLINE vec vec_select(mask where, vec a, vec b) { return (vec)((where & (mask)a) | (~where & (mask)b)); }
+INLINE vec vec_min(vec a, vec b) { return vec_select(a < b, a, b); }
+INLINE vec vec_max(vec a, vec b) { return vec_select(a > b, a, b); }
+INLINE vec vec_pow2(vec n)
+{
+    float lanes[16];
+    memcpy(lanes, &n, sizeof lanes);
+    for (int lane = 0; lane < 16; ++lane) {
+        const int32_t bits = ((int32_t)lanes[lane] + 127) * (1 << 23);
+        memcpy(&lanes[lane], &bits, sizeof bits);
+    }
+    memcpy(&n, lanes, sizeof lanes);
+    return n;
+}
+
 INLINE vec load_f32(const void *p)
 {
     vec r;
     memcpy(&r, p, sizeof r);
     return r;
+}
+INLINE vec load_i8(const void *p)
+{
+    const int8_t *x = p;
+    float lanes[16];
+    for (int lane = 0; lane < 16; ++lane)
+        lanes[lane] = x[lane];
+    return load_f32(lanes);
+}
+INLINE void load_i4(const void *p, vec *low, vec *high)
+{
+    const uint8_t *x = p;
+    float lanes[32];
+    for (int lane = 0; lane < 16; ++lane) {
+        lanes[lane] = (float)(x[lane] & 15);
+        lanes[16 + lane] = (float)(x[lane] >> 4);
+    }
+    *low = load_f32(lanes);
+    *high = load_f32(lanes + 16);
 }
 /* There is no portable way past the caches: `stream` is ignored here. */
 INLINE vec store_f32(void *p, vec a, int stream)

@@ -1,0 +1,298 @@
+"""The native forward: a whole decoder step in one C call (ops/csrc/decoder_body.h), weights packed once at load.
+
+`NativeDecoder` is a `core.Runner` for CPUs. It owns the packed weights and the paged cache, which has the kernel's own
+layout: keys of a block lie transposed, so that 16 positions are one vector. Every logit is the same bits whatever else
+is in the batch, however the prompt was split, and whether its prefix was computed or found in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.inference.config import DecoderConfig, Rope
+from slipstream.inference.core import Batch
+from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
+from slipstream.ops import build
+
+PANEL = 16  # as in csrc/decoder.h: columns that lie together, and positions of a cache block
+_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_INT8, _INT4 = 3, 4
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+
+_pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        *((name, _pointer) for name in ("data", "scale", "low", "bias")),
+        *((name, _long) for name in ("num_columns", "num_features")),
+        *((name, _int) for name in ("type", "group")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _pointer) for name in ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm")),
+        *((name, _Matrix) for name in ("q", "k", "v", "out", "gate_up", "down")),
+        *((name, _pointer) for name in ("cosine", "sine", "keys", "values")),
+        *((name, _int) for name in ("rotary_dim", "window")),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        *((name, _long) for name in ("hidden_size", "intermediate_size", "vocab_size")),
+        *((name, _int) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, _int) for name in ("cache_type", "embed_type", "activation")),
+        *((name, _float) for name in ("norm_eps", "embed_scale", "attn_scale", "attn_softcap", "logit_softcap")),
+        *((name, _pointer) for name in ("embed", "final_norm")),
+        ("head", _Matrix),
+        ("layers", ctypes.POINTER(_Layer)),
+    )
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        *((name, _int) for name in ("num_rows", "num_sequences", "num_logits")),
+        *((name, _pointer) for name in ("ids", "first_row", "start", "tables", "table_at", "logit_rows")),
+        *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act")),
+    )
+
+
+def why_not(config: DecoderConfig) -> str | None:
+    """What keeps this model from the native forward; None where nothing does."""
+    library = build.load()
+    if library.kernels is None:
+        return library.reason
+    if config.head_dim % PANEL:
+        return f"heads of {config.head_dim} features; the kernels take multiples of {PANEL}"
+    if any(layer.experts for layer in config.layers):
+        return "routed experts"
+    if config.num_heads % config.num_kv_heads:
+        return f"{config.num_heads} heads do not share {config.num_kv_heads} key-value heads evenly"
+    return None
+
+
+class NativeDecoder:
+    """Runs batches on `threads` cores. Raises ValueError for a model that `why_not` names a reason against."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        *,
+        num_blocks: int,
+        cache_dtype: torch.dtype = torch.bfloat16,
+        threads: int | None = None,
+    ) -> None:
+        reason = why_not(config)
+        if reason is not None:
+            raise ValueError(f"this model cannot run natively: {reason}")
+        if cache_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"cache_dtype is {cache_dtype}; the native cache holds torch.float32 or torch.bfloat16")
+        self.config, self.num_blocks, self.block_size = config, num_blocks, PANEL
+        self.vocab_size, self.max_context = config.vocab_size, config.max_context
+        self.threads = threads or torch.get_num_threads()
+        shape = (len(config.layers), num_blocks, config.num_kv_heads, config.head_dim, PANEL)
+        # Zeros: what is masked adds 0 * value, and that needs finite values.
+        self.keys = torch.zeros(shape, dtype=cache_dtype)
+        self.values = torch.zeros((*shape[:3], PANEL, config.head_dim), dtype=cache_dtype)
+        self._kept: list[Tensor] = []  # what the C side points into
+        self._ropes: dict[Rope, tuple[Tensor, Tensor]] = {}
+        self._library = build.load().kernels
+        assert self._library is not None
+        self._library.slipstream_team_new.restype = _pointer
+        self._library.slipstream_team_free.argtypes = [_pointer]
+        self._library.slipstream_decoder_forward.argtypes = [_pointer, _pointer, _pointer]
+        self._layers = (_Layer * len(config.layers))(*(self._layer(i, layer) for i, layer in enumerate(weights.layers)))
+        self._model = self._decoder(weights)
+        self._scratch: dict[str, Tensor] = {}
+        self._team = self._library.slipstream_team_new(self.threads)
+        if not self._team:
+            raise ValueError(f"cannot start {self.threads} threads; give between 1 and 64")
+
+    # -- the C records --
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _vector(self, tensor: Tensor | None, offset: float = 0.0) -> int | None:
+        return None if tensor is None else self._keep((tensor.detach().float() + offset).contiguous())
+
+    def _matrix(self, matrix: Matrix, bias: Tensor | None = None) -> _Matrix:
+        return self._packed([matrix], None if bias is None else [bias])
+
+    def _packed(self, parts: Sequence[Matrix], biases: Sequence[Tensor | None] | None = None) -> _Matrix:
+        """One matrix, or two of one shape and type with their panels in turn (gate and up)."""
+        sizes = [columns_of(part) for part in parts]
+        kind = {type(part) if isinstance(part, (Int8, Int4)) else part.dtype for part in parts}
+        assert len(kind) == 1 and len(set(sizes)) == 1, "only like matrices are packed together"
+        columns, features = sizes[0]
+        padding = 2 * PANEL if len(parts) == 1 else PANEL
+
+        def interleave(rows: list[Tensor]) -> Tensor:
+            panels = torch.stack([_panels(row, padding) for row in rows], 1)
+            return panels.flatten(0, 1).contiguous()
+
+        packed = _Matrix(num_columns=columns * len(parts), num_features=features)
+        first = parts[0]
+        if isinstance(first, Int4):
+            packed.type, packed.group = _INT4, features // first.scale.shape[1]
+            packed.data = self._keep(interleave([part.q for part in parts]))  # type: ignore[union-attr]
+            packed.scale = self._keep(interleave([part.scale.half() for part in parts]))  # type: ignore[union-attr]
+            packed.low = self._keep(interleave([part.low.half() for part in parts]))  # type: ignore[union-attr]
+        elif isinstance(first, Int8):
+            packed.type = _INT8
+            packed.data = self._keep(interleave([part.q for part in parts]))  # type: ignore[union-attr]
+            packed.scale = self._keep(interleave([part.scale.float()[:, None] for part in parts]))  # type: ignore[union-attr]
+        else:
+            packed.type = _TYPES[first.dtype]
+            packed.data = self._keep(interleave([part.detach() for part in parts]))  # type: ignore[union-attr]
+        if biases is not None and any(bias is not None for bias in biases):
+            whole = [torch.zeros(columns) if bias is None else bias.detach().float() for bias in biases]
+            packed.bias = self._keep(interleave([bias[:, None] for bias in whole]))
+        return packed
+
+    def _gate_up(self, mlp: Mlp) -> _Matrix:
+        gate, up = mlp.gate, mlp.up
+        alike = isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.dtype == up.dtype
+        if not alike and (type(gate) is not type(up) or isinstance(gate, Tensor)):
+            raise ValueError("gate and up matrices of different types cannot run natively; load them in one dtype")
+        return self._packed([gate, up], [mlp.gate_bias, mlp.up_bias])
+
+    def _layer(self, index: int, weights: LayerWeights) -> _Layer:
+        config, layer = self.config, self.config.layers[index]
+        assert weights.mlp is not None, "why_not refuses experts"
+        offset = config.norm_offset
+        record = _Layer(
+            input_norm=self._vector(weights.input_norm, offset),
+            mlp_norm=self._vector(weights.mlp_norm, offset),
+            attn_post_norm=self._vector(weights.attn_post_norm, offset),
+            mlp_post_norm=self._vector(weights.mlp_post_norm, offset),
+            q_norm=self._vector(weights.q_norm, offset),
+            k_norm=self._vector(weights.k_norm, offset),
+            q=self._matrix(weights.q, weights.q_bias),
+            k=self._matrix(weights.k, weights.k_bias),
+            v=self._matrix(weights.v, weights.v_bias),
+            out=self._matrix(weights.out, weights.out_bias),
+            gate_up=self._gate_up(weights.mlp),
+            down=self._matrix(weights.mlp.down, weights.mlp.down_bias),
+            keys=self.keys[index].data_ptr(),
+            values=self.values[index].data_ptr(),
+            window=layer.window,
+        )
+        if layer.rope is not None:
+            cosine, sine = self._turns(layer.rope)
+            record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
+            record.rotary_dim = 2 * len(layer.rope.inv_freq)
+        return record
+
+    def _turns(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, fp32 [max_context, rotary_dim / 2]."""
+        if rope not in self._ropes:
+            positions = torch.arange(self.max_context, dtype=torch.float32)
+            angles = positions[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float32)
+            self._ropes[rope] = (angles.cos() * rope.scale).contiguous(), (angles.sin() * rope.scale).contiguous()
+        return self._ropes[rope]
+
+    def _decoder(self, weights: DecoderWeights) -> _Decoder:
+        config = self.config
+        embed = weights.embed.detach().contiguous()
+        return _Decoder(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+            num_layers=len(config.layers),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            cache_type=_TYPES[self.keys.dtype],
+            embed_type=_TYPES[embed.dtype],
+            activation=_ACTIVATIONS[config.activation],
+            norm_eps=config.norm_eps,
+            embed_scale=config.embed_scale,
+            attn_scale=config.attn_scale or config.head_dim**-0.5,
+            attn_softcap=config.attn_softcap,
+            logit_softcap=config.logit_softcap,
+            embed=self._keep(embed),
+            final_norm=self._vector(weights.final_norm, config.norm_offset),
+            head=self._matrix(weights.embed if weights.head is None else weights.head),
+            layers=self._layers,
+        )
+
+    # -- running --
+
+    def _room(self, name: str, rows: int, width: int) -> int:
+        """Scratch that grows as batches do."""
+        have = self._scratch.get(name)
+        if have is None or have.numel() < rows * width:
+            have = self._scratch[name] = torch.empty(rows * width, dtype=torch.float32)
+        return have.data_ptr()
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, (from, to), one after the other."""
+        for source, target in pairs:
+            self.keys[:, target] = self.keys[:, source]
+            self.values[:, target] = self.values[:, source]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """As `core.Runner.forward`."""
+        self.copy(batch.copies)
+        ids: list[int] = []
+        first_row, start, tables, table_at, logit_rows = [0], [], [], [], []
+        for chunk in batch.chunks:
+            ids += chunk.request.tokens[chunk.start : chunk.stop]
+            ids += chunk.draft
+            start.append(chunk.start)
+            table_at.append(len(tables))
+            tables += chunk.request.blocks[: -(-(chunk.stop + len(chunk.draft)) // PANEL)]
+            first_row.append(len(ids))
+            logit_rows += range(len(ids) - chunk.num_rows, len(ids))
+        config, rows = self.config, len(ids)
+        logits = torch.empty(len(logit_rows), config.vocab_size)
+        numbers = [np.array(values, dtype=np.int32) for values in (ids, first_row, start, tables, table_at, logit_rows)]
+        heads = config.num_heads * config.head_dim
+        record = _Batch(
+            rows, len(batch.chunks), len(logit_rows),
+            *(array.ctypes.data for array in numbers),
+            logits.data_ptr(),
+            self._room("x", rows, config.hidden_size),
+            self._room("normed", rows, config.hidden_size),
+            self._room("qkv", rows, heads + 2 * config.num_kv_heads * config.head_dim),
+            self._room("attended", rows, heads),
+            self._room("act", rows, config.intermediate_size),
+        )  # fmt: skip
+        assert self._library is not None
+        if self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record)):
+            raise MemoryError(f"no memory for a forward of {rows} tokens")
+        return logits
+
+    def close(self) -> None:
+        """End the threads; nothing runs after it."""
+        if self._team:
+            assert self._library is not None
+            self._library.slipstream_team_free(self._team)
+            self._team = None
+
+
+def columns_of(matrix: Matrix) -> tuple[int, int]:
+    """(output columns, input features)."""
+    if isinstance(matrix, Int4):
+        return matrix.q.shape[0], 2 * matrix.q.shape[1]
+    data = matrix.q if isinstance(matrix, Int8) else matrix
+    return data.shape[0], data.shape[1]
+
+
+def _panels(rows: Tensor, padding: int) -> Tensor:
+    """[columns, n] -> [panels, n, PANEL], columns padded with zeros to a multiple of `padding`."""
+    columns, n = rows.shape
+    missing = -columns % padding
+    if missing:
+        rows = torch.cat((rows, rows.new_zeros(missing, n)))
+    return rows.view(-1, PANEL, n).transpose(1, 2).contiguous()

@@ -1,0 +1,181 @@
+/* The threads of a decoder, and the entry that runs one forward on them.
+ *
+ * A team's threads sleep between forwards and spin inside one: a forward has hundreds of meetings, microseconds apart.
+ * Work is handed out item by item (team_next), so a thread that the system takes away delays one item only.
+ */
+#include "decoder.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SLIPSTREAM_API __attribute__((visibility("default")))
+#define SPINS 4000 /* some 50 us: then let others run */
+
+const char *slipstream_isa(void);
+
+struct team {
+    int size, stop;
+    pthread_t threads[MAX_THREADS];
+    float *scratch[MAX_THREADS];
+    size_t scratch_bytes;
+    pthread_mutex_t mutex;
+    pthread_cond_t posted;
+    uint64_t forward; /* counts forwards; guarded by mutex */
+    const struct decoder *model;
+    const struct batch *batch;
+    const struct decoder_isa *isa;
+    int num_stages;
+    atomic_llong *next;
+    _Alignas(64) atomic_int arrived;
+    _Alignas(64) atomic_int generation;
+    _Alignas(64) atomic_int done;
+};
+
+struct seat {
+    struct team *team;
+    int thread;
+};
+
+static void relax(int spins)
+{
+    if (spins % SPINS == SPINS - 1)
+        sched_yield();
+#if defined(__x86_64__)
+    else
+        __builtin_ia32_pause();
+#endif
+}
+
+void team_wait(struct team *team, int thread)
+{
+    (void)thread;
+    if (team->size == 1)
+        return;
+    const int generation = atomic_load_explicit(&team->generation, memory_order_acquire);
+    if (atomic_fetch_add_explicit(&team->arrived, 1, memory_order_acq_rel) == team->size - 1) {
+        atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&team->generation, generation + 1, memory_order_release);
+        return;
+    }
+    for (int spins = 0; atomic_load_explicit(&team->generation, memory_order_acquire) == generation; ++spins)
+        relax(spins % (1 << 30));
+}
+
+int64_t team_next(struct team *team, int stage) { return atomic_fetch_add_explicit(&team->next[stage], 1, memory_order_relaxed); }
+
+int team_size(const struct team *team) { return team->size; }
+
+static void *work(void *argument)
+{
+    struct seat seat = *(struct seat *)argument;
+    struct team *team = seat.team;
+    free(argument);
+    for (uint64_t seen = 0;;) {
+        pthread_mutex_lock(&team->mutex);
+        while (team->forward == seen && !team->stop)
+            pthread_cond_wait(&team->posted, &team->mutex);
+        seen = team->forward;
+        const int stop = team->stop;
+        pthread_mutex_unlock(&team->mutex);
+        if (stop)
+            return NULL;
+        team->isa->run(team->model, team->batch, team, seat.thread, team->scratch[seat.thread]);
+        atomic_fetch_add_explicit(&team->done, 1, memory_order_release);
+    }
+}
+
+SLIPSTREAM_API void slipstream_team_free(struct team *team)
+{
+    pthread_mutex_lock(&team->mutex);
+    team->stop = 1;
+    pthread_cond_broadcast(&team->posted);
+    pthread_mutex_unlock(&team->mutex);
+    for (int i = 1; i < team->size; ++i)
+        pthread_join(team->threads[i], NULL);
+    for (int i = 0; i < team->size; ++i)
+        free(team->scratch[i]);
+    free(team->next);
+    pthread_mutex_destroy(&team->mutex);
+    pthread_cond_destroy(&team->posted);
+    free(team);
+}
+
+/* `size` threads, the caller's own among them; NULL where they cannot be had. */
+SLIPSTREAM_API struct team *slipstream_team_new(int size)
+{
+    struct team *team = size >= 1 && size <= MAX_THREADS ? aligned_alloc(64, (sizeof(struct team) + 63) / 64 * 64) : NULL;
+    if (!team)
+        return NULL;
+    memset(team, 0, sizeof *team);
+    team->size = 1;
+    pthread_mutex_init(&team->mutex, NULL);
+    pthread_cond_init(&team->posted, NULL);
+    for (int i = 1; i < size; ++i) {
+        struct seat *seat = malloc(sizeof *seat);
+        if (seat)
+            *seat = (struct seat){team, i};
+        if (!seat || pthread_create(&team->threads[i], NULL, work, seat)) {
+            free(seat);
+            slipstream_team_free(team);
+            return NULL;
+        }
+        team->size = i + 1;
+    }
+    return team;
+}
+
+static int prepare(struct team *team, const struct decoder *model)
+{
+    int64_t widest = model->hidden_size > model->intermediate_size ? model->hidden_size : model->intermediate_size;
+    const int64_t attended = (int64_t)model->num_heads * model->head_dim;
+    widest = attended > widest ? attended : widest;
+    const size_t bytes = (size_t)widest * 2 * PANEL * sizeof(float); /* two widened panels; a tile of queries is smaller */
+    const int stages = model->num_layers * 5 + 1;
+    if (bytes > team->scratch_bytes) {
+        for (int i = 0; i < team->size; ++i) {
+            free(team->scratch[i]);
+            team->scratch[i] = aligned_alloc(64, (bytes + 63) / 64 * 64);
+            if (!team->scratch[i]) {
+                team->scratch_bytes = 0;
+                return -1;
+            }
+        }
+        team->scratch_bytes = bytes;
+    }
+    if (stages > team->num_stages) {
+        atomic_llong *next = realloc(team->next, (size_t)stages * sizeof *next);
+        if (!next)
+            return -1;
+        team->next = next;
+        team->num_stages = stages;
+    }
+    for (int i = 0; i < stages; ++i)
+        atomic_store_explicit(&team->next[i], 0, memory_order_relaxed);
+    return 0;
+}
+
+/* One forward; -1 where memory is short. One call at a time per team. */
+SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct decoder *model, const struct batch *batch)
+{
+    const struct decoder_isa *tables[] = {decoder_avx512, decoder_avx2, decoder_portable};
+    const char *name = slipstream_isa();
+    if (prepare(team, model))
+        return -1;
+    pthread_mutex_lock(&team->mutex);
+    team->model = model;
+    team->batch = batch;
+    for (int i = 0; i < 3; ++i)
+        if (tables[i] && strcmp(tables[i]->name, name) == 0)
+            team->isa = tables[i];
+    atomic_store_explicit(&team->done, 1, memory_order_relaxed);
+    ++team->forward;
+    pthread_cond_broadcast(&team->posted);
+    pthread_mutex_unlock(&team->mutex);
+    team->isa->run(model, batch, team, 0, team->scratch[0]);
+    for (int spins = 0; atomic_load_explicit(&team->done, memory_order_acquire) < team->size; ++spins)
+        relax(spins % (1 << 30));
+    return 0;
+}

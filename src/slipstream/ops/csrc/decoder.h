@@ -1,0 +1,83 @@
+/* A decoder's forward over a paged cache, as plain C: the records that inference/native.py fills, and what one
+ * instruction set gives.
+ *
+ * [Note: Batch invariance] Every element that is computed has its own accumulator, which takes the terms in one order,
+ * over the input features (matrices) or over positions in blocks counted from 0 (attention), whatever else is computed
+ * beside it. Tiles group independent accumulators; they never split one. So the logits of a token are the same bits
+ * alone, in any batch, with any splitting of the prompt, and from cached prefixes. A position that is masked adds
+ * 0 * value, which changes nothing: the cache holds finite numbers only.
+ */
+#ifndef SLIPSTREAM_DECODER_H
+#define SLIPSTREAM_DECODER_H
+
+#include <stdint.h>
+
+#define PANEL 16 /* output columns that lie together; also the positions of a cache block */
+#define ROWS 6   /* rows of a tile: six accumulators of 16 lanes fill AVX2's registers */
+#define MAX_THREADS 64
+
+enum weight_type { WEIGHT_F32 = 0, WEIGHT_BF16 = 1, WEIGHT_F16 = 2, WEIGHT_INT8 = 3, WEIGHT_INT4 = 4 };
+enum activation { ACTIVATION_SILU = 0, ACTIVATION_GELU_TANH = 1, ACTIVATION_GELU = 2 };
+
+/* y = x W^T + bias. Columns are padded with zeros to a multiple of 2 * PANEL. */
+struct matrix {
+    const void *data; /* [panel][k][PANEL]; int4: [panel][k / 2][PANEL] bytes, the even k in the low half */
+    const void *scale; /* int8: fp32 [panel][PANEL]; int4: fp16 [panel][k / group][PANEL] */
+    const void *low;   /* int4: fp16 as scale; w = q * scale + low */
+    const float *bias; /* fp32 [padded columns], or NULL */
+    int64_t num_columns, num_features;
+    int32_t type, group;
+};
+
+struct layer {
+    const float *input_norm, *mlp_norm; /* multipliers as they are applied: an offset is already added */
+    const float *attn_post_norm, *mlp_post_norm; /* or NULL */
+    const float *q_norm, *k_norm; /* [head_dim] or NULL */
+    struct matrix q, k, v, out, gate_up /* panels of gate and up in turn */, down;
+    const float *cosine, *sine; /* [max_context][rotary_dim / 2]; NULL: no rotation */
+    void *keys;   /* [block][kv_head][head_dim][PANEL] */
+    void *values; /* [block][kv_head][PANEL][head_dim] */
+    int32_t rotary_dim, window;
+};
+
+struct decoder {
+    int64_t hidden_size, intermediate_size, vocab_size;
+    int32_t num_layers, num_heads, num_kv_heads, head_dim;
+    int32_t cache_type; /* WEIGHT_F32 or WEIGHT_BF16 */
+    int32_t embed_type;
+    int32_t activation;
+    float norm_eps, embed_scale, attn_scale, attn_softcap, logit_softcap;
+    const void *embed; /* [vocab][hidden] */
+    const float *final_norm;
+    struct matrix head;
+    const struct layer *layers;
+};
+
+/* One forward. Rows are tokens; a sequence's rows follow one another at consecutive positions. */
+struct batch {
+    int32_t num_rows, num_sequences, num_logits;
+    const int32_t *ids;       /* [num_rows] */
+    const int32_t *first_row; /* [num_sequences + 1] */
+    const int32_t *start;     /* [num_sequences] position of the first row */
+    const int32_t *tables;    /* block ids of all sequences, one after the other */
+    const int32_t *table_at;  /* [num_sequences] where a sequence's blocks begin in tables */
+    const int32_t *logit_rows; /* [num_logits] */
+    float *logits;            /* [num_logits][vocab_size] */
+    float *x, *normed, *qkv, *attended, *act; /* scratch: [num_rows][...], see forward() */
+};
+
+struct team; /* the threads; see decoder.c */
+
+struct decoder_isa {
+    const char *name;
+    void (*run)(const struct decoder *, const struct batch *, struct team *, int thread, float *scratch);
+};
+
+extern const struct decoder_isa *const decoder_avx512, *const decoder_avx2, *const decoder_portable;
+
+/* decoder.c */
+void team_wait(struct team *, int thread);            /* a barrier */
+int64_t team_next(struct team *, int stage);          /* the next item of a stage, each number once */
+int team_size(const struct team *);
+
+#endif

@@ -1,0 +1,12 @@
+/* The decoder for x86-64 with AVX2, FMA and F16C. */
+#include "decoder.h"
+
+#if defined(__x86_64__)
+#include "vec_avx2.h"
+#include "decoder_body.h"
+
+static const struct decoder_isa table = {"avx2", run};
+const struct decoder_isa *const decoder_avx2 = &table;
+#else
+const struct decoder_isa *const decoder_avx2 = 0;
+#endif
