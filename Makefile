@@ -4,7 +4,7 @@
 #   make test     all tests            (ARGS="-k placement" for some)
 #   make lint     ruff and mypy
 #   make bench    Slipstream beside DeepSpeed, FSDP2 and DDP, into benchmarks/RESULTS.md
-#   make clean    remove what was built; the environments stay
+#   make clean    remove what was built; the environments and runs/ stay
 #
 # Variables, from the command line or the environment:
 #   PYTHON   the interpreter to make environments with (3.11 or newer)
@@ -49,7 +49,7 @@ bench: $(READY) $(PEERS)/$(PINNED)
 	$(BIN)/python -m benchmarks --peers $(PEERS)/bin/python $(ARGS)
 
 clean:
-	rm -rf build dist runs .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info $(READY)
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info $(READY)
 	find src -name '*.so' -delete
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 

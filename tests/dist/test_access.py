@@ -1,5 +1,6 @@
 """Parameters, gradients and optimizer state by name, whole, in every stage; and what is refused, by name."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -343,3 +344,28 @@ def test_the_optimizer_is_stepped_by_the_engine_only() -> None:
         engine.step()
 
 
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_a_deep_copy_is_a_plain_model(transport: str) -> None:
+    """For averages of the weights: copied while gathered, it computes, learns and leaves the engine alone."""
+    for stage in STAGES:
+        engine = toy.make(toy.seeded(toy.Lm), stage, transport)
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        alone = toy.make(toy.seeded(toy.Lm), stage, transport)
+        for i in range(2):
+            toy.step(alone, toy.tokens(engine.rank, i))
+        twin = toy.checksum(alone)
+        alone.destroy()
+        with zero.gathered(list(engine.module.parameters())):
+            copied = copy.deepcopy(engine.module)
+        before, batch = engine.state_dict(), toy.tokens(engine.rank, 1)
+        loss = engine(batch)
+        loss_of_copy = copied(batch)
+        assert loss_of_copy.equal(loss)
+        loss_of_copy.backward()
+        torch.optim.SGD(copied.parameters(), lr=0.1).step()
+        assert all(type(p) is nn.Parameter and p.grad is not None for p in copied.parameters())
+        assert all(value.equal(before[name]) for name, value in engine.state_dict().items())
+        loss.backward()  # a forward of the copy in between does not disturb the engine's
+        engine.step()
+        assert int(toy.checksum(engine)) == int(twin)
+        engine.destroy()

@@ -18,7 +18,7 @@ from .test_config_schema import nest
 
 TESTS = Path(__file__).resolve().parents[1]
 WORLD = DataWorld(data_parallel=2)
-FACTS = ModelFacts(hidden_size=64, num_params=1000, device_type="cpu", supports_bf16=True)
+FACTS = ModelFacts(device_type="cpu", supports_bf16=True)
 
 
 def resolved(raw: dict[str, Any]) -> Any:

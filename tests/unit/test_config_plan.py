@@ -21,7 +21,7 @@ from slipstream.train.schedules import build_scheduler
 
 from .test_config_schema import ACCELERATE
 
-FACTS = ModelFacts(hidden_size=64, num_params=1000, device_type="cpu", supports_bf16=True)
+FACTS = ModelFacts(device_type="cpu", supports_bf16=True)
 V100 = dataclasses.replace(FACTS, device_type="cuda", supports_bf16=False)
 
 

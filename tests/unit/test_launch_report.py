@@ -14,7 +14,7 @@ from slipstream.launch.plan import StateBytes, parse_count, per_parameter, per_r
 from slipstream.observe import host
 from slipstream.observe.report import collect
 
-FACTS = ModelFacts(hidden_size=64, num_params=1000, device_type="cpu", supports_bf16=True)
+FACTS = ModelFacts(device_type="cpu", supports_bf16=True)
 
 
 def test_report_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,8 +29,6 @@ class DataWorld:
 class ModelFacts:
     """What rules for "auto" may ask of the model, the device and the other arguments of `initialize`."""
 
-    hidden_size: int | None
-    num_params: int
     device_type: str
     supports_bf16: bool
     loader_batch_size: int | None = None  # of a DataLoader that the user brought

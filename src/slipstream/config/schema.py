@@ -79,7 +79,7 @@ class Scheduler(Block):
 class Fp16(Block):
     enabled: bool = False
     auto_cast: bool = False
-    loss_scale: Annotated[Real, Field(ge=0)] = 0.0
+    loss_scale: Annotated[Real, Field(ge=0, allow_inf_nan=False)] = 0.0
     initial_scale_power: Annotated[Real, Field(ge=0, le=64)] = 16.0
     loss_scale_window: Count = 1000
     hysteresis: Count = 2

@@ -135,16 +135,14 @@ def build_on_meta(where: str) -> torch.nn.Module:
     return model
 
 
-def facts(num_params: int, hidden_size: int | None, device: str | None) -> ModelFacts:
-    """What is known of model and device; the device is this host's unless another is named."""
+def facts(device: str | None) -> ModelFacts:
+    """What is known without `initialize`; the device is this host's unless another is named."""
     import torch
 
     from slipstream.config.plan import ModelFacts
 
     device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return ModelFacts(
-        hidden_size=hidden_size,
-        num_params=num_params,
         device_type=device_type,
         supports_bf16=device_type == "cpu" or not torch.cuda.is_available() or torch.cuda.is_bf16_supported(),
     )
@@ -155,15 +153,13 @@ def execute(options: argparse.Namespace) -> int:
     from slipstream.config.arguments import load_config
     from slipstream.train import rehearse
 
-    num_params, hidden_size = (parse_count(options.num_params), None) if options.num_params else (0, None)
+    num_params = parse_count(options.num_params) if options.num_params else 0
     if options.model:
-        model = build_on_meta(options.model)
-        num_params = sum(parameter.numel() for parameter in model.parameters())
-        hidden_size = getattr(getattr(model, "config", None), "hidden_size", None)
+        num_params = sum(parameter.numel() for parameter in build_on_meta(options.model).parameters())
     plan = resolve(
         load_config(options.config),
         world=DataWorld(data_parallel=options.world),
-        facts=facts(num_params, hidden_size, options.device),
+        facts=facts(options.device),
     )
     rehearse(plan)
     print(describe(plan))

@@ -25,8 +25,8 @@ DEVICE_CHUNK = 1 << 24  # an accelerator wants few large kernels
 class Partial(NamedTuple):
     """What a sum left behind: the fp64 sum of squares of the elements written, and whether all are finite."""
 
-    sumsq: float
-    finite: bool
+    sumsq: float | Tensor  # a 0-dim tensor of either where reading it would wait for the device
+    finite: bool | Tensor
 
 
 def _spans(tensor: Tensor) -> Iterator[slice]:

@@ -136,12 +136,9 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
 
 
 def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data: Any) -> ModelFacts:
-    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     rates = {float(group["lr"]) for group in groups if isinstance(group.get("lr"), (int, float, torch.Tensor))}
     return ModelFacts(
-        hidden_size=hidden if isinstance(hidden, int) else None,
-        num_params=sum(param.numel() for param in model.parameters()),
         device_type=device.type,
         supports_bf16=device.type != "cuda" or torch.cuda.is_bf16_supported(),
         loader_batch_size=training_data.batch_size if isinstance(training_data, DataLoader) else None,

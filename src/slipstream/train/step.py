@@ -90,7 +90,7 @@ def _squares(units: Sequence[Unit]) -> list[float]:
     if any(isinstance(square, Tensor) for square in squares):
         device = units[0].full.device
         return torch.stack([torch.as_tensor(square, dtype=torch.float64, device=device) for square in squares]).tolist()
-    return squares
+    return [float(square) for square in squares]
 
 
 def _name_culprit(units: Sequence[Unit], comms: Comms, skipped: bool) -> None:

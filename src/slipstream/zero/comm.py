@@ -137,7 +137,7 @@ def reduce_into(out: Tensor, sources: Sequence[Tensor], alpha: float, accumulate
     total = total * alpha
     out.copy_(total.add_(out.to(wide)) if accumulate else total)
     square = out.double().square().sum()
-    return Partial(square, torch.isfinite(square))  # type: ignore[arg-type]  # stays on the device until the verdict
+    return Partial(square, torch.isfinite(square))  # stays on the device until the verdict
 
 
 class LocalComm(Comm):

@@ -164,11 +164,10 @@ class Hooks:
         self._hook_gradients()
         if not any(unit.placement.weights for unit in self.units):
             return
-        for module, units in self._users().items():
-            if module is self.model:
-                continue
-            add(module.register_forward_pre_hook(_eager(_Bound(self._block_pre, units)), with_kwargs=True, prepend=True))
-            add(module.register_forward_hook(_eager(_Bound(self._block_post, units)), with_kwargs=True, always_call=True))
+        self.users = self._users()
+        for module in self.users:
+            add(module.register_forward_pre_hook(_eager(self._block_pre), with_kwargs=True, prepend=True))
+            add(module.register_forward_hook(_eager(self._block_post), with_kwargs=True, always_call=True))
 
     def _hook_gradients(self) -> None:
         """Hook parameters that require gradients and did not before; torch hooks none that do not."""
@@ -193,7 +192,7 @@ class Hooks:
             users[block] = list(found.values())
         inside = {id(module) for block in blocks for module in block.modules()}
         for module in self.model.modules():
-            if id(module) not in inside:
+            if module is not self.model and id(module) not in inside:
                 found = {id(unit_of[id(p)]): unit_of[id(p)] for p in module.parameters(recurse=False) if id(p) in unit_of}
                 if found:
                     users[module] = list(found.values())
@@ -206,7 +205,11 @@ class Hooks:
 
     # -- forward --
 
+    # copy.deepcopy of a model copies its hooks: they do nothing where they meet a module that is not this engine's
+
     def _root_pre(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if module is not self.model:
+            return None
         if self.phase is Phase.BACKWARD and not _in_backward():
             self.abandon_backward()
         if self.phase is Phase.BACKWARD:  # the whole model is being recomputed
@@ -224,7 +227,7 @@ class Hooks:
         return self.on_inputs(args, kwargs)
 
     def _root_post(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if self.phase is not Phase.FORWARD or self.watch.failure is not None:
+        if module is not self.model or self.phase is not Phase.FORWARD or self.watch.failure is not None:
             return None
         self.phase = self.watch_phase(Phase.IDLE)
         for unit in self.units:
@@ -240,8 +243,9 @@ class Hooks:
                     tensor.register_hook(self._on_output_grad)
         return output
 
-    def _block_pre(self, units: Sequence[Unit], module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._gather(units)
+    def _block_pre(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module in self.users:
+            self._gather(self.users[module])
 
     def _gather(self, units: Sequence[Unit]) -> None:
         """Gather what is needed now and start on what followed it last time."""
@@ -256,10 +260,10 @@ class Hooks:
             self.follows[self.last] = tuple(units)
         self.last = here
 
-    def _block_post(self, units: Sequence[Unit], module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self.watch.failure is not None:  # and what is raised says so
+    def _block_post(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if module not in self.users or self.watch.failure is not None:  # and what is raised says so
             return
-        grad = torch.is_grad_enabled()
+        units, grad = self.users[module], torch.is_grad_enabled()
         if grad and output is not None:
             call = _Call(units, [unit for unit in units if unit.block is module])
             for tensor in tensors_in(output):
