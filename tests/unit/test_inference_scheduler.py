@@ -219,6 +219,9 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
         assert 0 < batch.num_tokens <= budget
         assert len({chunk.request for chunk in batch.chunks}) == len(batch.chunks)
         assert not any(chunk.draft and chunk.request.params.json_schema for chunk in batch.chunks)
+        for chunk in batch.chunks:
+            most = min(scheduler.max_context, chunk.request.num_prompt + chunk.request.params.max_tokens)
+            assert chunk.stop + len(chunk.draft) < most, "a position that no token can follow"
         planned = [chunk.request for chunk in batch.chunks]
         if case.split:
             stalled = [r for r in generating if r.phase is Phase.RUNNING and r not in planned]
@@ -233,6 +236,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
         assert len(scheduler.running) <= case.max_running
         assert scheduler.running == sorted(scheduler.running, key=scheduler._rank)
         assert scheduler.waiting == sorted(scheduler.waiting, key=scheduler._rank)
+        assert not any(request.num_computed for request in scheduler.waiting)
         for request in [*scheduler.running, *scheduler.waiting]:
             assert (request.phase is Phase.RUNNING) == bool(request.blocks) == (request in scheduler.running)
     else:

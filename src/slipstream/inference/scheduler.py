@@ -190,15 +190,15 @@ class Scheduler:
 
     def _generate(self, plan: _Plan) -> None:
         """One token for each generation; whoever is less important gives way if it needs a block."""
-        for request in [request for request in self.running if _pending(request) == 1]:
-            if plan.budget and request.phase is Phase.RUNNING and self._secure(request):
+        for request in list(self.running):
+            if _pending(request) == 1 and plan.budget and request.phase is Phase.RUNNING and self._secure(request):
                 self._plan(plan, request, 1)
 
     def _continue(self, plan: _Plan) -> None:
-        """The next part of each prompt in progress, as far as budget and free blocks go. Generations already planned keep
-        their blocks; if there are none, prompts give way to the most important one."""
-        for request in [request for request in self.running if _pending(request) > 1]:
-            if plan.budget and request.phase is Phase.RUNNING and (plan.chunks or self._secure(request)):
+        """The next part of each prompt in progress, as far as budget and free blocks go. Generations may have taken blocks
+        that `_admit` counted on; when the last of them has ended, there is room for all prompts in progress."""
+        for request in self.running:
+            if _pending(request) > 1:
                 self._plan(plan, request, min(_pending(request), self._room(request)))
 
     def _admit(self, plan: _Plan) -> None:
