@@ -1,0 +1,484 @@
+"""The token scheduler against a model that remembers, for each cache position, everything that was before it.
+
+The model's next token is a function of the request's last two tokens, the position and its seed, so whatever is batched,
+split, shared, preempted or guessed, each request has to get exactly the tokens that it gets alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.inference.blocks import BlockPool
+from slipstream.inference.core import Batch, Finish, Phase, QueueFullError, Request, SamplingParams
+from slipstream.inference.drafts import Lookup, accept
+from slipstream.inference.scheduler import Output, Scheduler, receivers
+
+VOCAB, END = 7, 0
+
+
+def next_token(before: int, last: int, position: int, seed: int) -> int:
+    """Loops, as text that quotes itself, with a surprise at every fifth position."""
+    if position % 5 == 0:
+        return hash((before, last, position, seed)) % VOCAB
+    return 1 + (2 * before + last + seed) % (VOCAB - 1)
+
+
+class Model:
+    """Cache: (block, offset) -> hash of all tokens up to and including the one there."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.cache: dict[tuple[int, int], int] = {}
+
+    def forward(self, batch: Batch) -> dict[Request, list[int]]:
+        size = self.pool.block_size
+        for source, target in batch.copies:
+            for offset in range(size):
+                self.cache[target, offset] = self.cache.get((source, offset), 0)
+        written: set[tuple[int, int]] = set()
+        for chunk in batch.chunks:
+            assert 0 <= chunk.start < chunk.stop <= len(chunk.request.tokens)
+            assert not chunk.draft or chunk.samples
+            tokens = [*chunk.request.tokens[: chunk.stop], *chunk.draft]
+            for position, content in enumerate(histories(tokens)):
+                place = chunk.request.blocks[position // size], position % size
+                if position >= chunk.start:
+                    assert place not in written, f"two requests write to {place}"
+                    written.add(place)
+                    self.cache[place] = content
+        sampled = {}
+        for chunk in batch.chunks:
+            tokens = [*chunk.request.tokens[: chunk.stop], *chunk.draft]
+            for position, content in enumerate(histories(tokens)):
+                place = chunk.request.blocks[position // size], position % size
+                assert self.cache.get(place) == content, f"{chunk.request.id} reads something else at position {position}"
+            for request in receivers(chunk):
+                rows = [
+                    next_token(tokens[stop - 2] if stop > 1 else 0, tokens[stop - 1], stop, request.seed)
+                    for stop in range(chunk.stop, chunk.stop + chunk.num_rows)
+                ]
+                sampled[request] = accept(chunk.draft, rows)
+        return sampled
+
+
+def histories(tokens: list[int]) -> Iterator[int]:
+    before = 0
+    for token in tokens:
+        before = hash((before, token))
+        yield before
+
+
+def alone(prompt: list[int], seed: int, max_tokens: int, max_context: int) -> tuple[list[int], Finish]:
+    tokens = list(prompt)
+    while True:
+        tokens.append(next_token(tokens[-2] if len(tokens) > 1 else 0, tokens[-1], len(tokens), seed))
+        if tokens[-1] == END:
+            return tokens, Finish.STOP
+        if len(tokens) == max_context or len(tokens) - len(prompt) == max_tokens:
+            return tokens, Finish.LENGTH
+
+
+def make(prompt: list[int], name: str = "r", n: int = 1, **more: Any) -> Request:
+    params = more.pop("params", None) or SamplingParams(max_tokens=more.pop("max_tokens", 8))
+    more = {"end_ids": frozenset({END}), **more}
+    siblings = [Request(id=f"{name}.{i}", tokens=list(prompt), params=params, **{**more, "seed": i}) for i in range(1, n)]
+    return Request(id=name, tokens=list(prompt), params=params, siblings=siblings, **more)
+
+
+def step(scheduler: Scheduler, model: Model) -> tuple[Batch | None, list[Output]]:
+    batch = scheduler.schedule()
+    return batch, scheduler.commit(batch, model.forward(batch)) if batch else []
+
+
+def drain(scheduler: Scheduler, model: Model) -> list[Batch]:
+    batches = []
+    while (batch := step(scheduler, model)[0]) is not None:
+        batches.append(batch)
+        scheduler.pool.check(request.blocks for request in scheduler.running)
+        assert len(batches) < 5000, "it does not come to an end"
+    assert not scheduler.running and not scheduler.waiting
+    return batches
+
+
+def shapes(batches: list[Batch]) -> list[list[tuple[str, int, int]]]:
+    return [[(chunk.request.id, chunk.start, chunk.stop) for chunk in batch.chunks] for batch in batches]
+
+
+# ---- random traffic
+
+
+class Arrival(NamedTuple):
+    when: int
+    prefix: int  # which of the common beginnings, and how much of it
+    common: int
+    tail: list[int]
+    n: int
+    priority: int
+    max_tokens: int
+    json: bool
+    cancel: tuple[int, int, bool] | None  # so many steps after arrival, which sibling, while a forward runs
+
+
+class Traffic(NamedTuple):
+    num_blocks: int
+    block_size: int
+    token_budget: int
+    max_running: int
+    num_draft: int
+    split: bool
+    prefix_caching: bool
+    arrivals: list[Arrival]
+
+
+arrivals = st.builds(
+    Arrival,
+    when=st.integers(0, 25),
+    prefix=st.integers(0, 1),
+    common=st.integers(0, 24),
+    tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
+    n=st.sampled_from([1, 1, 1, 2, 3]),
+    priority=st.integers(-1, 1),
+    max_tokens=st.integers(1, 20),
+    json=st.sampled_from([False, False, False, True]),
+    cancel=st.none() | st.tuples(st.integers(0, 12), st.integers(0, 2), st.booleans()),
+)
+traffic = st.builds(
+    Traffic,
+    num_blocks=st.integers(10, 24),
+    block_size=st.integers(1, 5),
+    token_budget=st.integers(1, 24),
+    max_running=st.integers(3, 8),
+    num_draft=st.sampled_from([0, 2, 4]),
+    split=st.sampled_from([True, True, True, False]),
+    prefix_caching=st.sampled_from([True, True, True, False]),
+    arrivals=st.lists(arrivals, min_size=1, max_size=10),
+)
+PREFIXES = [[1, 2, 3, 4, 5, 6] * 4, [1, 2, 3, 4, 1, 2, 6, 5] * 3]
+
+
+def play(case: Traffic) -> tuple[Scheduler, list[str]]:
+    """Serve the case to its end, checking everything at every step; what was planned, in words."""
+    pool = BlockPool(case.num_blocks, case.block_size, case.prefix_caching)
+    capacity = case.num_blocks * case.block_size
+    budget = case.token_budget if case.split else max(case.token_budget, min(40, capacity))
+    scheduler = Scheduler(
+        pool,
+        token_budget=budget,
+        max_running=case.max_running,
+        max_waiting=6,
+        max_context=40,
+        split=case.split,
+        num_draft=case.num_draft,
+        patience=5,
+    )
+    model, log = Model(pool), []
+    families: list[tuple[Arrival, Request]] = []
+    streamed: dict[Request, list[int]] = {}
+    last = max(arrival.when for arrival in case.arrivals)
+    for now in range(3000):
+        for arrival in (arrival for arrival in case.arrivals if arrival.when == now):
+            request = make(
+                PREFIXES[arrival.prefix][: arrival.common] + arrival.tail,
+                f"r{len(families)}",
+                arrival.n,
+                params=SamplingParams(max_tokens=arrival.max_tokens, json_schema="{}" if arrival.json else None),
+                priority=arrival.priority,
+                arrival=float(now),
+            )
+            try:
+                scheduler.add(request)
+                families.append((arrival, request))
+            except QueueFullError:
+                assert len(scheduler.waiting) >= 6
+            except ValueError:
+                assert request.num_prompt + 1 > min(40, capacity)
+
+        def cancel(during: bool, now: int = now) -> None:
+            for arrival, request in families:
+                if arrival.cancel and arrival.cancel[2] == during and now == arrival.when + arrival.cancel[0]:
+                    scheduler.cancel([request, *request.siblings][arrival.cancel[1] % arrival.n])
+
+        cancel(during=False)
+        generating = [request for request in scheduler.running if len(request.tokens) == request.num_computed + 1]
+        batch = scheduler.schedule()
+        pool.check(request.blocks for request in scheduler.running)
+        if batch is None:
+            assert not scheduler.running and not scheduler.waiting, "something is to do, and nothing is done"
+            if now > last:
+                break
+            continue
+        log.append(repr([(c.request.id, c.start, c.stop, c.draft) for c in batch.chunks]) + repr(batch.copies))
+        assert 0 < batch.num_tokens <= budget
+        assert len({chunk.request for chunk in batch.chunks}) == len(batch.chunks)
+        assert not any(chunk.draft and chunk.request.params.json_schema for chunk in batch.chunks)
+        for chunk in batch.chunks:
+            most = min(scheduler.max_context, chunk.request.num_prompt + chunk.request.params.max_tokens)
+            assert chunk.stop + len(chunk.draft) < most, "a position that no token can follow"
+        planned = [chunk.request for chunk in batch.chunks]
+        if case.split:
+            stalled = [r for r in generating if r.phase is Phase.RUNNING and r not in planned]
+            assert not stalled or len(planned) == budget, "a generation waits although there is budget"
+        sampled = model.forward(batch)
+        cancel(during=True)
+        pool.check(request.blocks for request in scheduler.running)
+        for request, tokens in scheduler.commit(batch, sampled):
+            assert tokens
+            streamed.setdefault(request, []).extend(tokens)
+        pool.check(request.blocks for request in scheduler.running)
+        assert len(scheduler.running) <= case.max_running
+        assert scheduler.running == sorted(scheduler.running, key=scheduler._rank)
+        assert scheduler.waiting == sorted(scheduler.waiting, key=scheduler._rank)
+        assert not any(request.num_computed for request in scheduler.waiting)
+        for request in [*scheduler.running, *scheduler.waiting]:
+            assert (request.phase is Phase.RUNNING) == bool(request.blocks) == (request in scheduler.running)
+    else:
+        raise AssertionError("it does not come to an end")
+
+    assert pool.num_free == case.num_blocks and not scheduler._entries
+    pool.check([])
+    for _, first in families:
+        for request in (first, *first.siblings):
+            prompt = request.tokens[: request.num_prompt]
+            tokens, finish = alone(prompt, request.seed, request.params.max_tokens, scheduler.max_context)
+            assert request.phase is Phase.FINISHED and streamed.get(request, []) == request.tokens[request.num_prompt :]
+            if request.finish is Finish.CANCELLED:
+                assert request.tokens == tokens[: len(request.tokens)]
+            else:
+                assert (request.tokens, request.finish) == (tokens, finish)
+    return scheduler, log
+
+
+def test_random_traffic() -> None:
+    """And over all of it, everything that can happen has happened."""
+    happened: Counter[str] = Counter()
+
+    @settings(max_examples=250)
+    @given(traffic)
+    def run(case: Traffic) -> None:
+        scheduler, _ = play(case)
+        happened.update(dataclasses.asdict(scheduler.counters))
+        happened.update(evictions=scheduler.pool.num_evictions, copies=scheduler.pool.num_copies)
+
+    run()
+    assert all(happened.values()), happened
+    assert happened["accepted"] < happened["proposed"] and happened["prefix_hits"] < happened["prefix_queries"]
+
+
+@settings(max_examples=10)
+@given(traffic)
+def test_the_same_again(case: Traffic) -> None:
+    assert play(case)[1] == play(case)[1]
+
+
+# ---- single decisions
+
+
+def test_splitfuse_fills_the_budget_exactly() -> None:
+    pool = BlockPool(100, 4)
+    scheduler = Scheduler(pool, token_budget=10, max_running=8, max_waiting=8, max_context=64)
+    model = Model(pool)
+    scheduler.add(make([1, 2, 3], "a", max_tokens=4, end_ids=frozenset()))
+    scheduler.add(make(list(range(100, 112)), "b", max_tokens=2, end_ids=frozenset()))
+    scheduler.add(make([6, 6, 6, 6], "c", max_tokens=2, end_ids=frozenset()))
+    assert shapes(drain(scheduler, model)) == [
+        [("a", 0, 3), ("b", 0, 7)],
+        [("a", 3, 4), ("b", 7, 12), ("c", 0, 4)],
+        [("a", 4, 5), ("b", 12, 13), ("c", 4, 5)],
+        [("a", 5, 6)],
+    ]
+    assert scheduler.counters.full_forwards == 2 and scheduler.counters.tokens == 24
+
+
+def test_without_splitting_prompts_are_whole_and_first() -> None:
+    pool = BlockPool(100, 4)
+    scheduler = Scheduler(pool, token_budget=16, max_running=8, max_waiting=8, max_context=16, split=False)
+    model = Model(pool)
+    scheduler.add(make([1, 2, 3], "a", max_tokens=3, end_ids=frozenset()))
+    first = step(scheduler, model)[0]
+    assert first is not None
+    scheduler.add(make(list(range(100, 112)), "b", max_tokens=2, end_ids=frozenset()))
+    scheduler.add(make([6] * 5, "c", max_tokens=1))
+    assert shapes([first, *drain(scheduler, model)]) == [
+        [("a", 0, 3)],
+        [("b", 0, 12)],
+        [("c", 0, 5)],
+        [("a", 3, 4), ("b", 12, 13)],
+        [("a", 4, 5)],
+    ]
+    with pytest.raises(ValueError, match=r"token_budget \(16\) has to be at least the context of 17"):
+        Scheduler(pool, token_budget=16, max_running=8, max_waiting=8, max_context=17, split=False)
+
+
+def test_refusals() -> None:
+    pool = BlockPool(4, 4)
+    scheduler = Scheduler(pool, token_budget=10, max_running=2, max_waiting=1, max_context=100)
+    with pytest.raises(ValueError, match="the prompt has 16 tokens, but prompt and output together may have 16"):
+        scheduler.add(make([1] * 16))
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        scheduler.add(make([]))
+    with pytest.raises(ValueError, match="n is 3, but at most 2"):
+        scheduler.add(make([1], n=3))
+    scheduler.add(make([1] * 15))
+    with pytest.raises(QueueFullError, match="1 requests wait, and max_waiting is 1"):
+        scheduler.add(make([1]))
+    with pytest.raises(ValueError, match="max_running is 0"):
+        Scheduler(pool, token_budget=10, max_running=0, max_waiting=1, max_context=100)
+    drain(scheduler, Model(pool))
+    assert pool.num_free == 4
+
+
+def test_siblings_share_the_prompt_and_part_at_its_last_block() -> None:
+    pool = BlockPool(20, 4)
+    scheduler = Scheduler(pool, token_budget=32, max_running=4, max_waiting=4, max_context=64)
+    request = make([1, 2, 3, 4, 5, 6], n=3, end_ids=frozenset(), max_tokens=5)
+    scheduler.add(request)
+    _, outputs = step(scheduler, Model(pool))
+    family = [request, *request.siblings]
+    assert [output.request for output in outputs] == family and len({r.tokens[-1] for r in family}) == 3
+    assert all(r.blocks == request.blocks for r in family) and pool.num_free == 18
+    batch = scheduler.schedule()
+    assert batch is not None and len(batch.copies) == 2 and len({r.blocks[1] for r in family}) == 3
+    assert len({r.blocks[0] for r in family}) == 1
+
+
+def test_a_cancelled_prompt_takes_its_siblings_along() -> None:
+    pool = BlockPool(20, 4)
+    scheduler = Scheduler(pool, token_budget=4, max_running=4, max_waiting=4, max_context=64)
+    request = make([1, 2, 3, 4, 5, 6], n=3)
+    scheduler.add(request)
+    scheduler.cancel(request.siblings[0])
+    step(scheduler, Model(pool))
+    scheduler.cancel(request)
+    scheduler.cancel(request)
+    assert [r.finish for r in (request, *request.siblings)] == [Finish.CANCELLED] * 3
+    assert scheduler.schedule() is None and pool.num_free == 20
+
+
+def test_preempted_goes_on_where_it_was() -> None:
+    """Two that cannot both end: the less important gives way, and finds its blocks again in the cache if they are left."""
+    pool = BlockPool(9, 4)
+    scheduler = Scheduler(pool, token_budget=32, max_running=4, max_waiting=4, max_context=36)
+    requests = [make([i] * 10, f"r{i}", end_ids=frozenset(), max_tokens=12, arrival=-float(i)) for i in (1, 2)]
+    for request in requests:
+        scheduler.add(request)
+    batches = drain(scheduler, Model(pool))
+    assert scheduler.counters.preemptions == 1 and scheduler.counters.prefix_hits > 0
+    assert [r.num_generated for r in requests] == [12, 12]
+    assert [r.num_cached for r in requests] == [0, 0], "what it found of its own is no hit of the prompt"
+    assert max(chunk.num_tokens for batch in batches[1:] for chunk in batch.chunks if chunk.request is requests[1]) == 1
+    assert max(chunk.num_tokens for batch in batches[1:] for chunk in batch.chunks if chunk.request is requests[0]) > 1
+
+
+def test_a_failed_forward_loses_only_its_own_requests() -> None:
+    pool = BlockPool(20, 4)
+    scheduler = Scheduler(pool, token_budget=8, max_running=1, max_waiting=4, max_context=64)
+    lost, kept = make([1] * 5, "lost"), make([1] * 5, "kept")
+    scheduler.add(lost)
+    scheduler.add(kept)
+    batch = scheduler.schedule()
+    assert batch is not None
+    for chunk in batch.chunks:
+        scheduler.finish(chunk.request, Finish.ERROR)
+    drain(scheduler, Model(pool))
+    assert lost.finish is Finish.ERROR and kept.finish in (Finish.STOP, Finish.LENGTH) and kept.num_cached == 0
+
+
+def finishes_while_others_come(patient: Request, scheduler: Scheduler, other: dict[str, Any], limit: int) -> bool:
+    """Whether `patient` ends while, at every second, as many others arrive as the queue takes."""
+    model = Model(scheduler.pool)
+    scheduler.add(patient)
+    for now in range(limit):
+        for index in range(4):
+            if len(scheduler.waiting) < scheduler.max_waiting:
+                scheduler.add(make([1 + now % 6, index] * 3, f"{now}.{index}", arrival=float(now), **other))
+        step(scheduler, model)
+        if patient.phase is Phase.FINISHED:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_the_unimportant_gets_in(split: bool) -> None:
+    sizes = {"token_budget": 40, "max_running": 4, "max_waiting": 8, "max_context": 40, "split": split}
+    for patience, served in ((10.0, True), (1e9, False)):
+        scheduler = Scheduler(BlockPool(10, 4), **sizes, patience=patience)  # type: ignore[arg-type]
+        patient = make([5] * 30, "patient", priority=5)
+        assert finishes_while_others_come(patient, scheduler, {"priority": 0, "max_tokens": 3}, 300) is served
+
+
+def test_the_large_is_not_overtaken_by_the_small() -> None:
+    scheduler = Scheduler(BlockPool(10, 4), token_budget=8, max_running=8, max_waiting=16, max_context=40)
+    for index in range(8):
+        scheduler.add(make([index] * 3, f"first {index}", max_tokens=10, arrival=-1.0))
+    assert finishes_while_others_come(make([5] * 37, "large"), scheduler, {"max_tokens": 10}, 200)
+
+
+def test_guesses_only_with_what_is_left() -> None:
+    pool = BlockPool(50, 4)
+    scheduler = Scheduler(pool, token_budget=6, max_running=4, max_waiting=4, max_context=64, num_draft=4)
+    model = Model(pool)
+    scheduler.add(make([1, 2, 3, 4] * 2, "a", end_ids=frozenset(), max_tokens=30))
+    for _ in range(2):
+        step(scheduler, model)
+    request = scheduler.running[0]
+    request.tokens[-1] = 1  # as if it quoted the prompt
+    batch = scheduler.schedule()
+    assert batch is not None and batch.chunks[0].draft == (2, 3, 4, 1)
+    scheduler.add(make([6] * 3, "b"))
+    batch = scheduler.schedule()
+    assert batch is not None and [chunk.num_tokens for chunk in batch.chunks] == [3, 3] and len(batch.chunks[0].draft) == 2
+
+
+# ---- drafts
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 3), st.integers(0, 2), st.integers(0, 6), st.integers(0, 40))
+def test_lookup(tokens: list[int], min_ngram: int, more: int, num: int, earlier: int) -> None:
+    """As by searching from the end, whether the index was built at once or step by step."""
+
+    def search() -> tuple[int, ...]:
+        for size in range(min_ngram + more, min_ngram - 1, -1):
+            for end in range(len(tokens) - 1, size - 1, -1):
+                if tokens[end - size : end] == tokens[-size:]:
+                    text = list(tokens)
+                    for offset in range(num):
+                        text.append(text[end + offset])
+                    return tuple(text[len(tokens) :])
+        return ()
+
+    lookup = Lookup(min_ngram + more, min_ngram)
+    lookup.guess(tokens[:earlier], num)
+    assert lookup.guess(tokens, num) == search() == Lookup(min_ngram + more, min_ngram).guess(tokens, num)
+
+
+def test_lookup_is_quick_on_long_sequences() -> None:
+    lookup, tokens = Lookup(), list(range(20_000))
+    lookup.guess(tokens, 4)
+    begin = time.perf_counter()
+    for token in range(1000):
+        tokens.append(token)
+        lookup.guess(tokens, 4)
+    assert time.perf_counter() - begin < 0.5, "a guess rescans the sequence"
+
+
+@pytest.mark.parametrize(
+    "draft, sampled, accepted",
+    [
+        ((), [5], [5]),
+        ((1, 2), [1, 2, 3], [1, 2, 3]),
+        ((1, 2), [1, 9, 3], [1, 9]),
+        ((1, 2), [9, 2, 3], [9]),
+    ],
+)
+def test_accept(draft: tuple[int, ...], sampled: list[int], accepted: list[int]) -> None:
+    assert accept(draft, sampled) == accepted
+    with pytest.raises(AssertionError, match="one row for each"):
+        accept(draft, [*sampled, 0])
