@@ -111,7 +111,7 @@ class GenericDecoder:
         return (logits if self._keeps else logits[rows]).float()
 
     def _fused_agrees(self) -> bool:
-        """Two requests, one of them in the midst, fused and one by one: the same logits. Uses the first blocks while all are free."""
+        """Two requests, one of them in the midst, fused and one by one: the same logits. Uses blocks, while all are free."""
         length = min(6, self.max_context, (self.num_blocks // 2) * self.block_size)
         per_request = -(-length // self.block_size)
         requests = []
