@@ -62,17 +62,17 @@ def test_what_is_quantised(kind: str) -> None:
     mlp = Mlp(gate=w, up=w, down=odd)
     layer = LayerWeights(input_norm=vector, mlp_norm=vector, q=stored, k=w, v=w, out=w, experts=[mlp], router=w, shared=mlp)
     before = DecoderWeights(embed=w, final_norm=vector, head=None, layers=[layer])
-    after = quantise(before, kind)  # type: ignore[arg-type]
+    after = quantise(before, kind)
     new, kept = after.layers[0], {"int8": Int8, "int4": Int4}[kind]
     assert new.q is stored  # never twice
     assert all(isinstance(m, kept) for m in (new.k, new.v, new.out, new.experts[0].gate, new.shared.up))  # type: ignore[union-attr]
     assert isinstance(new.experts[0].down, Int8)  # no group divides 48
     assert isinstance(after.head, Int8)
     assert new.router is w and new.input_norm is vector and after.embed is w and new.mlp is None
-    again = quantise(after, kind)  # type: ignore[arg-type]
+    again = quantise(after, kind)
     assert again.layers[0].k is new.k and again.head is after.head
     with pytest.raises(ValueError, match="'int3' is no quantisation"):
-        quantise(before, "int3")  # type: ignore[arg-type]
+        quantise(before, "int3")
 
 
 def test_cache_slots_copies_and_bytes() -> None:

@@ -43,7 +43,10 @@ class Inputs(NamedTuple):
 
 
 def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
-    tokens, positions, rows, seen = [], [], [], []
+    tokens: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    seen: list[Tensor] = []
     for chunk in batch.chunks:
         first = len(tokens)
         tokens += chunk.request.tokens[chunk.start : chunk.stop]

@@ -78,7 +78,7 @@ class GenericDecoder:
         limits = (getattr(config, name, None) for name in _CONTEXT)
         self.max_context: int = next((limit for limit in limits if limit), _UNBOUNDED)
         self._keeps = "logits_to_keep" in (parameters := inspect.signature(model.forward).parameters)
-        self._fused = bool(model._supports_attention_backend) and "position_ids" in parameters and self._fused_agrees()
+        self._fused = "position_ids" in parameters and self._fused_agrees()
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -126,7 +126,7 @@ class GenericDecoder:
             try:
                 self.forward(first)
                 logits.append(self.forward(second))
-            except (UnsupportedModel, AttributeError, TypeError, RuntimeError, ValueError, IndexError):
+            except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
                 if not self._fused:
                     raise
                 return False  # the model's code does not go through the interface as we read it: one by one works for it

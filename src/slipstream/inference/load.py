@@ -7,8 +7,8 @@ missing or damaged file is one sentence; `UnsupportedModel` among them means tha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from .config import DecoderConfig
 from .gguf_file import GgufFile, matrix, read_gguf
 from .models import UnsupportedModel, from_hf, from_state
 from .quantise import dequantise, quantise
-from .weights import DecoderWeights, Int4, Int8, Matrix
+from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DTYPES = ("auto", *FLOATS, "int8", "int4")
+QUANTISED = ("int8", "int4")
+DTYPES = ("auto", *FLOATS, *QUANTISED)
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -36,8 +37,8 @@ class Loaded:
     gguf: Mapping[str, Any] = field(default_factory=dict)  # a GGUF file's metadata: tokenizer.ggml.*, tokenizer.chat_template
 
 
-def load(source: str | Path | Any, *, dtype: str | torch.dtype = "auto") -> Loaded:
-    """Reads a model.
+def load(source: str | Path | Any, *, dtype: str | torch.dtype = "auto", device: torch.device | str = "cpu") -> Loaded:
+    """Reads a model, and puts its weights onto `device`.
 
     dtype: float32, bfloat16 or float16 (quantised blocks of a file are dequantised); "auto", the stored one (GGUF: bfloat16
     and its 4-bit blocks as they are); "int8" or "int4", quantised here, computed in bfloat16 (4-bit blocks of a file are
@@ -47,36 +48,41 @@ def load(source: str | Path | Any, *, dtype: str | torch.dtype = "auto") -> Load
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
     if not isinstance(source, str | Path):
-        return _live(source, name)
+        return _moved(_live(source, name), device)
     path = Path(source)
     if path.is_dir():
-        return _folder(path, name)
+        return _moved(_folder(path, name), device)
     if path.suffix == ".gguf" and path.is_file():
-        return _gguf(path, name)
+        return _moved(_gguf(path, name), device)
     if path.is_file():
         raise ValueError(f"{path} is no model: give a Hugging Face folder or a .gguf file (pickled weights are never read)")
     raise ValueError(f"there is no {path}; give a Hugging Face folder, a .gguf file or a live model (nothing is downloaded)")
 
 
 def _finish(config: DecoderConfig, state: Mapping[str, Matrix], kind: str, stored: torch.dtype, **rest: Any) -> Loaded:
-    dtype = torch.bfloat16 if kind in ("int8", "int4") else FLOATS.get(kind, stored)
+    dtype = torch.bfloat16 if kind in QUANTISED else FLOATS.get(kind, stored)
     weights = from_state(config, state)
-    if kind == "int8" or kind == "int4":
+    if kind in QUANTISED:
         weights = quantise(weights, kind)
-    return Loaded(config=config, weights=_cast(weights, dtype), dtype=dtype, **rest)
+    return Loaded(config=config, weights=_each(weights, lambda m: m.to(dtype) if isinstance(m, Tensor) else m), dtype=dtype, **rest)
 
 
-def _cast(part: Any, dtype: torch.dtype) -> Any:
-    """The same weights, every tensor outside quantised matrices in `dtype`."""
+def _moved(loaded: Loaded, device: torch.device | str) -> Loaded:
+    def move(m: Matrix) -> Matrix:
+        return m.to(device) if isinstance(m, Tensor) else type(m)(*(part.to(device) for part in m))
+
+    return replace(loaded, weights=_each(loaded.weights, move))
+
+
+def _each(part: Any, change: Callable[[Matrix], Matrix]) -> Any:
+    """The same weights, each tensor and quantised matrix changed."""
     match part:
-        case Tensor():
-            return part.to(dtype)
-        case Int8() | Int4():
-            return part
+        case Tensor() | Int8() | Int4():
+            return change(part)
         case list():
-            return [_cast(one, dtype) for one in part]
-        case _ if is_dataclass(part) and not isinstance(part, type):
-            return replace(part, **{f.name: _cast(getattr(part, f.name), dtype) for f in fields(part)})
+            return [_each(one, change) for one in part]
+        case DecoderWeights() | LayerWeights() | Mlp():
+            return replace(part, **{f.name: _each(getattr(part, f.name), change) for f in fields(part)})
         case _:
             return part
 
@@ -181,7 +187,7 @@ def _gguf(path: Path, kind: str) -> Loaded:
     file = read_gguf(path)
     config = _gguf_config(path, file)
     keep = kind in ("auto", "int4")
-    wide = torch.float32 if kind in ("int8", "int4") else FLOATS.get(kind, torch.bfloat16)
+    wide = torch.float32 if kind in QUANTISED else FLOATS.get(kind, torch.bfloat16)
     state: dict[str, Matrix] = {}
     for name, stored in file.tensors.items():
         if name == "rope_freqs.weight":

@@ -8,8 +8,6 @@ because its error goes straight into the logits. What is quantised already is ne
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -94,8 +92,8 @@ def dequantise(m: Matrix) -> Tensor:
             return m
 
 
-def quantise(weights: DecoderWeights, kind: Literal["int8", "int4"], group: int = 32) -> DecoderWeights:
-    """The same decoder with quantised matrices. Inputs that no group divides are int8 in both kinds."""
+def quantise(weights: DecoderWeights, kind: str, group: int = 32) -> DecoderWeights:
+    """The same decoder with matrices of `kind`, "int8" or "int4". Inputs that no group divides are int8 in both kinds."""
     if kind not in ("int8", "int4"):
         raise ValueError(f'{kind!r} is no quantisation; there are "int8" and "int4"')
 
