@@ -8,6 +8,7 @@ because its error goes straight into the logits. What is quantised already is ne
 from __future__ import annotations
 
 from dataclasses import replace
+
 import torch
 from torch import Tensor
 
