@@ -1,0 +1,224 @@
+"""The plain torch decoder: what the native forward is checked against, and what serves where there is no native one.
+
+Simple and right before fast: all tokens of a batch share each matrix product; attention goes request by request over a
+gathered copy of its keys and values; quantised matrices are dequantised where they are used. Norms, scores and routing are
+computed in fp32 whatever the compute dtype.
+
+Suffixes: T tokens of the batch, S positions that a request can see, H heads, K kv heads, G = H / K, D head_dim, E hidden.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .config import DecoderConfig, Experts, Layer, Rope
+from .core import Batch
+from .kv_cache import HeadShape, KVCache
+from .quantise import dequantise
+from .weights import DecoderWeights, LayerWeights, Matrix, Mlp
+
+
+class Span(NamedTuple):
+    """One chunk's part of the batch."""
+
+    begin: int  # of its tokens in T
+    end: int
+    start: int  # position of its first token
+    slots: Tensor  # of the request's positions 0 .. start + tokens, on the device
+
+
+class Inputs(NamedTuple):
+    """A batch as tensors on the device."""
+
+    tokens: Tensor  # [T]
+    positions: Tensor  # [T]
+    slots: Tensor  # [T], where each token's key and value go
+    rows: Tensor  # [rows], indices into T of the tokens whose logits are wanted
+    spans: list[Span]
+
+
+def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
+    tokens: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    seen: list[Tensor] = []
+    for chunk in batch.chunks:
+        first = len(tokens)
+        tokens += chunk.request.tokens[chunk.start : chunk.stop]
+        tokens += chunk.draft
+        positions += range(chunk.start, chunk.start + chunk.num_tokens)
+        assert len(tokens) - first == chunk.num_tokens, f"{chunk} reaches beyond its request's {len(chunk.request.tokens)} tokens"
+        rows += range(len(tokens) - chunk.num_rows, len(tokens))
+        seen.append(cache.slots(chunk.request.blocks, 0, chunk.start + chunk.num_tokens))
+    bounds = list(accumulate((chunk.num_tokens for chunk in batch.chunks), initial=0))
+    seen = [slots.to(cache.device) for slots in seen]
+    return Inputs(
+        tokens=torch.tensor(tokens, dtype=torch.int64, device=cache.device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=cache.device),
+        slots=torch.cat([slots[chunk.start :] for slots, chunk in zip(seen, batch.chunks, strict=True)]),
+        rows=torch.tensor(rows, dtype=torch.int64, device=cache.device),
+        spans=[
+            Span(begin, end, chunk.start, slots)
+            for (begin, end), chunk, slots in zip(pairwise(bounds), batch.chunks, seen, strict=True)
+        ],
+    )
+
+
+def head_shapes(config: DecoderConfig) -> list[HeadShape]:
+    return [HeadShape(config.num_kv_heads, config.head_dim)] * len(config.layers)
+
+
+class Decoder:
+    """A `core.Runner`. Weights, cache and inputs are on one device, the cache's."""
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, cache: KVCache, compute_dtype: torch.dtype):
+        self.config = config
+        self.weights = weights
+        self.cache = cache
+        self.dtype = compute_dtype
+        self.num_blocks = cache.num_blocks
+        self.block_size = cache.block_size
+        self.vocab_size = config.vocab_size
+        self.max_context = config.max_context
+        # Rounded to the compute dtype as transformers does: Gemma was trained with sqrt(3072) = 55.5 in bf16.
+        self._embed_scale = torch.tensor(config.embed_scale, dtype=compute_dtype).item()
+        self._attn_scale = config.attn_scale or config.head_dim**-0.5
+        self._inv_freq = {
+            layer.rope: torch.tensor(layer.rope.inv_freq, device=cache.device) for layer in config.layers if layer.rope
+        }
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [rows, vocab], fp32, on the cache's device."""
+        self.cache.copy(batch.copies)
+        inputs = batch_inputs(batch, self.cache)
+        turns = {rope: self._turn(rope, inputs.positions) for rope in self._inv_freq}
+        x_TE = F.embedding(inputs.tokens, self.weights.embed).to(self.dtype) * self._embed_scale
+        for i, (layer, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
+            x_TE = x_TE + self._attention(i, layer, weights, x_TE, inputs, turns)
+            x_TE = x_TE + self._mlp(layer, weights, x_TE)
+        c = self.config
+        x = self._norm(x_TE[inputs.rows], self.weights.final_norm)
+        head = self.weights.embed if self.weights.head is None else self.weights.head
+        return soft_cap(linear(x, head).float(), c.logit_softcap)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm over the last dimension."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.norm_eps)
+        return (wide * (self.config.norm_offset + weight.float())).to(x.dtype)
+
+    def _turn(self, rope: Rope, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [T, 1, rotary_dim / 2]."""
+        angle = positions_T.float()[:, None, None] * self._inv_freq[rope]
+        return (angle.cos() * rope.scale).to(self.dtype), (angle.sin() * rope.scale).to(self.dtype)
+
+    def _attention(
+        self,
+        index: int,
+        layer: Layer,
+        w: LayerWeights,
+        x_TE: Tensor,
+        inputs: Inputs,
+        turns: dict[Rope, tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        c = self.config
+        h_TE = self._norm(x_TE, w.input_norm)
+        q_THD = linear(h_TE, w.q, w.q_bias).unflatten(1, (c.num_heads, c.head_dim))
+        k_TKD = linear(h_TE, w.k, w.k_bias).unflatten(1, (c.num_kv_heads, c.head_dim))
+        v_TKD = linear(h_TE, w.v, w.v_bias).unflatten(1, (c.num_kv_heads, c.head_dim))
+        if w.q_norm is not None and w.k_norm is not None:
+            q_THD, k_TKD = self._norm(q_THD, w.q_norm), self._norm(k_TKD, w.k_norm)
+        if layer.rope:
+            q_THD, k_TKD = rotate(q_THD, *turns[layer.rope]), rotate(k_TKD, *turns[layer.rope])
+        self.cache.write(index, inputs.slots, k_TKD, v_TKD)
+        mixed = torch.empty_like(q_THD)
+        for span in inputs.spans:
+            # The first query's window bounds what any of them sees.
+            first = max(0, span.start + 1 - layer.window) if layer.window else 0
+            k_SKD, v_SKD = self.cache.read(index, span.slots[first:])
+            mixed[span.begin : span.end] = attend(
+                q_THD[span.begin : span.end],
+                k_SKD.to(q_THD.dtype),
+                v_SKD.to(q_THD.dtype),
+                visible(span.start, span.end - span.begin, first, layer.window, x_TE.device),
+                scale=self._attn_scale,
+                cap=c.attn_softcap,
+            )
+        out_TE = linear(mixed.flatten(1), w.out, w.out_bias)
+        return out_TE if w.attn_post_norm is None else self._norm(out_TE, w.attn_post_norm)
+
+    def _mlp(self, layer: Layer, w: LayerWeights, x_TE: Tensor) -> Tensor:
+        h_TE = self._norm(x_TE, w.mlp_norm)
+        if layer.experts is None:
+            assert w.mlp is not None, "a layer without experts has an MLP"
+            out_TE = self._gated(w.mlp, h_TE)
+        else:
+            out_TE = self._routed(layer.experts, w, h_TE)
+        return out_TE if w.mlp_post_norm is None else self._norm(out_TE, w.mlp_post_norm)
+
+    def _gated(self, mlp: Mlp, x: Tensor) -> Tensor:
+        gate = activate(self.config.activation, linear(x, mlp.gate, mlp.gate_bias))
+        return linear(gate * linear(x, mlp.up, mlp.up_bias), mlp.down, mlp.down_bias)
+
+    def _routed(self, experts: Experts, w: LayerWeights, h_TE: Tensor) -> Tensor:
+        assert w.router is not None, "a layer with experts has a router"
+        shares, chosen = linear(h_TE, w.router).float().softmax(-1).topk(experts.top_k, -1)
+        if experts.normalize:
+            shares = shares / shares.sum(-1, keepdim=True)
+        out_TE = torch.zeros_like(h_TE)
+        for e in chosen.unique().tolist():
+            token, place = (chosen == e).nonzero(as_tuple=True)
+            out_TE.index_add_(0, token, self._gated(w.experts[e], h_TE[token]) * shares[token, place, None].to(h_TE.dtype))
+        if w.shared is not None and w.shared_gate is not None:
+            out_TE += linear(h_TE, w.shared_gate).sigmoid() * self._gated(w.shared, h_TE)
+        return out_TE
+
+
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, dequantise(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def activate(name: str, x: Tensor) -> Tensor:
+    match name:
+        case "silu":
+            return F.silu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "gelu":
+            return F.gelu(x)
+    raise AssertionError(f"activation {name!r} is none that from_hf gives")
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D]: its first rotary_dim numbers turn in pairs (i, i + rotary_dim / 2); the rest stays."""
+    half = cos.shape[-1]
+    a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def visible(start: int, num_queries: int, first_key: int, window: int, device: torch.device) -> Tensor:
+    """Which of the positions first_key .. start + num_queries each query from `start` on sees: bool [T, S]."""
+    query = torch.arange(start, start + num_queries, device=device)[:, None]
+    key = torch.arange(first_key, start + num_queries, device=device)
+    seen = key <= query
+    return seen & (key > query - window) if window else seen
+
+
+def attend(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask_TS: Tensor, *, scale: float, cap: float) -> Tensor:
+    """Softmax attention with grouped heads (query head h reads kv head h // G): [T, H, D]."""
+    num_kv_heads = k_SKD.shape[1]
+    q_KGTD = q_THD.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+    k_K1SD, v_K1SD = k_SKD.transpose(0, 1)[:, None], v_SKD.transpose(0, 1)[:, None]
+    scores = soft_cap((q_KGTD @ k_K1SD.transpose(2, 3)).float() * scale, cap)
+    probabilities = scores.masked_fill(~mask_TS, -torch.inf).softmax(-1).to(v_SKD.dtype)
+    return (probabilities @ v_K1SD).permute(2, 0, 1, 3).flatten(1, 2)

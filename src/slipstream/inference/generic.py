@@ -1,0 +1,245 @@
+"""Every other transformers decoder, served by transformers' own code over our paged cache. New models need no code here.
+
+Two ways, the first where it gives the second's logits (tried when the decoder is made):
+
+- *fused*: the tokens of all requests are one long sequence; our function in transformers' attention interface lets each request
+  attend to its own cached positions, under the mask that transformers makes for them (windows included);
+- *one by one*: each request's chunk is a forward of its own with a transformers `Cache` that keeps its keys and values in our
+  blocks. For models that do their attention themselves (BLOOM, Falcon) or without position ids.
+
+What holds other state than keys and values (Mamba, hybrids, encoder-decoders) is refused in one sentence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .core import Batch, Chunk, Request, SamplingParams
+from .decoder import Inputs, Span, attend, batch_inputs, visible
+from .kv_cache import HeadShape, KVCache
+from .models import UnsupportedModel
+
+_NAME = "slipstream_paged"  # in transformers' registries of attention and mask functions
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length", "max_sequence_length")
+_UNBOUNDED = 1 << 20  # a model without a table of positions (alibi) says no limit; memory is one
+
+
+def open_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
+    """A folder's causal language model through transformers; safetensors only, and no code from the folder is run."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"transformers cannot open {path} as a causal language model: {error}") from error
+
+
+@torch.inference_mode()
+def cache_shapes(model: Any) -> list[HeadShape]:
+    """What one token leaves in each layer's cache. Raises UnsupportedModel."""
+    from transformers import DynamicCache
+
+    name = type(model).__name__
+    if model.config.is_encoder_decoder or "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModel(f"{name} is no decoder with a cache of keys and values, so it cannot be served")
+    cache = DynamicCache(config=model.config)
+    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
+    shapes = []
+    for i, layer in enumerate(cache.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None:
+            raise UnsupportedModel(f"{name} keeps other state than keys and values ({type(layer).__name__} in layer {i})")
+        if keys.shape != values.shape or keys.shape[2] != 1:
+            raise UnsupportedModel(f"{name} keeps keys {list(keys.shape)} and values {list(values.shape)} in layer {i}")
+        shapes.append(HeadShape(keys.shape[1], keys.shape[3]))
+    if not shapes:
+        raise UnsupportedModel(f"{name} left nothing in its cache, so it cannot be served")
+    return shapes
+
+
+class GenericDecoder:
+    """A `core.Runner` over a live `PreTrainedModel`, which it puts into evaluation mode. `cache` is made of `cache_shapes`."""
+
+    def __init__(self, model: Any, cache: KVCache):
+        self.model = model.eval()
+        self.cache = cache
+        self.num_blocks = cache.num_blocks
+        self.block_size = cache.block_size
+        config = model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        limits = (getattr(config, name, None) for name in _CONTEXT)
+        self.max_context: int = next((limit for limit in limits if limit), _UNBOUNDED)
+        self._keeps = "logits_to_keep" in (parameters := inspect.signature(model.forward).parameters)
+        self._fused = "position_ids" in parameters and self._fused_agrees()
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [rows, vocab], fp32, on the cache's device."""
+        self.cache.copy(batch.copies)
+        inputs = batch_inputs(batch, self.cache)
+        return self._forward_fused(inputs) if self._fused else self._forward_one_by_one(inputs)
+
+    def _forward_fused(self, inputs: Inputs) -> Tensor:
+        config, step = self.model.config, _Step(self.cache, inputs)
+        theirs, token = config._attn_implementation, _STEP.set(step)
+        _register()
+        config._attn_implementation = _NAME
+        try:
+            return self._logits(inputs.tokens, inputs.rows, _caches(self.cache, step), position_ids=inputs.positions[None])
+        finally:
+            config._attn_implementation = theirs
+            _STEP.reset(token)
+
+    def _forward_one_by_one(self, inputs: Inputs) -> Tensor:
+        parts = []
+        for span in inputs.spans:
+            rows = inputs.rows[(inputs.rows >= span.begin) & (inputs.rows < span.end)] - span.begin
+            parts.append(self._logits(inputs.tokens[span.begin : span.end], rows, _caches(self.cache, span)))
+        return torch.cat(parts)
+
+    def _logits(self, tokens: Tensor, rows: Tensor, cache: Any, **more: Any) -> Tensor:
+        keep = {"logits_to_keep": rows} if self._keeps else {}
+        logits = self.model(input_ids=tokens[None], past_key_values=cache, use_cache=True, **keep, **more).logits[0]
+        return (logits if self._keeps else logits[rows]).float()
+
+    def _fused_agrees(self) -> bool:
+        """Two requests, one of them in the midst, fused and one by one: the same logits. Uses blocks, while all are free."""
+        length = min(6, self.max_context, (self.num_blocks // 2) * self.block_size)
+        per_request = -(-length // self.block_size)
+        requests = []
+        for i in range(2):
+            tokens = [(11 * i + 7 * j + 3) % self.vocab_size for j in range(length)]
+            blocks = list(range(i * per_request, (i + 1) * per_request))
+            requests.append(Request(id=str(i), tokens=tokens, params=SamplingParams(), blocks=blocks))
+        first = Batch((Chunk(requests[0], 0, 3),), ())
+        second = Batch((Chunk(requests[0], 3, length), Chunk(requests[1], 0, length)), ())
+        logits = []
+        for self._fused in (False, True):
+            try:
+                self.forward(first)
+                logits.append(self.forward(second))
+            except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
+                if not self._fused:
+                    raise
+                return False  # the model's code does not go through the interface as we read it: one by one works for it
+        one_by_one, fused = logits
+        # Another order of sums is allowed; a mask, scale or position that is missed shows in the first digits.
+        return bool((one_by_one - fused).abs().max() <= 0.02 * one_by_one.std() + 1e-6)
+
+
+# -- Inside transformers' forward ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Step:
+    """The fused forward that is running."""
+
+    cache: KVCache
+    inputs: Inputs
+    layer: int = -1  # whose keys and values were written last: the attention that follows is its
+
+
+_STEP: ContextVar[_Step] = ContextVar("the fused forward that is running")
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: list[Tensor] | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, H, T, D] -> [1, T, H, D]. Keys and values are read from our cache."""
+    if strange := [name for name in ("s_aux", "position_bias", "head_mask") if more.get(name) is not None]:
+        raise UnsupportedModel(f"attention with {', '.join(strange)} is not fused")
+    step = _STEP.get()
+    q_THD = query[0].transpose(0, 1)
+    out = []
+    for i, span in enumerate(step.inputs.spans):
+        k_SKD, v_SKD = step.cache.read(step.layer, span.slots)
+        causal = visible(span.start, span.end - span.begin, 0, 0, query.device)
+        out.append(
+            attend(
+                q_THD[span.begin : span.end],
+                k_SKD.to(query.dtype),
+                v_SKD.to(query.dtype),
+                causal if attention_mask is None else attention_mask[i],
+                scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+                cap=softcap or 0.0,
+            )
+        )
+    return torch.cat(out)[None], None
+
+
+def _masks(*args: Any, mask_function: Callable[..., Tensor], **more: Any) -> list[Tensor]:
+    """transformers' mask interface: its rule (causal, windowed, chunked, ...) over each request's own positions, bool [T, S]."""
+    step = _STEP.get()
+    device = step.cache.device
+    masks = []
+    for span in step.inputs.spans:
+        stop = span.start + span.end - span.begin
+        one = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+        queries = torch.arange(span.start, stop, device=device)[None, None, :, None]
+        mask = mask_function(one, one, queries, torch.arange(stop, device=device)[None, None, None])
+        masks.append(mask.expand(1, 1, stop - span.start, stop)[0, 0])
+    return masks
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, _masks)
+
+
+def _caches(cache: KVCache, what: _Step | Span) -> Any:
+    """A transformers Cache over our blocks: of one request (a Span), or one that only writes, for all of them (a _Step)."""
+    from transformers.cache_utils import Cache, CacheLayerMixin
+
+    class Layer(CacheLayerMixin):
+        is_sliding = False  # it holds all positions; the mask hides those outside a window
+
+        def __init__(self, index: int):
+            super().__init__()
+            self.index = index
+            self.length = what.start if isinstance(what, Span) else 0
+            self.is_initialized = True
+
+        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            pass
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
+            """[1, K, T, D] each. A Span's are returned with those cached before."""
+            if isinstance(what, _Step):
+                what.layer = self.index
+                slots = what.inputs.slots
+            else:
+                slots = what.slots[what.start :]
+            cache.write(self.index, slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+            self.length += slots.numel()
+            if isinstance(what, _Step):
+                return key_states, value_states
+            keys, values = cache.read(self.index, what.slots)
+            return keys.transpose(0, 1)[None].to(key_states.dtype), values.transpose(0, 1)[None].to(value_states.dtype)
+
+        def get_seq_length(self) -> int:
+            return self.length
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return self.length + query_length, 0
+
+        def get_max_length(self) -> int:
+            return -1
+
+    return Cache(layers=[Layer(i) for i in range(len(cache.keys))])

@@ -1,0 +1,162 @@
+"""A GGUF file: its metadata and tensors, memory-mapped, checked before anything in it is believed.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read here and not by the `gguf` package because that takes
+seconds for a vocabulary; the package is only asked to dequantise the kinds of blocks that are rare. A Q4 block is 32 numbers
+with one scale (and, Q4_1, one minimum): exactly a group of `Int4`, so it is kept as it is stored.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .quantise import dequantise, pack
+from .weights import Int4, Matrix
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_F32, _F16, _Q4_0, _Q4_1, _Q8_0, _BF16 = 0, 1, 2, 3, 8, 30
+_PLAIN = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
+_BLOCKS = {_Q4_0: (32, 18), _Q4_1: (32, 20), _Q8_0: (32, 34)}  # numbers and bytes per block
+
+
+class Stored(NamedTuple):
+    kind: int  # ggml's number of the type
+    shape: tuple[int, ...]  # as torch has it: outermost first
+    data: Tensor  # uint8 [bytes], of the mapped file
+
+
+class GgufFile(NamedTuple):
+    metadata: dict[str, Any]
+    tensors: dict[str, Stored]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Maps the file; tensors share its pages. ValueError says what is wrong with it."""
+    with path.open("rb") as file:
+        try:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private pages: torch wants them writable
+        except ValueError:
+            raise ValueError(f"{path} is empty; it should be a GGUF file") from None
+    try:
+        return _read(mapped, path)
+    except (struct.error, IndexError):
+        raise ValueError(f"{path} ends within its header: {len(mapped)} bytes, a broken download?") from None
+
+
+def _read(mapped: mmap.mmap, path: Path) -> GgufFile:
+    magic, version, num_tensors, num_values = struct.unpack_from("<4sIQQ", mapped, 0)
+    if magic != b"GGUF":
+        raise ValueError(f"{path} is no GGUF file: it begins with {magic!r}")
+    if version not in (2, 3):
+        raise ValueError(f"{path} is GGUF of version {version}; versions 2 and 3 are read")
+    at = 24
+    metadata = {}
+    for _ in range(num_values):
+        key, at = _string(mapped, at)
+        (kind,) = struct.unpack_from("<I", mapped, at)
+        metadata[key], at = _value(mapped, at + 4, kind)
+    heads = []
+    for _ in range(num_tensors):
+        name, at = _string(mapped, at)
+        (num_dims,) = struct.unpack_from("<I", mapped, at)
+        *dims, kind, offset = struct.unpack_from(f"<{num_dims}QIQ", mapped, at + 4)
+        at += 4 + 8 * num_dims + 12
+        heads.append((name, tuple(reversed(dims)), kind, offset))
+    align = metadata.get("general.alignment", 32)
+    begin = -(-at // align) * align
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    tensors = {}
+    for name, shape, kind, offset in heads:
+        size = _nbytes(path, name, shape, kind)
+        if begin + offset + size > len(mapped):
+            raise ValueError(f"{path} is cut off: {name} ends at byte {begin + offset + size} of {len(mapped)}")
+        tensors[name] = Stored(kind, shape, whole[begin + offset : begin + offset + size])
+    return GgufFile(metadata, tensors)
+
+
+def _string(mapped: mmap.mmap, at: int) -> tuple[str, int]:
+    (length,) = struct.unpack_from("<Q", mapped, at)
+    end = at + 8 + length
+    if end > len(mapped):
+        raise IndexError
+    return mapped[at + 8 : end].decode("utf-8", "replace"), end
+
+
+def _value(mapped: mmap.mmap, at: int, kind: int) -> tuple[Any, int]:
+    if kind == _STRING:
+        return _string(mapped, at)
+    if kind == _ARRAY:
+        of, count = struct.unpack_from("<IQ", mapped, at)
+        at += 12
+        if of == _ARRAY:
+            raise ValueError("a GGUF array of arrays is not read")
+        if of in _SCALARS:
+            form = f"<{count}{_SCALARS[of]}"
+            return list(struct.unpack_from(form, mapped, at)), at + struct.calcsize(form)
+        values = []
+        for _ in range(count):
+            value, at = _value(mapped, at, of)
+            values.append(value)
+        return values, at
+    if kind not in _SCALARS:
+        raise ValueError(f"a GGUF value has the unknown type {kind}")
+    form = "<" + _SCALARS[kind]
+    return struct.unpack_from(form, mapped, at)[0], at + struct.calcsize(form)
+
+
+def _nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
+    numel = math.prod(shape)
+    if kind in _PLAIN:
+        return numel * _PLAIN[kind].itemsize
+    per_block, block_bytes = _BLOCKS.get(kind) or _rare(path, name, kind)[0]
+    if not shape or shape[-1] % per_block:
+        raise ValueError(f"{path}: {name} {list(shape)} is no whole number of blocks of {per_block}")
+    return numel // per_block * block_bytes
+
+
+def _rare(path: Path, name: str, kind: int) -> tuple[tuple[int, int], Callable[[Tensor], Tensor]]:
+    """Block size and dequantisation of a kind, from the `gguf` package; bytes [rows, row bytes] -> fp32 [rows, in]."""
+    try:
+        import gguf
+    except ImportError:
+        raise ValueError(f"{path}: {name} has ggml type {kind}; pip install gguf, which reads it") from None
+    try:
+        quant = gguf.GGMLQuantizationType(kind)
+        return gguf.GGML_QUANT_SIZES[quant], lambda rows: torch.from_numpy(gguf.quants.dequantize(rows.numpy(), quant))
+    except (ValueError, KeyError):
+        raise ValueError(f"{path}: {name} has ggml type {kind}, which the gguf package does not know") from None
+
+
+def matrix(path: Path, name: str, stored: Stored, *, keep: bool) -> Matrix:
+    """The tensor, plain as it is stored; Q4 blocks of a matrix as Int4 if `keep`; all else dequantised to fp32."""
+    kind, shape, data = stored
+    if kind in _PLAIN:
+        return data.view(_PLAIN[kind]).view(shape)
+    if kind in (_Q4_0, _Q4_1):
+        q4 = _int4(kind, shape, data)
+        return q4 if keep and len(shape) == 2 else dequantise(q4).view(shape)
+    if kind == _Q8_0:
+        blocks = data.view(-1, 34)
+        scale = blocks[:, :2].contiguous().view(torch.float16).float()
+        return (blocks[:, 2:].view(torch.int8).float() * scale).view(shape)
+    return _rare(path, name, kind)[1](data.view(math.prod(shape[:-1]), -1)).view(shape)
+
+
+def _int4(kind: int, shape: tuple[int, ...], data: Tensor) -> Int4:
+    """Byte j of a block holds numbers j (low nibble) and j + 16 (high); Q4_0 is (q - 8) * scale, Q4_1 q * scale + low."""
+    head = 2 if kind == _Q4_0 else 4
+    blocks = data.view(-1, head + 16)
+    halves = blocks[:, :head].contiguous().view(torch.float16).float()
+    scale = halves[:, 0]
+    low = -8 * scale if kind == _Q4_0 else halves[:, 1]
+    q = torch.cat((blocks[:, head:] & 15, blocks[:, head:] >> 4), 1)
+    groups = math.prod(shape[:-1]), shape[-1] // 32
+    return Int4(pack(q).view(groups[0], -1), scale.reshape(groups).contiguous(), low.reshape(groups).contiguous())

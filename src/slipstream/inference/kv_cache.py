@@ -1,0 +1,70 @@
+"""Keys and values of all requests, in blocks: the memory that `Request.blocks` number.
+
+Per layer `keys[l]` and `values[l]`: [num_blocks, block_size, kv_heads, head_dim], contiguous, one dtype. Position p of a
+request lies in its block p // block_size, at p % block_size; a *slot* is that place counted over all blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class HeadShape(NamedTuple):
+    """One layer's."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+class KVCache:
+    def __init__(
+        self,
+        shapes: Sequence[HeadShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+
+        def blocks(shape: HeadShape) -> Tensor:
+            # Zeros, not empty: a masked score times a NaN of an unused slot would be NaN. Pages are only touched when written.
+            return torch.zeros(num_blocks, block_size, *shape, dtype=dtype, device=device)
+
+        self.keys = [blocks(shape) for shape in shapes]
+        self.values = [blocks(shape) for shape in shapes]
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks (from, to) in every layer; no block is both copied from and to."""
+        if not pairs:
+            return
+        old, new = torch.tensor(pairs, device=self.device).T
+        for layer in (*self.keys, *self.values):
+            layer[new] = layer[old]
+
+    def slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
+        """Slots [stop - start] of positions [start, stop), on the CPU: the caller joins and moves them at once."""
+        positions = torch.arange(start, stop)
+        return torch.tensor(blocks, dtype=torch.int64)[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """keys, values [tokens, kv_heads, head_dim] into slots [tokens]."""
+        self.keys[layer].flatten(0, 1)[slots] = keys.to(self.dtype)
+        self.values[layer].flatten(0, 1)[slots] = values.to(self.dtype)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [tokens, kv_heads, head_dim] of slots [tokens]; a gathered copy."""
+        return self.keys[layer].flatten(0, 1)[slots], self.values[layer].flatten(0, 1)[slots]
+
+
+def bytes_per_block(shapes: Sequence[HeadShape], block_size: int, dtype: torch.dtype) -> int:
+    """Keys and values of all layers."""
+    return 2 * sum(heads * head_dim for heads, head_dim in shapes) * block_size * dtype.itemsize

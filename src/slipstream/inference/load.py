@@ -1,0 +1,269 @@
+"""From what a person has to what the decoder runs: a Hugging Face folder, a GGUF file, or a live model -> `Loaded`.
+
+Files are memory-mapped, and a weight that has the wanted dtype is not copied. No transformers, and never pickle. An unsupported,
+missing or damaged file is one sentence; `UnsupportedModel` among them means that the generic way may still serve it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import DecoderConfig
+from .gguf_file import GgufFile, matrix, read_gguf
+from .models import UnsupportedModel, from_hf, from_state
+from .quantise import dequantise, quantise
+from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
+
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+QUANTISED = ("int8", "int4")
+DTYPES = ("auto", *FLOATS, *QUANTISED)
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    config: DecoderConfig
+    weights: DecoderWeights
+    dtype: torch.dtype  # to compute in, and of every weight that is not quantised
+    path: Path | None = None  # None: a live model
+    tokenizer_files: Mapping[str, Path] = field(default_factory=dict)  # those of a folder that are there, by name
+    gguf: Mapping[str, Any] = field(default_factory=dict)  # a GGUF file's metadata: tokenizer.ggml.*, tokenizer.chat_template
+
+
+def load(source: str | Path | Any, *, dtype: str | torch.dtype = "auto", device: torch.device | str = "cpu") -> Loaded:
+    """Reads a model, and puts its weights onto `device`.
+
+    dtype: float32, bfloat16 or float16 (quantised blocks of a file are dequantised); "auto", the stored one (GGUF: bfloat16
+    and its 4-bit blocks as they are); "int8" or "int4", quantised here, computed in bfloat16 (4-bit blocks of a file are
+    kept by "int4", dequantised for "int8").
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
+    if not isinstance(source, str | Path):
+        return _moved(_live(source, name), device)
+    path = Path(source)
+    if path.is_dir():
+        return _moved(_folder(path, name), device)
+    if path.suffix == ".gguf" and path.is_file():
+        return _moved(_gguf(path, name), device)
+    if path.is_file():
+        raise ValueError(f"{path} is no model: give a Hugging Face folder or a .gguf file (pickled weights are never read)")
+    raise ValueError(f"there is no {path}; give a Hugging Face folder, a .gguf file or a live model (nothing is downloaded)")
+
+
+def _finish(config: DecoderConfig, state: Mapping[str, Matrix], kind: str, stored: torch.dtype, **rest: Any) -> Loaded:
+    dtype = torch.bfloat16 if kind in QUANTISED else FLOATS.get(kind, stored)
+    weights = from_state(config, state)
+    if kind in QUANTISED:
+        weights = quantise(weights, kind)
+    return Loaded(config=config, weights=_each(weights, lambda m: m.to(dtype) if isinstance(m, Tensor) else m), dtype=dtype, **rest)
+
+
+def _moved(loaded: Loaded, device: torch.device | str) -> Loaded:
+    def move(m: Matrix) -> Matrix:
+        return m.to(device) if isinstance(m, Tensor) else type(m)(*(part.to(device) for part in m))
+
+    return replace(loaded, weights=_each(loaded.weights, move))
+
+
+def _each(part: Any, change: Callable[[Matrix], Matrix]) -> Any:
+    """The same weights, each tensor and quantised matrix changed."""
+    match part:
+        case Tensor() | Int8() | Int4():
+            return change(part)
+        case list():
+            return [_each(one, change) for one in part]
+        case DecoderWeights() | LayerWeights() | Mlp():
+            return replace(part, **{f.name: _each(getattr(part, f.name), change) for f in fields(part)})
+        case _:
+            return part
+
+
+def _live(model: Any, kind: str) -> Loaded:
+    """A PreTrainedModel, by what is asked of it: `.config.to_dict()` and `.state_dict()`. Its storage is shared."""
+    if not hasattr(model, "state_dict") or not hasattr(getattr(model, "config", None), "to_dict"):
+        raise ValueError(f"{type(model).__name__} is no model: give a Hugging Face folder, a .gguf file or a PreTrainedModel")
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    generation = getattr(model, "generation_config", None)
+    config = _with_ends(from_hf(model.config.to_dict()), getattr(generation, "eos_token_id", None))
+    return _finish(config, state, kind, _stored(state))
+
+
+def _stored(state: Mapping[str, Tensor]) -> torch.dtype:
+    dtype = next(iter(state.values())).dtype if state else torch.float32
+    return dtype if dtype in FLOATS.values() else torch.float32
+
+
+def _with_ends(config: DecoderConfig, ends: Any) -> DecoderConfig:
+    """generation_config may name more end tokens than the configuration (a chat model's end of turn)."""
+    more = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
+    return replace(config, end_ids=tuple(dict.fromkeys((*config.end_ids, *more))))
+
+
+# -- A folder --------------------------------------------------------------------------------------------------------------
+
+
+def _folder(path: Path, kind: str) -> Loaded:
+    if not (path / "config.json").is_file():
+        if (path / "metadata.json").is_file():
+            raise ValueError(
+                f"{path} is a Slipstream checkpoint, which does not say what model its weights are of: "
+                "load it into the model (slipstream.load_checkpoint) and give that, or model.save_pretrained's folder"
+            )
+        raise ValueError(f"{path} has no config.json; it is no Hugging Face folder")
+    config = from_hf(_json(path / "config.json"))
+    if (path / "generation_config.json").is_file():
+        config = _with_ends(config, _json(path / "generation_config.json").get("eos_token_id"))
+    state = _safetensors(path)
+    tokenizer = {name: path / name for name in _TOKENIZER if (path / name).is_file()}
+    return _finish(config, state, kind, _stored(state), path=path, tokenizer_files=tokenizer)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    """model.safetensors, or the shards that its index names. Each tensor is a view of its mapped file."""
+    from safetensors import SafetensorError, safe_open
+
+    index = path / "model.safetensors.index.json"
+    if (path / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    elif index.is_file():
+        names = sorted(set(_json(index).get("weight_map", {}).values()))
+    else:
+        pickled = next(path.glob("*.bin"), None)
+        hint = f" ({pickled.name} is pickle, which is never read: save it with safe_serialization=True)" if pickled else ""
+        raise ValueError(f"{path} has neither model.safetensors nor {index.name}{hint}")
+    state: dict[str, Tensor] = {}
+    for name in names:
+        if Path(name).name != name or not (path / name).is_file():
+            raise ValueError(f"{path} lacks {name}, which its index names")
+        try:
+            with safe_open(path / name, framework="pt") as file:
+                state |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path / name} is damaged or cut off: {error}") from None
+    return state
+
+
+# -- GGUF ------------------------------------------------------------------------------------------------------------------
+
+_GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
+_GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _gguf(path: Path, kind: str) -> Loaded:
+    file = read_gguf(path)
+    config = _gguf_config(path, file)
+    keep = kind in ("auto", "int4")
+    wide = torch.float32 if kind in QUANTISED else FLOATS.get(kind, torch.bfloat16)
+    state: dict[str, Matrix] = {}
+    for name, stored in file.tensors.items():
+        if name == "rope_freqs.weight":
+            continue
+        m = matrix(path, name, stored, keep=keep and name not in ("token_embd.weight", "output.weight"))
+        if not isinstance(m, Int4 | Int8):
+            m = m.to(wide)
+        if file.metadata["general.architecture"] == "llama":
+            part = name.split(".")[-2]
+            heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(part)
+            m = m if heads is None else _unpermute(m, heads)
+        state[_hf_name(name)] = m
+    return _finish(config, state, kind, torch.bfloat16, path=path, gguf=file.metadata)
+
+
+def _hf_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; an unknown name stays, and is then surplus."""
+    *at, part, what = name.split(".")
+    if part not in _GGUF_NAMES:
+        return name
+    return f"model.layers.{at[1]}.{_GGUF_NAMES[part]}.{what}" if len(at) == 2 else f"{_GGUF_NAMES[part]}.{what}"
+
+
+def _unpermute(m: Matrix, heads: int) -> Matrix:
+    """llama.cpp turns neighbouring rows (2i, 2i + 1) of a head where Hugging Face turns i and i + D / 2; back to the latter."""
+    rows = len(m if isinstance(m, Tensor) else m.q)
+    order = torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+    return m[order] if isinstance(m, Tensor) else type(m)(*(part[order] for part in m))
+
+
+def _gguf_config(path: Path, file: GgufFile) -> DecoderConfig:
+    family = file.metadata.get("general.architecture")
+    if family not in _GGUF_FAMILIES:
+        raise UnsupportedModel(f"{path} is a {family!r} model; of GGUF files {', '.join(_GGUF_FAMILIES)} are read")
+
+    def get(key: str, default: Any = None) -> Any:
+        return file.metadata.get(f"{family}.{key}", default)
+
+    if get("expert_count"):
+        raise UnsupportedModel(f"{path} has {get('expert_count')} experts per layer; mixtures are read from safetensors only")
+    if "token_embd.weight" not in file.tensors:
+        raise ValueError(f"{path} has no token_embd.weight; it is no language model")
+    scaling = {"rope_type": get("rope.scaling.type", "none").replace("none", "default")}
+    if scaling["rope_type"] != "default":
+        scaling["factor"] = get("rope.scaling.factor")
+        scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
+    end = file.metadata.get("tokenizer.ggml.eos_token_id")
+    turn = file.metadata.get("tokenizer.ggml.eot_token_id")
+    config = from_hf(
+        {
+            "model_type": family,
+            "vocab_size": file.tensors["token_embd.weight"].shape[0],
+            "hidden_size": get("embedding_length"),
+            "intermediate_size": get("feed_forward_length"),
+            "num_hidden_layers": get("block_count"),
+            "num_attention_heads": get("attention.head_count"),
+            "num_key_value_heads": get("attention.head_count_kv"),
+            "head_dim": get("attention.key_length"),
+            "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-5),
+            "max_position_embeddings": get("context_length", 2048),
+            "rope_parameters": {**scaling, "rope_theta": get("rope.freq_base", 10000.0)},
+            "tie_word_embeddings": "output.weight" not in file.tensors,
+            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+            "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": [token for token in (end, turn) if token is not None],
+        }
+    )
+    if get("rope.dimension_count", config.head_dim) != config.head_dim:
+        raise UnsupportedModel(f"{path} turns {get('rope.dimension_count')} of {config.head_dim} numbers of a head")
+    if "rope_freqs.weight" not in file.tensors:
+        return config
+    # Llama 3's stretch comes as a divisor per frequency.
+    factors = dequantise(matrix(path, "rope_freqs.weight", file.tensors["rope_freqs.weight"], keep=False))
+    layers = []
+    for layer in config.layers:
+        assert layer.rope is not None, "all layers of these families turn"
+        inv_freq = torch.tensor(layer.rope.inv_freq) / factors
+        layers.append(replace(layer, rope=replace(layer.rope, inv_freq=tuple(inv_freq.tolist()))))
+    return replace(config, layers=tuple(layers))

@@ -1,0 +1,421 @@
+"""From Hugging Face's words to ours: config.json -> `DecoderConfig`, weights by name -> `DecoderWeights`.
+
+Pure, and without transformers; it reads what transformers 4 and 5 write. A family is a row of `_FAMILIES`: the values
+that its configuration class has where config.json is silent. What `DecoderConfig` cannot say is refused here, in one sentence,
+and can still be served the generic way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import DecoderConfig, Experts, Layer, Rope
+from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
+
+
+class UnsupportedModel(ValueError):
+    """The fast decoder cannot say this model; the message names what it lacks."""
+
+
+_COMMON: dict[str, Any] = {
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+_GEMMA: dict[str, Any] = {
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_QWEN: dict[str, Any] = {"sliding_window": 4096, "max_window_layers": 28}
+_QWEN_MOE: dict[str, Any] = {"decoder_sparse_step": 1, "norm_topk_prob": False}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 8},
+    "mixtral": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+    "qwen2_moe": {
+        **_QWEN,
+        **_QWEN_MOE,
+        "qkv_bias": True,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": {
+        **_QWEN,
+        **_QWEN_MOE,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "gemma": {**_GEMMA, "max_position_embeddings": 8192},
+    "gemma2": {
+        **_GEMMA,
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {**_GEMMA, "max_position_embeddings": 131072, "num_key_value_heads": 4, "rope_theta": 1e6},
+}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
+    """A config.json (or `model.config.to_dict()`) as our own. Raises UnsupportedModel."""
+    family = config.get("model_type")
+    if family not in _FAMILIES:
+        raise UnsupportedModel(f"model_type {family!r} is none of the fast decoder's: {', '.join(_FAMILIES)}")
+    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    if missing := [key for key in needed if config.get(key) is None]:
+        raise UnsupportedModel(f"the configuration of this {family} model lacks {', '.join(missing)}")
+    c: dict[str, Any] = {**_COMMON, **_FAMILIES[family], **config}
+    _refuse(family, c)
+    gemma = family.startswith("gemma")
+    heads = c["num_attention_heads"]
+    head_dim = c.get("head_dim") or c["hidden_size"] // heads
+    kinds, windows = _attention_kinds(family, c)
+    ropes = _ropes(family, c, head_dim)
+    layers = tuple(
+        Layer(rope=ropes[kind], window=window, experts=_experts(family, c, i))
+        for i, (kind, window) in enumerate(zip(kinds, windows, strict=True))
+    )
+    bias = bool(c["attention_bias"])
+    ends = c.get("eos_token_id")
+    return DecoderConfig(
+        vocab_size=c["vocab_size"],
+        hidden_size=c["hidden_size"],
+        intermediate_size=c["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=c.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        layers=layers,
+        norm_eps=c["rms_norm_eps"],
+        max_context=_max_context(c),
+        activation=_ACTIVATIONS[_activation(family, c)],
+        tied=c["tie_word_embeddings"],
+        qkv_bias={"qwen2": True, "qwen2_moe": bool(c.get("qkv_bias"))}.get(family, bias),
+        out_bias=bias and family not in ("mistral", "mixtral", "qwen2", "qwen2_moe"),
+        mlp_bias=family == "llama" and bool(c["mlp_bias"]),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        norm_offset=1.0 if gemma else 0.0,
+        sandwich=family in ("gemma2", "gemma3_text"),
+        embed_scale=math.sqrt(c["hidden_size"]) if gemma else 1.0,
+        attn_scale=c["query_pre_attn_scalar"] ** -0.5 if family in ("gemma2", "gemma3_text") else 0.0,
+        attn_softcap=c.get("attn_logit_softcapping") or 0.0 if family == "gemma2" else 0.0,
+        logit_softcap=c.get("final_logit_softcapping") or 0.0,
+        end_ids=() if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,),
+        bos_id=c.get("bos_token_id"),
+    )
+
+
+def _refuse(family: str, c: Mapping[str, Any]) -> None:
+    if c.get("quantization_config"):
+        method = c["quantization_config"].get("quant_method", "an unnamed method")
+        raise UnsupportedModel(f"weights quantised by {method} are not read; give the unquantised model, with dtype int8 or int4")
+    if c.get("use_bidirectional_attention"):
+        raise UnsupportedModel(f"this {family} model attends in both directions (use_bidirectional_attention): it cannot generate")
+    if _activation(family, c) not in _ACTIVATIONS:
+        raise UnsupportedModel(f"activation {_activation(family, c)!r} is none of {', '.join(_ACTIVATIONS)}")
+    if c["num_attention_heads"] % (c.get("num_key_value_heads") or c["num_attention_heads"]):
+        raise UnsupportedModel(
+            f"num_attention_heads ({c['num_attention_heads']}) is no multiple of num_key_value_heads ({c['num_key_value_heads']})"
+        )
+
+
+def _activation(family: str, c: Mapping[str, Any]) -> str:
+    if family in ("gemma2", "gemma3_text"):
+        return c["hidden_activation"]
+    # Gemma's first releases say "gelu" and mean the approximation; transformers reads it so.
+    return "gelu_pytorch_tanh" if family == "gemma" and c["hidden_act"] == "gelu" else c["hidden_act"]
+
+
+def _attention_kinds(family: str, c: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+    """Per layer: which rope, and the window."""
+    num = c["num_hidden_layers"]
+    window = c["sliding_window"] or 0
+    if family.startswith("qwen") and not c["use_sliding_window"]:
+        window = 0
+    if family in ("llama", "gemma"):
+        return [_FULL] * num, [0] * num
+    if family in ("mistral", "mixtral", "qwen3_moe"):  # one window for all layers, whatever they are called
+        return [_FULL] * num, [window] * num
+    kinds = list(c.get("layer_types") or (_SLIDING if _slides(family, c, i) else _FULL for i in range(num)))
+    if len(kinds) != num or (other := set(kinds) - {_FULL, _SLIDING}):
+        raise UnsupportedModel(f"layer_types ({', '.join(map(str, other or kinds))}) have to be {num} of {_FULL} and {_SLIDING}")
+    return kinds, [window if kind == _SLIDING else 0 for kind in kinds]
+
+
+def _slides(family: str, c: Mapping[str, Any], i: int) -> bool:
+    """Whether layer i has a window, in a configuration that is older than `layer_types`."""
+    match family:
+        case "gemma2":
+            return i % 2 == 0
+        case "gemma3_text":
+            return (i + 1) % c.get("sliding_window_pattern", 6) != 0
+        case "qwen2_moe":
+            return i % 2 == 0 and i < c["max_window_layers"] and bool(c["use_sliding_window"])
+        case _:
+            return i >= c["max_window_layers"] and bool(c["use_sliding_window"])
+
+
+def _experts(family: str, c: Mapping[str, Any], i: int) -> Experts | None:
+    if family == "mixtral":
+        size, num = c["intermediate_size"], c["num_local_experts"]
+    elif family in ("qwen2_moe", "qwen3_moe"):
+        # transformers 5 writes num_local_experts for qwen3_moe where 4 wrote num_experts.
+        size, num = c["moe_intermediate_size"], c.get("num_local_experts") or c["num_experts"]
+        if i in (c.get("mlp_only_layers") or ()) or num == 0 or (i + 1) % c["decoder_sparse_step"]:
+            return None
+    else:
+        return None
+    return Experts(
+        num=num,
+        top_k=c["num_experts_per_tok"],
+        intermediate_size=size,
+        normalize=bool(c["norm_topk_prob"]),
+        shared_size=c["shared_expert_intermediate_size"] if family == "qwen2_moe" else 0,
+    )
+
+
+# -- Rotary positions ------------------------------------------------------------------------------------------------------
+
+
+def _ropes(family: str, c: Mapping[str, Any], head_dim: int) -> dict[str, Rope]:
+    """The rope of each kind of layer. transformers 4: rope_theta and rope_scaling; 5: rope_parameters, maybe per kind."""
+    given = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    ropes = {}
+    for kind in (_FULL, _SLIDING):
+        nested = _FULL in given or _SLIDING in given
+        p = dict((given.get(kind) or {}) if nested else given)
+        theta = c["rope_theta"]
+        if family == "gemma3_text" and kind == _SLIDING:
+            theta = c.get("rope_local_base_freq", 10000.0)
+            p = p if nested else {}  # one rope_scaling is the full layers'
+        p["rope_theta"] = p.get("rope_theta") or theta
+        ropes[kind] = rope(p, head_dim, c["max_position_embeddings"], c.get("original_max_position_embeddings"))
+    return ropes
+
+
+def rope(p: Mapping[str, Any], head_dim: int, max_positions: int, original: int | None = None) -> Rope:
+    """transformers' rope_parameters -> frequencies, in fp32 arithmetic as there, so that they are the same to the bit."""
+    kind = p.get("rope_type", p.get("type", "default"))
+    if p.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModel(f"partial_rotary_factor {p['partial_rotary_factor']} is not served for this family")
+    original = original or p.get("original_max_position_embeddings") or max_positions
+    powers = p["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    match kind:
+        case "default" | "dynamic":  # dynamic changes nothing within max_position_embeddings, and there is max_context
+            return _made(1.0 / powers)
+        case "linear":
+            return _made(1.0 / powers / p["factor"])
+        case "llama3":
+            return _made(_llama3(1.0 / powers, p, original))
+        case "yarn":
+            factor = p.get("factor") or max_positions / original
+            return _made(_yarn(powers, p, head_dim, factor, original), _yarn_scale(p, factor))
+        case _:
+            raise UnsupportedModel(f"rope_type {kind!r} is none of default, linear, dynamic, llama3, yarn")
+
+
+def _made(inv_freq: Tensor, scale: float = 1.0) -> Rope:
+    return Rope(inv_freq=tuple(inv_freq.tolist()), scale=scale)
+
+
+def _llama3(inv_freq: Tensor, p: Mapping[str, Any], original: int) -> Tensor:
+    """Llama 3.1: long waves are stretched by the factor, short ones kept, those between are blended."""
+    low, high, factor = p["low_freq_factor"], p["high_freq_factor"], p["factor"]
+    wavelength = 2 * math.pi / inv_freq
+    keep = (original / wavelength - low) / (high - low)
+    blend = (1 - keep) * inv_freq / factor + keep * inv_freq
+    stretched = torch.where(wavelength > original / low, inv_freq / factor, blend)
+    return torch.where(wavelength < original / high, inv_freq, stretched)
+
+
+def _yarn(powers: Tensor, p: Mapping[str, Any], dim: int, factor: float, original: int) -> Tensor:
+    """YaRN (arXiv:2309.00071): pairs that turn often are kept, those that turn seldom are stretched, with a ramp between."""
+
+    def pair(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(p["rope_theta"]))
+
+    low, high = pair(p.get("beta_fast") or 32), pair(p.get("beta_slow") or 1)
+    if p.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high = high + 0.001 if low == high else high
+    keep = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
+
+
+def _yarn_scale(p: Mapping[str, Any], factor: float) -> float:
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if p.get("attention_factor") is not None:
+        return float(p["attention_factor"])
+    one, all_dims = p.get("mscale"), p.get("mscale_all_dim")
+    return scale(one) / scale(all_dims) if one and all_dims else scale(1.0)
+
+
+def _max_context(c: Mapping[str, Any]) -> int:
+    """YaRN is switched on by adding it to a configuration whose max_position_embeddings stays the original one (Qwen)."""
+    limit: int = c["max_position_embeddings"]
+    p = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    if p.get("rope_type", p.get("type")) == "yarn" and p.get("factor") and p.get("original_max_position_embeddings"):
+        limit = max(limit, int(p["factor"] * p["original_max_position_embeddings"]))
+    return limit
+
+
+# -- Weights ---------------------------------------------------------------------------------------------------------------
+
+
+def shape_of(m: Matrix) -> tuple[int, ...]:
+    match m:
+        case Int8():
+            return tuple(m.q.shape)
+        case Int4():
+            return m.q.shape[0], m.q.shape[1] * 2
+        case _:
+            return tuple(m.shape)
+
+
+class _State:
+    """Hands out weights by name with the shape that the configuration wants; knows what was never asked for."""
+
+    def __init__(self, state: Mapping[str, Matrix]):
+        self.state = state
+        self.taken: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.state
+
+    def matrix(self, name: str, *shape: int) -> Matrix:
+        if name not in self.state:
+            raise ValueError(f"the weights lack {name} {list(shape)}")
+        m = self.state[name]
+        if shape_of(m) != shape:
+            raise ValueError(f"weight {name} is {list(shape_of(m))}; the configuration wants {list(shape)}")
+        self.taken.add(name)
+        return m
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        m = self.matrix(name, *shape)
+        if not isinstance(m, Tensor):
+            raise ValueError(f"weight {name} is quantised; only matrices can be")
+        return m
+
+    def surplus(self) -> list[str]:
+        return sorted(set(self.state) - self.taken)
+
+
+def from_state(config: DecoderConfig, state: Mapping[str, Matrix]) -> DecoderWeights:
+    """Hugging Face's names -> roles; nothing is copied. ValueError names a weight that is missing, surplus or misshapen."""
+    take = _State(state)
+    hidden = config.hidden_size
+    weights = DecoderWeights(
+        embed=take.tensor("model.embed_tokens.weight", config.vocab_size, hidden),
+        final_norm=take.tensor("model.norm.weight", hidden),
+        head=None if config.tied else take.matrix("lm_head.weight", config.vocab_size, hidden),
+        layers=[_layer(config, layer, take, f"model.layers.{i}.") for i, layer in enumerate(config.layers)],
+    )
+    # A tied head may be there a second time; old checkpoints carry the frequencies, which follow from the configuration.
+    surplus = [n for n in take.surplus() if not (n.endswith("rotary_emb.inv_freq") or (config.tied and n == "lm_head.weight"))]
+    if surplus:
+        more = f" and {len(surplus) - 5} more" if len(surplus) > 5 else ""
+        raise ValueError(f"weights that this configuration has no place for: {', '.join(surplus[:5])}{more}")
+    return weights
+
+
+def _layer(c: DecoderConfig, layer: Layer, take: _State, at: str) -> LayerWeights:
+    hidden, q_size, kv_size = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    attn = at + "self_attn."
+    # In a sandwich, "post_attention" is what the words say; elsewhere it is the norm before the MLP.
+    before_mlp = "pre_feedforward_layernorm" if c.sandwich else "post_attention_layernorm"
+    weights = LayerWeights(
+        input_norm=take.tensor(at + "input_layernorm.weight", hidden),
+        mlp_norm=take.tensor(f"{at}{before_mlp}.weight", hidden),
+        q=take.matrix(attn + "q_proj.weight", q_size, hidden),
+        k=take.matrix(attn + "k_proj.weight", kv_size, hidden),
+        v=take.matrix(attn + "v_proj.weight", kv_size, hidden),
+        out=take.matrix(attn + "o_proj.weight", hidden, q_size),
+    )
+    if c.qkv_bias:
+        weights.q_bias = take.tensor(attn + "q_proj.bias", q_size)
+        weights.k_bias = take.tensor(attn + "k_proj.bias", kv_size)
+        weights.v_bias = take.tensor(attn + "v_proj.bias", kv_size)
+    if c.out_bias:
+        weights.out_bias = take.tensor(attn + "o_proj.bias", hidden)
+    if c.qk_norm:
+        weights.q_norm = take.tensor(attn + "q_norm.weight", c.head_dim)
+        weights.k_norm = take.tensor(attn + "k_norm.weight", c.head_dim)
+    if c.sandwich:
+        weights.attn_post_norm = take.tensor(at + "post_attention_layernorm.weight", hidden)
+        weights.mlp_post_norm = take.tensor(at + "post_feedforward_layernorm.weight", hidden)
+    if layer.experts is None:
+        weights.mlp = _mlp(take, at + "mlp.", c.intermediate_size, hidden, bias=c.mlp_bias)
+        return weights
+    moe = at + ("block_sparse_moe." if at + "block_sparse_moe.gate.weight" in take else "mlp.")
+    weights.router = take.tensor(moe + "gate.weight", layer.experts.num, hidden)
+    weights.experts = _expert_mlps(take, moe + "experts.", layer.experts, hidden)
+    if layer.experts.shared_size:
+        weights.shared = _mlp(take, moe + "shared_expert.", layer.experts.shared_size, hidden)
+        weights.shared_gate = take.tensor(moe + "shared_expert_gate.weight", 1, hidden)
+    return weights
+
+
+def _mlp(take: _State, at: str, size: int, hidden: int, *, bias: bool = False, names: str = "gate_proj up_proj down_proj") -> Mlp:
+    gate, up, down = names.split()
+    mlp = Mlp(
+        gate=take.matrix(f"{at}{gate}.weight", size, hidden),
+        up=take.matrix(f"{at}{up}.weight", size, hidden),
+        down=take.matrix(f"{at}{down}.weight", hidden, size),
+    )
+    if bias:
+        mlp.gate_bias = take.tensor(f"{at}{gate}.bias", size)
+        mlp.up_bias = take.tensor(f"{at}{up}.bias", size)
+        mlp.down_bias = take.tensor(f"{at}{down}.bias", hidden)
+    return mlp
+
+
+def _expert_mlps(take: _State, at: str, experts: Experts, hidden: int) -> list[Mlp]:
+    """Three layouts: transformers 5's stacks (live models), Mixtral's w1 w3 w2, and the dense names per expert."""
+    size = experts.intermediate_size
+    if at + "gate_up_proj" in take:
+        gate_up = take.tensor(at + "gate_up_proj", experts.num, 2 * size, hidden)
+        down = take.tensor(at + "down_proj", experts.num, hidden, size)
+        return [Mlp(gate=gate_up[e, :size], up=gate_up[e, size:], down=down[e]) for e in range(experts.num)]
+    names = "w1 w3 w2" if at + "0.w1.weight" in take else "gate_proj up_proj down_proj"
+    return [_mlp(take, f"{at}{e}.", size, hidden, names=names) for e in range(experts.num)]

@@ -1,0 +1,126 @@
+"""Weight-only quantisation: matrices to int8 (per output channel) or int4 (per group of inputs), and back.
+
+Quantised are the matrices that every token passes through. Norms, biases, the router (its choice is a step function)
+and the embedding (a table that is looked up, not multiplied) stay as they are; the output matrix is int8 in both,
+because its error goes straight into the logits. What is quantised already is never quantised again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .weights import DecoderWeights, Int4, Int8, Matrix, Mlp
+
+_ROWS_AT_ONCE = 1 << 22  # elements searched together, so that temporaries stay far below the matrix itself
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's range; outliers beyond are cut where that costs less
+
+
+def to_int8(w: Tensor) -> Int8:
+    """[out, in] -> symmetric int8 with one scale per output channel; the error is at most half a scale."""
+    w = w.float()
+    scale = w.abs().amax(1) / 127
+    q = (w / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_().clamp_(-127, 127)
+    return Int8(q.to(torch.int8), scale)
+
+
+def to_int4(w: Tensor, group: int = 32) -> Int4:
+    """[out, in] -> affine int4; each group's range is the one of a few that has the least squared error."""
+    rows, columns = w.shape
+    if group % 2 or columns % group:
+        raise ValueError(f"int4 needs an even group that divides the input: group {group}, input {columns}")
+    step = max(1, _ROWS_AT_ONCE // columns)
+    parts = [_fit(w[i : i + step].float().unflatten(1, (-1, group))) for i in range(0, rows, step)]
+    q, scale, low = (torch.cat(part) for part in zip(*parts, strict=True))
+    return Int4(pack(q.flatten(1)), scale, low)
+
+
+def _fit(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """w [rows, groups, group] -> q uint8 of the same shape, scale and low [rows, groups]."""
+    least, most = w.aminmax(dim=2)
+    middle, span = (least + most) / 2, most - least
+    best: tuple[Tensor, ...] | None = None
+    for shrink in _SHRINKS:
+        scale = span * (shrink / 15)
+        low = middle - span * (shrink / 2)
+        q = _nearest(w, scale, low)
+        # The line through (q, w) of least squares is the best scale and low for this q; q is then chosen anew.
+        centred = q - q.mean(2, keepdim=True)
+        slope = (centred * w).sum(2) / centred.square().sum(2).clamp_min(1e-12)
+        scale = torch.where(span > 0, slope, torch.zeros_like(slope))
+        low = w.mean(2) - scale * q.mean(2)
+        q = _nearest(w, scale, low)
+        error = (q * scale[..., None] + low[..., None] - w).square().sum(2)
+        if best is None:
+            best = (error, q, scale, low)
+        else:
+            better = error < best[0]
+            best = (
+                torch.where(better, error, best[0]),
+                torch.where(better[..., None], q, best[1]),
+                torch.where(better, scale, best[2]),
+                torch.where(better, low, best[3]),
+            )
+    assert best is not None, "there is a first range"
+    return best[1].to(torch.uint8), best[2], best[3]
+
+
+def _nearest(w: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+    tiny = torch.finfo(torch.float32).tiny
+    return ((w - low[..., None]) / scale.clamp_min(tiny)[..., None]).round_().clamp_(0, 15)
+
+
+def pack(q: Tensor) -> Tensor:
+    """uint8 [out, in] of 0..15 -> uint8 [out, in / 2], as `Int4` has it."""
+    return q[:, ::2] | (q[:, 1::2] << 4)
+
+
+def unpack(q: Tensor) -> Tensor:
+    return torch.stack((q & 15, q >> 4), 2).flatten(1)
+
+
+def dequantise(m: Matrix) -> Tensor:
+    """fp32 of a quantised matrix; a tensor is returned as it is."""
+    match m:
+        case Int8():
+            return m.q.float() * m.scale[:, None]
+        case Int4():
+            q = unpack(m.q).float().unflatten(1, (m.scale.shape[1], -1))
+            return (q * m.scale[..., None] + m.low[..., None]).flatten(1)
+        case _:
+            return m
+
+
+def quantise(weights: DecoderWeights, kind: str, group: int = 32) -> DecoderWeights:
+    """The same decoder with matrices of `kind`, "int8" or "int4". Inputs that no group divides are int8 in both kinds."""
+    if kind not in ("int8", "int4"):
+        raise ValueError(f'{kind!r} is no quantisation; there are "int8" and "int4"')
+
+    def matrix(m: Matrix) -> Matrix:
+        if not isinstance(m, Tensor):
+            return m
+        return to_int4(m, group) if kind == "int4" and m.shape[1] % group == 0 else to_int8(m)
+
+    def mlp(m: Mlp) -> Mlp:
+        return replace(m, gate=matrix(m.gate), up=matrix(m.up), down=matrix(m.down))
+
+    head = weights.embed if weights.head is None else weights.head
+    return replace(
+        weights,
+        head=to_int8(head) if isinstance(head, Tensor) else head,
+        layers=[
+            replace(
+                layer,
+                q=matrix(layer.q),
+                k=matrix(layer.k),
+                v=matrix(layer.v),
+                out=matrix(layer.out),
+                mlp=layer.mlp and mlp(layer.mlp),
+                experts=[mlp(expert) for expert in layer.experts],
+                shared=layer.shared and mlp(layer.shared),
+            )
+            for layer in weights.layers
+        ],
+    )
