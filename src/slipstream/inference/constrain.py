@@ -79,15 +79,17 @@ class Constraint:
 
     def mask(self) -> Tensor:
         """int32 [ceil(vocab / 32)], bit t % 32 of word t // 32: token t may come next. End tokens when the JSON may end."""
-        words = np.zeros(self._num_words, dtype=np.int32)
+        words = np.zeros(self._num_words, dtype=np.uint32)
         if not self.done:
-            found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+            found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
             words[: len(found)] = found
-        ends = self._matcher.is_accepting()
         for token in self._end_ids:
-            bit = np.array(1 << token % 32, dtype=np.uint32).view(np.int32)
-            words[token // 32] = words[token // 32] | bit if ends else words[token // 32] & ~bit
-        return torch.from_numpy(words)
+            bit = np.uint32(1 << token % 32)
+            if self._matcher.is_accepting():
+                words[token // 32] |= bit
+            else:
+                words[token // 32] &= ~bit
+        return torch.from_numpy(words.view(np.int32))
 
     def masks(self, draft: Sequence[int]) -> list[Tensor | None]:
         """Of the next position and of those after each guess; None after a guess that is not allowed (it cannot be met)."""

@@ -42,7 +42,7 @@ class Tokenizer:
         self.special = dict(special or {})
         self.end_ids = frozenset(end_ids)  # generation stops at these
         self.templates = dict(templates or {})
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids may have gaps
         self._compiled: dict[str, jinja2.Template] = {}
 
     @classmethod
@@ -99,16 +99,15 @@ class Tokenizer:
         special = {f"{role}_token": tokens[value] for role, value in ids.items() if value is not None}
         ends = [ids["eos"], token_id("eot"), token_id("eom")]
         # llama.cpp: a sentencepiece vocabulary begins with BOS unless the file says otherwise.
-        around = [
-            (ids[role], special.get(f"{role}_token", ""))
+        around = {
+            role: [tokens[value]]
             for role, default in (("bos", kind == "llama"), ("eos", False))
-            if ids[role] is not None and bool(metadata.get(f"{prefix}add_{role}_token", default))
-        ]
+            if (value := ids[role]) is not None and bool(metadata.get(f"{prefix}add_{role}_token", default))
+        }
         if around:
-            first = [text for id_, text in around if id_ == ids["bos"]]
-            last = [text for id_, text in around if id_ != ids["bos"]]
             backend.post_processor = processors.TemplateProcessing(
-                single=[*first, "$A", *last], special_tokens=[(text, id_) for id_, text in around]
+                single=[*around.get("bos", []), "$A", *around.get("eos", [])],
+                special_tokens=[(text, backend.token_to_id(text)) for [text] in around.values()],
             )
         template = metadata.get("tokenizer.chat_template")
         templates = {} if template is None else {"default": str(template)}
@@ -120,7 +119,11 @@ class Tokenizer:
     @cached_property
     def hidden(self) -> frozenset[int]:
         """Special tokens: decoded to nothing."""
-        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
+        return frozenset(i for i, token in self._added.items() if token.special)
+
+    @cached_property
+    def _added(self) -> dict[int, AddedToken]:
+        return dict(self.backend.get_added_tokens_decoder())
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special`: with the tokens that begin every text (BOS). Not for `chat`'s text: templates write them themselves."""
@@ -137,7 +140,7 @@ class Tokenizer:
         text = self.backend.id_to_token(token)
         if text is None:
             return b""
-        if token in self.backend.get_added_tokens_decoder():
+        if token in self._added:
             return text.encode()
         if self._is_byte_level:
             return bytes(BYTE_OF[c] for c in text) if BYTE_OF.keys() >= set(text) else text.encode()
