@@ -13,7 +13,7 @@ from tests.unit.test_inference_text import BACKEND
 
 pytest.importorskip("llguidance")
 
-from slipstream.inference.constrain import Constraint, Grammars  # noqa: E402
+from slipstream.inference.constrain import Constraint, Grammars
 
 VOCAB = 450  # the model's; the tokenizer has 400
 SCHEMA = {

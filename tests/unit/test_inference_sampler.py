@@ -30,19 +30,19 @@ def bitmask(allowed: list[int], vocab: int = VOCAB) -> Tensor:
 
 
 MIXED = [
-    dict(temperature=0.0),
-    dict(temperature=0.0, logprobs=3),
-    dict(),
-    dict(temperature=0.7, seed=5),
-    dict(top_k=40),
-    dict(top_p=0.9, seed=9),
-    dict(top_p=0.999, temperature=3.0),
-    dict(min_p=0.02, logprobs=5),
-    dict(top_k=100, top_p=0.8, min_p=0.01, temperature=1.3),
-    dict(repetition_penalty=1.3, output=(1, 2, 2, 40)),
-    dict(presence_penalty=0.5, frequency_penalty=-0.3, output=(1, 2, 2, 40), temperature=0.0),
-    dict(logit_bias={5: 100.0}),
-    dict(min_tokens=4, logit_bias={7: 100.0, 11: 50.0}),
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3},
+    {},
+    {"temperature": 0.7, "seed": 5},
+    {"top_k": 40},
+    {"top_p": 0.9, "seed": 9},
+    {"top_p": 0.999, "temperature": 3.0},
+    {"min_p": 0.02, "logprobs": 5},
+    {"top_k": 100, "top_p": 0.8, "min_p": 0.01, "temperature": 1.3},
+    {"repetition_penalty": 1.3, "output": (1, 2, 2, 40)},
+    {"presence_penalty": 0.5, "frequency_penalty": -0.3, "output": (1, 2, 2, 40), "temperature": 0.0},
+    {"logit_bias": {5: 100.0}},
+    {"min_tokens": 4, "logit_bias": {7: 100.0, 11: 50.0}},
 ]
 
 
@@ -84,9 +84,9 @@ def chain_logits(table: Tensor, sequences: list[list[int]]) -> Tensor:
     return table[[sequence[-1] for sequence in sequences]]
 
 
-def generate(table: Tensor, seeds: range, num_guesses: int, **params: Any) -> tuple[list[tuple[int, ...]], int]:
-    """Three tokens of a Markov chain for each seed, and how many forwards that took."""
-    sampler, requests, forwards = Sampler(len(table)), [request(prompt=1, seed=s, **params) for s in seeds], 0
+def generate(table: Tensor, seeds: range, num_guesses: int, **params: Any) -> list[tuple[int, ...]]:
+    """Three tokens of a Markov chain for each seed."""
+    sampler, requests = Sampler(len(table)), [request(prompt=1, seed=s, **params) for s in seeds]
     while unfinished := [made for made in requests if made.num_generated < 3]:
         rows = []
         for made in unfinished:
@@ -98,20 +98,19 @@ def generate(table: Tensor, seeds: range, num_guesses: int, **params: Any) -> tu
         for i, made in enumerate(unfinished):
             mine = slice(i * (num_guesses + 1), (i + 1) * (num_guesses + 1))
             made.tokens += [one.token for one in accepted(rows[mine][-1].draft, sampled[mine])]
-        forwards += 1
-    return [tuple(made.tokens[1:4]) for made in requests], forwards
+    return [tuple(made.tokens[1:4]) for made in requests]
 
 
 @pytest.mark.parametrize("num_guesses", [0, 2])
 def test_generated_text_has_the_models_distribution(num_guesses: int) -> None:
     table = torch.randn(5, 5, generator=torch.Generator().manual_seed(4)) * 1.5
-    texts, forwards = generate(table, range(20_000), num_guesses, temperature=0.8)
+    texts = generate(table, range(20_000), num_guesses, temperature=0.8)
     p = torch.softmax(table.double() / 0.8, dim=-1)
     expected = {
         (a, b, c): 20_000 * float(p[0, a] * p[a, b] * p[b, c]) for a in range(5) for b in range(5) for c in range(5)
     }
     cells = [cell for cell in expected if expected[cell] >= 5]
-    counts = {cell: 0 for cell in expected}
+    counts = dict.fromkeys(expected, 0)
     for text in texts:
         counts[text] += 1
     statistic = sum((counts[cell] - expected[cell]) ** 2 / expected[cell] for cell in cells)
@@ -122,7 +121,7 @@ def test_generated_text_has_the_models_distribution(num_guesses: int) -> None:
     assert len(cells) > 50
     assert statistic < freedom + 3 * math.sqrt(2 * freedom), (statistic, freedom)  # 99.8 % of the time, for any seed
     if num_guesses:
-        assert texts[:2000] == generate(table, range(2000), 0, temperature=0.8)[0], "guesses change no text"
+        assert texts[:2000] == generate(table, range(2000), 0, temperature=0.8), "guesses change no text"
 
 
 def test_accepted() -> None:
@@ -145,13 +144,13 @@ def test_filters_keep_what_transformers_keeps(spread: float) -> None:
     warpers = pytest.importorskip("transformers.generation.logits_process")
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float32) * spread
     for params in (
-        dict(top_k=1),
-        dict(top_k=50),
-        dict(top_p=0.1),
-        dict(top_p=0.9),
-        dict(top_p=0.999),
-        dict(min_p=0.05),
-        dict(top_k=300, top_p=0.8, min_p=0.1, temperature=1.7),
+        {"top_k": 1},
+        {"top_k": 50},
+        {"top_p": 0.1},
+        {"top_p": 0.9},
+        {"top_p": 0.999},
+        {"min_p": 0.05},
+        {"top_k": 300, "top_p": 0.8, "min_p": 0.1, "temperature": 1.7},
     ):
         made, scores = SamplingParams(**params), logits / SamplingParams(**params).temperature
         if made.top_k:
@@ -247,7 +246,7 @@ def test_extreme_settings() -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(6)) * 1e4
     logits[0, ::2] = -torch.inf
     best = int(logits.argmax())
-    for params in (dict(temperature=1e-30), dict(temperature=1e-3), dict(top_k=1), dict(top_p=1e-12), dict(min_p=1.0)):
+    for params in ({"temperature": 1e-30}, {"temperature": 1e-3}, {"top_k": 1}, {"top_p": 1e-12}, {"min_p": 1.0}):
         assert Sampler(VOCAB).sample(logits, [Row(request(**params))])[0].token == best, params
     tokens = {Sampler(VOCAB).sample(logits * 0.01, [Row(request(seed=s, temperature=100.0))])[0].token for s in range(50)}
     assert len(tokens) > 10 and all(token % 2 for token in tokens)

@@ -15,8 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from slipstream.inference.text import GGUF_SPLITS, StopStrings, Tokenizer
 
 TEXT = """Hello world, it's the year 2024 and 12345 tokens don't stream themselves. We're here: don't panic!
-def f(x):\n    return x + 1\n\n  Grüße aus Köln, naïve café — 你好，世界。こんにちは 안녕하세요 👩‍👩‍👧‍👦 🎉 e\u0301 \u0928\u092e\u0938\u094d\u0924\u0947
-"""
+def f(x):\n    return x + 1\n\n  Grüße aus Köln, naïve café — 你好，世界。こんにちは 안녕하세요 👩‍👩‍👧‍👦 🎉
+e\u0301 \u0928\u092e\u0938\u094d\u0924\u0947
+"""  # noqa: RUF001
 HARD = "Grüße 你好 👩‍👩‍👧‍👦🎉 e\u0301x \u0928\u092e\u0938\u094d\u0924\u0947   spaces\n\n\ttab 2024 \ufffd and �x"
 CONTROLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
@@ -143,7 +144,8 @@ def test_stream_waits_for_whole_characters_and_keeps_spaces() -> None:
     assert pushed == ["hello", " world", " ", "", "", "", "🎉", "!"] and stream.finish() == ""
     half = tokenizer.encode("🎉", special=False)[1:3]
     stream = tokenizer.stream(tokenizer.encode("hello"))
-    assert [stream.push(tokenizer.encode("world", special=False)), stream.push(half[:1]), stream.finish()] == [" world", "", "\ufffd"]
+    assert [stream.push(tokenizer.encode("world", special=False)), stream.push(half[:1])] == [" world", ""]
+    assert stream.finish() == "\ufffd"
     shown = tokenizer.stream(skip_special=False)
     assert shown.push([2]) == "</s>" and tokenizer.stream().push([2]) == ""
 
@@ -189,7 +191,7 @@ def test_a_folder(tmp_path: Path) -> None:
             "eos_token": "<|im_end|>",
             "pad_token": None,
             "chat_template": [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools | tojson }}"}],
-            "added_tokens_decoder": {"2": {"content": "<|im_end|>", "special": True}, "400": {"content": "<think>", "special": False}},
+            "added_tokens_decoder": {"2": {"content": "<|im_end|>", "special": True}, "400": {"content": "<think>"}},
         },
         generation_config={"eos_token_id": [2, 0]},
         config={"eos_token_id": 1},
@@ -219,7 +221,7 @@ def test_a_gguf_file() -> None:
     for text in (TEXT, HARD, "1234 12,5", "<|im_start|>user\nx<|im_end|>"):
         assert tokenizer.encode(text) == BACKEND.encode(text).ids, text
     assert tokenizer.end_ids == {2} and tokenizer.special["eos_token"] == "<|im_end|>" and tokenizer.decode([1, 2]) == ""
-    assert tokenizer.chat([{"role": "user", "content": "x"}]).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user")
+    assert tokenizer.chat([{"role": "user", "content": "x"}]).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
     both = Tokenizer.from_gguf({**gguf_metadata(), "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True})
     assert both.encode("a") == [1, *tokenizer.encode("a"), 2] and both.encode("a", special=False) == tokenizer.encode("a")
     spm = TOKENIZERS["sentencepiece"]
