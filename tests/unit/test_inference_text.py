@@ -2,6 +2,7 @@
 
 import json
 import random
+import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def gguf_metadata(pre: str = "smollm") -> dict[str, Any]:
 
 
 def sentencepiece_metadata() -> dict[str, Any]:
-    pieces = ["▁", *"abcdehlmnorstuwy.,'", "he", "ll", "hell", "hello", "▁hello", "▁w", "or", "▁wor", "▁world", "▁the", "▁▁"]
+    pieces = ["▁", *"abcdehlmnorstuwy.,'", "he", "ll", "hell", "hello", "▁hello", "▁w", "or", "▁wor", "ld", "▁world", "▁the", "▁▁"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     return {
         "tokenizer.ggml.model": "llama",
@@ -134,7 +135,7 @@ def test_a_stream_does_constant_work(flood: list[int] | str) -> None:
     text = "".join(stream.push([token]) for _ in range(400) for token in ids)
     assert len(stream._ids) <= 2 * stream.WINDOW
     assert text + stream.finish() == tokenizer.decode(ids * 400)
-    assert len(text) >= len(tokenizer.decode(ids * 400)) - 3
+    assert len(text) >= len(tokenizer.decode(ids * 400)) - 2 * stream.WINDOW
 
 
 def test_stream_waits_for_whole_characters_and_keeps_spaces() -> None:
@@ -246,7 +247,10 @@ def test_gguf_tokenizers_agree_with_transformers() -> None:
         metadata = gguf_metadata(pre)
         expected = theirs(metadata)
         for text in texts:
+            if pre in ("qwen2", "deepseek-r1-qwen"):  # as in their tokenizer.json; transformers forgets it for GGUF
+                text = unicodedata.normalize("NFC", text)
             assert Tokenizer.from_gguf(metadata).encode(text) == expected.encode(text, add_special_tokens=False).ids, (pre, text)
+    assert Tokenizer.from_gguf(gguf_metadata("qwen2")).decode(Tokenizer.from_gguf(gguf_metadata("qwen2")).encode("e\u0301")) == "é"
     ours, expected = TOKENIZERS["sentencepiece"], theirs(sentencepiece_metadata())
     for text in (*texts, "hello world. the hellohello"):
         assert ours.encode(text, special=False) == expected.encode(text, add_special_tokens=False).ids, text
@@ -277,7 +281,7 @@ def test_chat_templates_have_what_transformers_gives_them() -> None:
         ("{{ ''.__class__.__mro__ }}", "refuses these messages: .*unsafe"),
         ("{{ messages.append(1) }}", "refuses these messages: .*unsafe"),
         ("{{ messages[0].update(role='system') }}", "refuses these messages: .*unsafe"),
-        ("{{ ''.join.__globals__ }}", "refuses these messages: .*unsafe"),
+        ("{{ raise_exception.__globals__ }}", "refuses these messages: .*unsafe"),
         ("{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}", "refuses these messages: .*unsafe"),
         ("{% for i in range(100000000) %}{% endfor %}", "fails on these messages: OverflowError"),
         ("{{ 1 / 0 }}", "fails on these messages: ZeroDivisionError"),

@@ -212,7 +212,10 @@ class Stream:
             return ""
         self._ids += shown
         self._text = self._decode(self._ids, skip_special_tokens=False)
-        held = min(len(self._text) - len(self._text.rstrip(BROKEN)), LONGEST_PART)
+        # All of them: a run of byte tokens is broken as a whole until its last character is complete.
+        held = len(self._text) - len(self._text.rstrip(BROKEN))
+        if len(self._ids) > 2 * self.WINDOW:
+            held = min(held, LONGEST_PART)
         end = len(self._text) - held
         new = self._text[self._sent : end]
         self._sent = max(self._sent, end)
@@ -220,7 +223,7 @@ class Stream:
             self._begin_at(self._whole, held)
             self._whole = len(self._ids)
         elif len(self._ids) > 2 * self.WINDOW:
-            self._begin_at(len(self._ids) - self.WINDOW // 2, held)
+            self._begin_at(len(self._ids) - self.WINDOW, held)
             self._whole = 0
         return new
 
