@@ -174,13 +174,14 @@ def test_penalties_are_those_of_transformers_and_openai() -> None:
     processors = pytest.importorskip("transformers.generation.logits_process")
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
     made = request(output=(3, 5, 5), repetition_penalty=1.4)
-    ours = module._edited(logits[0].numpy(), Row(made, draft=(8,)))
+    ours = module._edited(logits[0].numpy(), Row(made, draft=(8,)), np.empty(VOCAB, dtype=np.float32))
     theirs = processors.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[*made.tokens, 8]]), logits.clone())
     assert torch.equal(torch.from_numpy(ours), theirs[0])
     made = request(output=(3, 5, 5), presence_penalty=0.5, frequency_penalty=0.25, logit_bias={6: -100.0})
     expected = logits[0].clone()
     expected[[3, 5, 1, 6]] -= torch.tensor([0.5 + 0.25, 0.5 + 3 * 0.25, 0.5 + 0.25, 100.0])
-    torch.testing.assert_close(torch.from_numpy(module._edited(logits[0].numpy(), Row(made, (5, 1)))), expected)
+    ours = module._edited(logits[0].numpy(), Row(made, (5, 1)), np.empty(VOCAB, dtype=np.float32))
+    torch.testing.assert_close(torch.from_numpy(ours), expected)
 
 
 def test_draw_is_the_inverse_of_the_distribution() -> None:

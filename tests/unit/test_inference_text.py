@@ -103,7 +103,7 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int], seed: int, prompt: Sequen
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=st.text(max_size=40) | st.sampled_from((TEXT, HARD, HARD * 3, "hello world" * 30, "   hello")), seed=st.integers(0, 99))
 def test_a_stream_gives_the_whole_text(kind: str, text: str, seed: int) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -281,7 +281,7 @@ def test_chat_templates_have_what_transformers_gives_them() -> None:
         ("{{ ''.__class__.__mro__ }}", "refuses these messages: .*unsafe"),
         ("{{ messages.append(1) }}", "refuses these messages: .*unsafe"),
         ("{{ messages[0].update(role='system') }}", "refuses these messages: .*unsafe"),
-        ("{{ raise_exception.__globals__ }}", "refuses these messages: .*unsafe"),
+        ("{{ raise_exception.__globals__['os'] }}", "refuses these messages: .*unsafe"),
         ("{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}", "refuses these messages: .*unsafe"),
         ("{% for i in range(100000000) %}{% endfor %}", "fails on these messages: OverflowError"),
         ("{{ 1 / 0 }}", "fails on these messages: ZeroDivisionError"),

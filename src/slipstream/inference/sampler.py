@@ -14,6 +14,7 @@ then temperature, top-k, top-p, min-p. Log-probabilities are of the raw logits, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from slipstream.inference.core import Request, SamplingParams
 Floats = NDArray[np.float32]  # [vocab] unless said otherwise
 
 BLOCK = 256  # of the two-level search in `_draw`
-HEAD = np.float32(1e-3)  # times the largest probability: what is above it is tried first for top-p
+HEADS = (1e-3, 1e-6)  # times the largest probability: for top-p, what is above these is tried before the whole vocabulary
 HASH = (1 << 64) - 1
 
 
@@ -54,8 +55,12 @@ class SamplingError(RuntimeError):
 
 
 class Sampler:
+    """Used by one thread."""
+
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        # Fresh memory of this size costs more (page faults) than the arithmetic on it.
+        self._logits, self._weights = np.empty((2, vocab_size), dtype=np.float32)
 
     def check(self, params: SamplingParams) -> None:
         """Raises ValueError for token ids that the model does not have. Called when a request is made."""
@@ -66,15 +71,31 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
         """`logits`: fp32 [rows, vocab], read only. Raises SamplingError; nothing is remembered, so it may be called again."""
         assert logits.shape == (len(rows), self.vocab_size), f"{len(rows)} rows of {self.vocab_size}: {tuple(logits.shape)}"
-        if all(_is_plain(row) for row in rows):
-            best = logits.argmax(dim=-1, keepdim=True)
+        if logits.is_cuda and all(_is_plain(row) for row in rows):
+            best = logits.argmax(dim=-1, keepdim=True)  # on the CPU numpy's is ten times faster than torch's
             finite = logits.gather(1, best).isfinite().flatten().tolist()  # NaN counts as largest
             sampled = [Sampled(token) if ok else None for token, ok in zip(best.flatten().tolist(), finite, strict=True)]
         else:
-            sampled = [_sample(raw, row) for raw, row in zip(logits.cpu().numpy(), rows, strict=True)]
+            sampled = [self._sample(raw, row) for raw, row in zip(logits.cpu().numpy(), rows, strict=True)]
         if None in sampled:
             raise SamplingError([row.request for row, one in zip(rows, sampled, strict=True) if one is None])
         return [one for one in sampled if one is not None]
+
+    def _sample(self, raw: Floats, row: Row) -> Sampled | None:
+        """None: no token can be chosen."""
+        params = row.request.params
+        logits = _edited(raw, row, self._logits) if _is_edited(row) else raw
+        token = int(logits.argmax())
+        if not math.isfinite(logits[token]):
+            return None
+        if params.temperature > 0:
+            weights = _exp(logits, token, params.temperature, self._weights)
+            kept = _filtered(weights, params)
+            u = uniform(row.request.seed, _number(row))
+            token = _draw(weights, u) if kept is None else int(kept[_draw(weights[kept], u)])
+        if params.logprobs is None:
+            return Sampled(token)
+        return _with_logprobs(raw, token, params.logprobs, self._weights)
 
 
 def accepted(draft: Sequence[int], sampled: Sequence[Sampled]) -> list[Sampled]:
@@ -119,28 +140,20 @@ def _number(row: Row) -> int:
     return row.request.num_generated + len(row.draft)
 
 
-def _sample(raw: Floats, row: Row) -> Sampled | None:
-    """None: no token can be chosen."""
-    params = row.request.params
-    logits = _edited(raw, row) if _is_edited(row) else raw
-    token = int(logits.argmax())
-    if not np.isfinite(logits[token]):
-        return None
-    if params.temperature > 0:
-        with np.errstate(over="ignore", under="ignore"):
-            weights = np.exp((logits - logits[token]) / np.float32(max(params.temperature, 1e-30)))
-        kept = _filtered(weights, params)
-        u = uniform(row.request.seed, _number(row))
-        token = _draw(weights, u) if kept is None else int(kept[_draw(weights[kept], u)])
-    if params.logprobs is None:
-        return Sampled(token)
-    return _with_logprobs(raw, token, params.logprobs)
+def _exp(logits: Floats, largest: int, temperature: float, out: Floats) -> Floats:
+    """Probabilities times a constant, that of token `largest` 1."""
+    np.subtract(logits, logits[largest], out=out)
+    if temperature != 1:
+        with np.errstate(over="ignore"):  # to -inf, which is meant
+            np.divide(out, np.float32(max(temperature, 1e-30)), out=out)
+    return np.exp(out, out=out)
 
 
-def _edited(raw: Floats, row: Row) -> Floats:
-    """A copy with penalties, bias and forbidden tokens."""
+def _edited(raw: Floats, row: Row, out: Floats) -> Floats:
+    """A copy, in `out`, with penalties, bias and forbidden tokens."""
     request, params = row.request, row.request.params
-    logits = raw.copy()
+    logits = out
+    np.copyto(logits, raw)
     if params.repetition_penalty != 1:
         seen = np.unique(np.array((*request.tokens, *row.draft), dtype=np.int64))
         values, penalty = logits[seen], np.float32(params.repetition_penalty)
@@ -180,13 +193,14 @@ def _filtered(weights: Floats, params: SamplingParams) -> NDArray[np.int64] | No
 
 def _nucleus(weights: Floats, top_p: float) -> NDArray[np.int64]:
     """Indices, ascending, of the fewest largest weights that sum to at least top_p of all; of equal ones the first."""
-    wanted = top_p * float(weights.sum(dtype=np.float64))
+    wanted = top_p * float(weights.sum())
     # Sorting the whole vocabulary is seldom needed: the answer is the same whenever the head alone suffices.
-    for candidates in (weights[weights > HEAD], weights):
-        ordered = np.sort(candidates)[::-1]
-        sums = np.cumsum(ordered, dtype=np.float64)
-        if len(sums) and sums[-1] >= wanted:
+    for least in (*HEADS, -1.0):
+        candidates = weights[weights > np.float32(least)]
+        if least < 0 or float(candidates.sum()) > wanted:
             break
+    ordered = np.sort(candidates)[::-1]
+    sums = np.cumsum(ordered, dtype=np.float64)
     num = min(int(np.searchsorted(sums, wanted)) + 1, len(ordered))
     last = ordered[num - 1]
     keep = weights > last
@@ -216,9 +230,9 @@ def _pass(weights: Floats, u: float) -> tuple[int, float]:
     return index, min(max(float((target - before) / (sums[index] - before)), 0.0), 1 - 2.0**-53)
 
 
-def _with_logprobs(raw: Floats, token: int, num: int) -> Sampled:
-    largest = raw.max()
-    total = float(largest) + float(np.log(np.exp(raw - largest).sum(dtype=np.float64)))
+def _with_logprobs(raw: Floats, token: int, num: int, scratch: Floats) -> Sampled:
+    largest = int(raw.argmax())
+    total = float(raw[largest]) + math.log(_exp(raw, largest, 1.0, scratch).sum())
     num = min(num, len(raw))
     top: list[int] = []
     if num:

@@ -200,9 +200,13 @@ class Stream:
         self._decode = tokenizer.backend.decode
         self._hidden = tokenizer.hidden if skip_special else frozenset()
         # A decoder strips the space of a text's first token, which the first generated token is not.
-        self._ids = [i for i in prompt[-self.WINDOW :] if i not in self._hidden][-8:]
+        shown = [i for i in prompt[-self.WINDOW :] if i not in self._hidden]
+        for num in range(8, self.WINDOW + 1):
+            self._ids = shown[-num:]
+            self._text = self._decode(self._ids, skip_special_tokens=False)
+            if BROKEN not in self._text:  # else it may begin within a character
+                break
         self._whole = len(self._ids)  # the text of the ids before this has no half character at its end
-        self._text = self._decode(self._ids, skip_special_tokens=False)
         self._sent = len(self._text)  # characters of the window's text that were given
 
     def push(self, ids: Sequence[int]) -> str:
