@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
 
 from slipstream.inference.core import Request, SamplingParams
 from slipstream.inference.sampler import Row, Sampler
@@ -114,6 +115,16 @@ def test_guesses_are_masked_as_if_they_were_generated(grammars: Grammars) -> Non
 def test_a_schema_that_cannot_be_served_is_refused(grammars: Grammars, schema: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         grammars.constraint(schema)
+
+
+def test_a_vocabulary_without_padding(grammars: Grammars) -> None:
+    """The tokenizer has as many tokens as the model, and they fill whole words of the mask."""
+    size = BACKEND.get_vocab_size()
+    exact = Tokenizer(Backend.from_str(BACKEND.to_str()), end_ids=[2])
+    exact.backend.add_tokens([f"<extra{i}>" for i in range(-size % 32)])
+    exact = Tokenizer(exact.backend, end_ids=[2])
+    assert exact.vocab_size % 32 == 0
+    assert len(Grammars(exact, exact.vocab_size).constraint("{}").mask()) == exact.vocab_size // 32
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:

@@ -55,8 +55,8 @@ class Grammars:
         try:
             if not isinstance(json.loads(schema), dict):
                 raise ValueError("it is not an object")
-            options = {"whitespace_pattern": WHITESPACE}
-            matcher = self._matcher(self._tokens, self._matcher.grammar_from_json_schema(schema, overrides=options), log_level=0)
+            grammar = self._matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+            matcher = self._matcher(self._tokens, grammar, log_level=0)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"json_schema is no JSON schema: {error}") from error
         if matcher.is_error():
@@ -81,7 +81,7 @@ class Constraint:
         """int32 [ceil(vocab / 32)], bit t % 32 of word t // 32: token t may come next. End tokens when the JSON may end."""
         words = np.zeros(self._num_words, dtype=np.uint32)
         if not self.done:
-            found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
+            found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]  # it may give one more
             words[: len(found)] = found
         for token in self._end_ids:
             bit = np.uint32(1 << token % 32)
