@@ -1,0 +1,110 @@
+"""Output that is JSON of a given schema: which tokens may come next, through llguidance (needed only for such requests).
+
+A schema is compiled once; a request's `Constraint` is a light copy of the compiled state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.inference.text import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# Between JSON's parts: nothing, a space, or a line break with indentation. A model that is free to write blanks for ever does.
+WHITESPACE = r"( |\n {0,16})?"
+
+
+class Grammars:
+    """Compiled schemas of one tokenizer, the latest used kept. Raises ValueError without llguidance."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, keep: int = 128) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ValueError("output of a JSON schema needs llguidance: pip install llguidance") from error
+        if not tokenizer.end_ids:
+            raise ValueError("output of a JSON schema needs an end token, and this model's files name none (eos_token_id)")
+        self._matcher = llguidance.LLMatcher
+        self._end_ids = sorted(tokenizer.end_ids)
+        self._words = -(-max(vocab_size, tokenizer.vocab_size) // 32)  # int32 words of a mask
+        self._tokens = llguidance.LLTokenizer(
+            tokenizer.backend.to_str(), n_vocab=tokenizer.vocab_size, eos_token=self._end_ids[0]
+        )
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._keep = keep
+
+    def constraint(self, schema: str) -> Constraint:
+        """`schema`: JSON text of an object. Raises ValueError with the library's reason."""
+        if schema not in self._compiled:
+            self._compiled[schema] = self._compile(schema)
+            if len(self._compiled) > self._keep:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(schema)
+        return Constraint(self._compiled[schema].deep_copy(), self._end_ids, self._words)
+
+    def _compile(self, schema: str) -> LLMatcher:
+        try:
+            if not isinstance(json.loads(schema), dict):
+                raise ValueError("it is not an object")
+            grammar = self._matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+            matcher = self._matcher(self._tokens, grammar, log_level=0)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"json_schema is no JSON schema: {error}") from error
+        if matcher.is_error():
+            raise ValueError(f"json_schema cannot be served: {matcher.get_error()}")
+        return matcher
+
+
+class Constraint:
+    """What one request may generate next."""
+
+    def __init__(self, matcher: LLMatcher, end_ids: Sequence[int], num_words: int) -> None:
+        self._matcher = matcher
+        self._end_ids = end_ids
+        self._num_words = num_words
+
+    @property
+    def done(self) -> bool:
+        """The JSON is complete and nothing but an end token may follow: the request can end here."""
+        return self._matcher.is_stopped()
+
+    def mask(self) -> Tensor:
+        """int32 [ceil(vocab / 32)], bit t % 32 of word t // 32: token t may come next. End tokens when the JSON may end."""
+        words = np.zeros(self._num_words, dtype=np.uint32)
+        if not self.done:
+            found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]  # it may give one more
+            words[: len(found)] = found
+        for token in self._end_ids:
+            bit = np.uint32(1 << token % 32)
+            if self._matcher.is_accepting():
+                words[token // 32] |= bit
+            else:
+                words[token // 32] &= ~bit
+        return torch.from_numpy(words.view(np.int32))
+
+    def masks(self, draft: Sequence[int]) -> list[Tensor | None]:
+        """Of the next position and of those after each guess; None after a guess that is not allowed (it cannot be met)."""
+        masks: list[Tensor | None] = [self.mask()]
+        taken = 0
+        for token in draft:
+            if token in self._end_ids or self.done or not self._matcher.try_consume_tokens([token]):
+                break
+            taken += 1
+            masks.append(self.mask())
+        if taken:
+            self._matcher.rollback(taken)
+        return masks + [None] * (len(draft) + 1 - len(masks))
+
+    def accept(self, token: int) -> None:
+        """`token` was generated. An end token changes nothing."""
+        if token not in self._end_ids and not self._matcher.consume_token(token):
+            raise ValueError(f"token {token} is not allowed by the JSON schema: {self._matcher.get_error()}")

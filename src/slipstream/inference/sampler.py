@@ -1,0 +1,241 @@
+"""From logits to tokens. A row's result depends on the row, its request and nothing else.
+
+[Note: Seeded sampling] One uniform per generated token, a hash of (request.seed, number of that token): the same seed
+gives the same text alone and in any batch, after a preemption, and with or without guessed tokens. All arithmetic is
+per row, on one thread, in numpy: a reduction over a batch would sum in an order that depends on the batch.
+
+[Note: Guessed tokens] Every row of a draft is sampled with its own number, as if its guesses had been generated, and
+`accepted` keeps samples up to the first that differs from its guess. A kept sample was thus drawn from the model's
+distribution after exactly the tokens before it. So the text is not only distributed as without a draft: it is the same.
+
+Order, as in transformers: repetition, presence and frequency penalties, logit_bias, forbidden tokens (min_tokens, mask);
+then temperature, top-k, top-p, min-p. Log-probabilities are of the raw logits, before all of these, as in OpenAI's API.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.inference.core import Request, SamplingParams
+
+Floats = NDArray[np.float32]  # [vocab] unless said otherwise
+
+BLOCK = 256  # of the two-level search in `_draw`
+HEADS = (1e-3, 1e-6)  # times the largest probability: for top-p, what is above these is tried before the whole vocabulary
+HASH = (1 << 64) - 1
+
+
+class Row(NamedTuple):
+    """One row of logits: what follows `request.tokens` and then `draft`."""
+
+    request: Request
+    draft: tuple[int, ...] = ()  # guesses that this row takes as generated
+    mask: Tensor | None = None  # int32 [>= vocab / 32] on the CPU, bit t of word t // 32: token t is allowed
+
+
+class Sampled(NamedTuple):
+    token: int
+    logprob: float | None = None  # None: not asked for
+    top: Sequence[tuple[int, float]] = ()  # the params.logprobs likeliest tokens, likeliest first
+
+
+class SamplingError(RuntimeError):
+    """No token can be chosen for these requests; the others of the batch can be sampled again without them."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        names = ", ".join(sorted({request.id for request in requests}))
+        super().__init__(f"no token can be chosen for {names}: logits are not finite, or every token is forbidden")
+
+
+class Sampler:
+    """Used by one thread."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        # Fresh memory of this size costs more (page faults) than the arithmetic on it.
+        self._logits, self._weights = np.empty((2, vocab_size), dtype=np.float32)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises ValueError for token ids that the model does not have. Called when a request is made."""
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if unknown := [token for token in ids if not 0 <= token < self.vocab_size]:
+                raise ValueError(f"{name} has token {unknown[0]}; this model's tokens are 0 to {self.vocab_size - 1}")
+
+    def sample(self, logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
+        """`logits`: fp32 [rows, vocab], read only. Raises SamplingError; nothing is remembered, so it may be called again."""
+        assert logits.shape == (len(rows), self.vocab_size), f"{len(rows)} rows of {self.vocab_size}: {tuple(logits.shape)}"
+        if logits.is_cuda and all(_is_plain(row) for row in rows):
+            best = logits.argmax(dim=-1, keepdim=True)  # on the CPU numpy's is ten times faster than torch's
+            finite = logits.gather(1, best).isfinite().flatten().tolist()  # NaN counts as largest
+            sampled = [Sampled(token) if ok else None for token, ok in zip(best.flatten().tolist(), finite, strict=True)]
+        else:
+            sampled = [self._sample(raw, row) for raw, row in zip(logits.cpu().numpy(), rows, strict=True)]
+        if None in sampled:
+            raise SamplingError([row.request for row, one in zip(rows, sampled, strict=True) if one is None])
+        return [one for one in sampled if one is not None]
+
+    def _sample(self, raw: Floats, row: Row) -> Sampled | None:
+        """None: no token can be chosen."""
+        params = row.request.params
+        logits = _edited(raw, row, self._logits) if _is_edited(row) else raw
+        token = int(logits.argmax())
+        if not math.isfinite(logits[token]):
+            return None
+        if params.temperature > 0:
+            weights = _exp(logits, token, params.temperature, self._weights)
+            kept = _filtered(weights, params)
+            u = uniform(row.request.seed, _number(row))
+            token = _draw(weights, u) if kept is None else int(kept[_draw(weights[kept], u)])
+        if params.logprobs is None:
+            return Sampled(token)
+        return _with_logprobs(raw, token, params.logprobs, self._weights)
+
+
+def accepted(draft: Sequence[int], sampled: Sequence[Sampled]) -> list[Sampled]:
+    """What a draft's 1 + len(draft) rows have generated: the samples that met their guess, and the first that did not."""
+    kept = 0
+    while kept < len(draft) and sampled[kept].token == draft[kept]:
+        kept += 1
+    return list(sampled[: kept + 1])
+
+
+def uniform(seed: int, index: int) -> float:
+    """In [0, 1), 53 bits: SplitMix64 (Steele et al., 2014) at `index` steps from a mixed seed."""
+    return (_mix(_mix(seed) + (index + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+
+
+def _mix(x: int) -> int:
+    x &= HASH
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & HASH
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & HASH
+    return x ^ (x >> 31)
+
+
+def _is_edited(row: Row) -> bool:
+    p = row.request.params
+    return (
+        row.mask is not None
+        or p.repetition_penalty != 1
+        or p.presence_penalty != 0
+        or p.frequency_penalty != 0
+        or bool(p.logit_bias)
+        or _number(row) < p.min_tokens
+    )
+
+
+def _is_plain(row: Row) -> bool:
+    """The likeliest token is all that is asked for."""
+    return row.request.params.temperature == 0 and row.request.params.logprobs is None and not _is_edited(row)
+
+
+def _number(row: Row) -> int:
+    """Which generated token of its request it chooses."""
+    return row.request.num_generated + len(row.draft)
+
+
+def _exp(logits: Floats, largest: int, temperature: float, out: Floats) -> Floats:
+    """Probabilities times a constant, that of token `largest` 1."""
+    np.subtract(logits, logits[largest], out=out)
+    if temperature != 1:
+        with np.errstate(over="ignore"):  # to -inf, which is meant
+            np.divide(out, np.float32(max(temperature, 1e-30)), out=out)
+    return np.exp(out, out=out)
+
+
+def _edited(raw: Floats, row: Row, out: Floats) -> Floats:
+    """A copy, in `out`, with penalties, bias and forbidden tokens."""
+    request, params = row.request, row.request.params
+    logits = out
+    np.copyto(logits, raw)
+    if params.repetition_penalty != 1:
+        seen = np.unique(np.array((*request.tokens, *row.draft), dtype=np.int64))
+        values, penalty = logits[seen], np.float32(params.repetition_penalty)
+        logits[seen] = np.where(values < 0, values * penalty, values / penalty)
+    if params.presence_penalty != 0 or params.frequency_penalty != 0:
+        output = np.array((*request.tokens[request.num_prompt :], *row.draft), dtype=np.int64)
+        seen, counts = np.unique(output, return_counts=True)
+        logits[seen] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    if row.mask is not None:
+        bits = np.unpackbits(row.mask.numpy().view(np.uint8), count=len(logits), bitorder="little")
+        logits[bits == 0] = -np.inf
+    if _number(row) < params.min_tokens and request.end_ids:
+        ends = [token for token in request.end_ids if token < len(logits)]
+        before = logits[ends]
+        logits[ends] = -np.inf
+        if row.mask is not None and logits.max() == -np.inf:
+            logits[ends] = before  # a grammar that is complete has only the end left: it goes before min_tokens
+    return logits
+
+
+def _filtered(weights: Floats, params: SamplingParams) -> NDArray[np.int64] | None:
+    """Ids, ascending, that the filters keep of weights (probabilities times a constant, the largest 1). None: all."""
+    kept: NDArray[np.int64] | None = None
+    if 0 < params.top_k < len(weights):
+        cut = np.partition(weights, -params.top_k)[-params.top_k]
+        kept = np.flatnonzero(weights >= cut)  # with all that equal the last one, as transformers does
+    if params.top_p < 1:
+        within = weights if kept is None else weights[kept]
+        nucleus = _nucleus(within, params.top_p)
+        kept = nucleus if kept is None else kept[nucleus]
+    if params.min_p > 0:
+        kept = np.flatnonzero(weights >= np.float32(params.min_p)) if kept is None else kept[weights[kept] >= params.min_p]
+    return kept
+
+
+def _nucleus(weights: Floats, top_p: float) -> NDArray[np.int64]:
+    """Indices, ascending, of the fewest largest weights that sum to at least top_p of all; of equal ones the first."""
+    wanted = top_p * float(weights.sum())
+    # Sorting the whole vocabulary is seldom needed: the answer is the same whenever the head alone suffices.
+    for least in (*HEADS, -1.0):
+        candidates = weights[weights > np.float32(least)]
+        if least < 0 or float(candidates.sum()) > wanted:
+            break
+    ordered = np.sort(candidates)[::-1]
+    sums = np.cumsum(ordered, dtype=np.float64)
+    num = min(int(np.searchsorted(sums, wanted)) + 1, len(ordered))
+    last = ordered[num - 1]
+    keep = weights > last
+    ties = np.flatnonzero(weights == last)[: num - int(np.count_nonzero(keep))]
+    keep[ties] = True
+    return np.flatnonzero(keep)
+
+
+def _draw(weights: Floats, u: float) -> int:
+    """The index at which the running sum passes u of the total. Sums of blocks first: a third of one long sum's time."""
+    if len(weights) > 4 * BLOCK:
+        whole = len(weights) // BLOCK * BLOCK
+        sums = np.append(weights[:whole].reshape(-1, BLOCK).sum(axis=1), weights[whole:].sum(dtype=np.float32))
+        block, u = _pass(sums, u)
+        index, _ = _pass(weights[block * BLOCK : (block + 1) * BLOCK], u)
+        return block * BLOCK + index
+    return _pass(weights, u)[0]
+
+
+def _pass(weights: Floats, u: float) -> tuple[int, float]:
+    """Where the running sum passes u of the total, and which part of that weight u has gone through. Never a zero weight."""
+    sums = np.cumsum(weights, dtype=np.float64)
+    target = u * sums[-1]
+    # The last weight above zero has the first index at which the sum is the total.
+    index = min(int(np.searchsorted(sums, target, side="right")), int(np.searchsorted(sums, sums[-1])))
+    before = sums[index - 1] if index else 0.0
+    return index, min(max(float((target - before) / (sums[index] - before)), 0.0), 1 - 2.0**-53)
+
+
+def _with_logprobs(raw: Floats, token: int, num: int, scratch: Floats) -> Sampled:
+    largest = int(raw.argmax())
+    total = float(raw[largest]) + math.log(_exp(raw, largest, 1.0, scratch).sum())
+    num = min(num, len(raw))
+    top: list[int] = []
+    if num:
+        ids = np.flatnonzero(raw >= np.partition(raw, -num)[-num])
+        top = ids[np.argsort(-raw[ids], kind="stable")][:num].tolist()
+    return Sampled(token, float(raw[token]) - total, [(t, float(raw[t]) - total) for t in top])

@@ -1,0 +1,252 @@
+"""Sampling: exact against brute force and transformers, the same alone and in any batch, the same with guesses."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.inference import sampler as module
+from slipstream.inference.core import Request, SamplingParams
+from slipstream.inference.sampler import Row, Sampled, Sampler, SamplingError, accepted, uniform
+
+VOCAB = 5003  # no multiple of anything
+
+
+def request(prompt: int = 3, output: tuple[int, ...] = (), seed: int = 1, **params: Any) -> Request:
+    made = Request(
+        id=f"r{seed}", tokens=list(range(prompt)), params=SamplingParams(**params), end_ids=frozenset({7, 9}), seed=seed
+    )
+    made.tokens += output
+    return made
+
+
+def bitmask(allowed: list[int], vocab: int = VOCAB) -> Tensor:
+    bits = np.zeros(-(-vocab // 32) * 32, dtype=np.uint8)
+    bits[allowed] = 1
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+
+
+MIXED = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3},
+    {},
+    {"temperature": 0.7, "seed": 5},
+    {"top_k": 40},
+    {"top_p": 0.9, "seed": 9},
+    {"top_p": 0.999, "temperature": 3.0},
+    {"min_p": 0.02, "logprobs": 5},
+    {"top_k": 100, "top_p": 0.8, "min_p": 0.01, "temperature": 1.3},
+    {"repetition_penalty": 1.3, "output": (1, 2, 2, 40)},
+    {"presence_penalty": 0.5, "frequency_penalty": -0.3, "output": (1, 2, 2, 40), "temperature": 0.0},
+    {"logit_bias": {5: 100.0}},
+    {"min_tokens": 4, "logit_bias": {7: 100.0, 11: 50.0}},
+]
+
+
+def test_a_row_is_the_same_alone_and_in_any_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(MIXED), VOCAB, generator=generator) * 3
+    rows = [Row(request(**{"seed": 3, **params})) for params in MIXED]
+    together = Sampler(VOCAB).sample(logits, rows)
+    for order in ([5], [2, 2, 2], list(reversed(range(len(rows)))), [0, 0], [0, 8, 1]):
+        again = Sampler(VOCAB).sample(logits[order], [rows[i] for i in order])
+        assert again == [together[i] for i in order], order
+    for i in range(len(rows)):
+        assert Sampler(VOCAB).sample(logits[i : i + 1], rows[i : i + 1]) == [together[i]]
+
+
+def test_greedy_takes_the_first_of_equal_ones_on_both_ways() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, [70, 3000]] = 1.0
+    rows = [Row(request(temperature=0.0)), Row(request(temperature=0.0))]
+    assert [one.token for one in Sampler(VOCAB).sample(logits, rows)] == [70, 70]
+    mixed = Sampler(VOCAB).sample(logits, [rows[0], Row(request(temperature=0.0, logprobs=0))])
+    assert [one.token for one in mixed] == [70, 70] and mixed[0].logprob is None and mixed[1].top == []
+
+
+def test_the_number_of_the_token_decides_not_how_it_came_to_be_known() -> None:
+    logits = torch.zeros(1, VOCAB)
+
+    def token(made: Request, draft: tuple[int, ...] = ()) -> int:
+        return Sampler(VOCAB).sample(logits, [Row(made, draft)])[0].token
+
+    generated, guessed = token(request(output=(4, 5, 6))), token(request(output=(4,)), draft=(5, 6))
+    assert generated == guessed == token(request(prompt=8, output=(1, 1, 1)))
+    assert len({token(request(output=(4,) * n)) for n in range(20)}) > 15
+    assert len({token(request(seed=seed)) for seed in (-1, 0, 1, 2, 2**63, 2**64 - 2)}) == 6
+    assert 0 <= min(uniform(s, n) for s in range(30) for n in range(30)) < 0.01
+
+
+def chain_logits(table: Tensor, sequences: list[list[int]]) -> Tensor:
+    return table[[sequence[-1] for sequence in sequences]]
+
+
+def generate(table: Tensor, seeds: range, num_guesses: int, **params: Any) -> list[tuple[int, ...]]:
+    """Three tokens of a Markov chain for each seed."""
+    sampler, requests = Sampler(len(table)), [request(prompt=1, seed=s, **params) for s in seeds]
+    likeliest = table.argmax(dim=-1).tolist()
+    while unfinished := [made for made in requests if made.num_generated < 3]:
+        rows = []
+        for made in unfinished:
+            guesses: list[int] = []
+            for _ in range(num_guesses):  # what most often follows
+                guesses.append(likeliest[(made.tokens + guesses)[-1]])
+            rows += [Row(made, tuple(guesses[:n])) for n in range(num_guesses + 1)]
+        sampled = sampler.sample(chain_logits(table, [[*row.request.tokens, *row.draft] for row in rows]), rows)
+        for i, made in enumerate(unfinished):
+            mine = slice(i * (num_guesses + 1), (i + 1) * (num_guesses + 1))
+            made.tokens += [one.token for one in accepted(rows[mine][-1].draft, sampled[mine])]
+    return [tuple(made.tokens[1:4]) for made in requests]
+
+
+def test_text_with_guesses_has_the_models_distribution() -> None:
+    table = torch.randn(5, 5, generator=torch.Generator().manual_seed(4)) * 1.5
+    texts = generate(table, range(20_000), 2, temperature=0.8)
+    p = torch.softmax(table.double() / 0.8, dim=-1)
+    expected = {
+        (a, b, c): 20_000 * float(p[0, a] * p[a, b] * p[b, c]) for a in range(5) for b in range(5) for c in range(5)
+    }
+    cells = [cell for cell in expected if expected[cell] >= 5]
+    counts = dict.fromkeys(expected, 0)
+    for text in texts:
+        counts[text] += 1
+    statistic = sum((counts[cell] - expected[cell]) ** 2 / expected[cell] for cell in cells)
+    rest = 20_000 - sum(expected[cell] for cell in cells)
+    if rest > 5:
+        statistic += (20_000 - sum(counts[cell] for cell in cells) - rest) ** 2 / rest
+    freedom = len(cells) - (rest <= 5)
+    assert len(cells) > 40
+    assert statistic < freedom + 3 * math.sqrt(2 * freedom), (statistic, freedom)  # 99.8 % of the time, for any seed
+    assert texts[:2000] == generate(table, range(2000), 0, temperature=0.8), "guesses change no text"
+
+
+def test_accepted() -> None:
+    sampled = [Sampled(token) for token in (4, 5, 6)]
+    assert accepted((), sampled[:1]) == sampled[:1]
+    assert accepted((4, 5), sampled) == sampled
+    assert accepted((4, 8), sampled) == sampled[:2]
+    assert accepted((8, 5), sampled) == sampled[:1]
+
+
+def kept(logits: Tensor, **params: Any) -> list[int]:
+    made = SamplingParams(**params)
+    weights = torch.exp((logits - logits.max()) / made.temperature).numpy()
+    ids = module._filtered(weights, made)
+    return list(range(len(weights))) if ids is None else ids.tolist()
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
+def test_filters_keep_what_transformers_keeps(spread: float) -> None:
+    warpers = pytest.importorskip("transformers.generation.logits_process")
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float32) * spread
+    for params in (
+        {"top_k": 1},
+        {"top_k": 50},
+        {"top_p": 0.1},
+        {"top_p": 0.9},
+        {"top_p": 0.999},
+        {"min_p": 0.05},
+        {"top_k": 300, "top_p": 0.8, "min_p": 0.1, "temperature": 1.7},
+    ):
+        made, scores = SamplingParams(**params), logits / SamplingParams(**params).temperature
+        if made.top_k:
+            scores = warpers.TopKLogitsWarper(made.top_k)(None, scores)
+        if made.top_p < 1:
+            scores = warpers.TopPLogitsWarper(made.top_p)(None, scores.double())
+        if made.min_p:
+            scores = warpers.MinPLogitsWarper(made.min_p)(None, scores)
+        assert kept(logits[0], **params) == scores[0].isfinite().nonzero().flatten().tolist(), params
+
+
+def test_top_p_keeps_the_first_of_equal_ones_and_top_k_all() -> None:
+    logits = torch.zeros(100)
+    assert kept(logits, top_p=0.25) == list(range(25))
+    assert kept(logits, top_k=3) == list(range(100))
+    logits[50] = 1.0
+    assert kept(logits, top_p=0.03) == [0, 50]  # e / (99 + e) = 0.027
+    assert kept(logits, top_p=1e-9) == [50]
+
+
+def test_penalties_are_those_of_transformers_and_openai() -> None:
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
+    made = request(output=(3, 5, 5), repetition_penalty=1.4)
+    ours = module._edited(logits[0].numpy(), Row(made, draft=(8,)), np.empty(VOCAB, dtype=np.float32))
+    theirs = processors.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[*made.tokens, 8]]), logits.clone())
+    assert torch.equal(torch.from_numpy(ours), theirs[0])
+    made = request(output=(3, 5, 5), presence_penalty=0.5, frequency_penalty=0.25, logit_bias={6: -100.0})
+    expected = logits[0].clone()
+    expected[[3, 5, 1, 6]] -= torch.tensor([0.5 + 0.25, 0.5 + 3 * 0.25, 0.5 + 0.25, 100.0])
+    ours = module._edited(logits[0].numpy(), Row(made, (5, 1)), np.empty(VOCAB, dtype=np.float32))
+    torch.testing.assert_close(torch.from_numpy(ours), expected)
+
+
+def test_draw_is_the_inverse_of_the_distribution() -> None:
+    random = np.random.default_rng(0)
+    for size in (1, 7, 1024, 1025, 5003):
+        weights = random.random(size, dtype=np.float32) * (random.random(size) < 0.3)
+        weights[size // 2] = 1.0
+        sums = np.cumsum(weights.astype(np.float64))
+        for u in (0.0, *random.random(200), 1 - 2.0**-53):
+            index = module._draw(weights, float(u))
+            before, after = (sums[index] - weights[index]) / sums[-1], sums[index] / sums[-1]
+            assert weights[index] > 0 and before - 1e-6 <= u <= after + 1e-6
+
+
+def test_log_probabilities_are_of_the_raw_logits() -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 4
+    truth = torch.log_softmax(logits[0].double(), dim=-1)
+    made = request(temperature=2.0, top_k=5, logit_bias={3: 100.0}, logprobs=4)
+    [one] = Sampler(VOCAB).sample(logits, [Row(made)])
+    assert one.token == 3 and one.logprob == pytest.approx(float(truth[3]), abs=1e-5)
+    values, ids = truth.topk(4)
+    assert [token for token, _ in one.top] == ids.tolist()
+    assert [value for _, value in one.top] == pytest.approx(values.tolist(), abs=1e-5)
+    flat = Sampler(VOCAB).sample(torch.zeros(1, VOCAB), [Row(request(logprobs=2))])[0]
+    assert [token for token, _ in flat.top] == [0, 1]
+
+
+def test_forbidden_tokens() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [7, 9]] = 50.0
+
+    def token(made: Request, **row: Any) -> int:
+        return Sampler(VOCAB).sample(logits, [Row(made, **row)])[0].token
+
+    assert token(request(temperature=0.0)) == 7
+    assert token(request(temperature=0.0, min_tokens=3, output=(1, 2))) == 0
+    assert token(request(temperature=0.0, min_tokens=3, output=(1, 2)), draft=(4,)) == 7
+    assert token(request(), mask=bitmask([4000])) == 4000
+    assert token(request(top_k=3, top_p=0.5, min_p=0.1), mask=bitmask([4000, 4500])) in (4000, 4500)
+    assert token(request(min_tokens=3), mask=bitmask([9, 4000])) == 4000
+    assert token(request(min_tokens=3), mask=bitmask([9])) == 9, "a grammar that is complete ends before min_tokens"
+
+
+def test_a_row_without_a_possible_token_is_named() -> None:
+    logits = torch.zeros(4, VOCAB)
+    logits[1, 5], logits[2, 5] = float("nan"), float("inf")
+    rows = [Row(request(seed=seed)) for seed in range(3)] + [Row(request(seed=3), mask=bitmask([]))]
+    for temperature in (0.0, 1.0):
+        rows = [row._replace(request=request(seed=i, temperature=temperature)) for i, row in enumerate(rows)]
+        with pytest.raises(SamplingError, match="r1, r2, r3") as caught:
+            Sampler(VOCAB).sample(logits, rows)
+        assert caught.value.requests == [row.request for row in rows[1:]]
+    with pytest.raises(SamplingError, match="r1, r2"):
+        Sampler(VOCAB).sample(logits[:3], rows[:3])
+    with pytest.raises(ValueError, match=r"logit_bias has token 5003; this model's tokens are 0 to 5002"):
+        Sampler(VOCAB).check(SamplingParams(logit_bias={VOCAB: 1.0}))
+    with pytest.raises(ValueError, match="stop_token_ids has token -1"):
+        Sampler(VOCAB).check(SamplingParams(stop_token_ids=(-1,)))
+
+
+def test_extreme_settings() -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(6)) * 1e4
+    logits[0, ::2] = -torch.inf
+    best = int(logits.argmax())
+    for params in ({"temperature": 1e-30}, {"temperature": 1e-3}, {"top_k": 1}, {"top_p": 1e-12}, {"min_p": 1.0}):
+        assert Sampler(VOCAB).sample(logits, [Row(request(**params))])[0].token == best, params
+    tokens = {Sampler(VOCAB).sample(logits * 0.01, [Row(request(seed=s, temperature=100.0))])[0].token for s in range(50)}
+    assert len(tokens) > 10 and all(token % 2 for token in tokens)
