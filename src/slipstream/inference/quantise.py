@@ -49,8 +49,9 @@ def _fit(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # The line through (q, w) of least squares is the best scale and low for this q; q is then chosen anew.
         centred = q - q.mean(2, keepdim=True)
         slope = (centred * w).sum(2) / centred.square().sum(2).clamp_min(1e-12)
-        scale = torch.where(span > 0, slope, torch.zeros_like(slope))
-        low = w.mean(2) - scale * q.mean(2)
+        # In fp16, as files and the kernels hold them.
+        scale = torch.where(span > 0, slope, torch.zeros_like(slope)).half().float()
+        low = (w.mean(2) - scale * q.mean(2)).half().float()
         q = _nearest(w, scale, low)
         error = (q * scale[..., None] + low[..., None] - w).square().sum(2)
         if best is None:

@@ -1,0 +1,151 @@
+"""The native forward: against transformers as the torch decoder is, and the same bits in every batch."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
+from slipstream.inference.decoder import Decoder, head_shapes
+from slipstream.inference.kv_cache import KVCache
+from slipstream.inference.models import from_hf, from_state
+from slipstream.inference.native import NativeDecoder, why_not
+from slipstream.inference.quantise import quantise
+from slipstream.inference.weights import DecoderWeights
+from slipstream.ops import build, cpu
+from tests.inference.test_models import CASES, model_of
+from tests.inference.twins import SIZES, VOCAB, check_against_generate, tiny
+
+pytestmark = pytest.mark.skipif(build.load().kernels is None, reason=f"no native kernels: {build.load().reason}")
+NATIVE = [case for case in CASES if "moe" not in case and case != "mixtral"]
+
+
+def native_of(model: Any, **options: Any) -> NativeDecoder:
+    config = from_hf(model.config.to_dict())
+    options = {"num_blocks": 64, "cache_dtype": torch.float32, "threads": 2} | options
+    return NativeDecoder(config, from_state(config, model.state_dict()), **options)
+
+
+@pytest.mark.parametrize("case", NATIVE)
+def test_greedy_as_transformers(case: str) -> None:
+    model = model_of(case)
+    runner = native_of(model)
+    check_against_generate(model, runner)
+    runner.close()
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+def test_every_instruction_set(isa: str) -> None:
+    used = cpu.isa()
+    if not cpu.use_isa(isa):
+        pytest.skip(f"this processor lacks {isa}")
+    try:
+        model = model_of("gemma2")
+        runner = native_of(model, threads=1)
+        check_against_generate(model, runner)
+        runner.close()
+    finally:
+        assert cpu.use_isa(used)
+
+
+def weights_of(kind: str) -> tuple[Any, DecoderWeights]:
+    """A Llama whose shapes are no multiples of a tile: 3 heads for each key-value head, 72 features, odd vocabulary."""
+    sizes = {**SIZES, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 113}
+    model = tiny("Llama", **sizes | {"intermediate_size": 160, "max_position_embeddings": 256})
+    config = from_hf(model.config.to_dict())
+    dtype = {"float32": torch.float32, "float16": torch.float16}.get(kind, torch.bfloat16)
+    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    weights = from_state(config, state)
+    return config, quantise(weights, kind) if kind in ("int8", "int4") else weights
+
+
+class Requests:
+    """Hands out blocks in random order and runs chunks, one row of logits per token that is asked for."""
+
+    def __init__(self, runner: Any, seed: int) -> None:
+        self.runner, self.rng = runner, random.Random(seed)
+        self.free = self.rng.sample(range(runner.num_blocks), runner.num_blocks)
+
+    def request(self, tokens: list[int], blocks: list[int] | None = None) -> Request:
+        request = Request(id="", tokens=list(tokens), params=SamplingParams())
+        request.blocks = list(blocks or ())
+        while len(request.blocks) * self.runner.block_size < len(tokens):
+            request.blocks.append(self.free.pop())
+        return request
+
+    def run(self, chunks: list[tuple[Request, int, int]]) -> list[torch.Tensor]:
+        """The last logits of each chunk: its tokens are cut there, so that it samples."""
+        whole = [request.tokens for request, _, _ in chunks]
+        for request, _, stop in chunks:
+            request.tokens = request.tokens[:stop]
+        out = self.runner.forward(Batch(tuple(Chunk(*chunk) for chunk in chunks), ()))
+        for (request, _, _), tokens in zip(chunks, whole, strict=True):
+            request.tokens = tokens
+        return list(out)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16])
+def test_the_same_bits_in_every_batch(kind: str, cache: torch.dtype) -> None:
+    """Alone, in a batch of 16, with random splits of the prompt, from cached prefixes, on 1 and 3 threads."""
+    config, weights = weights_of(kind)
+    rng = random.Random(kind)
+    prompts = [[rng.randrange(config.vocab_size) for _ in range(rng.randint(1, 70))] for _ in range(15)]
+    prompts.append([rng.randrange(config.vocab_size) for _ in range(150)])
+    alone, together = (NativeDecoder(config, weights, num_blocks=96, cache_dtype=cache, threads=n) for n in (1, 3))
+    expected = []
+    for prompt in prompts:
+        fresh = Requests(alone, 0)
+        expected.append(fresh.run([(fresh.request(prompt), 0, len(prompt))])[0])
+    many = Requests(together, 1)
+    requests = [many.request(prompt) for prompt in prompts]
+    done = [0] * len(requests)
+    while any(done[i] < len(prompt) for i, prompt in enumerate(prompts)):
+        chosen = [i for i, prompt in enumerate(prompts) if done[i] < len(prompt) and rng.random() < 0.7]
+        chunks = [(requests[i], done[i], rng.randint(done[i] + 1, len(prompts[i]))) for i in chosen]
+        for i, chunk, logits in zip(chosen, chunks, many.run(chunks) if chunks else [], strict=True):
+            done[i] = chunk[2]
+            if done[i] == len(prompts[i]):
+                assert logits.equal(expected[i]), f"request {i} of {len(prompts[i])} tokens"
+    again = many.run([(request, len(request.tokens) - 1, len(request.tokens)) for request in requests])  # a batch of 16
+    assert all(logits.equal(wanted) for logits, wanted in zip(again, expected, strict=True))
+    shared = many.request(prompts[-1], requests[-1].blocks[:8])  # its first 128 positions are another request's
+    assert many.run([(shared, 128, 150)])[0].equal(expected[-1])
+    alone.close()
+    together.close()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "int8", "int4"])
+def test_every_weight_type_as_the_torch_decoder(kind: str) -> None:
+    config, weights = weights_of(kind)
+    cache = KVCache(head_shapes(config), num_blocks=16, block_size=16, dtype=torch.float32)
+    runners = NativeDecoder(config, weights, num_blocks=16, cache_dtype=torch.float32), Decoder(config, weights, cache, torch.float32)
+    tokens = [i * i % config.vocab_size for i in range(40)]
+    ours, wanted = (Requests(runner, 0) for runner in runners)
+    torch.testing.assert_close(ours.run([(ours.request(tokens), 0, 40)]), wanted.run([(wanted.request(tokens), 0, 40)]), rtol=1e-4, atol=1e-4)
+    runners[0].close()
+
+
+def test_blocks_are_copied_before_the_forward() -> None:
+    model = model_of("llama")
+    runner = native_of(model)
+    both = Requests(runner, 0)
+    tokens = [i % VOCAB for i in range(20)]
+    first = both.request(tokens)
+    expected = both.run([(first, 0, 20)])[0]
+    second = both.request(tokens, [first.blocks[0], both.free.pop()])
+    chunk = Chunk(second, 19, 20)
+    got = runner.forward(Batch((chunk,), ((first.blocks[1], second.blocks[1]),)))
+    assert got[0].equal(expected)
+    runner.close()
+
+
+def test_what_it_cannot_run_is_said() -> None:
+    config = from_hf(model_of("mixtral").config.to_dict())
+    assert why_not(config) == "routed experts"
+    narrow = tiny("Llama", **{**SIZES, "head_dim": 8})
+    with pytest.raises(ValueError, match="heads of 8 features"):
+        native_of(narrow)
+    with pytest.raises(ValueError, match="cache_dtype is torch.float16"):
+        native_of(model_of("llama"), cache_dtype=torch.float16)
