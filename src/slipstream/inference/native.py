@@ -19,7 +19,9 @@ from slipstream.inference.core import Batch
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 from slipstream.ops import build
 
-PANEL = 16  # as in csrc/decoder.h: columns that lie together, and positions of a cache block
+# As in csrc/decoder.h.
+PANEL = 16  # columns that lie together, and positions of a cache block
+CODES = 32  # features that share a scale where activations are rounded to 8 bits
 _TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT8, _INT4 = 3, 4
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -60,7 +62,7 @@ class _Batch(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in ("num_rows", "num_sequences", "num_logits")),
         *((name, _pointer) for name in ("ids", "first_row", "start", "tables", "table_at", "logit_rows")),
-        *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act")),
+        *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "codes", "scales")),
     )
 
 
@@ -112,6 +114,8 @@ class NativeDecoder:
         self._layers = (_Layer * len(config.layers))(*(self._layer(i, layer) for i, layer in enumerate(weights.layers)))
         self._model = self._decoder(weights)
         self._scratch: dict[str, Tensor] = {}
+        widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+        self._widest = widest + -widest % CODES
         self._team = self._library.slipstream_team_new(self.threads)
         if not self._team:
             raise ValueError(f"cannot start {self.threads} threads; give between 1 and 64")
@@ -144,12 +148,12 @@ class NativeDecoder:
         first = parts[0]
         if isinstance(first, Int4):
             packed.type, packed.group = _INT4, features // first.scale.shape[1]
-            packed.data = self._keep(interleave([part.q for part in parts]))  # type: ignore[union-attr]
+            packed.data = self._keep(interleave([_nibbles(part.q) for part in parts]))  # type: ignore[union-attr]
             packed.scale = self._keep(interleave([part.scale.half() for part in parts]))  # type: ignore[union-attr]
             packed.low = self._keep(interleave([part.low.half() for part in parts]))  # type: ignore[union-attr]
         elif isinstance(first, Int8):
-            packed.type = _INT8
-            packed.data = self._keep(interleave([part.q for part in parts]))  # type: ignore[union-attr]
+            packed.type, packed.num_features = _INT8, features + -features % CODES
+            packed.data = self._keep(interleave([_quads(part.q) for part in parts]))  # type: ignore[union-attr]
             packed.scale = self._keep(interleave([part.scale.float()[:, None] for part in parts]))  # type: ignore[union-attr]
         else:
             packed.type = _TYPES[first.dtype]
@@ -228,11 +232,11 @@ class NativeDecoder:
 
     # -- running --
 
-    def _room(self, name: str, rows: int, width: int) -> int:
+    def _room(self, name: str, rows: int, width: int, dtype: torch.dtype = torch.float32) -> int:
         """Scratch that grows as batches do."""
         have = self._scratch.get(name)
         if have is None or have.numel() < rows * width:
-            have = self._scratch[name] = torch.empty(rows * width, dtype=torch.float32)
+            have = self._scratch[name] = torch.empty(rows * width, dtype=dtype)
         return have.data_ptr()
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -267,6 +271,8 @@ class NativeDecoder:
             self._room("qkv", rows, heads + 2 * config.num_kv_heads * config.head_dim),
             self._room("attended", rows, heads),
             self._room("act", rows, config.intermediate_size),
+            self._room("codes", rows, self._widest, torch.int8),
+            self._room("scales", rows, 2 * self._widest // CODES),
         )  # fmt: skip
         assert self._library is not None
         if self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record)):
@@ -290,9 +296,19 @@ def columns_of(matrix: Matrix) -> tuple[int, int]:
 
 
 def _panels(rows: Tensor, padding: int) -> Tensor:
-    """[columns, n] -> [panels, n, PANEL], columns padded with zeros to a multiple of `padding`."""
-    columns, n = rows.shape
-    missing = -columns % padding
+    """[columns, n, ...] -> [panels, n, PANEL, ...], columns padded with zeros to a multiple of `padding`."""
+    missing = -rows.shape[0] % padding
     if missing:
-        rows = torch.cat((rows, rows.new_zeros(missing, n)))
-    return rows.view(-1, PANEL, n).transpose(1, 2).contiguous()
+        rows = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
+    return rows.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+
+
+def _quads(codes: Tensor) -> Tensor:
+    """[columns, features] -> [columns, features / 4, 4], features padded with zeros to a multiple of CODES."""
+    return torch.nn.functional.pad(codes, (0, -codes.shape[1] % CODES)).unflatten(1, (-1, 4))
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Int4's bytes [columns, features / 2] -> [columns, features / 8, 4]: of 8 features the first four in the low halves."""
+    eights = torch.stack((packed & 15, packed >> 4), 2).view(packed.shape[0], -1, 2, 4)
+    return eights[:, :, 0] | (eights[:, :, 1] << 4)

@@ -14,6 +14,7 @@
 
 #define PANEL 16 /* output columns that lie together; also the positions of a cache block */
 #define ROWS 6   /* rows of a tile: six accumulators of 16 lanes fill AVX2's registers */
+#define CODES 32 /* features that share a scale where activations are rounded to 8 bits */
 #define MAX_THREADS 64
 
 enum weight_type { WEIGHT_F32 = 0, WEIGHT_BF16 = 1, WEIGHT_F16 = 2, WEIGHT_INT8 = 3, WEIGHT_INT4 = 4 };
@@ -21,12 +22,13 @@ enum activation { ACTIVATION_SILU = 0, ACTIVATION_GELU_TANH = 1, ACTIVATION_GELU
 
 /* y = x W^T + bias. Columns are padded with zeros to a multiple of 2 * PANEL. */
 struct matrix {
-    const void *data; /* [panel][k][PANEL]; int4: [panel][k / 2][PANEL] bytes, the even k in the low half */
+    const void *data; /* [panel][k][PANEL]; int8: [panel][k / 4][PANEL][4]; int4: [panel][k / 8][PANEL][4] bytes, the first
+                         four k in the low halves */
     const void *scale; /* int8: fp32 [panel][PANEL]; int4: fp16 [panel][k / group][PANEL] */
     const void *low;   /* int4: fp16 as scale; w = q * scale + low */
     const float *bias; /* fp32 [padded columns], or NULL */
-    int64_t num_columns, num_features;
-    int32_t type, group;
+    int64_t num_columns, num_features; /* int8, int4: features are padded with zeros to a multiple of CODES */
+    int32_t type, group;               /* int4: a multiple of CODES */
 };
 
 struct layer {
@@ -63,7 +65,9 @@ struct batch {
     const int32_t *table_at;  /* [num_sequences] where a sequence's blocks begin in tables */
     const int32_t *logit_rows; /* [num_logits] */
     float *logits;            /* [num_logits][vocab_size] */
-    float *x, *normed, *qkv, *attended, *act; /* scratch: [num_rows][...], see forward() */
+    float *x, *normed, *qkv, *attended, *act; /* scratch: [num_rows][...] */
+    int8_t *codes; /* [num_rows][widest input, padded to CODES]; NULL where no matrix is int8 or int4 */
+    float *scales; /* [num_rows][2][widest / CODES]: a group's scale; and its sum of codes times that */
 };
 
 struct team; /* the threads; see decoder.c */

@@ -64,20 +64,19 @@ TARGET static float exp_of(float x)
 
 INLINE vec load_weight(int type, const char *p)
 {
-    switch (type) {
-    case WEIGHT_BF16: return load_bf16(p);
-    case WEIGHT_F16: return load_f16(p);
-    case WEIGHT_INT8: return load_i8(p);
-    default: return load_f32(p);
-    }
+    return type == WEIGHT_BF16 ? load_bf16(p) : type == WEIGHT_F16 ? load_f16(p) : load_f32(p);
 }
 
-INLINE int64_t weight_size(int type) { return type == WEIGHT_F32 ? 4 : type == WEIGHT_INT8 ? 1 : 2; }
+INLINE int64_t weight_size(int type) { return type == WEIGHT_F32 ? 4 : 2; }
 
-INLINE const char *panel_of(const struct matrix *w, int type, int64_t panel)
+INLINE int is_coded(const struct matrix *w) { return w->type == WEIGHT_INT8 || w->type == WEIGHT_INT4; }
+
+INLINE const char *panel_of(const struct matrix *w, int64_t panel)
 {
     const int64_t size = w->num_features * PANEL;
-    return (const char *)w->data + panel * (type == WEIGHT_INT4 ? size / 2 : size * weight_size(type));
+    return (const char *)w->data + panel * (w->type == WEIGHT_INT4   ? size / 2
+                                            : w->type == WEIGHT_INT8 ? size
+                                                                     : size * weight_size(w->type));
 }
 
 /* out[j][i][:] = x[i] . panel j, for `rows` rows of x and `panels` panels; both are constants where this is inlined. */
@@ -90,52 +89,23 @@ INLINE void tile(const int type, const int rows, const int panels, const struct 
     for (int a = 0; a < rows * panels; ++a)
         sums[a] = vec_zero();
     for (int j = 0; j < panels; ++j)
-        p[j] = panel_of(w, type, panel + j);
-    if (type == WEIGHT_INT4) {
-        const int64_t groups = num_features / w->group;
-        for (int64_t g = 0; g < groups; ++g) {
-            vec scale[4], low[4];
-            for (int j = 0; j < panels; ++j) {
-                const int64_t at = ((panel + j) * groups + g) * PANEL * 2;
-                scale[j] = load_f16((const char *)w->scale + at);
-                low[j] = load_f16((const char *)w->low + at);
-            }
-            for (int64_t k = g * w->group; k < (g + 1) * w->group; k += 2)
-                for (int j = 0; j < panels; ++j) {
-                    vec even, odd;
-                    load_i4(p[j] + k * (PANEL / 2), &even, &odd);
-                    even = vec_fma(even, scale[j], low[j]);
-                    odd = vec_fma(odd, scale[j], low[j]);
-                    for (int i = 0; i < rows; ++i) {
-                        sums[i * panels + j] = vec_fma(vec_set(x[i * stride + k]), even, sums[i * panels + j]);
-                        sums[i * panels + j] = vec_fma(vec_set(x[i * stride + k + 1]), odd, sums[i * panels + j]);
-                    }
-                }
+        p[j] = panel_of(w, panel + j);
+    const int64_t step = PANEL * weight_size(type);
+    for (int64_t k = 0; k < num_features; ++k)
+        for (int j = 0; j < panels; ++j) {
+            const vec weight = load_weight(type, p[j] + k * step);
+            for (int i = 0; i < rows; ++i)
+                sums[i * panels + j] = vec_fma(vec_set(x[i * stride + k]), weight, sums[i * panels + j]);
         }
-    } else {
-        const int64_t step = PANEL * weight_size(type);
-        for (int64_t k = 0; k < num_features; ++k)
-            for (int j = 0; j < panels; ++j) {
-                const vec weight = load_weight(type, p[j] + k * step);
-                for (int i = 0; i < rows; ++i)
-                    sums[i * panels + j] = vec_fma(vec_set(x[i * stride + k]), weight, sums[i * panels + j]);
-            }
-    }
     for (int j = 0; j < panels; ++j)
-        for (int i = 0; i < rows; ++i) {
-            vec sum = sums[i * panels + j];
-            if (type == WEIGHT_INT8)
-                sum = vec_mul(sum, load_f32((const float *)w->scale + (panel + j) * PANEL));
-            store_f32(out[j][i], sum, 0);
-        }
+        for (int i = 0; i < rows; ++i)
+            store_f32(out[j][i], sums[i * panels + j], 0);
 }
 
 #define FOR_TYPES(DO, ...)                                                                                              \
     switch (w->type) {                                                                                                  \
     case WEIGHT_BF16: DO(WEIGHT_BF16, __VA_ARGS__); break;                                                              \
     case WEIGHT_F16: DO(WEIGHT_F16, __VA_ARGS__); break;                                                                \
-    case WEIGHT_INT8: DO(WEIGHT_INT8, __VA_ARGS__); break;                                                              \
-    case WEIGHT_INT4: DO(WEIGHT_INT4, __VA_ARGS__); break;                                                              \
     default: DO(WEIGHT_F32, __VA_ARGS__); break;                                                                        \
     }
 
@@ -163,27 +133,12 @@ TARGET static void few_rows(const struct matrix *w, int64_t panel, int panels, i
         }
 }
 
-/* Many rows: a panel is widened once into `to`, fp32 [k][PANEL]; int8's scale stays outside the sum as in `tile`. */
+/* Many rows: a panel is widened once into `to`, fp32 [k][PANEL]. */
 TARGET static void widen(const struct matrix *w, int64_t panel, float *to)
 {
-    const int type = w->type;
-    const char *p = panel_of(w, type, panel);
-    if (type == WEIGHT_INT4) {
-        const int64_t groups = w->num_features / w->group;
-        for (int64_t g = 0; g < groups; ++g) {
-            const int64_t at = (panel * groups + g) * PANEL * 2;
-            const vec scale = load_f16((const char *)w->scale + at), low = load_f16((const char *)w->low + at);
-            for (int64_t k = g * w->group; k < (g + 1) * w->group; k += 2) {
-                vec even, odd;
-                load_i4(p + k * (PANEL / 2), &even, &odd);
-                store_f32(to + k * PANEL, vec_fma(even, scale, low), 0);
-                store_f32(to + (k + 1) * PANEL, vec_fma(odd, scale, low), 0);
-            }
-        }
-        return;
-    }
+    const char *p = panel_of(w, panel);
     for (int64_t k = 0; k < w->num_features; ++k)
-        store_f32(to + k * PANEL, load_weight(type, p + k * PANEL * weight_size(type)), 0);
+        store_f32(to + k * PANEL, load_weight(w->type, p + k * PANEL * weight_size(w->type)), 0);
 }
 
 TARGET static void wide_rows(const struct matrix *wide, int rows, const float *x, int64_t stride, float out[][ROWS][PANEL])
@@ -198,12 +153,99 @@ TARGET static void wide_rows(const struct matrix *wide, int rows, const float *x
     }
 }
 
+/* ---- matrices of codes: whole numbers are multiplied exactly, group by group of CODES features ----
+ *
+ * x is rounded to 8 bits with a scale for each group of a row, as llama.cpp does; w is int8 with a scale per column, or
+ * int4 with a scale and an offset per column and group. */
+
+/* Rows of x as they are multiplied. */
+struct coded {
+    const int8_t *codes;
+    const float *scales, *sums; /* per group */
+    int64_t stride, groups_stride;
+};
+
+/* To nearest even; the largest of a group becomes 127. */
+TARGET static void code_row(const float *x, int64_t size, int8_t *codes, float *scales, float *sums)
+{
+    for (int64_t k = 0; k < size; k += CODES) {
+        const int64_t width = size - k < CODES ? size - k : CODES;
+        float group[CODES] = {0}, most = 0.0f;
+        int32_t total = 0;
+        memcpy(group, x + k, (size_t)width * sizeof(float));
+        for (int i = 0; i < CODES; ++i)
+            most = fabsf(group[i]) > most ? fabsf(group[i]) : most;
+        const float factor = most > 0.0f ? 127.0f / most : 0.0f;
+        for (int i = 0; i < CODES; ++i) {
+            const float magic = 12582912.0f;
+            const int32_t code = (int32_t)(group[i] * factor + magic - magic);
+            codes[k + i] = (int8_t)code;
+            total += code;
+        }
+        scales[k / CODES] = most / 127.0f;
+        sums[k / CODES] = (float)total * (most / 127.0f);
+    }
+}
+
+INLINE void coded_tile(const int type, const int rows, const struct matrix *w, int64_t panel, const struct coded *x, int64_t row,
+                       float out[][PANEL])
+{
+    const char *p = panel_of(w, panel);
+    const int64_t groups = w->num_features / CODES, step = type == WEIGHT_INT4 ? CODES * PANEL / 2 : CODES * PANEL;
+    const int64_t per_scale = type == WEIGHT_INT4 ? w->group / CODES : 1, num_scales = groups / per_scale;
+    vec total[4];
+    for (int i = 0; i < rows; ++i)
+        total[i] = vec_zero();
+    for (int64_t g = 0; g < groups; ++g, p += step) {
+        ivec sums[4];
+        for (int i = 0; i < rows; ++i)
+            sums[i] = ivec_zero();
+        for (int k = 0; k < CODES; k += type == WEIGHT_INT4 ? 8 : 4)
+            for (int i = 0; i < rows; ++i) {
+                const int8_t *codes = x->codes + (row + i) * x->stride + g * CODES + k;
+                sums[i] = type == WEIGHT_INT4 ? dot_i4(sums[i], p + k * PANEL / 2, codes) : dot_i8(sums[i], p + k * PANEL, codes);
+            }
+        for (int i = 0; i < rows; ++i) {
+            const vec scale = vec_set(x->scales[(row + i) * x->groups_stride + g]);
+            if (type == WEIGHT_INT8) {
+                total[i] = vec_fma(ivec_to_vec(sums[i]), scale, total[i]);
+                continue;
+            }
+            const int64_t at = (panel * num_scales + g / per_scale) * PANEL * 2;
+            total[i] = vec_fma(vec_mul(pairs_to_vec(sums[i]), scale), load_f16((const char *)w->scale + at), total[i]);
+            total[i] = vec_fma(vec_set(x->sums[(row + i) * x->groups_stride + g]), load_f16((const char *)w->low + at), total[i]);
+        }
+    }
+    for (int i = 0; i < rows; ++i)
+        store_f32(out[i], type == WEIGHT_INT8 ? vec_mul(total[i], load_f32((const float *)w->scale + panel * PANEL)) : total[i], 0);
+}
+
+#define FOR_CODES(ROWS_OF_TILE)                                                                                         \
+    case ROWS_OF_TILE:                                                                                                  \
+        if (w->type == WEIGHT_INT4)                                                                                     \
+            coded_tile(WEIGHT_INT4, ROWS_OF_TILE, w, panel, x, row, out);                                               \
+        else                                                                                                            \
+            coded_tile(WEIGHT_INT8, ROWS_OF_TILE, w, panel, x, row, out);                                               \
+        break;
+
+TARGET static void coded_rows(const struct matrix *w, int64_t panel, const struct coded *x, int64_t row, int rows, float out[][PANEL])
+{
+    switch (rows) {
+        FOR_CODES(1)
+        FOR_CODES(2)
+        FOR_CODES(3)
+    default: /* four accumulators of whole numbers and their sums fill AVX2's registers */
+        FOR_CODES(4)
+    }
+}
+
 /* What happens to a tile's sums. */
 enum epilogue { STORE, ADD, GATED };
 
 struct product {
     const struct matrix *w;
     const float *x;
+    struct coded coded; /* the same rows, where w is coded */
     float *y;
     int64_t x_stride, y_stride;
     int32_t num_rows;
@@ -278,6 +320,16 @@ TARGET static void strip(const struct product *job, int64_t panel, int panels, f
 {
     float sums[4][ROWS][PANEL];
     const struct matrix *w = job->w;
+    if (is_coded(w)) {
+        for (int j = 0; j < panels; j += 2)
+            for (int row = 0; row < job->num_rows; row += 4) {
+                const int rows = job->num_rows - row < 4 ? job->num_rows - row : 4;
+                coded_rows(w, panel + j, &job->coded, row, rows, sums[0]);
+                coded_rows(w, panel + j + 1, &job->coded, row, rows, sums[1]);
+                finish_tile(job, panel + j, 2, row, rows, sums);
+            }
+        return;
+    }
     if (job->num_rows <= ROWS) {
         few_rows(w, panel, panels, job->num_rows, job->x, job->x_stride, sums);
         finish_tile(job, panel, panels, 0, job->num_rows, sums);
@@ -286,22 +338,16 @@ TARGET static void strip(const struct product *job, int64_t panel, int panels, f
     for (int j = 0; j < panels; j += 2) {
         struct matrix wide[2];
         for (int half = 0; half < 2; ++half) {
-            wide[half] = (struct matrix){.data = w->type == WEIGHT_F32 ? (const void *)panel_of(w, WEIGHT_F32, panel + j + half)
-                                                                        : scratch + half * w->num_features * PANEL,
+            float *to = scratch + half * w->num_features * PANEL;
+            wide[half] = (struct matrix){.data = w->type == WEIGHT_F32 ? (const void *)panel_of(w, panel + j + half) : to,
                                          .num_features = w->num_features};
             if (w->type != WEIGHT_F32)
-                widen(w, panel + j + half, scratch + half * w->num_features * PANEL);
+                widen(w, panel + j + half, to);
         }
         for (int row = 0; row < job->num_rows; row += ROWS) {
             const int rows = job->num_rows - row < ROWS ? job->num_rows - row : ROWS;
-            for (int half = 0; half < 2; ++half) {
+            for (int half = 0; half < 2; ++half)
                 wide_rows(&wide[half], rows, job->x + row * job->x_stride, job->x_stride, sums + half);
-                if (w->type == WEIGHT_INT8) {
-                    const vec scale = load_f32((const float *)w->scale + (panel + j + half) * PANEL);
-                    for (int i = 0; i < rows; ++i)
-                        store_f32(sums[half][i], vec_mul(load_f32(sums[half][i]), scale), 0);
-                }
-            }
             finish_tile(job, panel + j, 2, row, rows, sums);
         }
     }
@@ -571,12 +617,27 @@ TARGET static void norm_rows(const struct decoder *model, float *to, const float
         rms_norm(to + row * model->hidden_size, x + row * model->hidden_size, weight, model->hidden_size, model->norm_eps, add);
 }
 
+/* Rows [from, until) of x, of `size` features, as codes; other threads read them after the next meeting. */
+TARGET static struct coded code_rows(const struct batch *batch, const float *x, int64_t size, int64_t from, int64_t until)
+{
+    const int64_t groups = (size + CODES - 1) / CODES;
+    const struct coded coded = {batch->codes, batch->scales, batch->scales + groups, groups * CODES, 2 * groups};
+    for (int64_t row = from; row < until; ++row)
+        code_row(x + row * size, size, batch->codes + row * coded.stride, batch->scales + row * coded.groups_stride,
+                 batch->scales + row * coded.groups_stride + groups);
+    return coded;
+}
+
 /* x += W y, or x += norm(W y) where the layer has a norm there. The threads have met when this returns. */
-TARGET static void residual(const struct decoder *model, const struct batch *batch, const struct matrix *w, const float *y,
+TARGET static void residual(const struct decoder *model, const struct batch *batch, const struct matrix *w, const float *y, int64_t size,
                             const float *post_norm, struct team *team, int thread, int stage, float *scratch, int64_t from, int64_t until)
 {
-    const struct product job = {.w = w, .x = y, .y = post_norm ? batch->normed : batch->x, .x_stride = w->num_features,
-                                .y_stride = model->hidden_size, .num_rows = batch->num_rows, .epilogue = post_norm ? STORE : ADD};
+    struct product job = {.w = w, .x = y, .y = post_norm ? batch->normed : batch->x, .x_stride = size,
+                          .y_stride = model->hidden_size, .num_rows = batch->num_rows, .epilogue = post_norm ? STORE : ADD};
+    if (is_coded(w)) {
+        job.coded = code_rows(batch, y, size, from, until);
+        team_wait(team, thread);
+    }
     multiply(&job, 1, team, stage, scratch);
     team_wait(team, thread);
     if (post_norm)
@@ -594,13 +655,17 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         embed_row(model, batch->ids[row], batch->x + row * hidden);
     for (int index = 0; index < model->num_layers; ++index) {
         const struct layer *layer = &model->layers[index];
+        const struct matrix *const w[] = {&layer->q, &layer->k, &layer->v};
+        float *const y[] = {batch->qkv, batch->qkv + q_width, batch->qkv + q_width + kv_width};
+        struct product qkv[3];
+        struct coded coded = {0};
         norm_rows(model, batch->normed, batch->x, layer->input_norm, from, until, 0);
+        if (is_coded(&layer->q) || is_coded(&layer->k) || is_coded(&layer->v))
+            coded = code_rows(batch, batch->normed, hidden, from, until);
+        for (int i = 0; i < 3; ++i)
+            qkv[i] = (struct product){.w = w[i], .x = batch->normed, .coded = coded, .y = y[i], .x_stride = hidden, .y_stride = width,
+                                      .num_rows = batch->num_rows};
         team_wait(team, thread);
-        const struct product qkv[] = {
-            {.w = &layer->q, .x = batch->normed, .y = batch->qkv, .x_stride = hidden, .y_stride = width, .num_rows = batch->num_rows},
-            {.w = &layer->k, .x = batch->normed, .y = batch->qkv + q_width, .x_stride = hidden, .y_stride = width, .num_rows = batch->num_rows},
-            {.w = &layer->v, .x = batch->normed, .y = batch->qkv + q_width + kv_width, .x_stride = hidden, .y_stride = width, .num_rows = batch->num_rows},
-        };
         multiply(qkv, 3, team, stage++, scratch);
         team_wait(team, thread);
         for (int sequence = 0, row = (int)from; row < until; ++row) {
@@ -611,23 +676,27 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         team_wait(team, thread);
         attention(model, layer, batch, team, stage++, scratch);
         team_wait(team, thread);
-        residual(model, batch, &layer->out, batch->attended, layer->attn_post_norm, team, thread, stage++, scratch, from, until);
+        residual(model, batch, &layer->out, batch->attended, q_width, layer->attn_post_norm, team, thread, stage++, scratch, from, until);
         norm_rows(model, batch->normed, batch->x, layer->mlp_norm, from, until, 0);
+        struct product gated = {.w = &layer->gate_up, .x = batch->normed, .y = batch->act, .x_stride = hidden,
+                                .y_stride = model->intermediate_size, .num_rows = batch->num_rows, .epilogue = GATED,
+                                .activation = model->activation};
+        if (is_coded(gated.w))
+            gated.coded = code_rows(batch, batch->normed, hidden, from, until);
         team_wait(team, thread);
-        const struct product gated = {.w = &layer->gate_up, .x = batch->normed, .y = batch->act, .x_stride = hidden,
-                                      .y_stride = model->intermediate_size, .num_rows = batch->num_rows, .epilogue = GATED,
-                                      .activation = model->activation};
         multiply(&gated, 1, team, stage++, scratch);
         team_wait(team, thread);
-        residual(model, batch, &layer->down, batch->act, layer->mlp_post_norm, team, thread, stage++, scratch, from, until);
+        residual(model, batch, &layer->down, batch->act, model->intermediate_size, layer->mlp_post_norm, team, thread, stage++, scratch, from, until);
     }
     team_wait(team, thread);
     share(batch->num_logits, team_size(team), thread, &from, &until);
     for (int64_t i = from; i < until; ++i)
         rms_norm(batch->normed + i * hidden, batch->x + batch->logit_rows[i] * hidden, model->final_norm, hidden, model->norm_eps, 0);
+    struct product head = {.w = &model->head, .x = batch->normed, .y = batch->logits, .x_stride = hidden,
+                           .y_stride = model->vocab_size, .num_rows = batch->num_logits};
+    if (is_coded(head.w))
+        head.coded = code_rows(batch, batch->normed, hidden, from, until);
     team_wait(team, thread);
-    const struct product head = {.w = &model->head, .x = batch->normed, .y = batch->logits, .x_stride = hidden,
-                                 .y_stride = model->vocab_size, .num_rows = batch->num_logits};
     if (batch->num_logits)
         multiply(&head, 1, team, stage++, scratch);
     if (model->logit_softcap > 0.0f) {

@@ -47,25 +47,28 @@ INLINE vec load_f32(const void *p)
     memcpy(&r, p, sizeof r);
     return r;
 }
-INLINE vec load_i8(const void *p)
+/* Products of codes: x holds signed bytes, w 16 columns of 4 bytes each, one for each of 4 consecutive x. */
+typedef int32_t ivec __attribute__((vector_size(64)));
+INLINE ivec ivec_zero(void) { return (ivec){0}; }
+INLINE ivec dot_i8(ivec sum, const void *w, const int8_t *x)
 {
-    const int8_t *x = p;
-    float lanes[16];
+    const int8_t *columns = w;
     for (int lane = 0; lane < 16; ++lane)
-        lanes[lane] = x[lane];
-    return load_f32(lanes);
+        for (int k = 0; k < 4; ++k)
+            sum[lane] += columns[lane * 4 + k] * x[k];
+    return sum;
 }
-INLINE void load_i4(const void *p, vec *low, vec *high)
+/* 8 consecutive x: the low halves of w belong to the first four. */
+INLINE ivec dot_i4(ivec sum, const void *w, const int8_t *x)
 {
-    const uint8_t *x = p;
-    float lanes[32];
-    for (int lane = 0; lane < 16; ++lane) {
-        lanes[lane] = (float)(x[lane] & 15);
-        lanes[16 + lane] = (float)(x[lane] >> 4);
-    }
-    *low = load_f32(lanes);
-    *high = load_f32(lanes + 16);
+    const uint8_t *columns = w;
+    for (int lane = 0; lane < 16; ++lane)
+        for (int k = 0; k < 4; ++k)
+            sum[lane] += (columns[lane * 4 + k] & 15) * x[k] + (columns[lane * 4 + k] >> 4) * x[4 + k];
+    return sum;
 }
+INLINE vec ivec_to_vec(ivec a) { return __builtin_convertvector(a, vec); }
+INLINE vec pairs_to_vec(ivec a) { return ivec_to_vec(a); }
 /* There is no portable way past the caches: `stream` is ignored here. */
 INLINE vec store_f32(void *p, vec a, int stream)
 {
