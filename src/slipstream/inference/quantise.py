@@ -88,8 +88,10 @@ def dequantise(m: Matrix) -> Tensor:
         case Int8():
             return m.q.float() * m.scale[:, None]
         case Int4():
-            q = unpack(m.q).float().unflatten(1, (m.scale.shape[1], -1))
-            return (q * m.scale[..., None] + m.low[..., None]).flatten(1)
+            out = torch.empty(*m.q.shape, 2, device=m.q.device)  # filled in place: loading a model passes through here
+            out[..., 0], out[..., 1] = m.q & 15, m.q >> 4
+            groups = out.view(*m.scale.shape, -1)
+            return groups.mul_(m.scale[..., None]).add_(m.low[..., None]).flatten(1)
         case _:
             return m
 
