@@ -15,7 +15,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -202,11 +202,19 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
         self._thread.start()
 
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("the prompt is text, and this engine has no tokenizer; give token ids")
+        return self.tokenizer.encode(prompt)
+
     def submit(self, prompt: str | Sequence[int], params: SamplingParams, *, sink: Sink, n: int = 1, priority: int = 0) -> Handle:
         """Queue a prompt for `n` answers, and return. Lower `priority` goes first.
 
         Raises ValueError for what can never be served, QueueFullError if the queue is full, ClosedError if nothing is taken."""
-        ids = self._encode(prompt)
+        ids = self.encode(prompt)
         self._check(ids, params, n)
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos or params.json_schema is not None:  # after complete JSON, only an end token is allowed
@@ -298,13 +306,6 @@ class Engine:
         with self._lock:
             self._scheduler.pool.check(request.blocks for request in self._scheduler.running)
 
-    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ValueError("the prompt is text, and this engine has no tokenizer; give token ids")
-        return self.tokenizer.encode(prompt)
-
     def _constraint(self, schema: str) -> Constraint:
         with self._grammars_lock:
             return self._grammars.constraint(schema)
@@ -380,6 +381,7 @@ class Engine:
                 places += range(place, place + chunk.num_rows)
                 drawn[request] = []
             place += chunk.num_rows
+        sampled: Iterator[Sampled] = iter(())
         while rows:
             try:
                 one_each = places == list(range(place))

@@ -228,6 +228,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(*_both("--max_running"), type=_positive, metavar="N", help="sequences generated at once")
     group.add_argument(*_both("--max_waiting"), type=_positive, metavar="N", help="length of the queue, more are refused")
     group.add_argument(*_both("--token_budget"), type=_positive, metavar="N", help="tokens per forward")
+    group.add_argument(*_both("--num_draft"), type=_count, metavar="N", help="tokens guessed ahead from the prompt; default 0")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -274,6 +275,12 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     group.add_argument("--port", type=_port, default=8000, metavar="PORT", help="default 8000")
     group.add_argument(
         *_both("--api_key"), action="append", default=[], metavar="KEY", help="clients must send it; may be given several times"
+    )
+    group.add_argument(*_both("--max_body_bytes"), type=_bytes, default=4 << 20, metavar="SIZE", help="default 4M")
+    group.add_argument(*_both("--max_output_tokens"), type=_positive, metavar="N", help="per answer; default: as the context allows")
+    group.add_argument(*_both("--request_timeout"), type=float, default=600.0, metavar="SECONDS", help="default 600")
+    group.add_argument(
+        *_both("--drain_timeout"), type=float, default=60.0, metavar="SECONDS", help="to finish answers after SIGTERM; default 60"
     )
     group.add_argument(*_both("--model_name"), metavar="NAME", help="what clients call it; default: MODEL's last part")
 

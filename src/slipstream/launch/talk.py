@@ -22,7 +22,10 @@ _SAMPLING = (
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "stop", "seed", "ignore_eos",
 )  # fmt: skip
-_LOADING = ("dtype", "device", "kv_cache_bytes", "max_context", "max_running", "max_waiting", "token_budget")
+_LOADING = (
+    "dtype", "device", "kv_cache_bytes", "max_context", "max_running", "max_waiting", "token_budget", "num_draft",
+    "model_name",
+)  # fmt: skip
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -79,11 +82,14 @@ def serve(options: argparse.Namespace) -> int:
 
     with _engine(options) as engine:
         server.serve(
-            engine,
+            engine.engine,
             host=options.host,
             port=options.port,
-            api_keys=tuple(options.api_key),
-            model_name=options.model_name or Path(options.model).name,
+            api_keys=options.api_key,
+            max_body_bytes=options.max_body_bytes,
+            max_output_tokens=options.max_output_tokens,
+            request_timeout_s=options.request_timeout,
+            drain_timeout_s=options.drain_timeout,
         )
     return 0
 
@@ -93,7 +99,7 @@ def _engine(options: argparse.Namespace) -> InferenceEngine:
     import slipstream
 
     started = time.perf_counter()
-    given = {name: value for name in _LOADING if (value := getattr(options, name)) is not None}
+    given = {name: value for name in _LOADING if (value := getattr(options, name, None)) is not None}
     engine = slipstream.init_inference(options.model, **given)
     print(f"{engine.description}; ready in {time.perf_counter() - started:.1f} s", file=sys.stderr)
     return engine
