@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 def byte_tokenizer() -> Tokenizer:
     """Token b is byte b."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={char: byte for char, byte in BYTE_OF.items()}, merges=[]))
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=dict(BYTE_OF), merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
@@ -457,6 +457,7 @@ def test_command_line() -> None:
 
 
 def test_answers_are_printed_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
-    deltas = [Delta("b", (1,), 1), Delta("a", (1,), 0), Delta("B", (1, 2), 1, finish_reason="stop"), Delta("A", (1,), 0, finish_reason="stop")]
+    ends = [Delta("B", (1, 2), 1, finish_reason="stop"), Delta("A", (1,), 0, finish_reason="stop")]
+    deltas = [Delta("b", (1,), 1), Delta("a", (1,), 0), *ends]
     assert _print_in_order(deltas, 2) == 5
     assert capsys.readouterr().out == "aA\nbB\n"

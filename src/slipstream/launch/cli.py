@@ -277,7 +277,7 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
         *_both("--api_key"), action="append", default=[], metavar="KEY", help="clients must send it; may be given several times"
     )
     group.add_argument(*_both("--max_body_bytes"), type=_bytes, default=4 << 20, metavar="SIZE", help="default 4M")
-    group.add_argument(*_both("--max_output_tokens"), type=_positive, metavar="N", help="per answer; default: as the context allows")
+    group.add_argument(*_both("--max_output_tokens"), type=_positive, metavar="N", help="per answer; default: the context")
     group.add_argument(*_both("--request_timeout"), type=float, default=600.0, metavar="SECONDS", help="default 600")
     group.add_argument(
         *_both("--drain_timeout"), type=float, default=60.0, metavar="SECONDS", help="to finish answers after SIGTERM; default 60"
