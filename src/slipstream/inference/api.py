@@ -289,8 +289,38 @@ def pipeline(model: Any, **settings: Any) -> InferenceEngine:
     return init_inference(model, **settings)
 
 
-def _open(model: Any, **options: Any) -> InferenceEngine:
-    raise NotImplementedError
+def _open(
+    model: Any,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+    max_context: int | None = None,
+    kv_cache_bytes: int | None = None,
+    max_running: int = 64,
+    model_name: str | None = None,
+    **loop: Any,
+) -> InferenceEngine:
+    """Load, choose the forward, start the loop; `loop`: the other arguments of `Engine`."""
+    from slipstream.inference.load import load
+    from slipstream.inference.runner import Sizes, open_decoder, open_generic
+
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    loaded = load(model, dtype=None if dtype is None else _dtype(dtype), device=place)
+    sizes = Sizes(kv_cache_bytes, max_running, max_context)
+    if loaded.config is not None:
+        opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes)
+    else:
+        opened = open_generic(loaded.model, sizes)
+    if tokenizer is None:
+        tokenizer = loaded.tokenizer
+    elif not isinstance(tokenizer, Tokenizer):
+        tokenizer = Tokenizer.from_folder(tokenizer)
+    name = model_name or (Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__)
+    ends = loaded.end_ids
+    engine = Engine(opened.runner, tokenizer, max_running=max_running, end_ids=ends, model_name=name, **loop)
+    room = opened.runner.num_blocks * opened.runner.block_size
+    return InferenceEngine(engine, f"{name}: {opened.forward}, cache of {room:,} tokens, context {engine.max_context:,}")
 
 
 _RETRY = 0.02  # seconds, while others fill the queue
@@ -401,6 +431,15 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
         given["temperature"] = 0.0
     n = given.pop("n", 1)
     return SamplingParams(**given), n
+
+
+def _dtype(given: torch.dtype | str) -> str:
+    """fp32 | bf16 | fp16 | int8 | int4, however it was said."""
+    word = str(given).removeprefix("torch.").lower()
+    word = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.get(word, word)
+    if word not in ("fp32", "bf16", "fp16", "int8", "int4"):
+        raise ValueError(f"dtype is {given!r}; it has to be fp32, bf16, fp16, int8 or int4")
+    return word
 
 
 def _read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:

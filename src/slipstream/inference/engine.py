@@ -269,7 +269,8 @@ class Engine:
     def close(self) -> None:
         """End everything (Finish.CANCELLED) and the thread. May be called twice."""
         with self._lock:
-            self._state = _State.CLOSED
+            if self._state is not _State.DEAD:
+                self._state = _State.CLOSED
             self._work.notify()
         if self._thread is None:
             self._shut(Finish.CANCELLED)
@@ -439,7 +440,8 @@ class Engine:
     def _shut(self, finish: Finish, error: str | None = None) -> None:
         """Nothing is taken or computed any more; with an error, the engine is dead."""
         with self._lock:
-            self._state, self._why = (_State.CLOSED, "") if error is None else (_State.DEAD, error)
+            if error is not None:
+                self._state, self._why = _State.DEAD, error
             told = self._end(list(self._sequences.values()), finish, error)
         self._tell(told)
 
