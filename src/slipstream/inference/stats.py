@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from slipstream.inference.core import Finish
 
@@ -15,7 +14,8 @@ _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60
 _BETWEEN_TOKENS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
-class Histogram(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Histogram:
     """As Prometheus has it, but counts are per bucket, not cumulative; the last one is beyond all bounds."""
 
     bounds: tuple[float, ...]  # upper, inclusive
