@@ -255,7 +255,13 @@ def test_an_error_of_one_request_is_its_own(caplog: pytest.LogCaptureFixture) ->
     runner.logits = lambda history, num: plain(history, num) * (float("nan") if history[0] == ord("N") else 1)  # type: ignore[method-assign]
 
     class Broken:
-        def mask(self) -> None: ...
+        def __init__(self, schema: str) -> None:
+            self.schema = schema
+
+        def mask(self) -> None:
+            if self.schema == "no mask":
+                raise ValueError(self.schema)
+
         def accept(self, token: int) -> None:
             raise ValueError("not in the grammar")
 
@@ -263,11 +269,13 @@ def test_an_error_of_one_request_is_its_own(caplog: pytest.LogCaptureFixture) ->
         raise RuntimeError("event loop is closed")
 
     with running(runner) as engine:
-        engine._constraint = lambda schema: Broken()  # type: ignore[assignment,method-assign]
+        engine._constraint = Broken  # type: ignore[assignment,method-assign]
         engine.submit("angry", GREEDY, sink=angry)
         wrong = ask(engine, "Nan", n=2)
         schema = ask(engine, "schema", SamplingParams(temperature=0, json_schema="{}"))
+        masked = ask(engine, "masked", SamplingParams(temperature=0, json_schema="no mask"))
         right = ask(engine, "right")
+        assert done(masked).last().error == "ValueError: no mask"
         assert "not finite" in str(done(wrong).last(1).error)
         assert done(schema).last().error == "ValueError: not in the grammar"
         assert done(right).last().error is None and done(right).text() == done(ask(engine, "right")).text()

@@ -267,7 +267,8 @@ def init_inference(
         device: default: CUDA where there is one.
         tokenizer: a folder or a `Tokenizer`, where the model does not bring its own.
         max_context: tokens of prompt and answer together; default: the model's.
-        kv_cache_bytes: for keys and values; default: what `max_running` full contexts need, at most 40 % of free memory.
+        kv_cache_bytes: for keys and values; default: what `max_running` full contexts need,
+            at most 1 GiB and 40 % of free memory on a CPU, 85 % on CUDA.
         max_running: sequences generated at once (64).
         max_waiting: requests in the queue, more are refused (1024).
         token_budget: tokens per forward (512).

@@ -376,7 +376,11 @@ class Engine:
         for chunk in batch.chunks:
             for request in receivers(chunk):
                 constraint = self._sequences[request].constraint  # the scheduler guesses nothing where there is one
-                mask = None if constraint is None else constraint.mask()
+                try:
+                    mask = None if constraint is None else constraint.mask()
+                except Exception as error:  # the grammar's library's: the others go on
+                    drawn[request] = _text(error)
+                    continue
                 rows += (Row(request, chunk.draft[:num], mask) for num in range(chunk.num_rows))
                 places += range(place, place + chunk.num_rows)
                 drawn[request] = []

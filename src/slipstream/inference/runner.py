@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16  # tokens; the native cache's only one
 _SHARE = {"cpu": 0.4, "cuda": 0.85}  # of the memory that is free once the weights are there
+_MODEST = 1 << 30  # bytes on a CPU, whose memory others need too, and which are all written when the cache is made
 _GENERIC_CONTEXT = 2048  # by which the cache is sized where the model's is known only later; one request may have more
 
 
@@ -37,10 +38,10 @@ class Opened(NamedTuple):
     forward: str  # which one, for people
 
 
-def num_blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, free: int, share: float) -> int:
-    """As many as `max_running` full contexts need, if the memory holds them. ValueError if it holds no context at all."""
+def num_blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, room: int) -> int:
+    """As many as `max_running` full contexts need, within kv_cache_bytes or else `room`. ValueError if that holds nothing."""
     each = bytes_per_block(shapes, BLOCK_SIZE, dtype)
-    room = int(free * share) if sizes.kv_cache_bytes is None else sizes.kv_cache_bytes
+    room = room if sizes.kv_cache_bytes is None else sizes.kv_cache_bytes
     found = min(room // each, sizes.max_running * -(-context // BLOCK_SIZE))
     if found < 2:
         raise ValueError(
@@ -85,7 +86,11 @@ def _context(limit: int, sizes: Sizes) -> int:
 
 
 def _blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, device: torch.device) -> int:
-    return num_blocks(shapes, dtype, sizes, context, free_memory(device), _SHARE.get(device.type, _SHARE["cpu"]))
+    if device.type == "cuda":
+        room = int(free_memory(device) * _SHARE["cuda"])
+    else:
+        room = min(int(free_memory(device) * _SHARE["cpu"]), _MODEST)
+    return num_blocks(shapes, dtype, sizes, context, room)
 
 
 def free_memory(device: torch.device) -> int:

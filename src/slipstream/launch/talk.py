@@ -30,6 +30,8 @@ _LOADING = (
 
 def generate(options: argparse.Namespace) -> int:
     """Complete each prompt, all in one batch; they are printed in their order, the first of them live."""
+    from slipstream.inference import GenerationError
+
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in options.prompts]
     sampling = _sampling(options)
     if options.json_schema is not None:
@@ -41,8 +43,11 @@ def generate(options: argparse.Namespace) -> int:
         try:
             usage = _print_in_order(engine.generate(prompts, stream=True, **sampling), len(prompts))
         except KeyboardInterrupt:
-            print(file=sys.stdout)
+            print()
             return 130
+        except GenerationError as error:
+            print(f"slipstream generate: {error}", file=sys.stderr)
+            return 1
         if options.stats:
             seconds = time.perf_counter() - started
             print(f"{usage} tokens in {seconds:.2f} s: {usage / seconds:.1f} per second", file=sys.stderr)
