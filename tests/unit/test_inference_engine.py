@@ -1,0 +1,472 @@
+"""The engine's loop and the ways into it, over a runner whose next token is a hash of what its cache holds."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from slipstream.inference.api import Delta, GenerationError, InferenceEngine, _sampling, _translated, init_inference
+from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingParams
+from slipstream.inference.engine import MAX_FAILURES, ClosedError, Engine, Handle, Output
+from slipstream.inference.text import BYTE_OF, Tokenizer
+from slipstream.launch.cli import build_parser
+from slipstream.launch.talk import _print_in_order
+
+END = 256  # after the 256 bytes
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token b is byte b."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=dict(BYTE_OF), merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer(backend, special={"eos_token": "<end>"}, end_ids=[END], templates={"default": "{{ messages[-1].content }}:"})
+
+
+class HashRunner:
+    """Its cache holds tokens; the logits after position p depend on all that the blocks of 0..p hold, and nothing else."""
+
+    vocab_size = END + 1
+
+    def __init__(self, num_blocks: int = 64, block_size: int = 4, max_context: int = 200, says: str = "") -> None:
+        self.num_blocks, self.block_size, self.max_context = num_blocks, block_size, max_context
+        self.cache = [[-1] * block_size for _ in range(num_blocks)]
+        self.says = [*says.encode(), END] if says else []  # what every answer is, instead
+        self.before: Callable[[Batch], None] = lambda batch: None  # each forward
+        self.sizes: list[int] = []  # chunks of each forward
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.before(batch)
+        self.sizes.append(len(batch.chunks))
+        for source, target in batch.copies:
+            self.cache[target] = list(self.cache[source])
+        rows = []
+        for request, start, stop, draft in batch.chunks:
+            for position, token in enumerate([*request.tokens[start:stop], *draft], start):
+                self.cache[request.blocks[position // self.block_size]][position % self.block_size] = token
+            for position in range(stop - 1, stop + len(draft)) if stop == len(request.tokens) else ():
+                rows.append(self.logits(self.seen(request.blocks, position + 1), position + 1 - request.num_prompt))
+        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
+
+    def seen(self, blocks: list[int], length: int) -> list[int]:
+        return [self.cache[blocks[p // self.block_size]][p % self.block_size] for p in range(length)]
+
+    def logits(self, history: list[int], num_generated: int) -> torch.Tensor:
+        assert -1 not in history, "a position was never computed"
+        digest = hashlib.blake2b(repr(history).encode(), digest_size=8).digest()
+        logits = torch.full((self.vocab_size,), -20.0)
+        for rank, byte in enumerate(digest):
+            logits[ord("a") + byte % 26] = rank / 2
+        if digest[0] < 8:
+            logits[END] = 9.0
+        if self.says:
+            logits[self.says[num_generated]] = 99.0
+        return logits
+
+
+class Answer:
+    """A sink that keeps what it is told."""
+
+    def __init__(self, n: int = 1) -> None:
+        self.outputs: list[list[Output]] = [[] for _ in range(n)]
+        self.left = n
+        self.over = threading.Event()
+        self.begun = threading.Event()
+
+    def __call__(self, output: Output) -> None:
+        outputs = self.outputs[output.index]
+        assert not outputs or outputs[-1].finish is None, "nothing comes after the end"
+        assert (output.finish is None) == (output.usage is None)
+        outputs.append(output)
+        self.begun.set()
+        self.left -= output.finish is not None
+        if not self.left:
+            self.over.set()
+
+    def text(self, index: int = 0) -> str:
+        return "".join(output.text for output in self.outputs[index])
+
+    def ids(self, index: int = 0) -> list[int]:
+        return [token for output in self.outputs[index] for token in output.token_ids]
+
+    def last(self, index: int = 0) -> Output:
+        return self.outputs[index][-1]
+
+
+@contextmanager
+def running(runner: HashRunner | None = None, **options: Any) -> Iterator[Engine]:
+    engine = Engine(runner or HashRunner(), byte_tokenizer(), **{"token_budget": 16, **options})
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+        engine.check()
+        assert engine.stats().blocks_used == 0
+
+
+def ask(engine: Engine, prompt: str, params: SamplingParams = GREEDY, **more: Any) -> Answer:
+    answer = Answer(more.get("n", 1))
+    engine.submit(prompt, params, sink=answer, **more)
+    return answer
+
+
+def done(answer: Answer) -> Answer:
+    assert answer.over.wait(10), "no answer"
+    return answer
+
+
+PROMPTS = [f"{'the same beginning ' * (i % 3)}prompt {i}" for i in range(12)]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_draft": 3}, {"prefix_caching": False}, {"max_running": 3}])
+def test_together_is_as_alone(options: dict[str, Any]) -> None:
+    """Greedy and seeded, with prompts split, prefixes shared, and blocks for only some of them at once (preemption)."""
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=20, repetition_penalty=1.1) for i in range(12)]
+    alone = []
+    with running() as engine:
+        alone = [done(ask(engine, prompt, one)).ids() for prompt, one in zip(PROMPTS, params, strict=True)]
+    with running(HashRunner(num_blocks=40), **options) as engine:
+        together = [ask(engine, prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+        assert [done(answer).ids() for answer in together] == alone
+        stats = engine.stats()
+        assert stats.generated_tokens == sum(map(len, alone))
+        assert stats.finished[Finish.STOP] + stats.finished[Finish.LENGTH] == 12
+        assert stats.cached_tokens > 0 or options == {"prefix_caching": False}
+
+
+def test_n_answers_have_seeds_of_their_own() -> None:
+    params = SamplingParams(temperature=2.0, seed=5, max_tokens=15)
+    with running() as engine:
+        answer = done(ask(engine, PROMPTS[2], params, n=3))
+        texts = [answer.text(index) for index in range(3)]
+        assert len(set(texts)) == 3
+        for index in range(3):
+            alone = done(ask(engine, PROMPTS[2], SamplingParams(temperature=2.0, seed=5 + index, max_tokens=15)))
+            assert alone.text() == texts[index]
+        assert answer.last(2).usage.prompt_tokens == len(PROMPTS[2])  # type: ignore[union-attr]
+
+
+def test_no_seed_means_another_text_each_time() -> None:
+    with running() as engine:
+        texts = {done(ask(engine, "x", SamplingParams(temperature=2.0, max_tokens=20))).text() for _ in range(4)}
+        assert len(texts) > 1
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [("world", "hello "), ("lo w", "hel"), ("worldwide", "hello world, smörgås"), ("ö", "hello world, sm"), (", s", "hello world")],
+)
+def test_stop_strings_across_tokens(stop: str, text: str) -> None:
+    with running(HashRunner(says="hello world, smörgås")) as engine:
+        answer = done(ask(engine, "x", SamplingParams(temperature=0, max_tokens=50, stop=(stop,))))
+        assert answer.text() == text
+        assert answer.last().finish is Finish.STOP
+        assert all(stop not in output.text for output in answer.outputs[0])
+
+
+def test_usage_ends_and_logprobs() -> None:
+    with running(HashRunner(says="hello")) as engine:
+        answer = done(ask(engine, "12345678", SamplingParams(temperature=0, logprobs=2)))
+        assert answer.text() == "hello" and answer.ids() == [*b"hello", END]
+        assert answer.last().usage == (8, 0, 6)
+        logprobs = [one for output in answer.outputs[0] for one in output.logprobs]
+        assert [one.token_id for one in logprobs] == answer.ids()
+        assert logprobs[0].top[0] == (ord("h"), logprobs[0].logprob)
+        again = done(ask(engine, "12345678", SamplingParams(temperature=0, max_tokens=2)))
+        assert again.text() == "he" and again.last().finish is Finish.LENGTH
+        assert again.last().usage == (8, 4, 2) and not again.last().logprobs
+        # Neither min_tokens nor a stop string before them ends it.
+        late = done(ask(engine, "1", SamplingParams(temperature=0, min_tokens=4, max_tokens=5, stop=("el",))))
+        assert late.text() == "hello" and late.last().finish is Finish.LENGTH
+        stats = engine.stats()
+        assert stats.prompt_tokens == 17 and stats.cached_tokens == 4 and stats.generated_tokens == 13
+        assert stats.time_to_first_token.count == 3 and stats.between_tokens.count == 10
+        assert stats.tokens_per_second > 0 and stats.kv_usage == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "more", "words"),
+    [
+        ("", GREEDY, {}, "empty"),
+        ("x" * 200, GREEDY, {}, "200 tokens"),
+        ([1, 999], GREEDY, {}, "token 999"),
+        ("x", GREEDY, {"n": 0}, "n is 0"),
+        ("x", GREEDY, {"n": 99}, "n is 99"),
+        ("x", SamplingParams(logit_bias={999: 1.0}), {}, "999"),
+    ],
+)
+def test_what_can_never_be_served_is_refused(prompt: Any, params: SamplingParams, more: dict[str, Any], words: str) -> None:
+    with running() as engine, pytest.raises(ValueError, match=words):
+        engine.submit(prompt, params, sink=Answer(), **more)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_cancelled_midway_gives_its_blocks_back(n: int) -> None:
+    with running(HashRunner(says="z" * 190)) as engine:
+        other = ask(engine, "other", SamplingParams(temperature=0, max_tokens=150))
+        answer = Answer(n)
+        handle = engine.submit("x", SamplingParams(max_tokens=150, temperature=0), sink=answer, n=n)
+        assert answer.begun.wait(10)
+        engine.cancel(handle)
+        assert done(answer).last().finish is Finish.CANCELLED
+        engine.cancel(handle)  # again: nothing
+        assert done(other).text() == "z" * 150
+        assert engine.stats().finished == {Finish.CANCELLED: n, Finish.LENGTH: 1}
+        assert engine.stats().blocks_used == 0
+
+
+def test_a_forward_that_fails_ends_what_runs_and_nothing_else() -> None:
+    runner = HashRunner()
+
+    def fail(batch: Batch) -> None:
+        if any("fatal" in bytes(chunk.request.tokens).decode() for chunk in batch.chunks):
+            raise RuntimeError("out of memory")
+
+    with running(runner) as engine:
+        runner.before = fail
+        answer = done(ask(engine, "fatal", n=2))
+        assert [answer.last(index).finish for index in range(2)] == [Finish.ERROR] * 2
+        assert answer.last(1).error == "the forward failed: RuntimeError: out of memory"
+        assert engine.healthy and done(ask(engine, "fine")).last().finish in (Finish.STOP, Finish.LENGTH)
+        for _ in range(MAX_FAILURES):
+            last = done(ask(engine, "fatal")).last()
+        assert "3 forwards in a row" in str(last.error)
+        assert not engine.healthy and not engine.stats().healthy
+        with pytest.raises(ClosedError, match="is dead: 3 forwards in a row failed, the last with RuntimeError: out of memory"):
+            engine.submit("x", GREEDY, sink=Answer())
+
+
+def test_an_error_of_one_request_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    """Its logits, its constraint, its sink."""
+    runner = HashRunner()
+    plain = runner.logits
+    runner.logits = lambda history, num: plain(history, num) * (float("nan") if history[0] == ord("N") else 1)  # type: ignore[method-assign]
+
+    class Broken:
+        def __init__(self, schema: str) -> None:
+            self.schema = schema
+
+        def mask(self) -> None:
+            if self.schema == "no mask":
+                raise ValueError(self.schema)
+
+        def accept(self, token: int) -> None:
+            raise ValueError("not in the grammar")
+
+    def angry(output: Output) -> None:
+        raise RuntimeError("event loop is closed")
+
+    with running(runner) as engine:
+        engine._constraint = Broken  # type: ignore[assignment,method-assign]
+        engine.submit("angry", GREEDY, sink=angry)
+        wrong = ask(engine, "Nan", n=2)
+        schema = ask(engine, "schema", SamplingParams(temperature=0, json_schema="{}"))
+        masked = ask(engine, "masked", SamplingParams(temperature=0, json_schema="no mask"))
+        right = ask(engine, "right")
+        assert done(masked).last().error == "ValueError: no mask"
+        assert "not finite" in str(done(wrong).last(1).error)
+        assert done(schema).last().error == "ValueError: not in the grammar"
+        assert done(right).last().error is None and done(right).text() == done(ask(engine, "right")).text()
+        assert "the sink of request-0 failed" in caplog.text
+
+
+def test_a_full_queue_refuses() -> None:
+    runner, gate = HashRunner(), threading.Event()
+    runner.before = lambda batch: gate.wait(10) and None
+    with running(runner, max_waiting=2, max_running=1) as engine:
+        answers = [ask(engine, "first")]
+        while engine.stats().running == 0:
+            time.sleep(0.001)
+        answers += [ask(engine, "second"), ask(engine, "third")]
+        assert engine.stats().waiting == 2
+        with pytest.raises(QueueFullError, match="max_waiting is 2"):
+            ask(engine, "fourth")
+        gate.set()
+        assert all(done(answer).last().error is None for answer in answers)
+
+
+def test_drained_and_closed() -> None:
+    with running() as engine:
+        answers = [ask(engine, prompt) for prompt in PROMPTS]
+        assert engine.drain(timeout=10)
+        assert all(answer.over.is_set() for answer in answers)
+        with pytest.raises(ClosedError, match="drains"):
+            ask(engine, "late")
+    with pytest.raises(ClosedError, match="is closed"):
+        ask(engine, "later")
+    with running(HashRunner(says="z" * 190)) as engine:
+        answer = ask(engine, "x", SamplingParams(temperature=0, max_tokens=190))
+        assert not engine.drain(timeout=0)
+        engine.close()
+        assert answer.last().finish is Finish.CANCELLED
+
+
+def test_many_threads() -> None:
+    with running(max_running=8) as engine:
+        expected = {prompt: done(ask(engine, prompt)).text() for prompt in PROMPTS}
+        wrong: list[str] = []
+
+        def client(number: int) -> None:
+            for round in range(6):
+                prompt = PROMPTS[(number * 5 + round) % 12]
+                answer = Answer()
+                handle: Handle = engine.submit(prompt, GREEDY, sink=answer, priority=round % 2)
+                if (number + round) % 4 == 0:
+                    engine.cancel(handle)
+                    done(answer)
+                elif done(answer).text() != expected[prompt]:
+                    wrong.append(prompt)
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert not wrong and not any(thread.is_alive() for thread in threads)
+        assert sum(engine.stats().finished.values()) == 12 + 16 * 6
+
+
+def test_idle_takes_no_time() -> None:
+    with running() as engine:
+        done(ask(engine, "x"))
+        forwards, before = engine.stats().forwards, time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - before < 0.1 and engine.stats().forwards == forwards
+
+
+# ---- Python
+
+
+@contextmanager
+def opened(runner: HashRunner | None = None, **options: Any) -> Iterator[InferenceEngine]:
+    with InferenceEngine(Engine(runner or HashRunner(), byte_tokenizer(), **options), "hashes") as engine:
+        yield engine
+        assert engine.engine.drain(timeout=10)
+        assert engine.engine.stats().blocks_used == 0
+
+
+def test_forms_of_generate() -> None:
+    with opened(max_waiting=3) as engine:
+        one = engine.generate("prompt 1", max_new_tokens=9)
+        assert str(one) == one.text and one.usage.completion_tokens == len(one.token_ids) <= 9
+        assert engine.generate(list(b"prompt 1"), max_new_tokens=9).text == one.text
+        # More than the queue takes; in their order.
+        many = engine(PROMPTS, max_new_tokens=9)
+        assert [engine.generate(prompt, max_new_tokens=9).text for prompt in PROMPTS] == [answer.text for answer in many]
+        assert len(engine.generate("x", n=2, seed=1)) == 2 and len(engine.generate(["x", "y"], n=2, seed=1)) == 4
+        deltas = list(engine.generate(PROMPTS[:3], stream=True, max_new_tokens=9))
+        for number in range(3):
+            assert "".join(delta.text for delta in deltas if delta.prompt == number) == many[number].text
+        assert [delta.finish_reason for delta in deltas].count(None) == len(deltas) - 3
+        params = SamplingParams(temperature=0, max_tokens=9)
+        assert engine.generate("prompt 1", params).text == one.text
+        chat = engine.chat_prompt([{"role": "user", "content": "x"}])
+        assert engine.generate(chat, params).text == engine.generate("x:", params).text
+
+
+def test_tensors_as_in_transformers() -> None:
+    with opened(HashRunner(says="hello")) as engine:
+        ids = torch.tensor([[0, *b"abc"], [*b"wxyz"]])
+        mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+        whole = engine.generate(ids, attention_mask=mask, max_new_tokens=20)
+        assert whole.tolist() == [[0, *b"abc", *b"hello", END], [*b"wxyz", *b"hello", END]]
+        assert engine.generate(input_ids=ids[1], max_new_tokens=2, do_sample=False, num_beams=1).tolist() == [*b"wxyzhe"]
+
+
+def test_left_midway() -> None:
+    """An iterator that is closed, a consumer that is interrupted."""
+    with opened(HashRunner(says="z" * 190)) as engine:
+        deltas = engine.generate("x", stream=True, max_new_tokens=180)
+        assert next(deltas).text == "z"
+        deltas.close()
+        with pytest.raises(KeyboardInterrupt):
+            for _ in engine.generate(["x", "y"], stream=True, max_new_tokens=180):
+                raise KeyboardInterrupt
+        assert engine.engine.drain(timeout=10)
+        assert engine.engine.stats().finished == {Finish.CANCELLED: 3}
+
+
+def test_async() -> None:
+    async def gather() -> list[str]:
+        async def one(prompt: str) -> str:
+            return "".join([delta.text async for delta in engine.agenerate(prompt, max_new_tokens=9)])
+
+        return await asyncio.gather(*map(one, PROMPTS))
+
+    with opened(max_waiting=2) as engine:
+        assert asyncio.run(gather()) == [answer.text for answer in engine.generate(PROMPTS, max_new_tokens=9)]
+
+
+def test_errors_come_out() -> None:
+    runner = HashRunner()
+    with opened(runner) as engine:
+        with pytest.raises(ValueError, match="empty"):
+            engine.generate(["fine", ""])
+        with pytest.raises(ValueError, match="empty"):
+            engine.generate(["fine", ""], stream=True)
+        runner.before = lambda batch: 1 / 0  # type: ignore[assignment, return-value]
+        with pytest.raises(GenerationError, match="prompt 0: the forward failed: ZeroDivisionError"):
+            engine.generate("x")
+
+
+def test_settings_of_sampling() -> None:
+    assert _sampling(None, 1, {}) == (SamplingParams(temperature=0.0), 1)
+    assert _sampling(None, 1, {"top_p": 0.9})[0].temperature == 1.0
+    assert _sampling(None, 1, {"temperature": 0.7, "do_sample": False})[0].temperature == 0.0
+    params, n = _sampling(None, 1, {"max_new_tokens": 3, "num_return_sequences": 2, "stop": "x", "json_schema": {"type": "object"}})
+    assert (params.max_tokens, n, params.stop, params.json_schema) == (3, 2, ("x",), '{"type": "object"}')
+    for settings, words in (({"max_tokns": 3}, "did you mean max_tokens"), ({"stream_": 1}, "no setting 'stream_'")):
+        with pytest.raises(TypeError, match=words):
+            _sampling(None, 1, settings)
+    with pytest.raises(ValueError, match="num_beams is 4; there is no beam search"):
+        _sampling(None, 1, {"num_beams": 4})
+    with pytest.raises(TypeError, match="not both: top_k"):
+        _sampling(SamplingParams(), 1, {"top_k": 3})
+
+
+def test_deepspeed_s_arguments(tmp_path: Any) -> None:
+    known = ["dtype", "max_context"]
+    given = {"mp_size": 1, "tensor_parallel": {"tp_size": 1}, "replace_with_kernel_inject": True, "max_out_tokens": 77}
+    assert _translated(given, known) == {"max_context": 77}
+    for word, value, why in (
+        ("mp_size", 2, "one engine per device"),
+        ("tensor_parallel", {"tp_size": 2}, "one engine per device"),
+        ("checkpoint", {"type": "BLOOM"}, "the model's folder"),
+        ("zero", {"stage": 3}, "int4"),
+        ("quant", {"enabled": True}, "int8"),
+    ):
+        with pytest.raises(ValueError, match=f"{word}=.* is not served: .*{why}"):
+            _translated({word: value}, known)
+    with pytest.raises(TypeError, match="no argument 'dtyp'; did you mean dtype"):
+        init_inference("x", dtyp="int8")
+    with pytest.raises(ValueError, match="dtype is given twice"):
+        init_inference("x", {"dtype": "int4"}, dtype="int8")
+
+
+# ---- the command line
+
+
+def test_command_line() -> None:
+    options = build_parser().parse_args(["generate", "m", "--max-tokens", "5", "--kv-cache-bytes", "1.5G", "a", "b"])
+    assert (options.model, options.prompts, options.max_tokens, options.kv_cache_bytes) == ("m", ["a", "b"], 5, 3 << 29)
+    options = build_parser().parse_args(["serve", "smollm2", "--port", "81", "--api-key", "a", "--api_key", "b", "--dtype", "int8"])
+    assert (options.port, options.api_key, options.dtype, options.max_context) == (81, ["a", "b"], "int8", None)
+
+
+def test_answers_are_printed_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    ends = [Delta("B", (1, 2), 1, finish_reason="stop"), Delta("A", (1,), 0, finish_reason="stop")]
+    deltas = [Delta("b", (1,), 1), Delta("a", (1,), 0), *ends]
+    assert _print_in_order(deltas, 2) == 5
+    assert capsys.readouterr().out == "aA\nbB\n"
