@@ -1,0 +1,208 @@
+"""From an engine's outputs to OpenAI's two answer formats, each streamed and whole.
+
+A format is told of every output of every choice, in the order of their making. `pieces` is what a stream says of one output;
+`choice` is what a whole answer says of all outputs of a choice together, joined by `join`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.inference.core import Finish
+from slipstream.inference.server.backend import Logprob, Output, Tokenizer, Usage
+from slipstream.inference.server.protocol import ChatChoice, ChatLogprobs, CompletionChoice, CompletionLogprobs, UsageBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """Outputs of one choice, one after another."""
+
+    index: int  # of the choice
+    text: str
+    logprobs: Sequence[Logprob]
+    finish: Finish | None
+
+
+def join(index: int, outputs: Sequence[Output]) -> Joined:
+    return Joined(
+        index=index,
+        text="".join(output.text for output in outputs),
+        logprobs=[logprob for output in outputs for logprob in output.logprobs],
+        finish=outputs[-1].finish,
+    )
+
+
+def usage_body(usages: Iterable[tuple[bool, Usage]]) -> UsageBody:
+    """Sum over choices; of those of one prompt, only the one marked first counts it."""
+    prompt = cached = completion = 0
+    for first, usage in usages:
+        completion += usage.completion_tokens
+        if first:
+            prompt += usage.prompt_tokens
+            cached += usage.cached_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class Format(ABC):
+    """One answer's. Not shared between requests."""
+
+    prefix: str  # of ids
+    whole: str  # OpenAI's name of the object
+    chunk: str
+
+    def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool) -> None:
+        self.tokenizer = tokenizer
+        self.logprobs = logprobs
+        self.head: dict[str, Any] = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    @abstractmethod
+    def pieces(self, part: Joined) -> list[dict[str, Any]]:
+        """The choices of the chunks that say what is new; none if nothing can be said yet."""
+
+    @abstractmethod
+    def choice(self, whole: Joined) -> CompletionChoice | ChatChoice:
+        """All of it."""
+
+    def token(self, token_id: int) -> str:
+        return self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+class CompletionFormat(Format):
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool) -> None:
+        super().__init__(model, tokenizer, logprobs=logprobs)
+        self._offsets: dict[int, int] = {}  # of the next token in its choice's text
+
+    def pieces(self, part: Joined) -> list[dict[str, Any]]:
+        if not (part.text or part.finish or (self.logprobs and part.logprobs)):
+            return []
+        return [dict(self.choice(part))]
+
+    def choice(self, whole: Joined) -> CompletionChoice:
+        return {
+            "index": whole.index,
+            "text": whole.text,
+            "logprobs": self._logprobs(whole) if self.logprobs else None,
+            "finish_reason": _reason(whole.finish),
+        }
+
+    def _logprobs(self, part: Joined) -> CompletionLogprobs:
+        offset = self._offsets.get(part.index, 0)
+        body: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entry in part.logprobs:
+            token = self.token(entry.token_id)
+            body["tokens"].append(token)
+            body["token_logprobs"].append(_finite(entry.logprob))
+            # As OpenAI has it, the chosen token is always among them.
+            top = {self.token(other): _finite(value) for other, value in entry.top}
+            body["top_logprobs"].append(top | {token: _finite(entry.logprob)})
+            body["text_offset"].append(offset)
+            offset += len(token)
+        self._offsets[part.index] = offset
+        return body
+
+
+class ChatFormat(Format):
+    """`functions`: those of which one is called by force; the text is then its arguments, or {"name", "arguments"} of several."""
+
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool, functions: Sequence[str], named: bool) -> None:
+        super().__init__(model, tokenizer, logprobs=logprobs)
+        self.functions = functions
+        self.named = named  # the client named the function
+        self._started: set[int] = set()
+        self._held: dict[int, str] = {}  # text of a call whose function is not known before its end
+
+    def pieces(self, part: Joined) -> list[dict[str, Any]]:
+        logprobs = self._logprobs(part) if self.logprobs and part.logprobs else None
+        deltas: list[dict[str, Any]] = []
+        if part.index not in self._started:
+            self._started.add(part.index)
+            deltas.append({"role": "assistant", "content": None if self.functions else ""})
+            if len(self.functions) == 1:
+                deltas.append({"tool_calls": [{"index": 0, **self._call(self.functions[0], "")}]})
+        if len(self.functions) > 1:
+            self._held[part.index] = self._held.get(part.index, "") + part.text
+            if part.finish is not None:
+                deltas.append({"tool_calls": [{"index": 0, **self._call(*_split(self._held.pop(part.index)))}]})
+        elif part.text and self.functions:
+            deltas.append({"tool_calls": [{"index": 0, "function": {"arguments": part.text}}]})
+        elif part.text:
+            deltas.append({"content": part.text})
+        elif logprobs and not deltas:
+            deltas.append({"content": ""})
+        choices: list[dict[str, Any]] = [
+            {"index": part.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+        ]
+        if choices:
+            choices[-1]["logprobs"] = logprobs
+        if part.finish is not None:
+            choices.append({"index": part.index, "delta": {}, "logprobs": None, "finish_reason": self._reason(part.finish)})
+        return choices
+
+    def choice(self, whole: Joined) -> ChatChoice:
+        answer: ChatChoice = {
+            "index": whole.index,
+            "message": {"role": "assistant", "content": whole.text, "refusal": None},
+            "logprobs": self._logprobs(whole) if self.logprobs else None,
+            "finish_reason": self._reason(whole.finish) or "stop",
+        }
+        if self.functions:
+            name, arguments = (self.functions[0], whole.text) if len(self.functions) == 1 else _split(whole.text)
+            answer["message"]["content"] = None
+            answer["message"]["tool_calls"] = [self._call(name, arguments)]  # type: ignore[list-item]
+        return answer
+
+    def _call(self, name: str, arguments: str) -> dict[str, Any]:
+        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    def _reason(self, finish: Finish | None) -> Any:
+        """A function that the client chose itself ends with "stop", one that the model chose with "tool_calls" (OpenAI's guide)."""
+        reason = _reason(finish)
+        return "tool_calls" if reason == "stop" and self.functions and not self.named else reason
+
+    def _logprobs(self, part: Joined) -> ChatLogprobs:
+        return {
+            "content": [
+                {
+                    **self._one(entry.token_id, entry.logprob),  # type: ignore[typeddict-item]
+                    "top_logprobs": [self._one(other, value) for other, value in entry.top],
+                }
+                for entry in part.logprobs
+            ]
+        }
+
+    def _one(self, token_id: int, logprob: float) -> Any:
+        raw = self.tokenizer.token_bytes(token_id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _reason(finish: Finish | None) -> Any:
+    return None if finish is None else finish.value
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI says -9999 of what cannot be."""
+    return max(logprob, -9999.0)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Function and arguments of {"name", "arguments"}; cut off by the token limit, all of it is arguments of no function."""
+    try:
+        call = json.loads(text)
+        return call["name"], json.dumps(call["arguments"])
+    except (ValueError, KeyError, TypeError):
+        return "", text

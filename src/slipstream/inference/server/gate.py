@@ -1,0 +1,83 @@
+"""What every HTTP request goes through first: API keys, draining, counting, what nobody expected; and how an error is said."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slipstream.inference.server.metrics import Traffic
+from slipstream.inference.server.protocol import RequestError
+
+logger = logging.getLogger(__name__)
+
+_OPEN = ("/", "/health")  # without a key: the page asks for one, and load balancers have none
+_COUNTED = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")  # the rest is one label
+
+
+class JSON(Response):
+    """All characters beyond ASCII escaped: some clients take U+2028 in a stream for the end of a line."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+def refusal(error: RequestError) -> Response:
+    return JSON(error.body(), status_code=error.status, headers=error.headers)
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], traffic: Traffic) -> None:
+        self.app = app
+        self.keys = [key.encode() for key in api_keys]
+        self.traffic = traffic
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in _COUNTED else "other"
+
+        started = False
+
+        async def counted(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                self.traffic.answers[path, message["status"]] += 1
+                message["headers"] = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
+            await send(message)
+
+        generates = scope["method"] == "POST" and scope["path"].startswith("/v1/")
+        self.traffic.active += generates
+        try:
+            await (self._refused(scope, generates) or self.app)(scope, receive, counted)
+        except Exception:
+            if started:
+                raise  # uvicorn logs it and breaks the connection off, which is all that can still be said
+            logger.exception("%s %s", scope["method"], path)
+            await refusal(RequestError("internal error; the server's log has more", status=500))(scope, receive, counted)
+        finally:
+            self.traffic.active -= generates
+
+    def _refused(self, scope: Scope, generates: bool) -> Response | None:
+        if self.keys and scope["path"] not in _OPEN and not self._has_key(Headers(scope=scope).get("authorization", "")):
+            error = RequestError("a valid API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
+            error.headers["WWW-Authenticate"] = "Bearer"
+            return refusal(error)
+        if self.traffic.draining and generates:
+            return refusal(RequestError("the server is shutting down", status=503, code="draining", retry_after=5))
+        return None
+
+    def _has_key(self, header: str) -> bool:
+        scheme, _, given = header.partition(" ")
+        # Every key is compared, each in constant time, so that the time taken says nothing of them.
+        right = [hmac.compare_digest(given.strip().encode("latin-1", "replace"), key) for key in self.keys]
+        return scheme.lower() == "bearer" and any(right)

@@ -1,0 +1,199 @@
+"""One HTTP request's sequences, from submission to the last byte. Nothing of it outlives its client or its time limit.
+
+Everything that can happen arrives in one mailbox, a queue of the event loop: the engine's thread posts outputs, the watcher posts
+that the client has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from slipstream.inference.core import Finish, QueueFullError, SamplingParams
+from slipstream.inference.server.answers import Format, Joined, join, usage_body
+from slipstream.inference.server.backend import Engine, Output, Usage
+from slipstream.inference.server.gate import JSON
+from slipstream.inference.server.metrics import Traffic
+from slipstream.inference.server.protocol import RequestError
+
+logger = logging.getLogger(__name__)
+
+Batches = AsyncIterator[list[tuple[int, Output]]]  # what waited together: (choice, what is new in it)
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold the stream back
+]
+
+
+class ClientLeftError(Exception):
+    """Nobody reads the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is asked of the engine. Choice c is sequence c % n of prompt c // n."""
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    n: int
+    priority: int
+
+
+@asynccontextmanager
+async def running(engine: Engine, work: Work, receive: Receive) -> AsyncIterator[Batches]:
+    """Submits, and cancels at the end what still runs. Raises RequestError if the engine refuses."""
+    loop = asyncio.get_running_loop()
+    mailbox: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
+    handles: list[asyncio.Future[Any]] = []
+    unfinished = [work.n] * len(work.prompts)
+
+    def submit(prompt: Sequence[int], first: int) -> Any:
+        def sink(output: Output) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the server was stopped hard, which is not the engine's affair
+                loop.call_soon_threadsafe(mailbox.put_nowait, (first + output.index, output))
+
+        return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink)
+
+    def cancel(handle: asyncio.Future[Any]) -> None:
+        if handle.exception() is None:
+            engine.cancel(handle.result())
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        mailbox.put_nowait(None)
+
+    async def batches() -> Batches:
+        while any(unfinished):
+            arrived = [await mailbox.get()]
+            while not mailbox.empty():
+                arrived.append(mailbox.get_nowait())
+            batch = [entry for entry in arrived if entry is not None]
+            for choice, output in batch:
+                unfinished[choice // work.n] -= output.finish is not None
+                if output.finish is Finish.ERROR:
+                    raise RequestError(f"the generation failed: {output.error}", status=500, code="generation_failed")
+                if output.finish is Finish.CANCELLED:
+                    raise RequestError("the server cancelled the generation", status=503, code="cancelled", retry_after=5)
+            if len(batch) < len(arrived):
+                raise ClientLeftError
+            yield batch
+
+    watcher = loop.create_task(watch())
+    try:
+        try:
+            for number, prompt in enumerate(work.prompts):
+                # In another thread, for a JSON schema may take long to compile; shielded, so that its handle is never lost.
+                handles.append(loop.run_in_executor(None, submit, prompt, number * work.n))
+                await asyncio.shield(handles[-1])
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        except QueueFullError as error:
+            raise RequestError(str(error), status=429, code="queue_full", retry_after=1) from None
+        except RuntimeError as error:
+            raise RequestError(str(error), status=503, code="unavailable", retry_after=5) from None
+        yield batches()
+    finally:
+        watcher.cancel()
+        for handle, left in zip(handles, unfinished, strict=False):  # one was refused: there are fewer handles
+            if left and handle.done():
+                cancel(handle)
+            elif left:
+                handle.add_done_callback(cancel)
+
+
+class Answer(Response):
+    """Runs the work while it is being answered, so that errors before the first byte still have their status."""
+
+    def __init__(
+        self, engine: Engine, work: Work, form: Format, traffic: Traffic, *, stream: bool, include_usage: bool, timeout_s: float
+    ) -> None:
+        super().__init__()
+        self.engine = engine
+        self.work = work
+        self.form = form
+        self.traffic = traffic
+        self.write = self._stream if stream else self._whole
+        self.include_usage = include_usage
+        self.timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def tracked(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            try:
+                async with asyncio.timeout(self.timeout_s), running(self.engine, self.work, receive) as batches:
+                    await self.write(batches, tracked)
+            except TimeoutError:
+                raise RequestError(f"not done within {self.timeout_s:g} s", status=504, code="timeout") from None
+        except ClientLeftError:
+            self.traffic.abandoned += 1
+        except RequestError as error:
+            if not started:
+                raise
+            await self._last_words(error, send)
+        except Exception:
+            if not started:
+                raise
+            logger.exception("a stream broke off")
+            await self._last_words(RequestError("internal error; the server's log has more", status=500), send)
+
+    async def _stream(self, batches: Batches, send: Send) -> None:
+        usages: dict[int, Usage] = {}
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        async for batch in batches:
+            usages |= _usages(batch)
+            body = b"".join(self._event([choice]) for part in _joined(batch) for choice in self.form.pieces(part))
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        last = self._event([], self._usage(usages)) if self.include_usage else b""
+        await send({"type": "http.response.body", "body": last + b"data: [DONE]\n\n"})
+
+    async def _whole(self, batches: Batches, send: Send) -> None:
+        outputs = [entry async for batch in batches for entry in batch]
+        choices = [self.form.choice(whole) for whole in sorted(_joined(outputs), key=lambda whole: whole.index)]
+        body = {**self.form.head, "object": self.form.whole, "choices": choices, "usage": self._usage(_usages(outputs))}
+        response = JSON(body)
+        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body})
+
+    async def _last_words(self, error: RequestError, send: Send) -> None:
+        """The status is sent; a stream can still say what happened. A client that does not read is not waited for."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                await send({"type": "http.response.body", "body": b"data: " + JSON(error.body()).body + b"\n\n"})
+
+    def _event(self, choices: list[dict[str, Any]], usage: Any = None) -> bytes:
+        body = {**self.form.head, "object": self.form.chunk, "choices": choices}
+        if self.include_usage:
+            body["usage"] = usage
+        return b"data: " + JSON(body).body + b"\n\n"
+
+    def _usage(self, usages: dict[int, Usage]) -> Any:
+        return usage_body((choice % self.work.n == 0, usage) for choice, usage in usages.items())
+
+
+def _usages(batch: list[tuple[int, Output]]) -> dict[int, Usage]:
+    return {choice: output.usage for choice, output in batch if output.usage is not None}
+
+
+def _joined(batch: list[tuple[int, Output]]) -> list[Joined]:
+    """Per choice, in order of their first output."""
+    outputs: dict[int, list[Output]] = {}
+    for choice, output in batch:
+        outputs.setdefault(choice, []).append(output)
+    return [join(choice, parts) for choice, parts in outputs.items()]

@@ -1,0 +1,456 @@
+"""OpenAI's requests and answers, as far as they are served here.
+
+A field of OpenAI's that is not served stands in its model with the values that mean "as if it were not there"; any other value is
+refused by name, as is a field that nobody knows. Nothing is ignored. Requests are parsed strictly: "1" is not a number.
+Answers are typed dicts: one is made for each token, where a model costs ten times as much.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from slipstream.inference.core import SamplingParams
+
+MAX_SEQUENCES = 128  # of one request: prompts times n
+
+
+class RequestError(Exception):
+    """An answer in OpenAI's error format."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+
+    def body(self) -> ErrorBody:
+        kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorDetail
+
+
+# --- Requests
+
+
+def _says(kind: str, message: str) -> WrapValidator:
+    """One sentence instead of what pydantic says of each member of a union."""
+
+    def validate(value: Any, inner: Any) -> Any:
+        try:
+            return inner(value)
+        except ValidationError:
+            raise PydanticCustomError(kind, message) from None
+
+    return WrapValidator(validate)
+
+
+NOT_SERVED = _says("not_served", "this field of OpenAI's is not served here; leave it out")
+Never = Annotated[None, NOT_SERVED]
+Off = Annotated[Literal[False] | None, NOT_SERVED]
+Empty = Annotated[list[Any], Field(max_length=0)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Off = None
+
+
+class Sampled(Strict):
+    """What both kinds of request have. The lower half is not OpenAI's but vLLM's."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None,
+        _says("logit_bias", "has to map token ids, written as strings, to numbers from -100 to 100"),
+    ] = None
+    stop: Annotated[
+        str | Annotated[list[str], Field(max_length=16)] | None, _says("stop", "has to be a string or a list of at most 16 strings")
+    ] = None
+    seed: Int64 | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # a label for the provider's records, without effect on the answer in OpenAI's API either
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only for stream: true")
+        return self
+
+    def sampling(self, *, max_tokens: int, logprobs: int | None, json_schema: str | None) -> SamplingParams:
+        """Raises RequestError."""
+        names = (
+            *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"),
+            *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
+        )
+        given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        if self.min_tokens is not None and self.min_tokens > max_tokens:
+            raise RequestError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({max_tokens})", param="min_tokens")
+        try:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+                stop=tuple(stop),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                logprobs=logprobs,
+                json_schema=json_schema,
+                **given,
+            )
+        except ValueError as error:  # its first word is the field
+            param = str(error).split()[0]
+            raise RequestError(str(error), param=param if param in type(self).model_fields else None) from None
+
+
+class CompletionRequest(Sampled):
+    prompt: Annotated[
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)],
+        _says("prompt", "has to be a string, a list of strings, a list of token ids, or a list of such lists; and not empty"),
+    ]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    best_of: Annotated[Literal[1] | None, NOT_SERVED] = None
+    echo: Off = None
+    suffix: Annotated[Literal[""] | None, NOT_SERVED] = None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One of each text, or one list of ids of each."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+class TextPart(Strict):
+    type: Annotated[Literal["text"], _says("not_served", "only text is served here, no other parts (image_url, input_audio, file)")]
+    text: str
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    # What an answer of ours, given back as it came, also has.
+    refusal: Never = None
+    audio: Never = None
+    function_call: Never = None
+    annotations: Annotated[Empty | None, NOT_SERVED] = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"a message of role {self.role} needs content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only a message of role assistant has tool_calls")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates know it: there is no role of developer, and what is not set is not there."""
+        message = self.model_dump(exclude_none=True)
+        return message | {"role": "system" if self.role == "developer" else self.role, "content": message.get("content", "")}
+
+
+class Function(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None  # a call that is forced always has its schema
+
+
+class Tool(Strict):
+    type: Annotated[Literal["function"], _says("not_served", "tools that are not of type function are not served here")]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+    strict: bool | None = None  # the output always has the schema
+
+
+class ResponseFormat(Strict):
+    type: Annotated[Literal["text", "json_object", "json_schema"], _says("type", "has to be text, json_object or json_schema")]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with type json_schema, and only with it")
+        return self
+
+
+class ChatRequest(Sampled):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        _says("tool_choice", 'has to be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+    ] = None
+    parallel_tool_calls: bool | None = None  # at most one call is made, which both values allow
+
+    audio: Never = None
+    function_call: Annotated[Literal["none"] | None, NOT_SERVED] = None
+    functions: Annotated[Empty | None, NOT_SERVED] = None
+    metadata: Annotated[Annotated[dict[str, str], Field(max_length=0)] | None, NOT_SERVED] = None
+    modalities: Annotated[list[Literal["text"]] | None, NOT_SERVED] = None
+    moderation: Never = None
+    prediction: Never = None
+    prompt_cache_key: Never = None
+    prompt_cache_retention: Never = None
+    reasoning_effort: Annotated[Literal["none"] | None, NOT_SERVED] = None
+    safety_identifier: Never = None
+    service_tier: Annotated[Literal["auto", "default"] | None, NOT_SERVED] = None
+    store: Off = None
+    verbosity: Annotated[Literal["medium"] | None, NOT_SERVED] = None
+    web_search_options: Never = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ChatRequest:
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have the same name")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError("tool_choice names a function that is not in tools")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice required needs tools")
+        if self.forced() and self.response_format is not None and self.response_format.type != "text":
+            raise ValueError("a forced tool call and response_format exclude each other")
+        return self
+
+    def forced(self) -> list[Function]:
+        """The functions of which one has to be called; none: no call is forced."""
+        functions = [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedTool):
+            return [function for function in functions if function.name == self.tool_choice.function.name]
+        return functions if self.tool_choice == "required" else []
+
+    def output_schema(self) -> str | None:
+        """JSON schema of the output text. One forced function: of its arguments; of several: of {"name", "arguments"}.
+
+        Raises RequestError.
+        """
+        schema: Any
+        forced = [(function.name, function.parameters or {"type": "object"}) for function in self.forced()]
+        if len(forced) == 1:
+            schema = forced[0][1]
+        elif forced:
+            schema = {
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "properties": {"name": {"const": name}, "arguments": parameters},
+                        "required": ["name", "arguments"],
+                        "additionalProperties": False,
+                    }
+                    for name, parameters in forced
+                ]
+            }
+        elif self.response_format is None or self.response_format.type == "text":
+            return None
+        elif self.response_format.json_schema is None:
+            schema = {"type": "object"}
+        else:
+            schema = self.response_format.json_schema.schema_
+        try:
+            return json.dumps(schema, allow_nan=False)
+        except ValueError:
+            raise RequestError("the JSON schema has a number that is not finite") from None
+
+
+_CODES = {  # pydantic's word to OpenAI's
+    "not_served": "unsupported_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_required_parameter",
+}
+Asked = TypeVar("Asked", bound=Sampled)
+
+
+def parse(kind: type[Asked], body: bytes) -> Asked:
+    """Raises RequestError, which names the field."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        # What is not served explains itself better than what follows from it; it goes first.
+        first = min(error.errors(include_url=False, include_context=False), key=lambda e: e["type"] != "not_served")
+        if first["type"] == "json_invalid":
+            raise RequestError(f"the body is not valid JSON: {first['msg']}", code="invalid_json") from None
+        unknown = first["type"] == "extra_forbidden"
+        # Pydantic puts the names of types on the path where it goes through a union.
+        path = [str(part) for part in first["loc"][: -1 if unknown else None] if part != "str" and "[" not in str(part)]
+        path += [str(first["loc"][-1])[:100]] if unknown else []
+        message = "this field is not known" if unknown else first["msg"].removeprefix("Value error, ")
+        param = ".".join(path) or None
+        raise RequestError(f"{param}: {message}" if param else message, param=param, code=_CODES.get(first["type"])) from None
+
+
+# --- Answers
+
+
+class TokenCounts(TypedDict):
+    cached_tokens: int
+
+
+class UsageBody(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenCounts
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionBody(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[UsageBody | None]
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatLogprob]
+
+
+class FunctionCallBody(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallBody(TypedDict):
+    index: NotRequired[int]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCallBody
+
+
+class AnswerMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[ToolCallBody]]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatBody(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+
+
+class ModelBody(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelBody]

@@ -1,0 +1,185 @@
+"""An engine without a model: a thread that says a known text, a token a tick. `python -m tests.inference.fake_engine` serves it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from slipstream.inference.core import Finish, QueueFullError, SamplingParams
+from slipstream.inference.stats import Histogram, Stats
+
+VOCAB = 256  # a token is a byte
+
+
+class Usage(NamedTuple):
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Logprob(NamedTuple):
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Output(NamedTuple):
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
+    finish: Finish | None = None
+    usage: Usage | None = None
+    error: str | None = None
+
+
+class FakeTokenizer:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        if messages[0]["role"] == "tool":
+            raise ValueError("the template refuses")
+        names = [tool["function"]["name"] for tool in tools or ()]
+        return f"{names}" * bool(names) + "".join(f"<{message['role']}>{_text(message['content'])}" for message in messages)
+
+    def token_bytes(self, token: int, /) -> bytes:
+        return bytes([token])
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+class Handle:
+    def __init__(self, prompt: Sequence[int], params: SamplingParams, n: int, sink: Callable[[Any], None]) -> None:
+        self.sink = sink
+        self.params = params
+        self.prompt = bytes(prompt).decode(errors="replace")
+        self.num_prompt = len(prompt)
+        self.left = {index: self.says(index) for index in range(n)}
+        self.said = Counter[int]()
+
+    def says(self, index: int) -> list[str]:
+        """Its tokens, which depend on nothing but the request."""
+        if self.params.json_schema is not None:
+            return list(json.dumps(example(json.loads(self.params.json_schema))))
+        if "unicode" in self.prompt:
+            return ["", "naïve ", "\u2028", "🦜", "\r\n", "\u0085end"]
+        words = [f"{word} " for word in self.prompt[-40:].split()] or ["nothing "]
+        return [*(words[i % len(words)] for i in range(6)), f"{index}", f" seed {self.params.seed}"]
+
+
+def example(schema: Any) -> Any:
+    """Something that has the schema, as far as the tests' schemas go."""
+    if "anyOf" in schema:
+        return example(schema["anyOf"][-1])
+    if "const" in schema:
+        return schema["const"]
+    if schema.get("type") == "object":
+        return {name: example(value) for name, value in schema.get("properties", {}).items()}
+    return {"integer": 7, "string": "said"}[schema["type"]]
+
+
+class FakeEngine:
+    """What the prompt has in it decides: "forever" ends only when cancelled, "explode" fails, "full" and "gone" are refused."""
+
+    model_name = "fake/model"
+    max_context = 4096
+    tokenizer = FakeTokenizer()
+
+    def __init__(self, tick: float = 0.0005) -> None:
+        self.tick = tick
+        self.healthy = True
+        self.submitted: list[tuple[SamplingParams, int, int]] = []
+        self.cancelled: list[Handle] = []
+        self.generated = 0
+        self.lock = threading.Lock()
+        self.running: list[Handle] = []
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, sink: Callable[[Any], None]
+    ) -> Handle:
+        if wrong := [token for token in prompt if token >= VOCAB]:
+            raise ValueError(f"the prompt has token {wrong[0]}; this model's tokens are 0 to {VOCAB - 1}")
+        handle = Handle(prompt, params, n, sink)
+        if "full" in handle.prompt:
+            raise QueueFullError("the queue is full: 1024 wait")
+        if "gone" in handle.prompt:
+            raise RuntimeError("the engine is closed")
+        with self.lock:
+            self.submitted.append((params, n, priority))
+            self.running.append(handle)
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        with self.lock:
+            self.cancelled.append(handle)
+            if handle in self.running:
+                self.running.remove(handle)
+        for index in handle.left:
+            handle.sink(Output(index, "", finish=Finish.CANCELLED, usage=Usage(0, 0, 0)))
+
+    def stats(self) -> Stats:
+        histogram = Histogram((0.1, 1.0), (2, 1, 1), 3.5)
+        return Stats(
+            **dict.fromkeys(("waiting", "draft_tokens", "accepted_tokens", "preemptions", "forwards"), 0),
+            healthy=self.healthy,
+            running=len(self.running),
+            blocks=100,
+            blocks_used=25,
+            block_size=16,
+            prompt_tokens=10,
+            cached_tokens=4,
+            generated_tokens=self.generated,
+            finished={Finish.STOP: 3},
+            tokens_per_second=12.5,
+            prompt_tokens_per_second=0.0,
+            time_to_first_token=histogram,
+            between_tokens=histogram,
+        )
+
+    def _run(self) -> None:
+        while True:
+            with self.lock:
+                running = list(self.running)
+            for handle in running:
+                for index in list(handle.left):
+                    self._step(handle, index)
+                if not handle.left:
+                    with self.lock:
+                        self.running = [other for other in self.running if other is not handle]
+            time.sleep(self.tick)
+
+    def _step(self, handle: Handle, index: int) -> None:
+        handle.said[index] += 1
+        self.generated += 1
+        said, tokens = handle.said[index], handle.left[index]
+        usage = Usage(handle.num_prompt, 3, said)
+        if "explode" in handle.prompt and said == 3:
+            del handle.left[index]
+            handle.sink(Output(index, "", finish=Finish.ERROR, usage=usage, error="the sampler met a NaN"))
+            return
+        if "forever" in handle.prompt:
+            handle.sink(Output(index, "more "))
+            return
+        text = tokens[said - 1]
+        finish = Finish.STOP if said == len(tokens) else Finish.LENGTH if said == handle.params.max_tokens else None
+        logprobs: tuple[Logprob, ...] = ()
+        if handle.params.logprobs is not None:
+            top = tuple((97 + i, -1.0 - i) for i in range(handle.params.logprobs))
+            logprobs = (Logprob(65 + said, -0.5 if said > 1 else float("-inf"), top),)
+        if finish is not None:
+            del handle.left[index]
+        handle.sink(Output(index, text, (said,), logprobs, finish, usage if finish else None))
+
+
+if __name__ == "__main__":
+    from slipstream.inference.server import serve
+
+    serve(FakeEngine(tick=0.2), port=0)

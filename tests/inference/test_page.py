@@ -1,0 +1,144 @@
+"""The chat page in headless Chromium (Debian's `chromium`, driven by selenium): send, stream, stop, reload, error and retry."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.inference.fake_engine import FakeEngine
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+DRIVER = shutil.which("chromedriver")
+MISSING = [
+    *(name for name, path in (("chromium", CHROMIUM), ("chromedriver (Debian: chromium-driver)", DRIVER)) if path is None),
+    *(name for name in ("selenium", "fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None),
+]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the page's test needs {', '.join(MISSING)}")
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    from tests.inference.test_server import serving
+
+    with serving(FakeEngine(tick=0.02), api_keys=("sesame",)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM or ""
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1200,900"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        yield browser
+    finally:
+        browser.quit()
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Any:
+    """A page without history, with its key."""
+    browser.get(f"http://{address}/")
+    browser.execute_script("localStorage.clear(); sessionStorage.setItem('slipstream.key', 'sesame')")
+    browser.refresh()
+    until(browser, "document.getElementById('model').textContent === 'fake/model'")
+    return browser
+
+
+def until(page: Any, condition: str) -> Any:
+    end = time.monotonic() + 5
+    while not (value := page.execute_script(f"return {condition}")):
+        assert time.monotonic() < end, f"not within 5 s: {condition}; {page.get_log('browser')}"
+        time.sleep(0.02)
+    return value
+
+
+def write(page: Any, text: str) -> None:
+    page.find_element("id", "prompt").send_keys(text)
+
+
+def answers(page: Any) -> list[str]:
+    return [node.text for node in page.find_elements("css selector", ".assistant:not(.writing) .text")]
+
+
+def test_send_stream_and_reload(page: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    write(page, "one")
+    write(page, Keys.SHIFT + Keys.ENTER)
+    page.find_element("id", "prompt").send_keys("two", Keys.ENTER)
+    until(page, "document.querySelector('.writing .text')?.textContent.includes('one')")  # before it is complete
+    until(page, "!document.querySelector('.writing') && document.querySelectorAll('.assistant').length === 1")
+    assert answers(page)[0].startswith("<user>one two <user>one two")
+    assert page.find_element("css selector", ".user .text").text == "one\ntwo"
+    page.refresh()
+    until(page, "document.querySelectorAll('.assistant').length === 1")
+    until(page, "document.getElementById('cache').textContent === '25.0 %'")
+    severe = [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE" and "401" not in entry["message"]]
+    assert severe == []
+
+
+def test_stop_keeps_what_was_written(page: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    write(page, "forever" + Keys.ENTER)
+    until(page, "document.querySelector('.writing .text')?.textContent.includes('more more')")
+    assert page.find_element("id", "send").text == "Stop"
+    write(page, Keys.ESCAPE)
+    until(page, "document.querySelector('.foot')?.textContent.includes('stopped')")
+    assert answers(page)[0].startswith("more more")
+    assert page.find_element("id", "send").text == "Send"
+
+
+def test_error_and_retry(page: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    write(page, "full" + Keys.ENTER)
+    until(page, "document.querySelector('[role=alert]')?.textContent.includes('the queue is full')")
+    page.execute_script("const chat = JSON.parse(localStorage['slipstream.chat']); window.before = chat.length")
+    page.find_element("css selector", "[role=alert] button").click()
+    until(page, "document.querySelector('[role=alert]')?.textContent.includes('the queue is full')")
+    assert page.execute_script("return JSON.parse(localStorage['slipstream.chat']).length === window.before")
+
+
+def test_asks_for_a_key(browser: Any, address: str) -> None:
+    browser.get(f"http://{address}/")
+    browser.execute_script("localStorage.clear(); sessionStorage.clear()")
+    browser.refresh()
+    until(browser, "!document.getElementById('access').hidden")
+    browser.find_element("id", "key").send_keys("sesame")
+    browser.find_element("id", "unlock").click()
+    until(browser, "document.getElementById('model').textContent === 'fake/model' && document.getElementById('access').hidden")
+
+
+def test_what_the_model_says_is_text(page: Any) -> None:
+    said = "<img src=x onerror=alert(1)> **bold** `<b>`\n```html\n<script>alert(2)</script>\n```"
+    page.execute_script(f"localStorage['slipstream.chat'] = {json.dumps(json.dumps([{'role': 'assistant', 'content': said}]))}")
+    page.refresh()
+    until(page, "document.querySelectorAll('.assistant strong').length === 1")
+    assert page.execute_script("return document.querySelectorAll('#log img, #log script, #log b').length") == 0
+    assert "<script>alert(2)</script>" in page.find_element("css selector", ".block pre").text
+
+
+def test_fits_a_phone(page: Any) -> None:
+    phone = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        page.refresh()
+        until(page, "document.getElementById('panel').hidden")
+        assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+        page.find_element("id", "toggle").click()
+        until(page, "document.getElementById('temperature').getBoundingClientRect().width > 100")
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -1,0 +1,539 @@
+"""The HTTP server over a fake engine: the real openai client, raw sockets, many clients, hostile ones, and SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.inference.fake_engine import FakeEngine
+
+pytest.importorskip("fastapi")
+uvicorn = pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+
+from slipstream.inference.server import create_app  # noqa: E402
+from slipstream.inference.server.protocol import ChatRequest, CompletionRequest  # noqa: E402
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+OTHER = {"type": "function", "function": {"name": "say", "parameters": {"type": "object", "properties": {"b": {"type": "string"}}}}}
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error = json.loads(self.body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert "Traceback" not in error["message"]
+        return error
+
+
+@contextmanager
+def serving(engine: FakeEngine, **options: Any) -> Iterator[str]:
+    app = create_app(engine, **options)
+    config = uvicorn.Config(app, port=0, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    host, port = server.servers[0].sockets[0].getsockname()
+    try:
+        yield f"{host}:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def address(engine: FakeEngine) -> Iterator[str]:
+    with serving(engine) as address:
+        yield address
+
+
+def client(address: str, **options: Any) -> Any:
+    return openai.OpenAI(base_url=f"http://{address}/v1", **{"api_key": "none", "max_retries": 0, **options})
+
+
+@pytest.fixture(scope="module")
+def ai(address: str) -> Iterator[Any]:
+    with client(address) as ai:
+        yield ai
+
+
+def call(address: str, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
+    connection = http.client.HTTPConnection(address, timeout=10)
+    given = {"Content-Type": "application/json"} if headers is None else headers
+    try:
+        connection.request(method, path, body, given)
+        reply = connection.getresponse()
+        return Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())
+    finally:
+        connection.close()
+
+
+def post(address: str, path: str = CHAT, headers: dict[str, str] | None = None, **fields: Any) -> Reply:
+    body: dict[str, Any] = {"model": "fake/model", "max_tokens": 50}
+    body |= {"prompt": "hi"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hi"}]}
+    return call(address, "POST", path, json.dumps(body | fields), headers)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end, "not within 5 s"
+        time.sleep(0.005)
+
+
+# ---- OpenAI's client
+
+
+def test_completions(ai: Any) -> None:
+    ask = {"model": "fake/model", "prompt": ["one two", "three"], "max_tokens": 50, "n": 2, "seed": 5}
+    whole = ai.completions.create(**ask)
+    assert [choice.text for choice in whole.choices] == [
+        *(f"{'one two ' * 3}{i} seed 5" for i in (0, 1)),
+        *(f"{'three ' * 6}{i} seed 5" for i in (0, 1)),
+    ]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert whole.usage.prompt_tokens == len("one two") + len("three")
+    assert whole.usage.completion_tokens == 4 * 8
+    assert whole.usage.prompt_tokens_details.cached_tokens == 3 + 3
+    texts, ends, usages = [""] * 4, [None] * 4, []
+    for chunk in ai.completions.create(**ask, stream=True, stream_options={"include_usage": True}):
+        usages.append(chunk.usage)
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert ends == ["stop"] * 4
+    assert [usage for usage in usages if usage] == [whole.usage]
+    assert ai.completions.create(model="fake/model", prompt=[104, 105], max_tokens=2).choices[0].finish_reason == "length"
+    assert len(ai.completions.create(model="fake/model", prompt=[[104], [105]]).choices) == 2
+
+
+def test_chat(ai: Any) -> None:
+    parts = [{"type": "text", "text": "say"}, {"type": "text", "text": "unicode"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    whole = ai.chat.completions.create(model="fake/model", messages=messages, n=2)
+    assert {choice.message.content for choice in whole.choices} == {"naïve \u2028🦜\r\n\u0085end"}
+    assert whole.choices[1].finish_reason == "stop"
+    assert whole.usage.prompt_tokens == len("<system>be brief<user>say\nunicode")
+    texts, roles = ["", ""], []
+    for chunk in ai.chat.completions.create(model="fake/model", messages=messages, n=2, stream=True):
+        assert chunk.usage is None
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            roles += [choice.delta.role] if choice.delta.role else []
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert roles == ["assistant"] * 2
+    answer = whole.choices[0].message.model_dump()  # goes back as it came, with its nulls
+    ai.chat.completions.create(model="fake/model", messages=[*messages, answer, {"role": "user", "content": "more"}])
+
+
+def test_logprobs(ai: Any) -> None:
+    entries = ai.completions.create(model="fake/model", prompt="one", logprobs=2).choices[0].logprobs
+    assert entries.tokens[:2] == ["B", "C"]
+    assert entries.token_logprobs[:2] == [-9999.0, -0.5]
+    assert entries.top_logprobs[1] == {"a": -1.0, "b": -2.0, "C": -0.5}
+    assert entries.text_offset[:3] == [0, 1, 2]
+    ask = {"model": "fake/model", "messages": [{"role": "user", "content": "one"}], "logprobs": True, "top_logprobs": 1}
+    whole = ai.chat.completions.create(**ask).choices[0].logprobs.content
+    assert (whole[1].token, whole[1].bytes, whole[1].logprob, whole[1].top_logprobs[0].token) == ("C", [67], -0.5, "a")
+    chunks = [choice for chunk in ai.chat.completions.create(**ask, stream=True) for choice in chunk.choices]
+    assert [entry for choice in chunks if choice.logprobs for entry in choice.logprobs.content] == whole
+
+
+def test_parameters_reach_the_engine(ai: Any, engine: FakeEngine) -> None:
+    more = {"stop_token_ids": [7], "priority": -2}
+    ai.chat.completions.create(
+        model="fake/model",
+        messages=[{"role": "user", "content": "one"}],
+        max_completion_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        stop="x",
+        seed=-3,
+        user="me",
+        logit_bias={"5": -100},
+        extra_body={"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True} | more,
+    )
+    params, n, priority = engine.submitted[-1]
+    assert (params.max_tokens, params.temperature, params.top_p, params.seed, n, priority) == (9, 0.5, 0.9, -3, 1, -2)
+    assert (params.presence_penalty, params.frequency_penalty, params.stop, params.logit_bias) == (1, -1, ("x",), {5: -100})
+    assert (params.top_k, params.min_p, params.repetition_penalty, params.min_tokens) == (4, 0.1, 1.1, 2)
+    assert (params.ignore_eos, params.stop_token_ids, params.logprobs, params.json_schema) == (True, (7,), None, None)
+    ai.chat.completions.create(model="fake/model", messages=[{"role": "user", "content": "one"}])
+    assert engine.submitted[-1][0].max_tokens == engine.max_context - len("<user>one")
+
+
+def test_json_and_tools(ai: Any, engine: FakeEngine) -> None:
+    def ask(**fields: Any) -> Any:
+        asked = {"model": "fake/model", "messages": [{"role": "user", "content": "one"}], **fields}
+        whole = ai.chat.completions.create(**asked).choices[0]
+        text, arguments, name = "", "", ""
+        for chunk in ai.chat.completions.create(**asked, stream=True):
+            choice = chunk.choices[0]
+            text += choice.delta.content or ""
+            for part in choice.delta.tool_calls or ():
+                name, arguments = name + (part.function.name or ""), arguments + part.function.arguments
+        assert (choice.finish_reason, text) == (whole.finish_reason, whole.message.content or "")
+        for made in whole.message.tool_calls or ():
+            assert (made.type, made.function.name, json.loads(made.function.arguments)) == ("function", name, json.loads(arguments))
+        return whole
+
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    assert json.loads(ask(response_format=asked).message.content) == {"a": 7}
+    assert ask(response_format={"type": "json_object"}).message.content == "{}"
+    assert json.loads(engine.submitted[-1][0].json_schema or "") == {"type": "object"}
+    named = ask(tools=[TOOL, OTHER], tool_choice={"type": "function", "function": {"name": "add"}})
+    assert (named.finish_reason, named.message.content) == ("stop", None)
+    assert named.message.tool_calls[0].function.name == "add"
+    required = ask(tools=[TOOL, OTHER], tool_choice="required")
+    assert (required.finish_reason, required.message.tool_calls[0].function.name) == ("tool_calls", "say")
+    assert required.message.tool_calls[0].function.arguments == '{"b": "said"}'
+    assert "add" in ask(tools=[TOOL]).message.content  # the template was told
+    assert "add" not in ask(tools=[TOOL], tool_choice="none").message.content
+
+
+def test_errors_of_the_client(address: str, ai: Any) -> None:
+    assert [model.id for model in ai.models.list()] == ["fake/model"]
+    assert ai.models.retrieve("fake/model").id == "fake/model"
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist") as caught:
+        ai.completions.create(model="other", prompt="one")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError, match="temperature is 101") as caught:
+        ai.completions.create(model="fake/model", prompt="one", temperature=101)
+    assert (caught.value.type, caught.value.param) == ("invalid_request_error", "temperature")
+    with pytest.raises(openai.RateLimitError, match="queue is full") as caught:
+        ai.completions.create(model="fake/model", prompt="full", stream=True)
+    assert caught.value.response.headers["retry-after"] == "1"
+    with pytest.raises(openai.InternalServerError, match="engine is closed"):
+        ai.completions.create(model="fake/model", prompt="gone")
+    with pytest.raises(openai.InternalServerError, match="met a NaN"):
+        ai.completions.create(model="fake/model", prompt="explode")
+    with pytest.raises(openai.APIError, match="met a NaN"):
+        list(ai.completions.create(model="fake/model", prompt="explode", stream=True))
+
+
+# ---- Refusals
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "neutral", "refused"),
+    [
+        (COMPLETIONS, "best_of", 1, 2),
+        (COMPLETIONS, "echo", False, True),
+        (COMPLETIONS, "suffix", "", "end"),
+        *((CHAT, name, None, "x") for name in ("audio", "prediction", "prompt_cache_key", "safety_identifier")),
+        (CHAT, "web_search_options", None, {}),
+        (CHAT, "functions", [], [{}]),
+        (CHAT, "function_call", "none", "auto"),
+        (CHAT, "metadata", {}, {"a": "b"}),
+        (CHAT, "modalities", ["text"], ["text", "audio"]),
+        (CHAT, "store", False, True),
+        (CHAT, "reasoning_effort", "none", "high"),
+        (CHAT, "service_tier", "auto", "flex"),
+        (CHAT, "verbosity", "medium", "low"),
+        *((path, "guided_json", ..., {}) for path in (COMPLETIONS, CHAT)),
+    ],
+)
+def test_what_is_not_served_is_named(address: str, path: str, field: str, neutral: Any, refused: Any) -> None:
+    reply = post(address, path, **{field: refused})
+    assert (reply.status, reply.error["param"]) == (400, field)
+    assert field in reply.error["message"]
+    assert reply.error["code"] == ("unknown_parameter" if neutral is ... else "unsupported_parameter")
+    for value in () if neutral is ... else (neutral, None):
+        assert post(address, path, **{field: value}).status == 200
+
+
+USER = {"role": "user", "content": "hi"}
+PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [USER, PICTURE]}, "messages.1.content.0.type", "only text .*image_url"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role", "developer"),
+        ({"messages": [{"role": "user"}]}, "messages.0", "needs content"),
+        ({"messages": [USER | {"function_call": {"name": "f"}}]}, "messages.0.function_call", "not served"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages", "the template refuses"),
+        ({"max_tokens": 0}, "max_tokens", "1"),
+        ({"max_tokens": "5"}, "max_tokens", "integer"),
+        ({"max_tokens": 5000}, "max_tokens", "context is 4096 tokens; the prompt has 8 and max_tokens is 5000"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, None, "leaves no room|prompt has 5006"),
+        ({"temperature": -1}, "temperature", "between 0 and 100"),
+        ({"temperature": True}, "temperature", "number"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"n": 1000}, "n", "128"),
+        ({"seed": 2**70}, "seed", ""),
+        ({"stop": [1]}, "stop", "list of at most 16 strings"),
+        ({"stop": ""}, "stop", "no empty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "map token ids"),
+        ({"min_tokens": 60}, "min_tokens", "more than max_tokens"),
+        ({"top_logprobs": 2}, None, "needs logprobs"),
+        ({"stream_options": {"include_usage": True}}, None, "only for stream"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "not served"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "goes with"),
+        ({"tool_choice": "required"}, None, "needs tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "mul"}}}, None, "not in tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "not served"),
+        ({"tools": [TOOL, TOOL]}, None, "same name"),
+        ({"max_completion_tokens": 3}, None, "differ"),
+        ({"model": None}, "model", "string"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_explained(address: str, fields: dict[str, Any], param: str | None, says: str) -> None:
+    error = (reply := post(address, **fields)).error
+    assert (reply.status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert re.search(says, error["message"]), error["message"]
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [[]], "", ["a", 1], [1, "a"], [True], [-1], [2**40], [300], {"a": 1}, [[1], ["a"]], 1.5, ["ok", ""]], ids=str
+)
+def test_bad_prompts(address: str, prompt: Any) -> None:
+    assert post(address, COMPLETIONS, prompt=prompt).error["type"] == "invalid_request_error"
+
+
+def test_other_errors_have_the_same_form(address: str) -> None:
+    valid = json.dumps({"model": "fake/model", "prompt": "hi"}).encode()
+    json_type = {"Content-Type": "application/json"}
+    rows: list[tuple[int, str, str, Any, dict[str, str] | None]] = [
+        (404, "GET", "/v1/nothing", None, None),
+        (404, "GET", "/v1/models/nothing%ff%00", None, None),
+        (405, "GET", COMPLETIONS, None, None),
+        (405, "POST", "/health", None, None),
+        (415, "POST", COMPLETIONS, valid, {"Content-Type": "text/plain"}),
+        (415, "POST", COMPLETIONS, valid, {}),
+        (413, "POST", COMPLETIONS, b" " * (5 << 20), json_type),
+        (413, "POST", COMPLETIONS, iter([b" " * (1 << 20)] * 6), json_type),  # chunked: nothing says its size before
+        (200, "POST", COMPLETIONS, iter([valid[:7], valid[7:]]), {"Content-Type": "Application/JSON; charset=utf-8"}),
+    ]
+    for status, method, path, body, headers in rows:
+        reply = call(address, method, path, body, headers)
+        assert reply.status == status, (method, path)
+        if status != 200:
+            assert reply.error["type"] == "invalid_request_error"
+    assert "POST" in call(address, "GET", COMPLETIONS).headers["allow"]
+
+
+HOSTILE = [
+    *(b"", b"null", b"[]", b'"', b"{", b"\xff\xfe", b"\x00", b"nan", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000),
+    *(b'{"model": "\\ud800"}', b'{"model": "fake/model", "prompt": "\\ud800"}', '{"model": "fake/model"}'.encode("utf-16")),
+    b'{"model": "fake/model", "prompt": "hi", "temperature": NaN}',
+    b'{"model": "fake/model", "prompt": "hi", "temperature": 1e999}',
+    b'{"model": "fake/model", "prompt": "hi", "seed": ' + b"9" * 5000 + b"}",
+    b'{"model": "fake/model", "prompt": "hi", "' + b"x" * 10_000 + b'": 1}',
+    b'{"model": "fake/model", "prompt": "hi", "a\\nb[c]": 1}',
+    b'{"model": {"$ref": "#"}, "prompt": {"__class__": 1}}',
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_hostile_bodies(address: str, path: str) -> None:
+    for body in HOSTILE:
+        reply = call(address, "POST", path, body)
+        assert (reply.status, reply.error["type"]) == (400, "invalid_request_error"), body[:80]
+        assert len(reply.body) < 1000
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": float("inf")}}}
+    assert post(address, response_format=schema).status == 400
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}]
+    assert post(address, messages=[USER, {"role": "assistant", "tool_calls": calls}]).status == 200
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=6
+)
+NAMES = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields})
+
+
+@settings(max_examples=150)
+@given(path=st.sampled_from([COMPLETIONS, CHAT]), fields=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3))
+def test_random_fields(address: str, path: str, fields: dict[str, Any]) -> None:
+    reply = post(address, path, **{"max_tokens": 3, **fields})
+    assert reply.status in (200, 400, 404), reply
+    if reply.status != 200:
+        assert reply.error["type"] == "invalid_request_error"
+
+
+# ---- Clients that come, wait and go
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_cancelled(address: str, engine: FakeEngine, stream: bool) -> None:
+    before = len(engine.cancelled)
+    body = json.dumps({"model": "fake/model", "prompt": ["forever", "forever 2"], "max_tokens": 4000, "stream": stream}).encode()
+    with socket.create_connection(address.split(":")) as raw:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        raw.sendall(head.encode() + b"\r\n\r\n" + body)
+        until(lambda: len(engine.running) == 2)
+        if stream:
+            assert raw.recv(15) == b"HTTP/1.1 200 OK"
+    until(lambda: len(engine.cancelled) == before + 2)
+    assert not engine.running
+    abandoned = rb"slipstream_http_abandoned_total [1-9]"
+    until(lambda: re.search(abandoned, call(address, "GET", "/metrics").body) is not None)
+
+
+def test_two_hundred_clients_some_of_which_vanish(address: str, engine: FakeEngine) -> None:
+    async def one(ai: Any, number: int) -> str | None:
+        ask = {"model": "fake/model", "prompt": f"client {number}", "max_tokens": 50, "seed": number}
+        if number % 3 == 0:
+            return (await ai.completions.create(**ask)).choices[0].text
+        if number % 7 == 0:  # leaves in the middle
+            async with await ai.completions.create(**ask | {"prompt": f"forever {number}"}, stream=True) as stream:
+                async for _ in stream:
+                    return None
+        return "".join([chunk.choices[0].text async for chunk in await ai.completions.create(**ask, stream=True)])
+
+    async def all_of_them() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as ai:
+            return await asyncio.gather(*(one(ai, number) for number in range(200)))
+
+    for number, text in enumerate(asyncio.run(all_of_them())):
+        assert text in (None, f"client {number} " * 3 + f"0 seed {number}")
+        assert text is not None or (number % 7 == 0 and number % 3)
+    until(lambda: not engine.running)
+
+
+def test_time_limit(engine: FakeEngine) -> None:
+    with serving(engine, request_timeout_s=0.1) as address:
+        reply = post(address, COMPLETIONS, prompt="forever")
+        assert (reply.status, reply.error["code"]) == (504, "timeout")
+        reply = post(address, COMPLETIONS, prompt="forever", stream=True)
+        assert reply.status == 200
+        assert b"not done within 0.1 s" in reply.body.split(b"\n\n")[-2]
+    assert not engine.running
+
+
+def test_api_keys_and_token_limit(engine: FakeEngine) -> None:
+    for keys in ("secret", ("a", "")):
+        with pytest.raises(ValueError, match="none of them empty"):
+            create_app(engine, api_keys=keys)
+    with serving(engine, api_keys=("right", "other"), max_output_tokens=60) as address:
+        assert call(address, "GET", "/").status == call(address, "GET", "/health").status == 200
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing"):
+            assert call(address, "GET", path).error["code"] == "invalid_api_key"
+        for header in ("Bearer wrong", "Basic right", "right", "Bearer", "Bearer right2", "Bearer r\xefght"):
+            reply = post(address, headers={"Authorization": header})
+            assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+        with client(address, api_key="other") as ai:
+            ask = {"model": "fake/model", "messages": [USER]}
+            ai.chat.completions.create(**ask)
+            assert engine.submitted[-1][0].max_tokens == 60
+            with pytest.raises(openai.BadRequestError, match="at most 60"):
+                ai.chat.completions.create(**ask, max_tokens=61)
+
+
+def test_health_and_metrics(address: str, engine: FakeEngine) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    assert call(address, "HEAD", "/health").status == 200
+    engine.healthy = False
+    assert call(address, "GET", "/health").status == 503
+    engine.healthy = True
+    reply = call(address, "GET", "/metrics")
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    text = reply.body.decode()
+    families = {family.name: family for family in parser.text_string_to_metric_families(text)}
+    assert families["slipstream_time_to_first_token_seconds"].type == "histogram"
+    assert families["slipstream_prompt_tokens"].type == "counter"
+    for line in (
+        "slipstream_kv_usage_ratio 0.25",
+        "slipstream_tokens_per_second 12.5",
+        'slipstream_finished_total{reason="stop"} 3',
+        'slipstream_time_to_first_token_seconds_bucket{le="1.0"} 3',
+        'slipstream_time_to_first_token_seconds_bucket{le="+Inf"} 4',
+        "slipstream_time_between_tokens_seconds_count 4",
+        'slipstream_http_requests_total{path="/health",status="503"} 1',
+    ):
+        assert line in text.splitlines()
+
+
+def test_what_nobody_expected_is_an_error_without_details(
+    address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine, "stats", lambda: 1 / 0)
+    reply = call(address, "GET", "/metrics")
+    assert (reply.status, reply.error["type"]) == (500, "server_error")
+    assert b"ZeroDivisionError" not in reply.body
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_drains_on_sigterm() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "tests.inference.fake_engine"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            address = re.search(r"http://([\d.]+:\d+)", process.stdout.readline())[1]  # type: ignore[index]
+            with client(address) as ai:
+                stream = iter(ai.completions.create(model="fake/model", prompt="a b", stream=True, max_tokens=50))
+                text = next(stream).choices[0].text
+                process.send_signal(signal.SIGTERM)
+                until(lambda: b"draining" in call(address, "GET", "/health").body)
+                reply = post(address)
+                assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "draining", "5")
+                text += "".join(chunk.choices[0].text for chunk in stream)
+            assert text == "a b a b a b 0 seed None"
+            assert process.wait(5) == 0
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
+
+
+# ---- The page and the document
+
+
+def test_page_loads_nothing_and_never_writes_html(address: str) -> None:
+    reply = call(address, "GET", "/")
+    page = reply.body.decode()
+    policy = reply.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert len(re.findall(r"(?:script|style)-src 'sha256-[\w+/]{43}='", policy)) == 2
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\son\w+=|\sstyle=", page)
+    assert set(re.findall(r"https?://[^\s'\"]+", page)) <= {"http://www.w3.org/2000/svg"}
+    ids = set(re.findall(r'id="([^"]+)"', page))
+    assert set(re.findall(r'\$\("([^"]+)"\)', page)) <= ids
+
+
+def test_openapi_document(address: str) -> None:
+    text = call(address, "GET", "/openapi.json").body.decode()
+    document = json.loads(text)
+    assert {COMPLETIONS, CHAT, "/v1/models", "/health", "/metrics"} <= set(document["paths"])
+    for name in re.findall(r'"#/components/schemas/([^"]+)"', text):
+        assert name in document["components"]["schemas"]
+    assert "#/$defs" not in text
