@@ -19,7 +19,7 @@ from torch import Tensor
 from .config import DecoderConfig, Experts, Layer, Rope
 from .core import Batch
 from .kv_cache import HeadShape, KVCache
-from .quantise import dequantise
+from .quantise import dequantise, round_activations
 from .weights import DecoderWeights, LayerWeights, Matrix, Mlp
 
 
@@ -181,6 +181,9 @@ class Decoder:
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """On CPUs quantised matrices meet activations of 8 bits, as in the native forward."""
+    if not isinstance(weight, Tensor) and x.is_cpu:
+        x = round_activations(x)
     return F.linear(x, dequantise(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 

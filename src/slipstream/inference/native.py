@@ -220,7 +220,7 @@ class NativeDecoder:
             embed_type=_TYPES[embed.dtype],
             activation=_ACTIVATIONS[config.activation],
             norm_eps=config.norm_eps,
-            embed_scale=config.embed_scale,
+            embed_scale=float(torch.tensor(config.embed_scale, dtype=embed.dtype)),
             attn_scale=config.attn_scale or config.head_dim**-0.5,
             attn_softcap=config.attn_softcap,
             logit_softcap=config.logit_softcap,
@@ -249,7 +249,8 @@ class NativeDecoder:
         """As `core.Runner.forward`."""
         self.copy(batch.copies)
         ids: list[int] = []
-        first_row, start, tables, table_at, logit_rows = [0], [], [], [], []
+        first_row, start, table_at = [0], list[int](), list[int]()
+        tables, logit_rows = list[int](), list[int]()
         for chunk in batch.chunks:
             ids += chunk.request.tokens[chunk.start : chunk.stop]
             ids += chunk.draft

@@ -96,6 +96,15 @@ def dequantise(m: Matrix) -> Tensor:
             return m
 
 
+def round_activations(x: Tensor, group: int = 32) -> Tensor:
+    """x [..., features] as the products of codes see it: 8 bits, symmetric, a scale for each `group` features of a row."""
+    features = x.shape[-1]
+    wide = torch.nn.functional.pad(x.float(), (0, -features % group)).unflatten(-1, (-1, group))
+    most = wide.abs().amax(-1, keepdim=True)
+    codes = (wide * (127 / most.clamp_min(torch.finfo(torch.float32).tiny))).round_()
+    return (codes * (most / 127)).flatten(-2)[..., :features].to(x.dtype)
+
+
 def quantise(weights: DecoderWeights, kind: str, group: int = 32) -> DecoderWeights:
     """The same decoder with matrices of `kind`, "int8" or "int4". Inputs that no group divides are int8 in both kinds."""
     if kind not in ("int8", "int4"):
