@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.inference.config import DecoderConfig, Rope
+from slipstream.inference.config import DecoderConfig, Experts, Rope
 from slipstream.inference.core import Batch
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 from slipstream.ops import build
 
 # As in csrc/decoder.h.
 PANEL = 16  # columns that lie together, and positions of a cache block
+_MAX_EXPERTS = 512  # the shared one included
 CODES = 32  # features that share a scale where activations are rounded to 8 bits
 _TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT8, _INT4 = 3, 4
@@ -37,10 +38,21 @@ class _Matrix(ctypes.Structure):
     )
 
 
+class _Experts(ctypes.Structure):
+    _fields_ = (
+        *((name, _int) for name in ("num", "top_k", "normalize", "has_shared")),
+        ("widest", _long),
+        ("router", _Matrix),
+        *((name, ctypes.POINTER(_Matrix)) for name in ("gate_up", "down")),
+        ("shared_gate", _pointer),
+    )
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _pointer) for name in ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm")),
         *((name, _Matrix) for name in ("q", "k", "v", "out", "gate_up", "down")),
+        ("experts", ctypes.POINTER(_Experts)),
         *((name, _pointer) for name in ("cosine", "sine", "keys", "values")),
         *((name, _int) for name in ("rotary_dim", "window")),
     )
@@ -63,6 +75,8 @@ class _Batch(ctypes.Structure):
         *((name, _int) for name in ("num_rows", "num_sequences", "num_logits")),
         *((name, _pointer) for name in ("ids", "first_row", "start", "tables", "table_at", "logit_rows")),
         *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "codes", "scales")),
+        # routing
+        *((name, _pointer) for name in ("scores", "shares", "chosen", "place", "first", "gathered", "expert_act", "expert_out")),
     )
 
 
@@ -73,8 +87,10 @@ def why_not(config: DecoderConfig) -> str | None:
         return library.reason
     if config.head_dim % PANEL:
         return f"heads of {config.head_dim} features; the kernels take multiples of {PANEL}"
-    if any(layer.experts for layer in config.layers):
-        return "routed experts"
+    if any(layer.experts for layer in config.layers) and config.sandwich:
+        return "routed experts between sandwich norms"
+    if any(layer.experts is not None and layer.experts.num >= _MAX_EXPERTS for layer in config.layers):
+        return f"more than {_MAX_EXPERTS - 1} experts"
     if config.num_heads % config.num_kv_heads:
         return f"{config.num_heads} heads do not share {config.num_kv_heads} key-value heads evenly"
     return None
@@ -114,7 +130,10 @@ class NativeDecoder:
         self._layers = (_Layer * len(config.layers))(*(self._layer(i, layer) for i, layer in enumerate(weights.layers)))
         self._model = self._decoder(weights)
         self._scratch: dict[str, Tensor] = {}
-        widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+        found = [layer.experts for layer in config.layers if layer.experts is not None]
+        inner = [size for each in found for size in (each.intermediate_size, each.shared_size)]
+        widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim, *inner)
+        self._copies = max((each.top_k + 1 for each in found), default=1)  # places of a row on experts' lists
         self._widest = widest + -widest % CODES
         self._team = self._library.slipstream_team_new(self.threads)
         if not self._team:
@@ -172,7 +191,6 @@ class NativeDecoder:
 
     def _layer(self, index: int, weights: LayerWeights) -> _Layer:
         config, layer = self.config, self.config.layers[index]
-        assert weights.mlp is not None, "why_not refuses experts"
         offset = config.norm_offset
         record = _Layer(
             input_norm=self._vector(weights.input_norm, offset),
@@ -185,16 +203,36 @@ class NativeDecoder:
             k=self._matrix(weights.k, weights.k_bias),
             v=self._matrix(weights.v, weights.v_bias),
             out=self._matrix(weights.out, weights.out_bias),
-            gate_up=self._gate_up(weights.mlp),
-            down=self._matrix(weights.mlp.down, weights.mlp.down_bias),
             keys=self.keys[index].data_ptr(),
             values=self.values[index].data_ptr(),
             window=layer.window,
         )
+        if layer.experts is not None:
+            record.experts = ctypes.pointer(self._experts(layer.experts, weights))
+        else:
+            assert weights.mlp is not None, "a layer without experts has an MLP"
+            record.gate_up, record.down = self._gate_up(weights.mlp), self._matrix(weights.mlp.down, weights.mlp.down_bias)
         if layer.rope is not None:
             cosine, sine = self._turns(layer.rope)
             record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
             record.rotary_dim = 2 * len(layer.rope.inv_freq)
+        return record
+
+    def _experts(self, experts: Experts, weights: LayerWeights) -> _Experts:
+        assert weights.router is not None, "a layer with experts has a router"
+        lists = [*weights.experts, *([] if weights.shared is None else [weights.shared])]
+        record = _Experts(
+            num=experts.num,
+            top_k=experts.top_k,
+            normalize=experts.normalize,
+            has_shared=weights.shared is not None,
+            widest=max(experts.intermediate_size, experts.shared_size),
+            router=self._matrix(weights.router.float()),
+            gate_up=(_Matrix * len(lists))(*(self._gate_up(mlp) for mlp in lists)),
+            down=(_Matrix * len(lists))(*(self._matrix(mlp.down, mlp.down_bias) for mlp in lists)),
+        )
+        if weights.shared_gate is not None:
+            record.shared_gate = self._keep(weights.shared_gate.detach().float().flatten().contiguous())
         return record
 
     def _turns(self, rope: Rope) -> tuple[Tensor, Tensor]:
@@ -239,6 +277,24 @@ class NativeDecoder:
             have = self._scratch[name] = torch.empty(rows * width, dtype=dtype)
         return have.data_ptr()
 
+    def _routing(self, rows: int) -> list[int]:
+        """Scratch of `struct routing`; none without experts."""
+        found = [layer.experts for layer in self.config.layers if layer.experts is not None]
+        if not found:
+            return []
+        num, top_k = max(each.num for each in found), max(each.top_k for each in found)
+        hidden, places = self.config.hidden_size, rows * self._copies
+        return [
+            self._room("scores", rows, num),
+            self._room("shares", rows, top_k),
+            self._room("chosen", rows, top_k, torch.int32),
+            self._room("place", rows, top_k + 1, torch.int32),
+            self._room("first", 1, num + 2, torch.int32),
+            self._room("gathered", places, hidden),
+            self._room("expert_act", places, max(max(each.intermediate_size, each.shared_size) for each in found)),
+            self._room("expert_out", places, hidden),
+        ]
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to), one after the other."""
         for source, target in pairs:
@@ -272,8 +328,9 @@ class NativeDecoder:
             self._room("qkv", rows, heads + 2 * config.num_kv_heads * config.head_dim),
             self._room("attended", rows, heads),
             self._room("act", rows, config.intermediate_size),
-            self._room("codes", rows, self._widest, torch.int8),
-            self._room("scales", rows, 2 * self._widest // CODES),
+            self._room("codes", rows * self._copies, self._widest, torch.int8),
+            self._room("scales", rows * self._copies, 2 * self._widest // CODES),
+            *self._routing(rows),
         )  # fmt: skip
         assert self._library is not None
         if self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record)):

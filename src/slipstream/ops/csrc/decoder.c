@@ -132,8 +132,11 @@ static int prepare(struct team *team, const struct decoder *model)
     int64_t widest = model->hidden_size > model->intermediate_size ? model->hidden_size : model->intermediate_size;
     const int64_t attended = (int64_t)model->num_heads * model->head_dim;
     widest = attended > widest ? attended : widest;
+    for (int i = 0; i < model->num_layers; ++i)
+        if (model->layers[i].experts && model->layers[i].experts->widest > widest)
+            widest = model->layers[i].experts->widest;
     const size_t bytes = (size_t)widest * 2 * PANEL * sizeof(float); /* two widened panels; a tile of queries is smaller */
-    const int stages = model->num_layers * 5 + 1;
+    const int stages = model->num_layers * 6 + 1;
     if (bytes > team->scratch_bytes) {
         for (int i = 0; i < team->size; ++i) {
             free(team->scratch[i]);

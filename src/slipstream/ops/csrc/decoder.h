@@ -15,6 +15,7 @@
 #define PANEL 16 /* output columns that lie together; also the positions of a cache block */
 #define ROWS 6   /* rows of a tile: six accumulators of 16 lanes fill AVX2's registers */
 #define CODES 32 /* features that share a scale where activations are rounded to 8 bits */
+#define MAX_EXPERTS 512
 #define MAX_THREADS 64
 
 enum weight_type { WEIGHT_F32 = 0, WEIGHT_BF16 = 1, WEIGHT_F16 = 2, WEIGHT_INT8 = 3, WEIGHT_INT4 = 4 };
@@ -31,11 +32,21 @@ struct matrix {
     int32_t type, group;               /* int4: a multiple of CODES */
 };
 
+/* A routed MLP. The shared expert, where there is one, is the last list: every row is on it. */
+struct experts {
+    int32_t num, top_k, normalize, has_shared;
+    int64_t widest; /* the largest inner size of any */
+    struct matrix router;
+    const struct matrix *gate_up, *down; /* [num + has_shared] */
+    const float *shared_gate;            /* [hidden] */
+};
+
 struct layer {
     const float *input_norm, *mlp_norm; /* multipliers as they are applied: an offset is already added */
     const float *attn_post_norm, *mlp_post_norm; /* or NULL */
     const float *q_norm, *k_norm; /* [head_dim] or NULL */
     struct matrix q, k, v, out, gate_up /* panels of gate and up in turn */, down;
+    const struct experts *experts; /* in place of gate_up and down; NULL: dense */
     const float *cosine, *sine; /* [max_context][rotary_dim / 2]; NULL: no rotation */
     void *keys;   /* [block][kv_head][head_dim][PANEL] */
     void *values; /* [block][kv_head][PANEL][head_dim] */
@@ -55,6 +66,17 @@ struct decoder {
     const struct layer *layers;
 };
 
+/* Which rows are on which expert's list. A row is copied to its place on each of its lists: [places] are num_rows *
+ * (top_k + has_shared), list after list. */
+struct routing {
+    float *scores;  /* [num_rows][num] */
+    float *shares;  /* [num_rows][top_k] what each of a row's experts adds counts for */
+    int32_t *chosen; /* [num_rows][top_k] */
+    int32_t *place; /* [num_rows][top_k + 1] */
+    int32_t *first; /* [num + has_shared + 1] where a list begins */
+    float *gathered, *act, *out; /* [places][hidden], [places][widest], [places][hidden] */
+};
+
 /* One forward. Rows are tokens; a sequence's rows follow one another at consecutive positions. */
 struct batch {
     int32_t num_rows, num_sequences, num_logits;
@@ -68,6 +90,7 @@ struct batch {
     float *x, *normed, *qkv, *attended, *act; /* scratch: [num_rows][...] */
     int8_t *codes; /* [num_rows][widest input, padded to CODES]; NULL where no matrix is int8 or int4 */
     float *scales; /* [num_rows][2][widest / CODES]: a group's scale; and its sum of codes times that */
+    struct routing routing; /* where a layer has experts; codes and scales have a row per place then */
 };
 
 struct team; /* the threads; see decoder.c */

@@ -353,18 +353,20 @@ TARGET static void strip(const struct product *job, int64_t panel, int panels, f
     }
 }
 
+INLINE int64_t num_strips(const struct product *job) { return job->num_rows ? (num_panels(job->w) + 3) / 4 : 0; }
+
 /* Products that do not depend on each other, shared out among the threads strip by strip. */
 TARGET static void multiply(const struct product *jobs, int num_jobs, struct team *team, int stage, float *scratch)
 {
-    int64_t strips[4], total = 0;
+    int64_t total = 0;
     for (int a = 0; a < num_jobs; ++a)
-        total += strips[a] = (num_panels(jobs[a].w) + 3) / 4;
+        total += num_strips(&jobs[a]);
     for (int64_t item; (item = team_next(team, stage)) < total;) {
-        int a = 0;
-        while (item >= strips[a])
-            item -= strips[a++];
-        const int64_t left = num_panels(jobs[a].w) - item * 4;
-        strip(&jobs[a], item * 4, left < 4 ? (int)left : 4, scratch);
+        const struct product *job = jobs;
+        for (; item >= num_strips(job); ++job)
+            item -= num_strips(job);
+        const int64_t left = num_panels(job->w) - item * 4;
+        strip(job, item * 4, left < 4 ? (int)left : 4, scratch);
     }
 }
 
@@ -644,6 +646,127 @@ TARGET static void residual(const struct decoder *model, const struct batch *bat
         norm_rows(model, batch->x, batch->normed, post_norm, from, until, 1);
 }
 
+/* ---- experts ---- */
+
+/* The top_k likeliest of softmax(scores), the lower one of equals, and their probabilities. */
+TARGET static void choose(const struct experts *experts, const float *scores, float *shares, int32_t *chosen)
+{
+    float most = scores[0], total = 0.0f, kept = 0.0f;
+    for (int e = 1; e < experts->num; ++e)
+        most = scores[e] > most ? scores[e] : most;
+    for (int e = 0; e < experts->num; ++e)
+        total += expf(scores[e] - most);
+    for (int i = 0; i < experts->top_k; ++i) {
+        int best = -1;
+        for (int e = 0; e < experts->num; ++e) {
+            int taken = 0;
+            for (int j = 0; j < i; ++j)
+                taken |= chosen[j] == e;
+            if (!taken && (best < 0 || scores[e] > scores[best]))
+                best = e;
+        }
+        chosen[i] = best;
+        kept += shares[i] = expf(scores[best] - most) / total;
+    }
+    for (int i = 0; i < experts->top_k && experts->normalize; ++i)
+        shares[i] /= kept;
+}
+
+/* Where every list begins, and every row's places on them. */
+TARGET static void make_lists(const struct experts *experts, const struct routing *routing, int32_t num_rows)
+{
+    const int32_t top_k = experts->top_k, lists = experts->num + experts->has_shared;
+    int32_t next[MAX_EXPERTS] = {0};
+    for (int32_t i = 0; i < num_rows * top_k; ++i)
+        ++next[routing->chosen[i]];
+    int32_t first = 0;
+    for (int32_t e = 0; e < lists; ++e) {
+        const int32_t length = e < experts->num ? next[e] : num_rows;
+        routing->first[e] = next[e] = first;
+        first += length;
+    }
+    routing->first[lists] = first;
+    for (int32_t row = 0; row < num_rows; ++row) {
+        for (int32_t i = 0; i < top_k; ++i)
+            routing->place[row * (top_k + 1) + i] = next[routing->chosen[row * top_k + i]]++;
+        routing->place[row * (top_k + 1) + top_k] = next[experts->num] + row;
+    }
+}
+
+/* One product for each list: x and y have a row per place. Their inputs are coded first where the matrices are. */
+TARGET static void multiply_lists(const struct experts *experts, const struct batch *batch, const struct matrix *w, const float *x,
+                                  int64_t x_stride, float *y, int64_t y_stride, enum epilogue epilogue, int activation,
+                                  struct team *team, int thread, int stage, float *scratch)
+{
+    const int lists = experts->num + experts->has_shared;
+    const int32_t *first = batch->routing.first;
+    const int64_t groups = (x_stride + CODES - 1) / CODES;
+    struct product jobs[MAX_EXPERTS];
+    int64_t from, until;
+    int coded = 0;
+    share(first[lists], team_size(team), thread, &from, &until);
+    for (int e = 0; e < lists; ++e) {
+        const struct coded rows = {batch->codes + first[e] * groups * CODES, batch->scales + first[e] * 2 * groups,
+                                   batch->scales + first[e] * 2 * groups + groups, groups * CODES, 2 * groups};
+        jobs[e] = (struct product){.w = &w[e], .x = x + first[e] * x_stride, .coded = rows, .y = y + first[e] * y_stride,
+                                   .x_stride = x_stride, .y_stride = y_stride, .num_rows = first[e + 1] - first[e],
+                                   .epilogue = epilogue, .activation = activation};
+        if (!is_coded(&w[e]))
+            continue;
+        coded = 1;
+        for (int64_t place = from > first[e] ? from : first[e]; place < until && place < first[e + 1]; ++place)
+            code_row(x + place * x_stride, w[e].num_features < x_stride ? w[e].num_features : x_stride, batch->codes + place * groups * CODES,
+                     batch->scales + place * 2 * groups, batch->scales + place * 2 * groups + groups);
+    }
+    if (coded)
+        team_wait(team, thread);
+    multiply(jobs, lists, team, stage, scratch);
+    team_wait(team, thread);
+}
+
+/* x += the experts' outputs, weighted; normed rows go in. Three stages. */
+TARGET static void routed(const struct decoder *model, const struct experts *experts, const struct batch *batch, struct team *team,
+                          int thread, int stage, float *scratch, int64_t from, int64_t until)
+{
+    const int64_t hidden = model->hidden_size, top_k = experts->top_k, copies = top_k + experts->has_shared;
+    const struct routing *routing = &batch->routing;
+    const struct product router = {.w = &experts->router, .x = batch->normed, .y = routing->scores, .x_stride = hidden,
+                                   .y_stride = experts->num, .num_rows = batch->num_rows};
+    multiply(&router, 1, team, stage, scratch);
+    team_wait(team, thread);
+    for (int64_t row = from; row < until; ++row)
+        choose(experts, routing->scores + row * experts->num, routing->shares + row * top_k, routing->chosen + row * top_k);
+    team_wait(team, thread);
+    if (thread == 0)
+        make_lists(experts, routing, batch->num_rows);
+    team_wait(team, thread);
+    for (int64_t row = from; row < until; ++row)
+        for (int64_t i = 0; i < copies; ++i)
+            memcpy(routing->gathered + routing->place[row * (top_k + 1) + i] * hidden, batch->normed + row * hidden,
+                   (size_t)hidden * sizeof(float));
+    team_wait(team, thread);
+    multiply_lists(experts, batch, experts->gate_up, routing->gathered, hidden, routing->act, experts->widest, GATED,
+                   model->activation, team, thread, stage + 1, scratch);
+    multiply_lists(experts, batch, experts->down, routing->act, experts->widest, routing->out, hidden, STORE, 0, team, thread,
+                   stage + 2, scratch);
+    for (int64_t row = from; row < until; ++row) {
+        float *x = batch->x + row * hidden;
+        const int32_t *place = routing->place + row * (top_k + 1);
+        float open = 0.0f;
+        if (experts->has_shared) {
+            for (int64_t d = 0; d < hidden; ++d)
+                open += batch->normed[row * hidden + d] * experts->shared_gate[d];
+            open = 1.0f / (1.0f + expf(-open));
+        }
+        for (int64_t d = 0; d < hidden; ++d) {
+            float sum = experts->has_shared ? open * routing->out[place[top_k] * hidden + d] : 0.0f;
+            for (int64_t i = 0; i < top_k; ++i)
+                sum += routing->shares[row * top_k + i] * routing->out[place[i] * hidden + d];
+            x[d] += sum;
+        }
+    }
+}
+
 TARGET static void run(const struct decoder *model, const struct batch *batch, struct team *team, int thread, float *scratch)
 {
     const int64_t hidden = model->hidden_size, dim = model->head_dim;
@@ -678,6 +801,12 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         team_wait(team, thread);
         residual(model, batch, &layer->out, batch->attended, q_width, layer->attn_post_norm, team, thread, stage++, scratch, from, until);
         norm_rows(model, batch->normed, batch->x, layer->mlp_norm, from, until, 0);
+        if (layer->experts) {
+            team_wait(team, thread);
+            routed(model, layer->experts, batch, team, thread, stage, scratch, from, until);
+            stage += 3;
+            continue;
+        }
         struct product gated = {.w = &layer->gate_up, .x = batch->normed, .y = batch->act, .x_stride = hidden,
                                 .y_stride = model->intermediate_size, .num_rows = batch->num_rows, .epilogue = GATED,
                                 .activation = model->activation};
