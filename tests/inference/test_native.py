@@ -49,10 +49,10 @@ def test_every_instruction_set(isa: str) -> None:
         assert cpu.use_isa(used)
 
 
-def weights_of(kind: str) -> tuple[Any, DecoderWeights]:
-    """A Llama whose shapes are no multiples of a tile: 3 heads for each key-value head, 72 features, odd vocabulary."""
+def weights_of(kind: str, family: str = "Llama", **more: Any) -> tuple[Any, DecoderWeights]:
+    """A model whose shapes are no multiples of a tile: 3 heads for each key-value head, 96 features, odd vocabulary."""
     sizes = {**SIZES, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 113}
-    model = tiny("Llama", **sizes | {"intermediate_size": 160, "max_position_embeddings": 256})
+    model = tiny(family, **sizes | {"intermediate_size": 160, "max_position_embeddings": 256} | more)
     config = from_hf(model.config.to_dict())
     dtype = {"float32": torch.float32, "float16": torch.float16}.get(kind, torch.bfloat16)
     state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
@@ -85,11 +85,23 @@ class Requests:
         return list(out)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "int8", "int4"])
-@pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16])
-def test_the_same_bits_in_every_batch(kind: str, cache: torch.dtype) -> None:
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2Moe"])
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        ("float32", torch.float32),
+        ("bfloat16", torch.bfloat16),
+        ("float16", torch.bfloat16),
+        ("int8", torch.bfloat16),
+        ("int4", torch.float32),
+    ],
+)
+def test_the_same_bits_in_every_batch(kind: str, cache: torch.dtype, family: str) -> None:
     """Alone, in a batch of 16, with random splits of the prompt, from cached prefixes, on 1 and 3 threads."""
-    config, weights = weights_of(kind)
+    config, weights = weights_of(kind, family, **(EXPERTS if family == "Qwen2Moe" else {}))
     rng = random.Random(kind)
     prompts = [[rng.randrange(config.vocab_size) for _ in range(rng.randint(1, 70))] for _ in range(15)]
     prompts.append([rng.randrange(config.vocab_size) for _ in range(150)])

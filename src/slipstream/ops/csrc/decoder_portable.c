@@ -1,4 +1,8 @@
 /* The decoder for any processor. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("O2") /* -O3 takes three times as long here */
+#endif
+
 #include "decoder.h"
 #include "vec_portable.h"
 #include "decoder_body.h"
