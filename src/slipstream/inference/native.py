@@ -8,6 +8,8 @@ is in the batch, however the prompt was split, and whether its prefix was comput
 from __future__ import annotations
 
 import ctypes
+import os
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,6 +23,7 @@ from slipstream.ops import build
 
 # As in csrc/decoder.h.
 PANEL = 16  # columns that lie together, and positions of a cache block
+MAX_THREADS = 64
 _MAX_EXPERTS = 512  # the shared one included
 CODES = 32  # features that share a scale where activations are rounded to 8 bits
 _TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -115,7 +118,7 @@ class NativeDecoder:
             raise ValueError(f"cache_dtype is {cache_dtype}; the native cache holds torch.float32 or torch.bfloat16")
         self.config, self.num_blocks, self.block_size = config, num_blocks, PANEL
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
-        self.threads = threads or torch.get_num_threads()
+        self.threads = threads or min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MAX_THREADS)
         shape = (len(config.layers), num_blocks, config.num_kv_heads, config.head_dim, PANEL)
         # Zeros: what is masked adds 0 * value, and that needs finite values.
         self.keys = torch.zeros(shape, dtype=cache_dtype)
@@ -137,7 +140,8 @@ class NativeDecoder:
         self._widest = widest + -widest % CODES
         self._team = self._library.slipstream_team_new(self.threads)
         if not self._team:
-            raise ValueError(f"cannot start {self.threads} threads; give between 1 and 64")
+            raise ValueError(f"cannot start {self.threads} threads; give between 1 and {MAX_THREADS}")
+        self.close = weakref.finalize(self, self._library.slipstream_team_free, self._team)  # ends the threads; nothing runs after it
 
     # -- the C records --
 
@@ -220,6 +224,8 @@ class NativeDecoder:
 
     def _experts(self, experts: Experts, weights: LayerWeights) -> _Experts:
         assert weights.router is not None, "a layer with experts has a router"
+        if not 1 <= experts.top_k <= experts.num:
+            raise ValueError(f"{experts.top_k} experts per token of {experts.num}; it has to be between 1 and all of them")
         lists = [*weights.experts, *([] if weights.shared is None else [weights.shared])]
         record = _Experts(
             num=experts.num,
@@ -336,13 +342,6 @@ class NativeDecoder:
         if self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record)):
             raise MemoryError(f"no memory for a forward of {rows} tokens")
         return logits
-
-    def close(self) -> None:
-        """End the threads; nothing runs after it."""
-        if self._team:
-            assert self._library is not None
-            self._library.slipstream_team_free(self._team)
-            self._team = None
 
 
 def columns_of(matrix: Matrix) -> tuple[int, int]:

@@ -49,9 +49,8 @@ static void relax(int spins)
 #endif
 }
 
-void team_wait(struct team *team, int thread)
+void team_wait(struct team *team)
 {
-    (void)thread;
     if (team->size == 1)
         return;
     const int generation = atomic_load_explicit(&team->generation, memory_order_acquire);

@@ -103,8 +103,8 @@ struct decoder_isa {
 extern const struct decoder_isa *const decoder_avx512, *const decoder_avx2, *const decoder_portable;
 
 /* decoder.c */
-void team_wait(struct team *, int thread);            /* a barrier */
-int64_t team_next(struct team *, int stage);          /* the next item of a stage, each number once */
+void team_wait(struct team *);               /* until all threads have come here */
+int64_t team_next(struct team *, int stage); /* the next item of a stage, each number once */
 int team_size(const struct team *);
 
 #endif

@@ -1,0 +1,240 @@
+/* One row at a time: embedding, norm, rotation, its keys and values into the cache; and attention over the cache's blocks. */
+#ifndef SLIPSTREAM_DECODER_ATTENTION_H
+#define SLIPSTREAM_DECODER_ATTENTION_H
+
+#include "decoder_lanes.h"
+
+/* to = x / rms(x) * weight; [Zhang & Sennrich 2019]. With `add`, to += that. */
+TARGET static void rms_norm(float *to, const float *x, const float *weight, int64_t size, float eps, int add)
+{
+    vec squares = vec_zero();
+    float tail[16] = {0};
+    const int64_t whole = size / 16 * 16;
+    for (int64_t i = 0; i < whole; i += 16) {
+        const vec a = load_f32(x + i);
+        squares = vec_fma(a, a, squares);
+    }
+    memcpy(tail, x + whole, (size_t)(size - whole) * sizeof(float));
+    squares = vec_fma(load_f32(tail), load_f32(tail), squares);
+    const float factor = 1.0f / sqrtf(lanes_sum(squares) / (float)size + eps);
+    for (int64_t i = 0; i < whole; i += 16) {
+        vec a = vec_mul(vec_mul(load_f32(x + i), vec_set(factor)), load_f32(weight + i));
+        store_f32(to + i, add ? vec_add(load_f32(to + i), a) : a, 0);
+    }
+    for (int64_t i = whole; i < size; ++i)
+        to[i] = add ? to[i] + x[i] * factor * weight[i] : x[i] * factor * weight[i];
+}
+
+TARGET static void embed_row(const struct decoder *model, int32_t id, float *x)
+{
+    const int64_t size = model->hidden_size;
+    const int type = model->embed_type;
+    const char *row = (const char *)model->embed + id * size * weight_size(type);
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16)
+        store_f32(x + i, vec_mul(load_weight(type, row + i * weight_size(type)), vec_set(model->embed_scale)), 0);
+    if (i < size) {
+        char padded[64] = {0};
+        float lanes[16];
+        memcpy(padded, row + i * weight_size(type), (size_t)((size - i) * weight_size(type)));
+        store_f32(lanes, vec_mul(load_weight(type, padded), vec_set(model->embed_scale)), 0);
+        memcpy(x + i, lanes, (size_t)(size - i) * sizeof(float));
+    }
+}
+
+TARGET static void rotate(float *head, const struct layer *layer, int64_t position)
+{
+    const int64_t half = layer->rotary_dim / 2;
+    const float *cosine = layer->cosine + position * half, *sine = layer->sine + position * half;
+    for (int64_t i = 0; i < half; ++i) {
+        const float a = head[i], b = head[i + half];
+        head[i] = a * cosine[i] - b * sine[i];
+        head[i + half] = b * cosine[i] + a * sine[i];
+    }
+}
+
+INLINE uint16_t to_bf16(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* ---- attention ---- */
+
+/* Where position p of a sequence is: its block, and p % PANEL inside. */
+INLINE int64_t block_of(const struct batch *batch, int sequence, int64_t position)
+{
+    return batch->tables[batch->table_at[sequence] + position / PANEL];
+}
+
+/* Norm and rotation of one row's heads, in place; its keys and values go to the cache. */
+TARGET static void place_row(const struct decoder *model, const struct layer *layer, const struct batch *batch, int row, int sequence)
+{
+    const int64_t dim = model->head_dim, num_kv = model->num_kv_heads;
+    const int64_t position = batch->start[sequence] + row - batch->first_row[sequence];
+    const int64_t width = (model->num_heads + 2 * num_kv) * dim;
+    float *q = batch->qkv + row * width, *k = q + model->num_heads * dim, *v = k + num_kv * dim;
+    for (int64_t head = 0; head < model->num_heads + num_kv; ++head) {
+        const float *norm = head < model->num_heads ? layer->q_norm : layer->k_norm;
+        if (norm)
+            rms_norm(q + head * dim, q + head * dim, norm, dim, model->norm_eps, 0);
+        if (layer->cosine)
+            rotate(q + head * dim, layer, position);
+    }
+    const int64_t block = block_of(batch, sequence, position), at = position % PANEL;
+    for (int64_t head = 0; head < num_kv; ++head) {
+        const int64_t base = (block * num_kv + head) * dim * PANEL;
+        if (model->cache_type == WEIGHT_BF16) {
+            uint16_t *keys = (uint16_t *)layer->keys + base + at, *values = (uint16_t *)layer->values + base + at * dim;
+            for (int64_t d = 0; d < dim; ++d) {
+                keys[d * PANEL] = to_bf16(k[head * dim + d]);
+                values[d] = to_bf16(v[head * dim + d]);
+            }
+        } else {
+            float *keys = (float *)layer->keys + base + at, *values = (float *)layer->values + base + at * dim;
+            for (int64_t d = 0; d < dim; ++d) {
+                keys[d * PANEL] = k[head * dim + d];
+                values[d] = v[head * dim + d];
+            }
+        }
+    }
+}
+
+/* Up to ROWS queries of one sequence and key-value head. Query i is (row i / group, head i % group of the group). */
+struct queries {
+    const float *q[ROWS];
+    float *to[ROWS];
+    int64_t first[ROWS], last[ROWS]; /* positions that it sees, both included */
+};
+
+INLINE void attend_block(const int count, const struct decoder *model, const struct queries *queries, int64_t position,
+                         int64_t seen, const char *keys, const char *values, const int type, float *most, vec *total,
+                         float *out, int64_t out_stride)
+{
+    const int64_t dim = model->head_dim;
+    float weights[ROWS][PANEL];
+    vec scores[ROWS];
+    for (int i = 0; i < count; ++i)
+        scores[i] = vec_zero();
+    for (int64_t d = 0; d < dim; ++d) {
+        const vec key = load_weight(type, keys + d * PANEL * weight_size(type));
+        for (int i = 0; i < count; ++i)
+            scores[i] = vec_fma(vec_set(queries->q[i][d]), key, scores[i]);
+    }
+    for (int i = 0; i < count; ++i) {
+        vec score = vec_mul(scores[i], vec_set(model->attn_scale));
+        if (model->attn_softcap > 0.0f)
+            score = vec_mul(vec_set(model->attn_softcap), vec_tanh(vec_div(score, vec_set(model->attn_softcap))));
+        const int64_t from = queries->first[i] - position, to = queries->last[i] - position;
+        store_f32(weights[i], score, 0);
+        if (from > 0 || to < PANEL - 1)
+            for (int64_t lane = 0; lane < PANEL; ++lane)
+                if (lane < from || lane > to)
+                    weights[i][lane] = MASKED;
+        score = load_f32(weights[i]);
+        const float above = lanes_max(score);
+        if (above > most[i]) {
+            const vec factor = vec_set(exp_of(most[i] - above));
+            most[i] = above;
+            total[i] = vec_mul(total[i], factor);
+            for (int64_t d = 0; d < dim; d += PANEL)
+                store_f32(out + i * out_stride + d, vec_mul(load_f32(out + i * out_stride + d), factor), 0);
+        }
+        store_f32(weights[i], vec_exp(vec_sub(score, vec_set(most[i]))), 0);
+        if (from > 0 || to < PANEL - 1)
+            for (int64_t lane = 0; lane < PANEL; ++lane)
+                if (lane < from || lane > to)
+                    weights[i][lane] = 0.0f;
+        total[i] = vec_add(total[i], load_f32(weights[i]));
+    }
+    for (int64_t d = 0; d < dim; d += PANEL) {
+        vec sums[ROWS];
+        for (int i = 0; i < count; ++i)
+            sums[i] = load_f32(out + i * out_stride + d);
+        for (int64_t at = 0; at < seen; ++at) {
+            const vec value = load_weight(type, values + (at * dim + d) * weight_size(type));
+            for (int i = 0; i < count; ++i)
+                sums[i] = vec_fma(vec_set(weights[i][at]), value, sums[i]);
+        }
+        for (int i = 0; i < count; ++i)
+            store_f32(out + i * out_stride + d, sums[i], 0);
+    }
+}
+
+INLINE void attend_type(const int count, const int type, const struct decoder *model, const struct layer *layer,
+                        const struct batch *batch, int sequence, int64_t kv_head, const struct queries *queries, float *out)
+{
+    const int64_t dim = model->head_dim, stride = dim;
+    float most[ROWS];
+    vec total[ROWS];
+    int64_t first = queries->first[0], last = queries->last[0];
+    for (int i = 0; i < count; ++i) {
+        most[i] = MASKED;
+        total[i] = vec_zero();
+        memset(out + i * stride, 0, (size_t)dim * sizeof(float));
+        first = queries->first[i] < first ? queries->first[i] : first;
+        last = queries->last[i] > last ? queries->last[i] : last;
+    }
+    for (int64_t position = first / PANEL * PANEL; position <= last; position += PANEL) {
+        const int64_t base = (block_of(batch, sequence, position) * model->num_kv_heads + kv_head) * dim * PANEL * weight_size(type);
+        const int64_t seen = last - position + 1 < PANEL ? last - position + 1 : PANEL;
+        attend_block(count, model, queries, position, seen, (const char *)layer->keys + base, (const char *)layer->values + base,
+                     type, most, total, out, stride);
+    }
+    for (int i = 0; i < count; ++i) {
+        const vec factor = vec_set(1.0f / lanes_sum(total[i]));
+        for (int64_t d = 0; d < dim; d += PANEL)
+            store_f32(queries->to[i] + d, vec_mul(load_f32(out + i * stride + d), factor), 0);
+    }
+}
+
+#define ATTEND(COUNT)                                                                                                   \
+    case COUNT:                                                                                                         \
+        if (model->cache_type == WEIGHT_BF16)                                                                           \
+            attend_type(COUNT, WEIGHT_BF16, model, layer, batch, sequence, kv_head, queries, out);                      \
+        else                                                                                                            \
+            attend_type(COUNT, WEIGHT_F32, model, layer, batch, sequence, kv_head, queries, out);                       \
+        break;
+
+TARGET static void attend(int count, const struct decoder *model, const struct layer *layer, const struct batch *batch, int sequence,
+                          int64_t kv_head, const struct queries *queries, float *out)
+{
+    switch (count) {
+        ATTEND(1)
+        ATTEND(2)
+        ATTEND(3)
+        ATTEND(4)
+        ATTEND(5)
+        default: ATTEND(6)
+    }
+}
+
+/* Every (sequence, key-value head, tile of queries) is an item; the longest sequences' last tiles are not special. */
+TARGET static void attention(const struct decoder *model, const struct layer *layer, const struct batch *batch, struct worker *worker)
+{
+    const int stage = worker->stage++;
+    const int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads;
+    const int64_t width = (model->num_heads + 2 * model->num_kv_heads) * dim;
+    int64_t item = team_next(worker->team, stage), before = 0;
+    for (int sequence = 0; sequence < batch->num_sequences; ++sequence) {
+        const int64_t row = batch->first_row[sequence], rows = batch->first_row[sequence + 1] - row;
+        const int64_t tiles = (rows * group + ROWS - 1) / ROWS, items = tiles * model->num_kv_heads;
+        for (; item < before + items; item = team_next(worker->team, stage)) {
+            const int64_t kv_head = (item - before) / tiles, at = (item - before) % tiles * ROWS;
+            const int count = (int)(rows * group - at < ROWS ? rows * group - at : ROWS);
+            struct queries queries;
+            for (int i = 0; i < count; ++i) {
+                const int64_t r = (at + i) / group, head = kv_head * group + (at + i) % group;
+                queries.q[i] = batch->qkv + (row + r) * width + head * dim;
+                queries.to[i] = batch->attended + ((row + r) * model->num_heads + head) * dim;
+                queries.last[i] = batch->start[sequence] + r;
+                queries.first[i] = layer->window && queries.last[i] >= layer->window ? queries.last[i] - layer->window + 1 : 0;
+            }
+            attend(count, model, layer, batch, sequence, kv_head, &queries, worker->scratch);
+        }
+        before += items;
+    }
+}
+
+#endif
