@@ -85,7 +85,7 @@ class Requests:
         return list(out)
 
 
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 96}
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2Moe"])
@@ -144,6 +144,26 @@ def test_every_weight_type_as_the_torch_decoder(kind: str) -> None:
     assert errors[16] < 1e-4, errors
     assert errors[-1] < (0.3 if kind.startswith("int") else 1e-4), errors
     native.close()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(kind: str, value: float) -> None:
+    """For the sampler to see: 8-bit codes of it would be ordinary numbers."""
+    config, weights = weights_of(kind)
+    weights.embed = weights.embed.clone()
+    weights.embed[5, 3] = value
+    runner = NativeDecoder(config, weights, num_blocks=4, threads=2)
+    one = Requests(runner, 0)
+    assert one.run([(one.request([5]), 0, 1)])[0].isnan().all()
+    runner.close()
+
+
+def test_more_experts_than_there_are_is_refused() -> None:
+    config, weights = weights_of("bfloat16", "Qwen2Moe", **EXPERTS)
+    layers = tuple(replace(layer, experts=layer.experts and replace(layer.experts, top_k=9)) for layer in config.layers)
+    with pytest.raises(ValueError, match="9 experts per token of 5"):
+        NativeDecoder(replace(config, layers=layers), weights, num_blocks=4)
 
 
 def test_blocks_are_copied_before_the_forward() -> None:

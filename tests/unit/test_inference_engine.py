@@ -106,7 +106,7 @@ class Answer:
 
 @contextmanager
 def running(runner: HashRunner | None = None, **options: Any) -> Iterator[Engine]:
-    engine = Engine(runner or HashRunner(), byte_tokenizer(), **{"token_budget": 16, **options})
+    engine = Engine(runner or HashRunner(), byte_tokenizer(), **{"token_budget": 16, "max_running": 16, **options})
     engine.start()
     try:
         yield engine

@@ -61,12 +61,12 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "triangular_masking": ((None, True), "only decoders are served, which are causal"),
 }
 _SIZES = ("tp_size", "ep_size", "enabled", "stage")  # in a dictionary, how much of it is asked for
-_KERNELS = "the fast kernels are always used"
+_KERNELS = "the fastest forward that runs here is chosen"
 _FROM_CONFIG = "what the model is made of is read from its configuration"
 _NO_EFFECT = {
     **dict.fromkeys(("replace_with_kernel_inject", "kernel_inject", "replace_method"), _KERNELS),
     **dict.fromkeys(("injection_policy", "injection_policy_tuple", "injection_dict", "moe_experts", "moe_type"), _FROM_CONFIG),
-    **dict.fromkeys(("enable_cuda_graph", "use_triton", "triton_autotune"), "it is done by itself where the device can"),
+    **dict.fromkeys(("enable_cuda_graph", "use_triton", "triton_autotune"), "serving has no CUDA graphs or Triton kernels yet"),
     "return_tuple": "there is one form of result",
     "set_empty_params": "weights are never made twice",
     "min_out_tokens": "generate(min_new_tokens=) is what an answer has at least",
@@ -202,6 +202,7 @@ class InferenceEngine:
         feed = _Feed(self.engine, batch, params, n, lambda *item: told.put(item))
 
         def follow() -> Generator[Delta]:
+            owner = self  # a forgotten InferenceEngine closes its engine; not while someone reads from it
             try:
                 while feed.submit():
                     if feed.blocked:
@@ -210,6 +211,7 @@ class InferenceEngine:
                         yield feed.take(*told.get())
             finally:
                 feed.cancel()
+                del owner
 
         try:
             feed.submit()
@@ -380,6 +382,7 @@ class _Feed:
         self.pending = deque((number, engine.encode(prompt)) for number, prompt in enumerate(batch))
         self.handles: list[Handle] = []
         self.live = 0  # answers that have not ended
+        self.room = True  # in the queue, as far as is known
 
     @property
     def blocked(self) -> bool:
@@ -388,11 +391,12 @@ class _Feed:
 
     def submit(self) -> bool:
         """Submit what the queue takes; False when nothing is left to come."""
-        while self.pending:
+        while self.pending and (self.room or not self.live):
             number, ids = self.pending[0]
             try:
                 self.handles.append(self.engine.submit(ids, self.params, n=self.n, sink=partial(self.tell, number)))
             except QueueFullError:
+                self.room = False
                 break
             self.pending.popleft()
             self.live += self.n
@@ -400,7 +404,7 @@ class _Feed:
 
     def take(self, number: int, output: Output) -> Delta:
         if output.finish is not None:
-            self.live -= 1
+            self.live, self.room = self.live - 1, True
         if output.finish is Finish.ERROR:
             raise GenerationError(f"prompt {number}: {output.error}")
         reason = None if output.finish is None else output.finish.value

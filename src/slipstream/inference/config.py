@@ -61,4 +61,3 @@ class DecoderConfig:
     attn_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: off
     logit_softcap: float = 0.0
     end_ids: tuple[int, ...] = ()
-    bos_id: int | None = None

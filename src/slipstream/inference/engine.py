@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import secrets
 import threading
 import time
@@ -155,6 +156,11 @@ class Engine:
     ) -> None:
         """`end_ids` are the model's, beside the tokenizer's. Without a tokenizer, prompts are token ids and there is no text.
         The other options are the scheduler's."""
+        if token_budget < max_running:
+            raise ValueError(
+                f"token_budget ({token_budget}) is below max_running ({max_running}): a forward would not have a token for every "
+                "generation, and some would stand still; raise the one or lower the other"
+            )
         self.runner = runner
         self.tokenizer = tokenizer
         self.end_ids = frozenset(end_ids) | (frozenset() if tokenizer is None else tokenizer.end_ids)
@@ -170,7 +176,9 @@ class Engine:
         )
         self._sampler = Sampler(runner.vocab_size)
         self._grammars_lock = threading.Lock()
-        self._lock = threading.Lock()  # over the scheduler and all that follows
+        # Over the scheduler and all that follows. Reentrant: the garbage collector may close a forgotten engine at any allocation.
+        self._lock = threading.RLock()
+        self._process = os.getpid()
         self._work = threading.Condition(self._lock)  # there is something to do
         self._idle = threading.Condition(self._lock)  # there is nothing left
         self._state = _State.SERVING
@@ -245,6 +253,8 @@ class Engine:
         first, *others = (sequence.request for sequence in handle.sequences)
         first.siblings = others
         with self._lock:
+            if os.getpid() != self._process:
+                raise ClosedError("the engine's thread stayed in the parent when this process was forked; open an engine here")
             if self._state is not _State.SERVING:
                 raise ClosedError(f"the engine {self._state.value}{self._why and f': {self._why}'}")
             self._scheduler.add(first)

@@ -138,7 +138,6 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         attn_softcap=c.get("attn_logit_softcapping") or 0.0 if family == "gemma2" else 0.0,
         logit_softcap=c.get("final_logit_softcapping") or 0.0,
         end_ids=() if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,),
-        bos_id=c.get("bos_token_id"),
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream.inference.config import DecoderConfig, Experts, Rope
 from slipstream.inference.core import Batch
+from slipstream.inference.models import shape_of
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 from slipstream.ops import build
 
@@ -141,7 +142,7 @@ class NativeDecoder:
         self._team = self._library.slipstream_team_new(self.threads)
         if not self._team:
             raise ValueError(f"cannot start {self.threads} threads; give between 1 and {MAX_THREADS}")
-        self.close = weakref.finalize(self, self._library.slipstream_team_free, self._team)  # ends the threads; nothing runs after it
+        self.close = weakref.finalize(self, self._library.slipstream_team_free, self._team)  # nothing runs after it
 
     # -- the C records --
 
@@ -157,7 +158,7 @@ class NativeDecoder:
 
     def _packed(self, parts: Sequence[Matrix], biases: Sequence[Tensor | None] | None = None) -> _Matrix:
         """One matrix, or two of one shape and type with their panels in turn (gate and up)."""
-        sizes = [columns_of(part) for part in parts]
+        sizes = [shape_of(part) for part in parts]
         kind = {type(part) if isinstance(part, (Int8, Int4)) else part.dtype for part in parts}
         assert len(kind) == 1 and len(set(sizes)) == 1, "only like matrices are packed together"
         columns, features = sizes[0]
@@ -342,14 +343,6 @@ class NativeDecoder:
         if self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record)):
             raise MemoryError(f"no memory for a forward of {rows} tokens")
         return logits
-
-
-def columns_of(matrix: Matrix) -> tuple[int, int]:
-    """(output columns, input features)."""
-    if isinstance(matrix, Int4):
-        return matrix.q.shape[0], 2 * matrix.q.shape[1]
-    data = matrix.q if isinstance(matrix, Int8) else matrix
-    return data.shape[0], data.shape[1]
 
 
 def _panels(rows: Tensor, padding: int) -> Tensor:

@@ -101,4 +101,8 @@ def free_memory(device: torch.device) -> int:
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     group = Path("/sys/fs/cgroup")
     limit = (group / "memory.max").read_text().strip() if (group / "memory.max").is_file() else "max"
-    return free if limit == "max" else min(free, int(limit) - int((group / "memory.current").read_text()))
+    if limit == "max":
+        return free
+    counted = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    used = int((group / "memory.current").read_text()) - int(counted.get("inactive_file", 0))  # cached files can go
+    return min(free, int(limit) - used)
