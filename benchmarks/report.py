@@ -19,7 +19,7 @@ from benchmarks.ranks import ROOT
 from benchmarks.workloads import has_bf16_instructions
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
-LEGS = ("step", "memory", "wire", "start")
+LEGS = ("step", "memory", "wire", "start", "quality")
 
 _HEAD = """# Results
 
@@ -64,7 +64,13 @@ def verdicts(rows: Sequence[Sequence[str]]) -> str:
 
 
 def machine(peers: Peers) -> str:
-    """What a reader needs to know of where this ran, in one paragraph."""
+    """What a reader needs to know of where data-parallel legs ran, in one paragraph."""
+    deepspeed = f"deepspeed {peers.deepspeed}" if peers.python else f"without DeepSpeed: {peers.missing}"
+    return f"{host().removesuffix('.')}; {deepspeed}; one thread per rank."
+
+
+def host() -> str:
+    """When, what and on which machine."""
     with open("/proc/cpuinfo") as file:
         text = file.read()
     models = set(re.findall(r"model name\s*: (.*)", text)) or {platform.machine()}
@@ -77,9 +83,8 @@ def machine(peers: Peers) -> str:
     return (
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, commit {_commit()}. {', '.join(sorted(models))}{kind}, "
         f"{len(os.sched_getaffinity(0))} cores, {', '.join(flags) or 'no AVX2'}, {memory:.0f} GiB; Linux "
-        f"{platform.release()}, Python {platform.python_version()}, torch {torch.__version__}, "
-        + (f"deepspeed {peers.deepspeed}" if peers.python else f"without DeepSpeed: {peers.missing}")
-        + f"; one thread per rank; bf16 {bf16}; load before the leg {os.getloadavg()[0]:.1f}."
+        f"{platform.release()}, Python {platform.python_version()}, torch {torch.__version__}; "
+        f"bf16 {bf16}; load before the leg {os.getloadavg()[0]:.1f}."
     )
 
 

@@ -1,26 +1,118 @@
-"""README is executed, and its counts are the code's."""
+"""README is executed, and what it and docs/SERVING.md count and list is the code's."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from slipstream.config import keys
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+SERVING = (ROOT / "docs" / "SERVING.md").read_text()
+TRAIN, SERVE, CLIENT = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def run(script: Path) -> str:
+    done = subprocess.run([sys.executable, script], cwd=script.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_quick_start_runs_and_is_short(tmp_path: Path) -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len([line for line in snippet.splitlines() if line.strip()]) <= 15
+    assert len([line for line in TRAIN.splitlines() if line.strip()]) <= 15
     script = tmp_path / "script.py"
-    script.write_text("import torch; torch.manual_seed(0)\n" + snippet + "\nassert loss < 8, loss  # the variance of the target\n")
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    script.write_text("import torch; torch.manual_seed(0)\n" + TRAIN + "\nassert loss < 8, loss  # the variance of the target\n")
+    run(script)
     assert (tmp_path / "checkpoints" / "latest").is_file()
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama whose tokens are bytes, in a folder of the name that README gives: it goes before the installed model."""
+    import tokenizers
+    import torch
+    import transformers
+
+    folder = tmp_path_factory.mktemp("readme") / "smollm2"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    letters = {letter: number for number, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder
+
+
+def test_serving_from_python_runs_and_is_short(smollm2: Path) -> None:
+    assert len([line for line in SERVE.splitlines() if line.strip()]) <= 12
+    script = smollm2.with_name("serve.py")
+    script.write_text(SERVE)
+    assert len(run(script)) > 8
+
+
+def test_the_server_and_its_client_run(smollm2: Path) -> None:
+    """Also the command lines around them."""
+    generate, serve = (shlex.split(line) for line in re.findall(r"^slipstream (?:generate|serve) .*", README, re.M))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    module = [sys.executable, "-m", "slipstream.launch.cli"]
+    done = subprocess.run([*module, *generate[1:]], cwd=smollm2.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and len(done.stdout) > 8, done.stderr
+    command = [*module, *(word.replace("8000", port) for word in serve[1:])]
+    with subprocess.Popen(command, cwd=smollm2.parent, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert port in server.stdout.readline()
+            script = smollm2.with_name("client.py")
+            script.write_text(CLIENT.replace("8000", port))
+            assert run(script)
+        finally:
+            server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+
+
+def test_serving_s_lists_are_the_code_s() -> None:
+    from slipstream.inference.server.metrics import Traffic, render
+    from slipstream.inference.server.protocol import ChatRequest, CompletionRequest
+    from slipstream.inference.stats import Histogram, Stats
+    from slipstream.launch.cli import build_parser
+
+    named = set(re.findall(r"`([^`]+)`", SERVING))
+    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+    assert fields <= named, fields - named
+
+    empty = Histogram((), (0,), 0.0)
+    numbers = dict.fromkeys(Stats.__dataclass_fields__, 1) | {"finished": {}, "time_to_first_token": empty, "between_tokens": empty}
+    metrics = set(re.findall(r"# TYPE slipstream_(\S+)", render(Stats(**numbers), Traffic())))  # type: ignore[arg-type]
+    assert metrics and metrics <= named, metrics - named
+
+    (commands,) = (action for action in build_parser()._actions if action.dest == "command")
+    known = {word for action in commands.choices["serve"]._actions for word in action.option_strings}  # type: ignore[index, union-attr]
+    options = {word.replace("_", "-") for word in known if word.startswith("--")} - {"--help"}
+    (table,) = re.findall(r"## Options of `slipstream serve`\n(.*?)\n## ", SERVING, re.S)
+    assert set(re.findall(r"`(--[a-z-]+)`", "".join(line.split("|")[1] for line in table.splitlines() if "|" in line))) == options
+
+    source = ROOT / "src" / "slipstream" / "inference"
+    files = {str(file.relative_to(source)).removesuffix(".py") for file in source.rglob("*.*") if file.suffix in (".py", ".html")}
+    (table,) = re.findall(r"## Files of `inference/`\n(.*?)\n## ", SERVING, re.S)
+    assert {name for name in files if not name.endswith("__init__")} == set(re.findall(r"^\| `([^`]+)` \|", table, re.M))
 
 
 def test_key_counts_are_the_code_s() -> None:
@@ -37,6 +129,6 @@ def test_key_counts_are_the_code_s() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", ROOT / "docs" / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"):
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
         for link in re.findall(r"\]\((?!http|#)([^)]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"

