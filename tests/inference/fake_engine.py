@@ -68,6 +68,8 @@ class Handle:
         """Its tokens, which depend on nothing but the request."""
         if self.params.json_schema is not None:
             return list(json.dumps(example(json.loads(self.params.json_schema))))
+        if "use a tool" in self.prompt:
+            return ["Sure", ".\n<tool", '_call>{"name": "add", ', '"arguments": {"a": 7}}', "</tool_call>", ""]
         if "unicode" in self.prompt:
             return ["", "naïve ", "\u2028", "🦜", "\r\n", "\u0085end"]
         words = [f"{word} " for word in self.prompt[-40:].split()] or ["nothing "]

@@ -1,4 +1,4 @@
-"""The chat page in headless Chromium (Debian's `chromium`, driven by selenium): send, stream, stop, reload, error and retry."""
+"""The chat page in headless Chromium (Debian's `chromium`, driven by selenium): send, stream, stop, reload, errors, keyboard."""
 
 from __future__ import annotations
 
@@ -57,15 +57,36 @@ def page(browser: Any, address: str) -> Any:
 
 
 def until(page: Any, condition: str) -> Any:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 15
     while not (value := page.execute_script(f"return {condition}")):
-        assert time.monotonic() < end, f"not within 5 s: {condition}; {page.get_log('browser')}"
+        assert time.monotonic() < end, f"not within 15 s: {condition}; {page.get_log('browser')}"
         time.sleep(0.02)
     return value
 
 
 def write(page: Any, text: str) -> None:
     page.find_element("id", "prompt").send_keys(text)
+
+
+def press(page: Any, *keys: str) -> None:
+    """Whatever has the focus."""
+    from selenium.webdriver import ActionChains
+
+    ActionChains(page).send_keys(*keys).perform()
+
+
+def back(page: Any, times: int = 1) -> None:
+    """Shift+Tab."""
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    ActionChains(page).key_down(Keys.SHIFT).send_keys(Keys.TAB * times).key_up(Keys.SHIFT).perform()
+
+
+def has_chat(page: Any, *messages: dict[str, str]) -> None:
+    """As if the page had been left with these."""
+    page.execute_script(f"localStorage['slipstream.chat'] = {json.dumps(json.dumps(messages))}")
+    page.refresh()
 
 
 def answers(page: Any) -> list[str]:
@@ -112,11 +133,93 @@ def test_error_and_retry(page: Any) -> None:
     assert page.execute_script("return JSON.parse(localStorage['slipstream.chat']).length === window.before")
 
 
+def test_error_in_the_middle_of_an_answer(page: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    write(page, "explode" + Keys.ENTER)
+    until(page, "document.querySelector('[role=alert]')?.textContent.includes('met a NaN')")
+    assert answers(page)[0].startswith("explode")  # what came is kept
+    page.find_element("css selector", "[role=alert] button").click()
+    until(page, "document.querySelector('.writing')")
+    until(page, "document.querySelector('[role=alert]')?.textContent.includes('met a NaN')")
+    assert len(answers(page)) == 1
+
+
+def test_left_before_the_answer(page: Any) -> None:
+    has_chat(page, {"role": "user", "content": "one"})
+    until(page, "document.querySelector('[role=alert]')?.textContent.includes('no answer')")
+    page.find_element("css selector", "[role=alert] button").click()
+    assert page.execute_script("return document.activeElement.id") == "prompt"  # and not nowhere
+    until(page, "document.querySelectorAll('.assistant:not(.writing)').length === 1 && !document.querySelector('[role=alert]')")
+
+
+def test_server_that_is_gone(browser: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    from tests.inference.test_server import serving
+
+    with serving(FakeEngine()) as address:
+        browser.get(f"http://{address}/")
+        until(browser, "document.getElementById('model').textContent === 'fake/model'")
+    write(browser, "anybody?" + Keys.ENTER)
+    until(browser, "document.querySelector('[role=alert]')?.textContent.includes('cannot be reached')")
+    until(browser, "document.getElementById('model').textContent === 'not reachable'")
+    browser.get_log("browser")
+
+
+def test_keyboard_only(page: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    focus = "document.activeElement.id || document.activeElement.textContent"
+    press(page, "one", Keys.ENTER)  # the message field has the focus
+    until(page, "document.querySelector('.foot')")
+    page.execute_script("window.first = document.querySelectorAll('.turn')")
+    press(page, "two", Keys.ENTER)
+    until(page, "document.querySelectorAll('.foot').length === 2")
+    # A screen reader is not made to read all of it again.
+    assert page.execute_script("return [...first].every((node, i) => node === document.querySelectorAll('.turn')[i])")
+    assert page.execute_script("return document.getElementById('log').ariaBusy") == "false"
+    assert page.execute_script("return document.getElementById('status').textContent") == "Answer complete"
+    back(page)
+    assert page.execute_script(f"return {focus}") == "Again"
+    press(page, Keys.ENTER)
+    assert page.execute_script(f"return {focus}") == "prompt"
+    press(page, Keys.ESCAPE)
+    until(page, "document.querySelectorAll('.foot')[1]?.textContent.includes('stopped')")
+    press(page, Keys.TAB, Keys.TAB, Keys.ARROW_RIGHT)  # Send is disabled; system prompt, temperature
+    assert page.execute_script("return JSON.parse(localStorage['slipstream.settings']).temperature") == "0.75"
+    press(page, Keys.ESCAPE)
+    page.execute_script("document.getElementById('toggle').focus()")
+    press(page, Keys.ENTER)
+    assert page.execute_script("return document.getElementById('panel').hidden")
+    press(page, Keys.SPACE)
+    assert not page.execute_script("return document.getElementById('panel').hidden")
+    back(page, 2)
+    press(page, Keys.ENTER)  # New chat
+    until(page, "document.querySelector('.hello')")
+    assert page.execute_script(f"return {focus}") == "prompt"
+
+
+def test_charts_live(page: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    write(page, "forever" + Keys.ENTER)
+    until(page, "Number(document.getElementById('speed').textContent) > 0")
+    for name in ("speed", "cache"):
+        drawn = "(c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v))"
+        until(page, f"{drawn}(document.getElementById('{name}-chart'))")
+    write(page, Keys.ESCAPE)
+
+
 def test_asks_for_a_key(browser: Any, address: str) -> None:
     browser.get(f"http://{address}/")
     browser.execute_script("localStorage.clear(); sessionStorage.clear()")
     browser.refresh()
     until(browser, "!document.getElementById('access').hidden")
+    browser.find_element("id", "key").send_keys("mellon\n")
+    until(browser, "document.getElementById('wrong').textContent.includes('does not take this key')")
+    assert browser.execute_script("return document.activeElement.id") == "key"
+    browser.find_element("id", "key").clear()
     browser.find_element("id", "key").send_keys("sesame")
     browser.find_element("id", "unlock").click()
     until(browser, "document.getElementById('model').textContent === 'fake/model' && document.getElementById('access').hidden")
@@ -124,8 +227,7 @@ def test_asks_for_a_key(browser: Any, address: str) -> None:
 
 def test_what_the_model_says_is_text(page: Any) -> None:
     said = "<img src=x onerror=alert(1)> **bold** `<b>`\n```html\n<script>alert(2)</script>\n```"
-    page.execute_script(f"localStorage['slipstream.chat'] = {json.dumps(json.dumps([{'role': 'assistant', 'content': said}]))}")
-    page.refresh()
+    has_chat(page, {"role": "assistant", "content": said})
     until(page, "document.querySelectorAll('.assistant strong').length === 1")
     assert page.execute_script("return document.querySelectorAll('#log img, #log script, #log b').length") == 0
     assert "<script>alert(2)</script>" in page.find_element("css selector", ".block pre").text
@@ -140,5 +242,8 @@ def test_fits_a_phone(page: Any) -> None:
         assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
         page.find_element("id", "toggle").click()
         until(page, "document.getElementById('temperature').getBoundingClientRect().width > 100")
+        assert page.execute_script("return document.activeElement.id") == "panel"
+        page.find_element("id", "toggle").click()  # is not under the panel
+        until(page, "document.getElementById('panel').hidden")
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -221,6 +221,15 @@ def test_json_and_tools(ai: Any, engine: FakeEngine) -> None:
     assert (required.finish_reason, required.message.tool_calls[0].function.name) == ("tool_calls", "say")
     assert required.message.tool_calls[0].function.arguments == '{"b": "said"}'
     assert "add" in ask(tools=[TOOL]).message.content  # the template was told
+    wish = [{"role": "user", "content": "use a tool"}]
+    free = ask(tools=[TOOL, OTHER], messages=wish)
+    assert (free.finish_reason, free.message.content) == ("tool_calls", "Sure.")
+    assert free.message.tool_calls[0].function.arguments == '{"a": 7}'
+    result = {"role": "tool", "tool_call_id": free.message.tool_calls[0].id, "content": "7"}
+    assert ask(tools=[TOOL], messages=[*wish, free.message.model_dump(), result], tool_choice="none").finish_reason == "stop"
+    unknown = ask(tools=[OTHER], messages=wish)
+    assert (unknown.finish_reason, unknown.message.tool_calls) == ("stop", None)
+    assert unknown.message.content.endswith("</tool_call>")
     assert "add" not in ask(tools=[TOOL], tool_choice="none").message.content
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from slipstream.inference.core import Finish
 from slipstream.inference.server.backend import Logprob, Output, Tokenizer, Usage
+from slipstream.inference.server.calls import CallFinder
 from slipstream.inference.server.protocol import ChatChoice, ChatLogprobs, CompletionChoice, CompletionLogprobs, UsageBody
 
 
@@ -115,14 +116,28 @@ class CompletionFormat(Format):
 
 
 class ChatFormat(Format):
-    """`functions`: those of which one is called by force; the text is then its arguments, or {"name", "arguments"} of several."""
+    """`functions`: those of which one is called by force; the text is then its arguments, or {"name", "arguments"} of several.
+    `free`: those that the model may call, `most` times at most; the text is then what it likes."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool, functions: Sequence[str], named: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        logprobs: bool,
+        functions: Sequence[str],
+        named: bool,
+        free: Sequence[str] = (),
+        most: int | None = None,
+    ) -> None:
         super().__init__(model, tokenizer, logprobs=logprobs)
         self.functions = functions
         self.named = named  # the client named the function
+        self.free = free
+        self.most = most
+        self._finders: dict[int, CallFinder] = {}
         self._started: set[int] = set()
         self._held: dict[int, str] = {}  # text of a call whose function is not known before its end
 
@@ -140,9 +155,14 @@ class ChatFormat(Format):
                 deltas.append({"tool_calls": [{"index": 0, **self._call(*_split(self._held.pop(part.index)))}]})
         elif part.text and self.functions:
             deltas.append({"tool_calls": [{"index": 0, "function": {"arguments": part.text}}]})
+        elif self.free:
+            text, calls = self._found(part)
+            first = self._finders[part.index].num_calls - len(calls)
+            deltas += [{"content": text}] if text else []
+            deltas += [{"tool_calls": [{"index": first + num, **self._call(*call)}]} for num, call in enumerate(calls)]
         elif part.text:
             deltas.append({"content": part.text})
-        elif logprobs and not deltas:
+        if logprobs and not deltas:
             deltas.append({"content": ""})
         choices: list[dict[str, Any]] = [
             {"index": part.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
@@ -150,29 +170,36 @@ class ChatFormat(Format):
         if choices:
             choices[-1]["logprobs"] = logprobs
         if part.finish is not None:
-            choices.append({"index": part.index, "delta": {}, "logprobs": None, "finish_reason": self._reason(part.finish)})
+            choices.append({"index": part.index, "delta": {}, "logprobs": None, "finish_reason": self._reason(part)})
         return choices
 
     def choice(self, whole: Joined) -> ChatChoice:
+        if self.functions:
+            text, calls = "", [(self.functions[0], whole.text) if len(self.functions) == 1 else _split(whole.text)]
+        else:
+            text, calls = self._found(whole) if self.free else (whole.text, [])
         answer: ChatChoice = {
             "index": whole.index,
-            "message": {"role": "assistant", "content": whole.text, "refusal": None},
+            "message": {"role": "assistant", "content": None if calls and not text else text, "refusal": None},
             "logprobs": self._logprobs(whole) if self.logprobs else None,
-            "finish_reason": self._reason(whole.finish) or "stop",
+            "finish_reason": self._reason(whole) or "stop",
         }
-        if self.functions:
-            name, arguments = (self.functions[0], whole.text) if len(self.functions) == 1 else _split(whole.text)
-            answer["message"]["content"] = None
-            answer["message"]["tool_calls"] = [self._call(name, arguments)]  # type: ignore[list-item]
+        if calls:
+            answer["message"]["tool_calls"] = [self._call(*call) for call in calls]  # type: ignore[misc]
         return answer
+
+    def _found(self, part: Joined) -> tuple[str, list[tuple[str, str]]]:
+        finder = self._finders.setdefault(part.index, CallFinder(self.free, self.most))
+        return finder.push(part.text, last=part.finish is not None)
 
     def _call(self, name: str, arguments: str) -> dict[str, Any]:
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    def _reason(self, finish: Finish | None) -> Any:
+    def _reason(self, part: Joined) -> Any:
         """A function that the client chose itself ends with "stop", one that the model chose with "tool_calls" (OpenAI's guide)."""
-        reason = _reason(finish)
-        return "tool_calls" if reason == "stop" and self.functions and not self.named else reason
+        reason = _reason(part.finish)
+        called = self._finders[part.index].num_calls if self.free else self.functions and not self.named
+        return "tool_calls" if reason == "stop" and called else reason
 
     def _logprobs(self, part: Joined) -> ChatLogprobs:
         return {

@@ -148,12 +148,15 @@ def create_app(
         limit = max_tokens([prompt], ask.max_completion_tokens or ask.max_tokens, engine.max_context)
         logprobs = (ask.top_logprobs or 0) if ask.logprobs else None
         params = ask.sampling(max_tokens=limit, logprobs=logprobs, json_schema=ask.output_schema())
+        free = () if ask.output_schema() else tuple(tool.function.name for tool in told)
         form = ChatFormat(
             ask.model,
             tokenizer,
             logprobs=logprobs is not None,
             functions=[function.name for function in ask.forced()],
             named=isinstance(ask.tool_choice, NamedTool),
+            free=free,
+            most=1 if ask.parallel_tool_calls is False else None,
         )
         return answer(ask, Work(prompts=[prompt], params=params, n=ask.n or 1, priority=ask.priority or 0), form)
 

@@ -256,7 +256,7 @@ class ChatRequest(Sampled):
         Literal["none", "auto", "required"] | NamedTool | None,
         _says("tool_choice", 'has to be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
     ] = None
-    parallel_tool_calls: bool | None = None  # at most one call is made, which both values allow
+    parallel_tool_calls: bool | None = None  # a forced call is always one
 
     audio: Never = None
     function_call: Annotated[Literal["none"] | None, NOT_SERVED] = None

@@ -1,0 +1,61 @@
+"""Calls in what a model writes freely: the same ones, and the same text, however it is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from slipstream.inference.server.calls import CallFinder
+
+ADD = {"name": "add", "arguments": {"a": 1, "b": "</x>"}}
+SAY = {"name": "say", "parameters": {}}
+CALLED = [("add", json.dumps(ADD["arguments"])), ("say", "{}")]
+
+
+def found(text: str, most: int | None = None) -> tuple[str, list[tuple[str, str]]]:
+    whole = CallFinder(("add", "say"), most).push(text, last=True)
+    for seed in range(20):
+        sizes = random.Random(seed)
+        finder, said, calls, rest = CallFinder(("add", "say"), most), "", [], text
+        while rest:
+            size = sizes.randint(0, 12) if seed else 1
+            new = finder.push(rest[:size], last=False)
+            said, calls, rest = said + new[0], calls + new[1], rest[size:]
+        new = finder.push("", last=True)
+        assert (said + new[0], calls + new[1]) == whole, seed
+    return whole
+
+
+def tag(call: object) -> str:
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        (f"I shall add.\n{tag(ADD)}\n{tag(SAY)}\n", "I shall add.", CALLED),
+        (tag([ADD, SAY]), "", CALLED),
+        (tag(ADD)[:-12], "", CALLED[:1]),  # not closed
+        (f"{tag(ADD)} Done. ", " Done.", CALLED[:1]),
+        (f" {json.dumps(ADD)}", "", CALLED[:1]),
+        (f"[{json.dumps(ADD)}, {json.dumps(SAY)}] ", "", CALLED),
+        *((text, text, []) for text in ("", " ", "plain \n text \n", "[1] is a note", "a < b <tool_ <tool_call", "<")),
+        *((text, text, []) for text in ('{"a": [1', "{}", "[]", f" {tag({'name': 'other'})} ", tag("x"), tag([ADD, 1]))),
+        ("<tool_call>" + "[" * 5_000, "<tool_call>" + "[" * 5_000, []),
+    ],
+)  # fmt: skip
+def test_found(text: str, said: str, calls: list[tuple[str, str]]) -> None:
+    assert found(text) == (said, calls)
+
+
+def test_at_most() -> None:
+    assert found(f"{tag(ADD)}{tag(SAY)}", most=1) == ("", CALLED[:1])
+    assert found(json.dumps([ADD, SAY]), most=1) == ("", CALLED[:1])
+
+
+def test_text_is_not_held_back_for_long() -> None:
+    finder = CallFinder(("add",))
+    pieces = "Hello", " there", ",\n", "a <", "b"
+    assert [finder.push(piece, last=False)[0] for piece in pieces] == ["Hello", " there", ",", "\na", " <b"]

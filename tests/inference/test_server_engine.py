@@ -1,0 +1,126 @@
+"""The HTTP server over the real engine, whose model is a hash: hundreds of clients, some of which leave, a forward that fails, an
+engine that dies. Each client gets what it would get alone, or is told; no block is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+
+from slipstream.inference.core import Batch, SamplingParams  # noqa: E402
+from slipstream.inference.engine import Engine  # noqa: E402
+from tests.inference.test_server import call, serving, until  # noqa: E402
+from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, done, running  # noqa: E402
+
+LENGTH = 12
+
+
+@contextmanager
+def served(before: Callable[[Batch], None] = lambda batch: None, **options: Any) -> Iterator[tuple[Engine, str]]:
+    runner = HashRunner(num_blocks=96)
+    runner.before = before
+    engine = Engine(runner, byte_tokenizer(), **{"token_budget": 64, "max_running": 32, "num_draft": 2, **options})
+    engine.start()
+    try:
+        with serving(engine) as address:  # type: ignore[arg-type]
+            yield engine, address
+            until(lambda: engine.stats().running + engine.stats().waiting == 0)
+    finally:
+        engine.close()
+        engine.check()
+        assert engine.stats().blocks_used == 0
+
+
+def asked(number: int) -> dict[str, Any]:
+    prompt = f"{'the same beginning ' * (number % 3)}client {number}"
+    return {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0.9 * (number % 2), "seed": number}
+
+
+def alone(numbers: range) -> list[str]:
+    with running(max_running=1) as engine:
+        return [done(ask(engine, fields.pop("prompt"), SamplingParams(**fields))).text() for fields in map(asked, numbers)]
+
+
+def together(address: str, numbers: range, leaves: Callable[[int], bool] = lambda number: False) -> list[tuple[str, str | None]]:
+    """Each one's text, and the error that ended it or "left"."""
+
+    async def one(ai: Any, number: int) -> tuple[str, str | None]:
+        ask = {"model": "model", **asked(number)}
+        text = ""
+        try:
+            if number % 3 == 0:
+                return (await ai.completions.create(**ask)).choices[0].text, None
+            async with await ai.completions.create(**ask, stream=True) as stream:
+                async for chunk in stream:
+                    text += chunk.choices[0].text
+                    if leaves(number):
+                        return text, "left"
+        except openai.APIError as error:
+            return text, str(error)
+        return text, None
+
+    async def all_of_them() -> list[tuple[str, str | None]]:
+        async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as ai:
+            return await asyncio.gather(*(one(ai, number) for number in numbers))
+
+    return asyncio.run(all_of_them())
+
+
+def test_hundreds_of_clients() -> None:
+    numbers = range(300)
+    expected = alone(numbers)
+    with served() as (engine, address):
+        for number, (text, end) in enumerate(together(address, numbers, leaves=lambda number: number % 5 == 1)):
+            assert text == expected[number] if end is None else end == "left" and expected[number].startswith(text), number
+        stats = engine.stats()
+    assert stats.preemptions and stats.cached_tokens
+    assert sum(stats.finished.values()) == len(numbers)
+
+
+def test_a_forward_that_fails_ends_only_what_runs() -> None:
+    failed: list[int] = []
+
+    def fail(batch: Batch) -> None:
+        if not failed and any(b"client 20" in bytes(chunk.request.tokens) for chunk in batch.chunks):
+            failed.append(len(batch.chunks))
+            raise RuntimeError("out of memory")
+
+    numbers = range(60)
+    expected = alone(numbers)
+    with served(fail, max_running=4) as (_, address):
+        answers = together(address, numbers)
+        assert call(address, "GET", "/health").status == 200
+    for number, (text, error) in enumerate(answers):
+        assert text == expected[number] if error is None else expected[number].startswith(text), number
+    errors = [error for _, error in answers if error is not None]
+    assert 1 <= len(errors) <= 4 and all("the forward failed: RuntimeError: out of memory" in error for error in errors)
+
+
+def test_an_engine_that_dies_tells_everybody() -> None:
+    forwards: list[Batch] = []
+
+    def die(batch: Batch) -> None:
+        forwards.append(batch)
+        if len(forwards) == 40:
+            raise SystemExit("killed")
+
+    numbers = range(60)
+    expected = alone(numbers)
+    with served(die, max_running=4) as (_, address):
+        answers = together(address, numbers)
+        assert json.loads(call(address, "GET", "/health").body) == {"status": "failed"}
+        late = call(address, "POST", "/v1/completions", json.dumps({"model": "model", "prompt": "x"}))
+        assert (late.status, late.error["code"]) == (503, "unavailable")
+    for number, (text, error) in enumerate(answers):
+        assert text == expected[number] if error is None else expected[number].startswith(text), number
+    errors = [error for _, error in answers if error is not None]
+    assert 0 < len(errors) < len(numbers) and all("SystemExit: killed" in error for error in errors)
