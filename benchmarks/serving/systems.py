@@ -246,7 +246,8 @@ class Vllm(System):
         self.facts = {
             "threads": torch.get_num_threads(), "precision": precision,
             "kernels": f"vllm {vllm.__version__}, torch {torch.__version__}",
-            "setting": f"threads bound to {os.environ['VLLM_CPU_OMP_THREADS_BIND']}, max_num_batched_tokens {budget}",
+            "setting": f"threads bound to {os.environ['VLLM_CPU_OMP_THREADS_BIND']}, max_num_batched_tokens {budget}, "
+            + ("Intel's OpenMP" if "libiomp5" in os.environ.get("LD_PRELOAD", "") else "without Intel's OpenMP"),
         }  # fmt: skip
 
     def run(self, feed: Feed) -> None:

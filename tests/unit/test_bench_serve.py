@@ -131,7 +131,7 @@ def test_limits_are_those_of_the_design(tmp_path: Path) -> None:
 def test_a_peer_that_is_not_there_is_a_reason_and_ours_is_the_end(tmp_path: Path) -> None:
     fleet = Fleet({"vllm": tmp_path / "python", "ours": tmp_path / "python"}, tmp_path)
     assert fleet.start(serve.VLLM) is None
-    assert "there is no python" in fleet.missing["vllm:bf16"] and serve.absent(fleet, 3)[0][0] == "vllm:bf16"
+    assert "there is no python" in fleet.missing[serve.VLLM.name] and serve.absent(fleet, 3)[0][0] == serve.VLLM.name
     with pytest.raises(SystemExit, match="ours:bf16 does not run"):
         fleet.start(serve.OURS)
 
