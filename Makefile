@@ -6,6 +6,7 @@
 #   make test     all tests            (ARGS="-k placement" for some)
 #   make lint     ruff and mypy
 #   make bench    Slipstream beside DeepSpeed, FSDP2 and DDP, into benchmarks/RESULTS.md
+#   make bench-serve   the serving engine beside vLLM, llama.cpp and transformers, into the same file (ARGS="--quick")
 #   make clean    remove what was built; the environments and runs/ stay
 #
 # Variables, from the command line or the environment:
@@ -23,6 +24,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+SERVE_PEERS := .venv-serve-peers
 # CPU kernels and the launcher's entry point go stale only when one of these changes.
 BUILD_INPUTS := pyproject.toml requirements/models.txt $(wildcard setup.py src/slipstream/ops/build.py src/slipstream/ops/csrc/*)
 
@@ -36,7 +38,7 @@ PINNED := .pinned
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: train serve chat test lint bench clean setup
+.PHONY: train serve chat test lint bench bench-serve clean setup
 
 train: $(READY)
 	$(BIN)/slipstream run --nproc $${NPROC:-$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')} \
@@ -55,6 +57,9 @@ lint: $(READY)
 bench: $(READY) $(PEERS)/$(PINNED)
 	$(BIN)/python -m benchmarks --peers $(PEERS)/bin/python $(ARGS)
 
+bench-serve: $(READY) $(SERVE_PEERS)/$(PINNED)
+	$(BIN)/python -m benchmarks.serve $(ARGS)
+
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info $(READY)
 	find src -name '*.so' -delete
@@ -71,12 +76,15 @@ $(READY): $(VENV)/$(PINNED) $(BUILD_INPUTS)
 	@touch $@
 
 # An environment: made, then torch by itself, then the pinned rest, which must find its torch there.
-ENVIRONMENTS := $(VENV) $(PEERS)
+ENVIRONMENTS := $(VENV) $(PEERS) $(SERVE_PEERS)
+HOW := --no-build-isolation
 $(VENV)/$(PINNED): requirements/dev.txt
 $(PEERS)/$(PINNED): requirements/peers.txt
+$(SERVE_PEERS)/$(PINNED): requirements/peers-serve.txt
+$(SERVE_PEERS)/$(PINNED): HOW := --no-deps
 
 $(ENVIRONMENTS:=/$(PINNED)): %/$(PINNED): %/$(TORCHED)
-	$*/bin/python -m pip install --quiet --no-build-isolation --requirement $(filter %.txt,$^)
+	$*/bin/python -m pip install --quiet $(HOW) --requirement $(filter %.txt,$^)
 	@touch $@
 
 $(ENVIRONMENTS:=/$(TORCHED)): %/$(TORCHED): %/$(MADE)

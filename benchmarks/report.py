@@ -19,12 +19,14 @@ from benchmarks.ranks import ROOT
 from benchmarks.workloads import has_bf16_instructions
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
-LEGS = ("step", "memory", "wire", "start", "quality")
+LEGS = ("step", "memory", "wire", "start", "quality")  # of `make bench`
+SECTIONS = (*LEGS, "serve")
 
 _HEAD = """# Results
 
-Written by `make bench` (`python -m benchmarks`), never by hand; each section says when and on which machine. Contenders run
-in fresh processes, one thread per rank, each rank pinned to a core. What is a time (`step`, `start`) is interleaved with the
+Written by `make bench` (`python -m benchmarks`) and `make bench-serve` (`python -m benchmarks.serve`), never by hand; each section
+says when and on which machine. Contenders run in fresh processes; in training one thread per rank, each rank pinned to a core, in
+serving (`serve`) all cores each. What is a time (`step`, `start`, `serve`) is interleaved with the
 other contenders and repeated, and given as a median with (min-max); what is counted in bytes (`memory`, `wire`) is run once.
 How: `benchmarks/README.md`.
 """
@@ -64,13 +66,13 @@ def verdicts(rows: Sequence[Sequence[str]]) -> str:
 
 
 def machine(peers: Peers) -> str:
-    """What a reader needs to know of where data-parallel legs ran, in one paragraph."""
-    deepspeed = f"deepspeed {peers.deepspeed}" if peers.python else f"without DeepSpeed: {peers.missing}"
-    return f"{host().removesuffix('.')}; {deepspeed}; one thread per rank."
+    """`host`, and who trains there."""
+    who = f"deepspeed {peers.deepspeed}" if peers.python else f"without DeepSpeed: {peers.missing}"
+    return host(f"{who}; one thread per rank")
 
 
-def host() -> str:
-    """When, what and on which machine."""
+def host(who: str) -> str:
+    """What a reader needs to know of where this ran, in one paragraph."""
     with open("/proc/cpuinfo") as file:
         text = file.read()
     models = set(re.findall(r"model name\s*: (.*)", text)) or {platform.machine()}
@@ -83,7 +85,7 @@ def host() -> str:
     return (
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, commit {_commit()}. {', '.join(sorted(models))}{kind}, "
         f"{len(os.sched_getaffinity(0))} cores, {', '.join(flags) or 'no AVX2'}, {memory:.0f} GiB; Linux "
-        f"{platform.release()}, Python {platform.python_version()}, torch {torch.__version__}; "
+        f"{platform.release()}, Python {platform.python_version()}, torch {torch.__version__}, {who}; "
         f"bf16 {bf16}; load before the leg {os.getloadavg()[0]:.1f}."
     )
 
@@ -106,8 +108,8 @@ def sections(text: str) -> dict[str, str]:
 
 
 def write_section(name: str, body: str, path: Path = RESULTS) -> None:
-    """Put `body` in place of the section `name` and leave the others as they are; sections are in the order of `LEGS`."""
+    """Put `body` in place of the section `name` and leave the others as they are; sections are in the order of `SECTIONS`."""
     found = sections(path.read_text()) if path.exists() else {}
     found[name] = f"## {name}\n\n{body.strip()}\n"
-    order = sorted(found, key=lambda each: LEGS.index(each.split(",")[0]))
+    order = sorted(found, key=lambda each: SECTIONS.index(each.split(",")[0]))
     path.write_text("\n".join([_HEAD, *(found[each] for each in order)]))

@@ -1,0 +1,271 @@
+"""The contenders' own loops, each in its own process and interpreter: what is imported is imported inside.
+
+`load` is the constructor; `facts` says what is really running; `run` plays a `Feed`. All use every core. Nobody turns tokens
+into text but ours, which always does.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.traces import Feed
+
+CONTEXT = 2048  # tokens of one request, at most
+SLOTS = 32  # requests at once
+
+
+def cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+class System(ABC):
+    facts: dict[str, Any]  # threads, precision, kernels (which ran), setting
+
+    @abstractmethod
+    def run(self, feed: Feed) -> None:
+        """Serve until `feed.over`. Each token is told to the feed when a client could have it."""
+
+
+class Ours(System):
+    def __init__(self, models: Path, precision: str, budget: int, *, split: bool = True, prefix_caching: bool = True) -> None:
+        import slipstream
+        from slipstream.inference.engine import Engine
+        from slipstream.inference.native import NativeDecoder
+
+        opened = slipstream.init_inference(
+            models / "hf", dtype=precision, max_context=CONTEXT, max_running=SLOTS, token_budget=budget,
+            prefix_caching=prefix_caching,
+        )  # fmt: skip
+        self._opened, self._engine = opened, opened.engine
+        runner = opened.engine.runner
+        if not isinstance(runner, NativeDecoder):
+            raise RuntimeError(f"the native kernels are not what runs: {opened.description}")
+        if not split:  # whole prompts: the budget has to hold the longest
+            budget = CONTEXT
+            self._engine = Engine(
+                runner, opened.tokenizer, token_budget=budget, max_running=SLOTS, prefix_caching=prefix_caching, split=False
+            )
+            self._engine.start()
+        setting = f"budget {budget}" + ("" if split else ", SplitFuse off") + ("" if prefix_caching else ", prefix cache off")
+        self.facts = {"threads": runner.threads, "precision": precision, "kernels": opened.description, "setting": setting}
+
+    def run(self, feed: Feed) -> None:
+        from slipstream.inference.core import Finish, SamplingParams
+
+        ended, wrong = threading.Event(), list[str]()
+
+        def sink(index: int, output: Any) -> None:
+            for token in output.token_ids:
+                feed.take(index, token)
+            if output.finish not in (None, Finish.LENGTH):
+                wrong.append(f"request {index} ended with {output.finish.value}: {output.error}")
+            if output.finish is not None:
+                ended.set()
+
+        while not feed.over and not wrong:
+            ended.clear()
+            for index in feed.due():
+                ask = feed.trace[index]
+                params = SamplingParams(max_tokens=ask.outputs, temperature=0.0, ignore_eos=True)
+                self._engine.submit(ask.prompt, params, sink=lambda output, index=index: sink(index, output))
+            if not feed.over:  # or it may be asleep for ever
+                ended.wait(min(feed.pause(), 10.0))
+        if wrong:
+            raise RuntimeError(wrong[0])
+
+
+class Transformers(System):
+    """`generate` with static batches: what has come is padded to one length and generated to the end, 16 at most."""
+
+    def __init__(self, models: Path, precision: str, budget: int) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(len(cores()))
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(models / "hf", dtype=dtype).eval()
+        self._model.generation_config.eos_token_id = None  # never ends by itself
+        attention = self._model.config._attn_implementation
+        self.facts = {
+            "threads": torch.get_num_threads(), "precision": precision,
+            "kernels": f"transformers {transformers.__version__}, torch {torch.__version__}, {attention}",
+            "setting": "generate, static batches of up to 16",
+        }  # fmt: skip
+
+    def run(self, feed: Feed) -> None:
+        waiting: list[int] = []
+        while not feed.over:
+            waiting += feed.due()
+            if waiting:
+                waiting.sort(key=lambda index: len(feed.trace[index].prompt))  # less padding
+                self._generate(feed, waiting[:16])
+                del waiting[:16]
+            else:
+                feed.wait()
+
+    def _generate(self, feed: Feed, chosen: list[int]) -> None:
+        import torch
+        from transformers.generation.streamers import BaseStreamer
+
+        class Streamer(BaseStreamer):
+            """Told the prompts first, then the batch's tokens step by step."""
+
+            prompts = True
+
+            def put(self, value: Any) -> None:
+                if self.prompts:
+                    self.prompts = False
+                    return
+                for index, token in zip(chosen, value.flatten().tolist(), strict=True):
+                    if len(feed.times[index]) < feed.trace[index].outputs:
+                        feed.take(index, token)
+
+            def end(self) -> None:
+                pass
+
+        asks = [feed.trace[index] for index in chosen]
+        longest = max(len(ask.prompt) for ask in asks)
+        pads = [longest - len(ask.prompt) for ask in asks]
+        ids = torch.tensor([[0] * pad + list(ask.prompt) for pad, ask in zip(pads, asks, strict=True)])
+        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads])
+        most = max(ask.outputs for ask in asks)
+        with torch.inference_mode():
+            self._model.generate(
+                ids, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=0, streamer=Streamer()
+            )
+
+
+class Llama(System):
+    """llama.cpp by its C interface, with its server's loop: each batch has a token of each slot that generates, then prompts
+    up to `budget`. A cache of its own for each slot, as its documentation advises where little is shared."""
+
+    def __init__(self, models: Path, precision: str, budget: int) -> None:
+        import llama_cpp
+
+        self._lib = llama_cpp
+        llama_cpp.llama_backend_init()
+        path = models / f"{precision}.gguf"
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), llama_cpp.llama_model_default_params())
+        if not self._model:
+            raise RuntimeError(f"llama.cpp does not load {path}")
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.kv_unified = SLOTS * CONTEXT // 2, SLOTS, False
+        params.n_batch = params.n_ubatch = budget
+        params.n_threads = params.n_threads_batch = len(cores())
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise RuntimeError("llama.cpp makes no context")
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._batch = llama_cpp.llama_batch_init(budget, 0, 1)
+        self._budget = budget
+        system = llama_cpp.llama_print_system_info().decode().strip()
+        self.facts = {
+            "threads": llama_cpp.llama_n_threads(self._context), "precision": precision,
+            "kernels": f"llama-cpp-python {llama_cpp.__version__}: {system.replace(' | ', ', ').strip(' |,')}",
+            "setting": f"n_batch {budget}",
+        }  # fmt: skip
+
+    def run(self, feed: Feed) -> None:
+        lib = self._lib
+        lib.llama_memory_clear(self._memory, False)
+        waiting: list[int] = []
+        free = list(range(SLOTS))
+        slots: dict[int, int] = {}  # request -> its slot
+        known: dict[int, list[int]] = {}  # its tokens
+        computed: dict[int, int] = {}  # how many of them are in the cache
+        while not feed.over:
+            waiting += feed.due()
+            while waiting and free:
+                index = waiting.pop(0)
+                slots[index], known[index], computed[index] = free.pop(), list(feed.trace[index].prompt), 0
+            # Generations have one token to compute, prompts many.
+            order = sorted(slots, key=lambda index: len(known[index]) - computed[index] > 1)
+            rows: dict[int, int] = {}  # request -> its row of logits
+            count = 0
+            for index in order:
+                new = known[index][computed[index] :][: self._budget - count]
+                for token in new:
+                    self._add(count, token, computed[index], slots[index])
+                    computed[index] += 1
+                    count += 1
+                if new and computed[index] == len(known[index]):
+                    rows[index] = count - 1
+                    self._batch.logits[count - 1] = 1
+            if not count:
+                feed.wait()
+                continue
+            self._batch.n_tokens = count
+            if code := lib.llama_decode(self._context, self._batch):
+                raise RuntimeError(f"llama_decode: {code}")
+            for index, row in rows.items():
+                token = self._greedy(row)
+                feed.take(index, token)
+                known[index].append(token)
+                if len(feed.times[index]) == feed.trace[index].outputs:
+                    lib.llama_memory_seq_rm(self._memory, slots[index], -1, -1)
+                    free.append(slots.pop(index))
+
+    def _add(self, row: int, token: int, position: int, slot: int) -> None:
+        batch = self._batch
+        batch.token[row], batch.pos[row], batch.n_seq_id[row], batch.logits[row] = token, position, 1, 0
+        batch.seq_id[row][0] = slot
+
+    def _greedy(self, row: int) -> int:
+        import numpy as np
+
+        logits = self._lib.llama_get_logits_ith(self._context, row)
+        return int(np.ctypeslib.as_array(logits, (self._vocab,)).argmax())
+
+
+class Vllm(System):
+    """The engine in this process, stepped by hand, so that no other process has to be paid for. Compiled, as by default."""
+
+    def __init__(self, models: Path, precision: str, budget: int) -> None:
+        os.environ |= {
+            "VLLM_CPU_OMP_THREADS_BIND": f"{cores()[0]}-{cores()[-1]}",  # by default it keeps one core for itself
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        import torch
+        import vllm
+
+        self._vllm = vllm
+        self._engine = vllm.LLM(
+            model=str(models / "hf"), dtype={"bf16": "bfloat16", "fp32": "float32"}[precision], max_model_len=CONTEXT,
+            max_num_seqs=min(SLOTS, budget), max_num_batched_tokens=budget, enable_chunked_prefill=True,
+            enable_prefix_caching=True, skip_tokenizer_init=True, disable_log_stats=True,
+        ).llm_engine  # fmt: skip
+        self._number = 0
+        self.facts = {
+            "threads": torch.get_num_threads(), "precision": precision,
+            "kernels": f"vllm {vllm.__version__}, torch {torch.__version__}",
+            "setting": f"threads bound to {os.environ['VLLM_CPU_OMP_THREADS_BIND']}, max_num_batched_tokens {budget}, "
+            + ("Intel's OpenMP" if "libiomp5" in os.environ.get("LD_PRELOAD", "") else "without Intel's OpenMP"),
+        }  # fmt: skip
+
+    def run(self, feed: Feed) -> None:
+        names: dict[str, int] = {}
+        while not feed.over:
+            for index in feed.due():
+                ask, name = feed.trace[index], str(self._number)
+                self._number += 1
+                names[name] = index
+                params = self._vllm.SamplingParams(temperature=0.0, max_tokens=ask.outputs, ignore_eos=True, detokenize=False)
+                self._engine.add_request(name, {"prompt_token_ids": list(ask.prompt)}, params)
+            if not self._engine.has_unfinished_requests():
+                feed.wait()
+                continue
+            for output in self._engine.step():
+                index = names[output.request_id]
+                for token in output.outputs[0].token_ids[len(feed.times[index]) :]:
+                    feed.take(index, token)
+
+
+SYSTEMS: dict[str, type[System]] = {"ours": Ours, "transformers": Transformers, "llama": Llama, "vllm": Vllm}
