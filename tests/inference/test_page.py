@@ -138,7 +138,7 @@ def test_error_in_the_middle_of_an_answer(page: Any) -> None:
 
     write(page, "explode" + Keys.ENTER)
     until(page, "document.querySelector('[role=alert]')?.textContent.includes('met a NaN')")
-    assert answers(page)[0].startswith("explode")  # what came is kept
+    assert "explode" in answers(page)[0]  # what came is kept
     page.find_element("css selector", "[role=alert] button").click()
     until(page, "document.querySelector('.writing')")
     until(page, "document.querySelector('[role=alert]')?.textContent.includes('met a NaN')")
@@ -150,7 +150,7 @@ def test_left_before_the_answer(page: Any) -> None:
     until(page, "document.querySelector('[role=alert]')?.textContent.includes('no answer')")
     page.find_element("css selector", "[role=alert] button").click()
     assert page.execute_script("return document.activeElement.id") == "prompt"  # and not nowhere
-    until(page, "document.querySelectorAll('.assistant:not(.writing)').length === 1 && !document.querySelector('[role=alert]')")
+    until(page, "document.querySelectorAll('.assistant:not(.writing)').length === 1 && !document.querySelector('.error')")
 
 
 def test_server_that_is_gone(browser: Any) -> None:

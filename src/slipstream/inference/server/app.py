@@ -175,7 +175,7 @@ def create_app(
         status = "draining" if traffic.draining else "ok" if engine.healthy else "failed"
         return JSON({"status": status}, status_code=200 if status == "ok" else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return PlainTextResponse(render(engine.stats(), traffic), media_type=CONTENT_TYPE)
 
