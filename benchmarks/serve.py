@@ -140,12 +140,18 @@ def ratios(mine: Sequence[float] | None, theirs: Sequence[float] | None, why: st
     return [a / b for a, b in zip(mine, theirs, strict=True)]
 
 
-def who(processes: Iterable[Process], agreement: dict[str, float], busy: dict[str, float]) -> str:
-    rows = [
-        [name, str(facts["threads"]), facts["precision"], facts["setting"], facts["kernels"],
-         f"{agreement[name]:.0%}" if name in agreement else "", f"{busy[name]:.1f}" if name in busy else ""]
-        for name, facts in ((process.contender.name, process.facts) for process in processes)
-    ]  # fmt: skip
+Found = dict[tuple[str, str], list[Outcome]]  # (trace, contender) -> an outcome per round
+
+
+def who(processes: Iterable[Process], found: Found) -> str:
+    """Who ran: what is printed of each, so that a reader can judge the comparison."""
+    rows = []
+    for process in processes:
+        name, facts = process.contender.name, process.facts
+        outcomes = [outcome for (_, one), each in found.items() if one == name for outcome in each]
+        busy = sum(outcome.cpu for outcome in outcomes) / sum(outcome.seconds for outcome in outcomes)
+        agreement = f"{first_agreement(found, name):.0%}"
+        rows.append([name, str(facts["threads"]), facts["precision"], facts["setting"], facts["kernels"], agreement, f"{busy:.1f}"])
     return table(["contender", "threads", "precision", "setting", "what ran", "first tokens as ours", "cores busy"], rows)
 
 
@@ -160,9 +166,9 @@ def warm(fleet: Fleet) -> None:
                 fleet.run(process, trace)
 
 
-def interleaved(run: Run, fleet: Fleet, kinds: dict[str, Callable[[int], Trace]]) -> dict[tuple[str, str], list[Outcome]]:
-    """(trace, contender) -> an outcome per round: trace by trace, contenders in turns, every other round backwards."""
-    found: dict[tuple[str, str], list[Outcome]] = {}
+def interleaved(run: Run, fleet: Fleet, kinds: dict[str, Callable[[int], Trace]]) -> Found:
+    """Trace by trace, contenders in turns, every other round backwards."""
+    found: Found = {}
     for turn in range(run.rounds):
         run.measure()
         for kind, make in kinds.items():
@@ -177,16 +183,16 @@ def interleaved(run: Run, fleet: Fleet, kinds: dict[str, Callable[[int], Trace]]
     return {(kind, name): outcomes for (kind, name), outcomes in found.items() if name in fleet.running}
 
 
-def first_agreement(found: dict[tuple[str, str], list[Outcome]], name: str) -> float:
+def first_agreement(found: Found, name: str) -> float:
     """How many of a contender's first tokens are those of ours in bf16: the sign that it is the same model."""
     pairs = [
         (mine, theirs)
         for (kind, one), outcomes in found.items()
-        if one == name
+        if one == name and (kind, OURS.name) in found
         for a, b in zip(found[kind, OURS.name], outcomes, strict=True)
         for mine, theirs in zip(a.first, b.first, strict=True)
     ]
-    return sum(mine == theirs for mine, theirs in pairs) / len(pairs)
+    return sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs))
 
 
 def solo(run: Run) -> str:
@@ -202,11 +208,6 @@ def solo(run: Run) -> str:
         fleet.close()
     figures = {key: [SOLO[key[0]].figure(outcome) for outcome in outcomes] for key, outcomes in found.items()}
     agreement = {process.contender.name: first_agreement(found, process.contender.name) for process in processes}
-    busy = {
-        process.contender.name: sum(o.cpu for (_, one), all_ in found.items() if one == process.contender.name for o in all_)
-        / sum(o.seconds for (_, one), all_ in found.items() if one == process.contender.name for o in all_)
-        for process in processes
-    }
     void = {
         name: f"void: {agreement[name]:.0%} of its first tokens are ours"
         for name in (process.contender.name for process in processes if process.contender.precision in ("bf16", "fp32"))
@@ -273,7 +274,7 @@ def solo(run: Run) -> str:
             f"Median of {run.rounds} rounds (min-max), then the share of the limit: weights read once per token at the read "
             "bandwidth, and every product at the rate of multiplication. Single stream counts after the first token.",
             table(head, [*rows, *absent(fleet, len(head)), *limits]),
-            run.limits_said(), who(processes, agreement, busy), verdicts(targets),
+            run.limits_said(), who(processes, found), verdicts(targets),
         )
     )  # fmt: skip
 
@@ -302,7 +303,7 @@ def shared(run: Run) -> str:
             f"first request comes alone, the others together when it has ended. {run.rounds} rounds with other prompts each. "
             "llama.cpp's slots share nothing.",
             table(["contender", "whole trace, s", "requests/s"], [*rows, *absent(fleet, 3)]),
-            who(processes, {}, {}), verdicts(targets),
+            who(processes, found), verdicts(targets),
         )
     )  # fmt: skip
 
@@ -315,7 +316,7 @@ def fitting(gap: float, prompt_rate: float) -> int:
 def poisson(run: Run) -> str:
     """Solo speeds first, which fix the target and each contender's budget; then rising rates, each contender in turn."""
     fleet = Fleet(run.pythons, run.models)
-    rates = (1.0, 4.0) if run.quick else RATES
+    rates = (2.0, 6.0) if run.quick else RATES
     speeds: dict[Contender, tuple[float, float]] = {}
     outcomes: dict[str, dict[float, list[Outcome]]] = {}
     try:
@@ -351,6 +352,8 @@ def poisson(run: Run) -> str:
         processes = list(fleet.running.values())
     finally:
         fleet.close()
+
+    played = {(f"{rate:g}/s", name): each for name, reached in outcomes.items() for rate, each in reached.items()}
 
     def effective(name: str, rate: float) -> Spread:
         return Spread.of([wanted.rate(outcome) for outcome in outcomes[name][rate]])
@@ -398,7 +401,7 @@ def poisson(run: Run) -> str:
             "nothing. At each rate: requests/s within the target, P95 between tokens. A contender stops when it is overloaded (two "
             "rates in a row below half of its best). `budget`: tokens per forward that the contender's own solo speed fits to the "
             f"target; without one, {BUDGET}.",
-            table(head, [*rows, *absent(fleet, len(head))]), who(processes, {}, {}), verdicts(targets),
+            table(head, [*rows, *absent(fleet, len(head))]), who(processes, played), verdicts(targets),
         )
     )  # fmt: skip
 
@@ -424,17 +427,18 @@ def load(run: Run) -> str:
     seconds: dict[str, list[tuple[float, float]]] = {}
     fleet = Fleet(run.pythons, run.models)
     contenders = run.chosen((OURS, *QUANTISED[:2], LLAMA, GENERATE, VLLM))
-    for turn in range(run.rounds + 1):  # the first one fills the page cache
+    fill = not run.quick  # one more at the beginning, for the page cache
+    for turn in range(run.rounds + fill):
         for contender in contenders:
             process = fleet.start(contender)
             fleet.close()
-            if process is not None and turn:
+            if process is not None and turn >= fill:
                 seconds.setdefault(contender.name, []).append((process.loaded, process.first_token))
     rows = [[name, *(Spread.of(column).show(2) for column in zip(*values, strict=True))] for name, values in seconds.items()]
     reached = max(Spread.of([first for _, first in seconds[one.name]]).median for one in contenders if one.kind == "ours")
     return "\n\n".join(
         (
-            f"A fresh process on files that are in the page cache, {run.rounds} times after one that is not counted.",
+            f"A fresh process, {run.rounds} times" + (" after one that is not counted and fills the page cache." if fill else "."),
             table(["contender", "process start to a loaded model, s", "to the first token, s"], [*rows, *absent(fleet, 3)]),
             verdicts([verdict("process start to first token, ours, the slowest precision, s", reached, 5.0)]),
         )
