@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -101,10 +102,11 @@ class Run:
     limits: list[Rates] = field(default_factory=list)  # of each round so far
 
     def chosen(self, contenders: Iterable[Contender]) -> list[Contender]:
-        """--only's, else all; with --quick not those that take a minute to load or to run."""
+        """--only's, else all; with --quick not those that take a minute to load or to run, and not everything in 8 bits."""
         if self.only:
             return [one for one in contenders if one.kind == "ours" or one.name.startswith(tuple(self.only))]
-        return [one for one in contenders if not (self.quick and one.kind in ("vllm", "transformers"))]
+        slow = ("vllm", "transformers", "int8", "q8_0") if self.quick else ()
+        return [one for one in contenders if one.kind not in slow and one.precision not in slow]
 
     def measure(self) -> None:
         done = subprocess.run(
@@ -340,7 +342,7 @@ def poisson(run: Run) -> str:
         done: set[str] = set()
         for rate in rates:
             for turn in range(run.rounds):
-                trace = traces.poisson(turn, 6 if run.quick else 16 if rate < 1 else 24, rate)
+                trace = traces.poisson(turn, 4 if run.quick else 16 if rate < 1 else 24, rate)
                 order = [process for name, process in fleet.running.items() if name not in done]
                 for process in order if turn % 2 == 0 else order[::-1]:
                     outcome = fleet.run(process, trace)
@@ -396,7 +398,7 @@ def poisson(run: Run) -> str:
     ]
     return "\n\n".join(
         (
-            f"Poisson arrivals, prompts N(260, 30 %), outputs N(32, 30 %); {'6' if run.quick else '24 (below 1/s, 16)'} requests "
+            f"Poisson arrivals, prompts N(260, 30 %), outputs N(32, 30 %); {'4' if run.quick else '24 (below 1/s, 16)'} requests "
             f"at each rate, {run.rounds} rounds. The target, one for all: {describe(wanted)}. Requests that miss it count for "
             "nothing. At each rate: requests/s within the target, P95 between tokens. A contender stops when it is overloaded (two "
             "rates in a row below half of its best). `budget`: tokens per forward that the contender's own solo speed fits to the "
@@ -407,10 +409,10 @@ def poisson(run: Run) -> str:
 
 
 def over(mine: Sequence[float], theirs: Sequence[float] | None, why: str | None = None) -> list[float] | str:
-    """As `ratios`; over nothing within the target at all, the ratio is infinite."""
+    """As `ratios`; over nothing within the target at all, the ratio is infinite, and of nothing over nothing there is none."""
     if not theirs:
         return why or "not in this run"
-    return [a / b if b else float("inf") for a, b in zip(mine, theirs, strict=True)]
+    return [a / b if b else math.inf if a else math.nan for a, b in zip(mine, theirs, strict=True)]
 
 
 def describe(wanted: Latency) -> str:
@@ -451,7 +453,7 @@ LEGS: dict[str, Callable[[Run], str]] = {"solo": solo, "shared": shared, "poisso
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("legs", nargs="*", metavar="LEG", help=f"{', '.join(LEGS)} or all (default)")
-    parser.add_argument("--quick", action="store_true", help="small traces, one round, neither vLLM nor transformers")
+    parser.add_argument("--quick", action="store_true", help="small traces, one round, neither vLLM nor transformers nor 8 bits")
     parser.add_argument("--python", nargs="+", default=[], metavar="PEER=PYTHON",
                         help="interpreters: vllm=... llama=... transformers=... (default: those that make builds)")  # fmt: skip
     parser.add_argument("--only", nargs="+", default=[], metavar="CONTENDER",
