@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -85,7 +86,6 @@ SOLO = {
     ),
 }
 RATES = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)  # requests per second
-SLOTS = 32  # requests at once, as in systems: a budget has room for a token of each
 AGREEMENT = 0.5  # of the first tokens have to be ours, or it is not the same model; rounding turns some over
 
 
@@ -102,10 +102,11 @@ class Run:
     limits: list[Rates] = field(default_factory=list)  # of each round so far
 
     def chosen(self, contenders: Iterable[Contender]) -> list[Contender]:
-        """--only's, else all; with --quick not those that take a minute to load or to run."""
+        """--only's, else all; with --quick not those that take a minute to load or to run, and not everything in 8 bits."""
         if self.only:
             return [one for one in contenders if one.kind == "ours" or one.name.startswith(tuple(self.only))]
-        return [one for one in contenders if not (self.quick and one.kind in ("vllm", "transformers"))]
+        slow = ("vllm", "transformers", "int8", "q8_0") if self.quick else ()
+        return [one for one in contenders if one.kind not in slow and one.precision not in slow]
 
     def measure(self) -> None:
         done = subprocess.run(
@@ -140,12 +141,18 @@ def ratios(mine: Sequence[float] | None, theirs: Sequence[float] | None, why: st
     return [a / b for a, b in zip(mine, theirs, strict=True)]
 
 
-def who(processes: Iterable[Process], agreement: dict[str, float], busy: dict[str, float]) -> str:
-    rows = [
-        [name, str(facts["threads"]), facts["precision"], facts["setting"], facts["kernels"],
-         f"{agreement[name]:.0%}" if name in agreement else "", f"{busy[name]:.1f}" if name in busy else ""]
-        for name, facts in ((process.contender.name, process.facts) for process in processes)
-    ]  # fmt: skip
+Found = dict[tuple[str, str], list[Outcome]]  # (trace, contender) -> an outcome per round
+
+
+def who(processes: Iterable[Process], found: Found) -> str:
+    """Who ran: what is printed of each, so that a reader can judge the comparison."""
+    rows = []
+    for process in processes:
+        name, facts = process.contender.name, process.facts
+        outcomes = [outcome for (_, one), each in found.items() if one == name for outcome in each]
+        busy = sum(outcome.cpu for outcome in outcomes) / sum(outcome.seconds for outcome in outcomes)
+        agreement = f"{first_agreement(found, name):.0%}"
+        rows.append([name, str(facts["threads"]), facts["precision"], facts["setting"], facts["kernels"], agreement, f"{busy:.1f}"])
     return table(["contender", "threads", "precision", "setting", "what ran", "first tokens as ours", "cores busy"], rows)
 
 
@@ -160,9 +167,9 @@ def warm(fleet: Fleet) -> None:
                 fleet.run(process, trace)
 
 
-def interleaved(run: Run, fleet: Fleet, kinds: dict[str, Callable[[int], Trace]]) -> dict[tuple[str, str], list[Outcome]]:
-    """(trace, contender) -> an outcome per round: trace by trace, contenders in turns, every other round backwards."""
-    found: dict[tuple[str, str], list[Outcome]] = {}
+def interleaved(run: Run, fleet: Fleet, kinds: dict[str, Callable[[int], Trace]]) -> Found:
+    """Trace by trace, contenders in turns, every other round backwards."""
+    found: Found = {}
     for turn in range(run.rounds):
         run.measure()
         for kind, make in kinds.items():
@@ -177,16 +184,16 @@ def interleaved(run: Run, fleet: Fleet, kinds: dict[str, Callable[[int], Trace]]
     return {(kind, name): outcomes for (kind, name), outcomes in found.items() if name in fleet.running}
 
 
-def first_agreement(found: dict[tuple[str, str], list[Outcome]], name: str) -> float:
+def first_agreement(found: Found, name: str) -> float:
     """How many of a contender's first tokens are those of ours in bf16: the sign that it is the same model."""
     pairs = [
         (mine, theirs)
         for (kind, one), outcomes in found.items()
-        if one == name
+        if one == name and (kind, OURS.name) in found
         for a, b in zip(found[kind, OURS.name], outcomes, strict=True)
         for mine, theirs in zip(a.first, b.first, strict=True)
     ]
-    return sum(mine == theirs for mine, theirs in pairs) / len(pairs)
+    return sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs))
 
 
 def solo(run: Run) -> str:
@@ -202,11 +209,6 @@ def solo(run: Run) -> str:
         fleet.close()
     figures = {key: [SOLO[key[0]].figure(outcome) for outcome in outcomes] for key, outcomes in found.items()}
     agreement = {process.contender.name: first_agreement(found, process.contender.name) for process in processes}
-    busy = {
-        process.contender.name: sum(o.cpu for (_, one), all_ in found.items() if one == process.contender.name for o in all_)
-        / sum(o.seconds for (_, one), all_ in found.items() if one == process.contender.name for o in all_)
-        for process in processes
-    }
     void = {
         name: f"void: {agreement[name]:.0%} of its first tokens are ours"
         for name in (process.contender.name for process in processes if process.contender.precision in ("bf16", "fp32"))
@@ -273,7 +275,7 @@ def solo(run: Run) -> str:
             f"Median of {run.rounds} rounds (min-max), then the share of the limit: weights read once per token at the read "
             "bandwidth, and every product at the rate of multiplication. Single stream counts after the first token.",
             table(head, [*rows, *absent(fleet, len(head)), *limits]),
-            run.limits_said(), who(processes, agreement, busy), verdicts(targets),
+            run.limits_said(), who(processes, found), verdicts(targets),
         )
     )  # fmt: skip
 
@@ -302,20 +304,21 @@ def shared(run: Run) -> str:
             f"first request comes alone, the others together when it has ended. {run.rounds} rounds with other prompts each. "
             "llama.cpp's slots share nothing.",
             table(["contender", "whole trace, s", "requests/s"], [*rows, *absent(fleet, 3)]),
-            who(processes, {}, {}), verdicts(targets),
+            who(processes, found), verdicts(targets),
         )
     )  # fmt: skip
 
 
 def fitting(gap: float, prompt_rate: float) -> int:
-    """The token budget whose forward takes about `gap` seconds at a contender's own speed, with a fifth to spare."""
-    return max(SLOTS, min(BUDGET, int(0.8 * gap * prompt_rate) // 16 * 16))
+    """The token budget whose forward takes less than `gap` seconds at a contender's own speed. Less by 40 %: small forwards
+    reach less of that speed, which was measured in forwards of 512."""
+    return max(16, min(BUDGET, int(0.6 * gap * prompt_rate) // 16 * 16))
 
 
 def poisson(run: Run) -> str:
     """Solo speeds first, which fix the target and each contender's budget; then rising rates, each contender in turn."""
     fleet = Fleet(run.pythons, run.models)
-    rates = (1.0, 4.0) if run.quick else RATES
+    rates = (2.0, 6.0) if run.quick else RATES
     speeds: dict[Contender, tuple[float, float]] = {}
     outcomes: dict[str, dict[float, list[Outcome]]] = {}
     try:
@@ -339,7 +342,7 @@ def poisson(run: Run) -> str:
         done: set[str] = set()
         for rate in rates:
             for turn in range(run.rounds):
-                trace = traces.poisson(turn, 6 if run.quick else 16 if rate < 1 else 24, rate)
+                trace = traces.poisson(turn, 4 if run.quick else 16 if rate < 1 else 24, rate)
                 order = [process for name, process in fleet.running.items() if name not in done]
                 for process in order if turn % 2 == 0 else order[::-1]:
                     outcome = fleet.run(process, trace)
@@ -351,6 +354,8 @@ def poisson(run: Run) -> str:
         processes = list(fleet.running.values())
     finally:
         fleet.close()
+
+    played = {(f"{rate:g}/s", name): each for name, reached in outcomes.items() for rate, each in reached.items()}
 
     def effective(name: str, rate: float) -> Spread:
         return Spread.of([wanted.rate(outcome) for outcome in outcomes[name][rate]])
@@ -393,21 +398,21 @@ def poisson(run: Run) -> str:
     ]
     return "\n\n".join(
         (
-            f"Poisson arrivals, prompts N(260, 30 %), outputs N(32, 30 %); {'6' if run.quick else '24 (below 1/s, 16)'} requests "
+            f"Poisson arrivals, prompts N(260, 30 %), outputs N(32, 30 %); {'4' if run.quick else '24 (below 1/s, 16)'} requests "
             f"at each rate, {run.rounds} rounds. The target, one for all: {describe(wanted)}. Requests that miss it count for "
             "nothing. At each rate: requests/s within the target, P95 between tokens. A contender stops when it is overloaded (two "
             "rates in a row below half of its best). `budget`: tokens per forward that the contender's own solo speed fits to the "
             f"target; without one, {BUDGET}.",
-            table(head, [*rows, *absent(fleet, len(head))]), who(processes, {}, {}), verdicts(targets),
+            table(head, [*rows, *absent(fleet, len(head))]), who(processes, played), verdicts(targets),
         )
     )  # fmt: skip
 
 
 def over(mine: Sequence[float], theirs: Sequence[float] | None, why: str | None = None) -> list[float] | str:
-    """As `ratios`; over nothing within the target at all, the ratio is infinite."""
+    """As `ratios`; over nothing within the target at all, the ratio is infinite, and of nothing over nothing there is none."""
     if not theirs:
         return why or "not in this run"
-    return [a / b if b else float("inf") for a, b in zip(mine, theirs, strict=True)]
+    return [a / b if b else math.inf if a else math.nan for a, b in zip(mine, theirs, strict=True)]
 
 
 def describe(wanted: Latency) -> str:
@@ -424,17 +429,18 @@ def load(run: Run) -> str:
     seconds: dict[str, list[tuple[float, float]]] = {}
     fleet = Fleet(run.pythons, run.models)
     contenders = run.chosen((OURS, *QUANTISED[:2], LLAMA, GENERATE, VLLM))
-    for turn in range(run.rounds + 1):  # the first one fills the page cache
+    fill = not run.quick  # one more at the beginning, for the page cache
+    for turn in range(run.rounds + fill):
         for contender in contenders:
             process = fleet.start(contender)
             fleet.close()
-            if process is not None and turn:
+            if process is not None and turn >= fill:
                 seconds.setdefault(contender.name, []).append((process.loaded, process.first_token))
     rows = [[name, *(Spread.of(column).show(2) for column in zip(*values, strict=True))] for name, values in seconds.items()]
     reached = max(Spread.of([first for _, first in seconds[one.name]]).median for one in contenders if one.kind == "ours")
     return "\n\n".join(
         (
-            f"A fresh process on files that are in the page cache, {run.rounds} times after one that is not counted.",
+            f"A fresh process, {run.rounds} times" + (" after one that is not counted and fills the page cache." if fill else "."),
             table(["contender", "process start to a loaded model, s", "to the first token, s"], [*rows, *absent(fleet, 3)]),
             verdicts([verdict("process start to first token, ours, the slowest precision, s", reached, 5.0)]),
         )
@@ -447,7 +453,7 @@ LEGS: dict[str, Callable[[Run], str]] = {"solo": solo, "shared": shared, "poisso
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("legs", nargs="*", metavar="LEG", help=f"{', '.join(LEGS)} or all (default)")
-    parser.add_argument("--quick", action="store_true", help="small traces, one round, neither vLLM nor transformers")
+    parser.add_argument("--quick", action="store_true", help="small traces, one round, neither vLLM nor transformers nor 8 bits")
     parser.add_argument("--python", nargs="+", default=[], metavar="PEER=PYTHON",
                         help="interpreters: vllm=... llama=... transformers=... (default: those that make builds)")  # fmt: skip
     parser.add_argument("--only", nargs="+", default=[], metavar="CONTENDER",

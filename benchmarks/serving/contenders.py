@@ -88,6 +88,9 @@ class Process:
     def close(self) -> None:
         self._signal(signal.SIGKILL)
         self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            assert stream is not None
+            stream.close()
 
     @contextmanager
     def _awake(self) -> Iterator[None]:

@@ -154,7 +154,7 @@ class Llama(System):
             raise RuntimeError(f"llama.cpp does not load {path}")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified = SLOTS * CONTEXT // 2, SLOTS, False
-        params.n_batch = params.n_ubatch = budget
+        params.n_batch = params.n_ubatch = max(budget, SLOTS)  # less is an abort; the loop keeps to the budget
         params.n_threads = params.n_threads_batch = len(cores())
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         if not self._context:

@@ -1,7 +1,7 @@
 """What is asked of every contender, and the account of what came when. Pure Python: peers' interpreters import it.
 
-A trace is a list of `Ask`s. `Feed` plays it: it tells a contender who has arrived and keeps the time of every token. A trace
-of another round has other prompts, so that nobody finds yesterday's in a cache.
+A trace is a list of `Ask`s. `Feed` plays it: it tells a contender who has arrived and keeps the time of every token. No two
+traces have the beginning of a prompt in common, of whatever round, size or rate: nobody finds one in a prefix cache by accident.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ def _prompt(rng: random.Random, length: int) -> tuple[int, ...]:
 
 def batch(seed: int, number: int, length: int, outputs: int) -> Trace:
     """All at once, all of one size."""
-    rng = random.Random(f"batch {seed}")
+    rng = random.Random(f"batch {seed} {number} {length} {outputs}")
     return [Ask(prompt=_prompt(rng, length), outputs=outputs) for _ in range(number)]
 
 
 def mixed(seed: int, number: int, shortest: int, longest: int, outputs: int) -> Trace:
     """All at once, prompts of evenly spread lengths in random order: the same lengths in every round."""
-    rng = random.Random(f"mixed {seed}")
+    rng = random.Random(f"mixed {seed} {number} {shortest} {longest} {outputs}")
     lengths = [shortest + (longest - shortest) * i // max(1, number - 1) for i in range(number)]
     random.Random("lengths").shuffle(lengths)
     return [Ask(prompt=_prompt(rng, length), outputs=outputs) for length in lengths]
 
 
 def poisson(seed: int, number: int, rate: float, prompt: int = 260, outputs: int = 32, spread: float = 0.3) -> Trace:
-    """`rate` arrivals a second on average; lengths are normal with a standard deviation of `spread` of the mean. The same
-    requests come at every rate, only faster."""
-    rng = random.Random(f"poisson {seed}")
+    """`rate` arrivals a second on average; lengths are normal with a standard deviation of `spread` of the mean. Requests of
+    the same sizes come at every rate, only faster."""
+    rng, tokens = random.Random(f"poisson {seed}"), random.Random(f"poisson {seed} {rate}")
     asks, at = [], 0.0
     for _ in range(number):
         at += rng.expovariate(1.0)
         length, wanted = (max(2, round(rng.gauss(mean, spread * mean))) for mean in (prompt, outputs))
-        asks.append(Ask(prompt=_prompt(rng, length), outputs=wanted, at=at / rate))
+        asks.append(Ask(prompt=_prompt(tokens, length), outputs=wanted, at=at / rate))
     return asks
 
 
 def shared(seed: int, number: int, length: int, outputs: int, share: float = 0.9) -> Trace:
     """Prompts whose first `share` is one and the same. The first comes alone, the others together when it has ended."""
-    rng = random.Random(f"shared {seed}")
+    rng = random.Random(f"shared {seed} {number} {length} {outputs}")
     common = _prompt(rng, round(share * length))
     return [
         Ask(prompt=common + _prompt(rng, length - len(common)), outputs=outputs, after=0 if index else None)
