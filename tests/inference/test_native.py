@@ -12,7 +12,7 @@ from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder, why_not
-from slipstream.inference.quantise import quantise
+from slipstream.inference.quantise import quantise, to_int4, to_int8, unpack
 from slipstream.inference.weights import DecoderWeights
 from slipstream.ops import build, cpu
 from tests.inference.test_models import CASES, model_of
@@ -58,6 +58,31 @@ def weights_of(kind: str, family: str = "Llama", **more: Any) -> tuple[Any, Deco
     state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     weights = from_state(config, state)
     return config, quantise(weights, kind) if kind in ("int8", "int4") else weights
+
+
+@pytest.mark.parametrize("columns, features, parts", [(16, 32, 1), (70, 96, 1), (24, 160, 2)])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+def test_panels(kind: str, columns: int, features: int, parts: int) -> None:
+    """Packing in C against torch's own words for it (csrc/decoder.h says the layouts)."""
+    runner = native_of(model_of("llama"))
+    whole = [torch.randn(columns, features) for _ in range(parts)]
+    quantised = {"int8": to_int8, "int4": to_int4}.get(kind, lambda w: w.to(getattr(torch, kind, None)))
+    matrices = [quantised(w) for w in whole]
+
+    def words(m: Any) -> torch.Tensor:
+        """[columns, words, bytes]"""
+        if kind == "int4":
+            eights = unpack(m.q).view(columns, -1, 2, 4)
+            return eights[:, :, 0] | (eights[:, :, 1] << 4)
+        return m.q.view(torch.uint8).view(columns, -1, 4) if kind == "int8" else m.view(torch.uint8).view(columns, features, -1)
+
+    padded = [torch.nn.functional.pad(words(m), (0, 0, 0, 0, 0, -columns % (32 if parts == 1 else 16))) for m in matrices]
+    panels = torch.stack([rows.unflatten(0, (-1, 16)).transpose(1, 2) for rows in padded], 1)
+    before = len(runner._kept)
+    record = runner._packed(matrices)
+    assert (record.num_columns, record.num_features) == (columns * parts, features)
+    assert torch.equal(runner._kept[before], panels.flatten())
+    runner.close()
 
 
 class Requests:

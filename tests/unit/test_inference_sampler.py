@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.inference import sampler as module
 from slipstream.inference.core import Request, SamplingParams
 from slipstream.inference.sampler import Row, Sampled, Sampler, SamplingError, accepted, uniform
+from slipstream.ops import build, cpu
 
 VOCAB = 5003  # no multiple of anything
 
@@ -250,3 +251,28 @@ def test_extreme_settings() -> None:
         assert Sampler(VOCAB).sample(logits, [Row(request(**params))])[0].token == best, params
     tokens = {Sampler(VOCAB).sample(logits * 0.01, [Row(request(seed=s, temperature=100.0))])[0].token for s in range(50)}
     assert len(tokens) > 10 and all(token % 2 for token in tokens)
+
+
+@pytest.mark.skipif(build.load().kernels is None, reason=f"no native kernels: {build.load().reason}")
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0])
+def test_the_kernel_draws_what_its_twin_draws(isa: str, spread: float) -> None:
+    used, generator = cpu.isa(), torch.Generator().manual_seed(8)
+    if not cpu.use_isa(isa):
+        pytest.skip(f"this processor lacks {isa}")
+    try:
+        for vocab in (1, 15, 256, VOCAB):
+            kernel, twin = Sampler(vocab), Sampler(vocab)
+            twin._kernel = None
+            filters = [made for made in MIXED if made.keys() <= {"temperature", "top_k", "top_p", "min_p"}]
+            filters += [{"top_p": 0.9}, {"top_p": 1e-6}, {"top_k": 7, "min_p": 0.5}, {"top_p": 0.5, "top_k": VOCAB - 1}]
+            for params in filters:
+                logits = torch.randn(100, vocab, generator=generator) * spread
+                logits[:, 1::3] = -torch.inf  # forbidden ones
+                rows = [Row(request(seed=seed, **params)) for seed in range(100)]
+                ours, theirs = ([one.token for one in way.sample(logits, rows)] for way in (kernel, twin))
+                differing = [row for row in range(100) if ours[row] != theirs[row]]
+                assert len(differing) <= 1, (vocab, params, differing)  # rounding decides seldom
+                assert all(logits[row, ours[row]] > -torch.inf for row in range(100))
+    finally:
+        assert cpu.use_isa(used)

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .quantise import dequantise, pack
+from .quantise import dequantise
 from .weights import Int4, Matrix
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -25,6 +26,7 @@ _STRING, _ARRAY = 8, 9
 _F32, _F16, _Q4_0, _Q4_1, _Q8_0, _BF16 = 0, 1, 2, 3, 8, 30
 _PLAIN = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
 _BLOCKS = {_Q4_0: (32, 18), _Q4_1: (32, 20), _Q8_0: (32, 34)}  # numbers and bytes per block
+_AT_ONCE = 1 << 10  # blocks: stay in the caches, and on one thread, whose team would cost more than it gives
 
 
 class Stored(NamedTuple):
@@ -135,28 +137,34 @@ def _rare(path: Path, name: str, kind: int) -> tuple[tuple[int, int], Callable[[
         raise ValueError(f"{path}: {name} has ggml type {kind}, which the gguf package does not know") from None
 
 
-def matrix(path: Path, name: str, stored: Stored, *, keep: bool) -> Matrix:
-    """The tensor, plain as it is stored; Q4 blocks of a matrix as Int4 if `keep`; all else dequantised to fp32."""
+def matrix(path: Path, name: str, stored: Stored, *, keep: bool, dtype: torch.dtype = torch.float32) -> Matrix:
+    """The tensor in `dtype`; Q4 blocks of a matrix as Int4 if `keep`."""
     kind, shape, data = stored
     if kind in _PLAIN:
-        return data.view(_PLAIN[kind]).view(shape)
+        return data.view(_PLAIN[kind]).view(shape).to(dtype)
     if kind in (_Q4_0, _Q4_1):
         q4 = _int4(kind, shape, data)
-        return q4 if keep and len(shape) == 2 else dequantise(q4).view(shape)
+        return q4 if keep and len(shape) == 2 else dequantise(q4).view(shape).to(dtype)
     if kind == _Q8_0:
-        blocks = data.view(-1, 34)
-        scale = blocks[:, :2].contiguous().view(torch.float16).float()
-        return (blocks[:, 2:].view(torch.int8).float() * scale).view(shape)
-    return _rare(path, name, kind)[1](data.view(math.prod(shape[:-1]), -1)).view(shape)
+        out = torch.empty(math.prod(shape) // 32, 32, dtype=dtype)
+        for part, blocks in zip(out.split(_AT_ONCE), data.view(-1, 34).split(_AT_ONCE), strict=True):
+            part[:] = blocks[:, 2:].view(torch.int8).float() * blocks[:, :2].contiguous().view(torch.float16).float()
+        return out.view(shape)
+    return _rare(path, name, kind)[1](data.view(math.prod(shape[:-1]), -1)).view(shape).to(dtype)
 
 
 def _int4(kind: int, shape: tuple[int, ...], data: Tensor) -> Int4:
     """Byte j of a block holds numbers j (low nibble) and j + 16 (high); Q4_0 is (q - 8) * scale, Q4_1 q * scale + low."""
     head = 2 if kind == _Q4_0 else 4
-    blocks = data.view(-1, head + 16)
-    halves = blocks[:, :head].contiguous().view(torch.float16).float()
+    blocks = data.view(-1, head + 16).numpy()  # on one thread, with shifts that are vector instructions
+    halves = np.ascontiguousarray(blocks[:, :head]).view(np.float16).astype(np.float32)
     scale = halves[:, 0]
     low = -8 * scale if kind == _Q4_0 else halves[:, 1]
-    q = torch.cat((blocks[:, head:] & 15, blocks[:, head:] >> 4), 1)
-    groups = math.prod(shape[:-1]), shape[-1] // 32
-    return Int4(pack(q).view(groups[0], -1), scale.reshape(groups).contiguous(), low.reshape(groups).contiguous())
+    # Int4's byte holds two neighbours, which are the low or the high nibbles of two neighbouring bytes here.
+    pairs = np.ascontiguousarray(blocks[:, head:]).view("<u2")
+    q = np.empty((len(blocks), 16), dtype=np.uint8)
+    q[:, :8] = (pairs & 0x0F) | (pairs >> 4) & 0xF0
+    q[:, 8:] = (pairs >> 4) & 0x0F | (pairs >> 8) & 0xF0
+    rows, groups = math.prod(shape[:-1]), shape[-1] // 32
+    parts = q.reshape(rows, -1), scale.reshape(rows, groups), low.reshape(rows, groups)
+    return Int4(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))

@@ -192,9 +192,7 @@ def _gguf(path: Path, kind: str) -> Loaded:
     for name, stored in file.tensors.items():
         if name == "rope_freqs.weight":
             continue
-        m = matrix(path, name, stored, keep=keep and name not in ("token_embd.weight", "output.weight"))
-        if not isinstance(m, Int4 | Int8):
-            m = m.to(wide)
+        m = matrix(path, name, stored, keep=keep and name not in ("token_embd.weight", "output.weight"), dtype=wide)
         if file.metadata["general.architecture"] == "llama":
             part = name.split(".")[-2]
             heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(part)
@@ -213,9 +211,12 @@ def _hf_name(name: str) -> str:
 
 def _unpermute(m: Matrix, heads: int) -> Matrix:
     """llama.cpp turns neighbouring rows (2i, 2i + 1) of a head where Hugging Face turns i and i + D / 2; back to the latter."""
-    rows = len(m if isinstance(m, Tensor) else m.q)
-    order = torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
-    return m[order] if isinstance(m, Tensor) else type(m)(*(part[order] for part in m))
+
+    def ordered(part: Tensor) -> Tensor:
+        rows = part.view(torch.uint8).numpy().reshape(heads, len(part) // heads // 2, 2, -1)  # bytes: numpy has no bfloat16
+        return torch.from_numpy(rows.transpose(0, 2, 1, 3).reshape(len(part), -1)).view(part.dtype).view(part.shape)
+
+    return ordered(m) if isinstance(m, Tensor) else type(m)(*map(ordered, m))
 
 
 def _gguf_config(path: Path, file: GgufFile) -> DecoderConfig:

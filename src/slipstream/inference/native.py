@@ -11,6 +11,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from slipstream.inference.config import DecoderConfig, Experts, Rope
 from slipstream.inference.core import Batch
+from slipstream.inference.kv_cache import untouched_zeros
 from slipstream.inference.models import shape_of
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 from slipstream.ops import build
@@ -122,17 +124,23 @@ class NativeDecoder:
         self.threads = threads or min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MAX_THREADS)
         shape = (len(config.layers), num_blocks, config.num_kv_heads, config.head_dim, PANEL)
         # Zeros: what is masked adds 0 * value, and that needs finite values.
-        self.keys = torch.zeros(shape, dtype=cache_dtype)
-        self.values = torch.zeros((*shape[:3], PANEL, config.head_dim), dtype=cache_dtype)
+        self.keys = untouched_zeros(shape, cache_dtype)
+        self.values = untouched_zeros((*shape[:3], PANEL, config.head_dim), cache_dtype)
         self._kept: list[Tensor] = []  # what the C side points into
-        self._ropes: dict[Rope, tuple[Tensor, Tensor]] = {}
         self._library = build.load().kernels
         assert self._library is not None
         self._library.slipstream_team_new.restype = _pointer
         self._library.slipstream_team_free.argtypes = [_pointer]
         self._library.slipstream_decoder_forward.argtypes = [_pointer, _pointer, _pointer]
-        self._layers = (_Layer * len(config.layers))(*(self._layer(i, layer) for i, layer in enumerate(weights.layers)))
-        self._model = self._decoder(weights)
+        self._pack = self._library.slipstream_pack
+        self._pack.argtypes = [_pointer, _long, _long, _pointer, _long, _long, _long, _int, _int]
+        self._pack.restype = None
+        self._ropes = {rope: self._turns(rope) for rope in {layer.rope for layer in config.layers} if rope is not None}
+        with ThreadPoolExecutor(self.threads) as pool:  # a layer at a time: packing is copying, outside of Python's lock
+            head = pool.submit(self._matrix, weights.embed if weights.head is None else weights.head)
+            layers = list(pool.map(self._layer, range(len(config.layers)), weights.layers))
+            self._layers = (_Layer * len(layers))(*layers)
+            self._model = self._decoder(weights, head.result())
         self._scratch: dict[str, Tensor] = {}
         found = [layer.experts for layer in config.layers if layer.experts is not None]
         inner = [size for each in found for size in (each.intermediate_size, each.shared_size)]
@@ -164,27 +172,35 @@ class NativeDecoder:
         columns, features = sizes[0]
         padding = 2 * PANEL if len(parts) == 1 else PANEL
 
-        def interleave(rows: list[Tensor]) -> Tensor:
-            panels = torch.stack([_panels(row, padding) for row in rows], 1)
-            return panels.flatten(0, 1).contiguous()
+        def interleave(rows: list[Tensor], word: int, *, words: int = 0, nibbles: bool = False) -> int:
+            """Rows [columns, ...], cut into words of so many bytes, as panels [panel][part][word][PANEL]; their address."""
+            rows = [row.contiguous() for row in rows]
+            row_bytes = rows[0].nbytes // columns
+            num_panels, words = -(-columns // padding) * (padding // PANEL), words or -(-row_bytes // word)
+            size = words * PANEL * word
+            panels = torch.empty(num_panels * len(rows) * size, dtype=torch.uint8)
+            for part, row in enumerate(rows):
+                to = panels.data_ptr() + part * size
+                self._pack(row.data_ptr(), columns, row_bytes, to, num_panels, words, len(rows) * size, word, nibbles)
+            return self._keep(panels)
 
         packed = _Matrix(num_columns=columns * len(parts), num_features=features)
         first = parts[0]
         if isinstance(first, Int4):
             packed.type, packed.group = _INT4, features // first.scale.shape[1]
-            packed.data = self._keep(interleave([_nibbles(part.q) for part in parts]))  # type: ignore[union-attr]
-            packed.scale = self._keep(interleave([part.scale.half() for part in parts]))  # type: ignore[union-attr]
-            packed.low = self._keep(interleave([part.low.half() for part in parts]))  # type: ignore[union-attr]
+            packed.data = interleave([part.q for part in parts], 4, nibbles=True)  # type: ignore[union-attr]
+            packed.scale = interleave([part.scale.half() for part in parts], 2)  # type: ignore[union-attr]
+            packed.low = interleave([part.low.half() for part in parts], 2)  # type: ignore[union-attr]
         elif isinstance(first, Int8):
             packed.type, packed.num_features = _INT8, features + -features % CODES
-            packed.data = self._keep(interleave([_quads(part.q) for part in parts]))  # type: ignore[union-attr]
-            packed.scale = self._keep(interleave([part.scale.float()[:, None] for part in parts]))  # type: ignore[union-attr]
+            packed.data = interleave([part.q for part in parts], 4, words=packed.num_features // 4)  # type: ignore[union-attr]
+            packed.scale = interleave([part.scale.float() for part in parts], 4)  # type: ignore[union-attr]
         else:
             packed.type = _TYPES[first.dtype]
-            packed.data = self._keep(interleave([part.detach() for part in parts]))  # type: ignore[union-attr]
+            packed.data = interleave([part.detach() for part in parts], first.dtype.itemsize)  # type: ignore[union-attr]
         if biases is not None and any(bias is not None for bias in biases):
             whole = [torch.zeros(columns) if bias is None else bias.detach().float() for bias in biases]
-            packed.bias = self._keep(interleave([bias[:, None] for bias in whole]))
+            packed.bias = interleave(whole, 4)
         return packed
 
     def _gate_up(self, mlp: Mlp) -> _Matrix:
@@ -218,7 +234,7 @@ class NativeDecoder:
             assert weights.mlp is not None, "a layer without experts has an MLP"
             record.gate_up, record.down = self._gate_up(weights.mlp), self._matrix(weights.mlp.down, weights.mlp.down_bias)
         if layer.rope is not None:
-            cosine, sine = self._turns(layer.rope)
+            cosine, sine = self._ropes[layer.rope]
             record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
             record.rotary_dim = 2 * len(layer.rope.inv_freq)
         return record
@@ -244,13 +260,11 @@ class NativeDecoder:
 
     def _turns(self, rope: Rope) -> tuple[Tensor, Tensor]:
         """Cosine and sine, fp32 [max_context, rotary_dim / 2]."""
-        if rope not in self._ropes:
-            positions = torch.arange(self.max_context, dtype=torch.float32)
-            angles = positions[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float32)
-            self._ropes[rope] = (angles.cos() * rope.scale).contiguous(), (angles.sin() * rope.scale).contiguous()
-        return self._ropes[rope]
+        positions = torch.arange(self.max_context, dtype=torch.float32)
+        angles = positions[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float32)
+        return (angles.cos() * rope.scale).contiguous(), (angles.sin() * rope.scale).contiguous()
 
-    def _decoder(self, weights: DecoderWeights) -> _Decoder:
+    def _decoder(self, weights: DecoderWeights, head: _Matrix) -> _Decoder:
         config = self.config
         embed = weights.embed.detach().contiguous()
         return _Decoder(
@@ -271,7 +285,7 @@ class NativeDecoder:
             logit_softcap=config.logit_softcap,
             embed=self._keep(embed),
             final_norm=self._vector(weights.final_norm, config.norm_offset),
-            head=self._matrix(weights.embed if weights.head is None else weights.head),
+            head=head,
             layers=self._layers,
         )
 
@@ -343,22 +357,3 @@ class NativeDecoder:
         if self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record)):
             raise MemoryError(f"no memory for a forward of {rows} tokens")
         return logits
-
-
-def _panels(rows: Tensor, padding: int) -> Tensor:
-    """[columns, n, ...] -> [panels, n, PANEL, ...], columns padded with zeros to a multiple of `padding`."""
-    missing = -rows.shape[0] % padding
-    if missing:
-        rows = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
-    return rows.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
-
-
-def _quads(codes: Tensor) -> Tensor:
-    """[columns, features] -> [columns, features / 4, 4], features padded with zeros to a multiple of CODES."""
-    return torch.nn.functional.pad(codes, (0, -codes.shape[1] % CODES)).unflatten(1, (-1, 4))
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    """Int4's bytes [columns, features / 2] -> [columns, features / 8, 4]: of 8 features the first four in the low halves."""
-    eights = torch.stack((packed & 15, packed >> 4), 2).view(packed.shape[0], -1, 2, 4)
-    return eights[:, :, 0] | (eights[:, :, 1] << 4)

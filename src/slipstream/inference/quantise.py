@@ -7,70 +7,76 @@ because its error goes straight into the logits. What is quantised already is ne
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .weights import DecoderWeights, Int4, Int8, Matrix, Mlp
+from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 
-_ROWS_AT_ONCE = 1 << 22  # elements searched together, so that temporaries stay far below the matrix itself
+# Elements computed together: temporaries stay in the caches; no more than torch computes on one thread, because `quantise`
+# has a thread for each layer.
+_AT_ONCE = 1 << 14
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's range; outliers beyond are cut where that costs less
 
 
 def to_int8(w: Tensor) -> Int8:
     """[out, in] -> symmetric int8 with one scale per output channel; the error is at most half a scale."""
-    w = w.float()
-    scale = w.abs().amax(1) / 127
-    q = (w / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_().clamp_(-127, 127)
-    return Int8(q.to(torch.int8), scale)
+    q, scale = torch.empty_like(w, dtype=torch.int8), torch.empty(len(w), dtype=torch.float32, device=w.device)
+    step = max(1, _AT_ONCE // w.shape[1])
+    for rows, codes, scales in zip(w.split(step), q.split(step), scale.split(step), strict=True):
+        wide = rows.float()
+        torch.amax(wide.abs(), 1, out=scales).div_(127)
+        codes[:] = (wide / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_().clamp_(-127, 127)
+    return Int8(q, scale)
 
 
 def to_int4(w: Tensor, group: int = 32) -> Int4:
     """[out, in] -> affine int4; each group's range is the one of a few that has the least squared error."""
-    rows, columns = w.shape
+    columns = w.shape[1]
     if group % 2 or columns % group:
         raise ValueError(f"int4 needs an even group that divides the input: group {group}, input {columns}")
-    step = max(1, _ROWS_AT_ONCE // columns)
-    parts = [_fit(w[i : i + step].float().unflatten(1, (-1, group))) for i in range(0, rows, step)]
-    q, scale, low = (torch.cat(part) for part in zip(*parts, strict=True))
-    return Int4(pack(q.flatten(1)), scale, low)
+    step = max(1, _AT_ONCE // columns)
+    parts = []
+    for some in w.split(step):
+        # A group is a column, so that its sums are taken over whole vectors.
+        q, scale, low = _fit(some.float().view(-1, group).T.contiguous())
+        parts.append((pack(q.T.reshape(some.shape)), scale.view(len(some), -1), low.view(len(some), -1)))
+    return Int4(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
 def _fit(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """w [rows, groups, group] -> q uint8 of the same shape, scale and low [rows, groups]."""
-    least, most = w.aminmax(dim=2)
+    """w [group, groups] -> q uint8 of the same shape, scale and low [groups]."""
+    least, most = w.aminmax(dim=0)
     middle, span = (least + most) / 2, most - least
+    mean = w.mean(0)
     best: tuple[Tensor, ...] | None = None
     for shrink in _SHRINKS:
         scale = span * (shrink / 15)
         low = middle - span * (shrink / 2)
         q = _nearest(w, scale, low)
         # The line through (q, w) of least squares is the best scale and low for this q; q is then chosen anew.
-        centred = q - q.mean(2, keepdim=True)
-        slope = (centred * w).sum(2) / centred.square().sum(2).clamp_min(1e-12)
+        q_mean = q.mean(0)
+        centred = q - q_mean
+        slope = (centred * w).sum(0) / centred.square_().sum(0).clamp_min_(1e-12)
         # In fp16, as files and the kernels hold them.
-        scale = torch.where(span > 0, slope, torch.zeros_like(slope)).half().float()
-        low = (w.mean(2) - scale * q.mean(2)).half().float()
+        scale = torch.where(span > 0, slope, 0.0).half().float()
+        low = (mean - scale * q_mean).half().float()
         q = _nearest(w, scale, low)
-        error = (q * scale[..., None] + low[..., None] - w).square().sum(2)
+        error = (q * scale).add_(low).sub_(w).square_().sum(0)
         if best is None:
             best = (error, q, scale, low)
         else:
             better = error < best[0]
-            best = (
-                torch.where(better, error, best[0]),
-                torch.where(better[..., None], q, best[1]),
-                torch.where(better, scale, best[2]),
-                torch.where(better, low, best[3]),
-            )
+            best = tuple(torch.where(better, new, old) for new, old in zip((error, q, scale, low), best, strict=True))
     assert best is not None, "there is a first range"
     return best[1].to(torch.uint8), best[2], best[3]
 
 
 def _nearest(w: Tensor, scale: Tensor, low: Tensor) -> Tensor:
     tiny = torch.finfo(torch.float32).tiny
-    return ((w - low[..., None]) / scale.clamp_min(tiny)[..., None]).round_().clamp_(0, 15)
+    return (w - low).div_(scale.clamp_min(tiny)).round_().clamp_(0, 15)
 
 
 def pack(q: Tensor) -> Tensor:
@@ -89,9 +95,11 @@ def dequantise(m: Matrix) -> Tensor:
             return m.q.float() * m.scale[:, None]
         case Int4():
             out = torch.empty(*m.q.shape, 2, device=m.q.device)  # filled in place: loading a model passes through here
-            out[..., 0], out[..., 1] = m.q & 15, m.q >> 4
-            groups = out.view(*m.scale.shape, -1)
-            return groups.mul_(m.scale[..., None]).add_(m.low[..., None]).flatten(1)
+            step = max(1, _AT_ONCE // (2 * m.q.shape[1]))
+            for rows, q, scale, low in zip(*(whole.split(step) for whole in (out, m.q, m.scale, m.low)), strict=True):
+                rows[..., 0], rows[..., 1] = q & 15, q >> 4
+                rows.view(*scale.shape, -1).mul_(scale[..., None]).add_(low[..., None])
+            return out.flatten(1)
         case _:
             return m
 
@@ -118,21 +126,20 @@ def quantise(weights: DecoderWeights, kind: str, group: int = 32) -> DecoderWeig
     def mlp(m: Mlp) -> Mlp:
         return replace(m, gate=matrix(m.gate), up=matrix(m.up), down=matrix(m.down))
 
+    def quantised(layer: LayerWeights) -> LayerWeights:
+        return replace(
+            layer,
+            q=matrix(layer.q),
+            k=matrix(layer.k),
+            v=matrix(layer.v),
+            out=matrix(layer.out),
+            mlp=layer.mlp and mlp(layer.mlp),
+            experts=[mlp(expert) for expert in layer.experts],
+            shared=layer.shared and mlp(layer.shared),
+        )
+
     head = weights.embed if weights.head is None else weights.head
-    return replace(
-        weights,
-        head=to_int8(head) if isinstance(head, Tensor) else head,
-        layers=[
-            replace(
-                layer,
-                q=matrix(layer.q),
-                k=matrix(layer.k),
-                v=matrix(layer.v),
-                out=matrix(layer.out),
-                mlp=layer.mlp and mlp(layer.mlp),
-                experts=[mlp(expert) for expert in layer.experts],
-                shared=layer.shared and mlp(layer.shared),
-            )
-            for layer in weights.layers
-        ],
-    )
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        first = pool.submit(to_int8, head) if isinstance(head, Tensor) else None
+        layers = list(pool.map(quantised, weights.layers))
+        return replace(weights, head=head if first is None else first.result(), layers=layers)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16  # tokens; the native cache's only one
 _SHARE = {"cpu": 0.4, "cuda": 0.85}  # of the memory that is free once the weights are there
-_MODEST = 1 << 30  # bytes on a CPU, whose memory others need too, and which are all written when the cache is made
+_MODEST = 1 << 30  # bytes on a CPU, whose memory others need too
 _GENERIC_CONTEXT = 2048  # by which the cache is sized where the model's is known only later; one request may have more
 
 

@@ -159,19 +159,31 @@ static int prepare(struct team *team, const struct decoder *model)
     return 0;
 }
 
+static const struct decoder_isa *isa_in_use(void)
+{
+    const struct decoder_isa *tables[] = {decoder_avx512, decoder_avx2};
+    const char *name = slipstream_isa();
+    for (int i = 0; i < 2; ++i)
+        if (tables[i] && strcmp(tables[i]->name, name) == 0)
+            return tables[i];
+    return decoder_portable;
+}
+
+/* The token that a row of logits gives; -1 where there is none. */
+SLIPSTREAM_API int64_t slipstream_choose(const float *logits, const struct sampling *sampling)
+{
+    return isa_in_use()->choose(logits, sampling);
+}
+
 /* One forward; -1 where memory is short. One call at a time per team. */
 SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct decoder *model, const struct batch *batch)
 {
-    const struct decoder_isa *tables[] = {decoder_avx512, decoder_avx2, decoder_portable};
-    const char *name = slipstream_isa();
     if (prepare(team, model))
         return -1;
     pthread_mutex_lock(&team->mutex);
     team->model = model;
     team->batch = batch;
-    for (int i = 0; i < 3; ++i)
-        if (tables[i] && strcmp(tables[i]->name, name) == 0)
-            team->isa = tables[i];
+    team->isa = isa_in_use();
     atomic_store_explicit(&team->done, 1, memory_order_relaxed);
     ++team->forward;
     pthread_cond_broadcast(&team->posted);
@@ -180,4 +192,43 @@ SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct de
     for (int spins = 0; atomic_load_explicit(&team->done, memory_order_acquire) < team->size; ++spins)
         relax(spins % (1 << 30));
     return 0;
+}
+
+/* The nibbles of 8 features, first feature lowest -> 4 bytes, the first four features in the low halves. */
+static uint32_t halves_apart(uint32_t eight)
+{
+    uint32_t first = eight & 0xffff, second = eight >> 16;
+    first = (first | first << 8) & 0x00ff00ff, second = (second | second << 8) & 0x00ff00ff;
+    return ((first | first << 4) & 0x0f0f0f0f) | ((second | second << 4) & 0x0f0f0f0f) << 4;
+}
+
+#define PACK(word_type, CHANGE)                                                                                         \
+    for (int64_t k = 0; k < num_words; ++k)                                                                             \
+        for (int lane = 0; lane < PANEL; ++lane) {                                                                      \
+            const int64_t left = lane < lanes ? row_bytes - k * size : 0;                                               \
+            word_type word = 0;                                                                                         \
+            if (left >= size)                                                                                           \
+                memcpy(&word, row + lane * row_bytes + k * size, sizeof word);                                          \
+            else if (left > 0)                                                                                          \
+                memcpy(&word, row + lane * row_bytes + k * size, (size_t)left);                                         \
+            memcpy(to + (k * PANEL + lane) * size, &(word_type){CHANGE(word)}, sizeof word);                            \
+        }
+#define AS_IT_IS(word) word
+
+/* Rows of a matrix [columns][row_bytes] -> panels [word][PANEL], each `stride` bytes after the other, in words of `size`
+ * bytes (2 or 4; with `nibbles`, 4 bytes are 8 features). Missing columns, and words after a row's end, are zeros. */
+SLIPSTREAM_API void slipstream_pack(const char *rows, int64_t columns, int64_t row_bytes, char *panels, int64_t num_panels,
+                                    int64_t num_words, int64_t stride, int size, int nibbles)
+{
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+        const char *row = rows + panel * PANEL * row_bytes;
+        char *to = panels + panel * stride;
+        const int64_t lanes = columns - panel * PANEL;
+        if (nibbles)
+            PACK(uint32_t, halves_apart)
+        else if (size == 4)
+            PACK(uint32_t, AS_IT_IS)
+        else
+            PACK(uint16_t, AS_IT_IS)
+    }
 }

@@ -93,11 +93,22 @@ struct batch {
     struct routing routing; /* where a layer has experts; codes and scales have a row per place then */
 };
 
+/* How a token is drawn from a row, and the room for it. inference/sampler.py fills it. */
+struct sampling {
+    double top_p, u; /* u: uniform in [0, 1) */
+    int64_t vocab_size, top_k;
+    float temperature, min_p;
+    float *weights, *candidates; /* [vocab_size, to a multiple of 256] */
+    float *most;                 /* [of that / 256] */
+    double *sums;                /* as most */
+};
+
 struct team; /* the threads; see decoder.c */
 
 struct decoder_isa {
     const char *name;
     void (*run)(const struct decoder *, const struct batch *, struct team *, int thread, float *scratch);
+    int64_t (*choose)(const float *logits, const struct sampling *);
 };
 
 extern const struct decoder_isa *const decoder_avx512, *const decoder_avx2, *const decoder_portable;

@@ -4,8 +4,9 @@
 #if defined(__x86_64__)
 #include "vec_avx512.h"
 #include "decoder_body.h"
+#include "sample_body.h"
 
-static const struct decoder_isa table = {"avx512", run};
+static const struct decoder_isa table = {"avx512", run, choose};
 const struct decoder_isa *const decoder_avx512 = &table;
 #else
 const struct decoder_isa *const decoder_avx512 = 0;
