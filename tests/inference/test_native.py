@@ -18,7 +18,10 @@ from slipstream.ops import build, cpu
 from tests.inference.test_models import CASES, model_of
 from tests.inference.twins import SIZES, VOCAB, check_against_generate, tiny
 
-pytestmark = pytest.mark.skipif(build.load().kernels is None, reason=f"no native kernels: {build.load().reason}")
+# Where there is a compiler and the build failed, these fail.
+pytestmark = pytest.mark.skipif(
+    build.load().kernels is None and "not built" not in build.load().reason, reason=f"no native kernels: {build.load().reason}"
+)
 
 
 def native_of(model: Any, **options: Any) -> NativeDecoder:

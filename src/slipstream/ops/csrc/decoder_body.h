@@ -49,7 +49,7 @@ TARGET static void residual(const struct decoder *model, const struct batch *bat
 /* ---- experts ---- */
 
 /* The top_k likeliest of softmax(scores), the lower one of equals, and their probabilities. */
-TARGET static void choose(const struct experts *experts, const float *scores, float *shares, int32_t *chosen)
+TARGET static void choose_experts(const struct experts *experts, const float *scores, float *shares, int32_t *chosen)
 {
     float most = scores[0], total = 0.0f, kept = 0.0f;
     for (int e = 1; e < experts->num; ++e)
@@ -140,7 +140,7 @@ TARGET static void routed(const struct decoder *model, const struct experts *exp
     multiply(&router, 1, worker);
     team_wait(worker->team);
     for (int64_t row = worker->from; row < worker->until; ++row)
-        choose(experts, routing->scores + row * experts->num, routing->shares + row * top_k, routing->chosen + row * top_k);
+        choose_experts(experts, routing->scores + row * experts->num, routing->shares + row * top_k, routing->chosen + row * top_k);
     team_wait(worker->team);
     if (worker->thread == 0)
         make_lists(experts, routing, batch->num_rows);
