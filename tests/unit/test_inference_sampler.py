@@ -10,7 +10,8 @@ from torch import Tensor
 
 from slipstream.inference import sampler as module
 from slipstream.inference.core import Request, SamplingParams
-from slipstream.inference.sampler import Row, Sampled, Sampler, SamplingError, accepted, uniform
+from slipstream.inference.drafts import accept
+from slipstream.inference.sampler import Row, Sampler, SamplingError, uniform
 from slipstream.ops import build, cpu
 
 VOCAB = 5003  # no multiple of anything
@@ -99,7 +100,7 @@ def generate(table: Tensor, seeds: range, num_guesses: int, **params: Any) -> li
         sampled = sampler.sample(chain_logits(table, [[*row.request.tokens, *row.draft] for row in rows]), rows)
         for i, made in enumerate(unfinished):
             mine = slice(i * (num_guesses + 1), (i + 1) * (num_guesses + 1))
-            made.tokens += [one.token for one in accepted(rows[mine][-1].draft, sampled[mine])]
+            made.tokens += accept(rows[mine][-1].draft, [one.token for one in sampled[mine]])
     return [tuple(made.tokens[1:4]) for made in requests]
 
 
@@ -122,14 +123,6 @@ def test_text_with_guesses_has_the_models_distribution() -> None:
     assert len(cells) > 40
     assert statistic < freedom + 3 * math.sqrt(2 * freedom), (statistic, freedom)  # 99.8 % of the time, for any seed
     assert texts[:2000] == generate(table, range(2000), 0, temperature=0.8), "guesses change no text"
-
-
-def test_accepted() -> None:
-    sampled = [Sampled(token) for token in (4, 5, 6)]
-    assert accepted((), sampled[:1]) == sampled[:1]
-    assert accepted((4, 5), sampled) == sampled
-    assert accepted((4, 8), sampled) == sampled[:2]
-    assert accepted((8, 5), sampled) == sampled[:1]
 
 
 def kept(logits: Tensor, **params: Any) -> list[int]:

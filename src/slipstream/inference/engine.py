@@ -16,7 +16,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 from slipstream.inference.blocks import BlockPool
 from slipstream.inference.constrain import Constraint, Grammars
 from slipstream.inference.core import Batch, Finish, Phase, Request, Runner, SamplingParams
-from slipstream.inference.sampler import Row, Sampled, Sampler, SamplingError, accepted
+from slipstream.inference.drafts import accept
+from slipstream.inference.sampler import Row, Sampled, Sampler, SamplingError
 from slipstream.inference.scheduler import Scheduler, receivers
 from slipstream.inference.stats import Meters, Stats
 from slipstream.inference.text import StopStrings, Stream, Tokenizer
@@ -395,20 +396,27 @@ class Engine:
                 places += range(place, place + chunk.num_rows)
                 drawn[request] = []
             place += chunk.num_rows
-        sampled: Iterator[Sampled] = iter(())
+        samples: dict[Request, list[Sampled]] = {}
         while rows:
             try:
                 one_each = places == list(range(place))
-                sampled = iter(self._sampler.sample(logits if one_each else logits[places], rows))
+                for row, one in zip(rows, self._sampler.sample(logits if one_each else logits[places], rows), strict=True):
+                    samples.setdefault(row.request, []).append(one)
                 break
             except SamplingError as error:
-                drawn |= {request: str(error) for request in error.requests}
-                kept = [index for index, row in enumerate(rows) if row.request not in error.requests]
+                # Behind a wrong guess there may be nothing to draw, which is no fault of the request's: then without guesses.
+                again = {row.request for row in rows if row.draft} & set(error.requests)
+                drawn |= {request: str(error) for request in error.requests if request not in again}
+                kept = [
+                    index
+                    for index, row in enumerate(rows)
+                    if row.request not in error.requests or (row.request in again and not row.draft)
+                ]
                 rows, places = [rows[index] for index in kept], [places[index] for index in kept]
         for chunk in batch.chunks:
             for request in receivers(chunk):
-                if drawn[request] == []:
-                    drawn[request] = accepted(chunk.draft, list(itertools.islice(sampled, chunk.num_rows)))
+                if ones := samples.get(request):
+                    drawn[request] = ones[: len(accept(chunk.draft[: len(ones) - 1], [one.token for one in ones]))]
         return drawn
 
     def _commit(self, batch: Batch, drawn: dict[Request, list[Sampled] | str]) -> None:

@@ -73,6 +73,8 @@ def _read(mapped: mmap.mmap, path: Path) -> GgufFile:
         at += 4 + 8 * num_dims + 12
         heads.append((name, tuple(reversed(dims)), kind, offset))
     align = metadata.get("general.alignment", 32)
+    if not isinstance(align, int) or align < 1 or align & (align - 1):
+        raise ValueError(f"{path}: general.alignment is {align!r}; it has to be a power of two")
     begin = -(-at // align) * align
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     tensors = {}

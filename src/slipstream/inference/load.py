@@ -116,7 +116,7 @@ def _folder(path: Path, kind: str) -> Loaded:
         if (path / "metadata.json").is_file():
             raise ValueError(
                 f"{path} is a Slipstream checkpoint, which does not say what model its weights are of: "
-                "load it into the model (slipstream.load_checkpoint) and give that, or model.save_pretrained's folder"
+                "load it into the model (engine.load_checkpoint) and give that, or model.save_pretrained's folder"
             )
         raise ValueError(f"{path} has no config.json; it is no Hugging Face folder")
     config = from_hf(_json(path / "config.json"))

@@ -7,7 +7,7 @@ per row, on one thread: a reduction over a batch would sum in an order that depe
 rounding decides; the twin serves where there is no compiler.
 
 [Note: Guessed tokens] Every row of a draft is sampled with its own number, as if its guesses had been generated, and
-`accepted` keeps samples up to the first that differs from its guess. A kept sample was thus drawn from the model's
+`drafts.accept` keeps samples up to the first that differs from its guess. A kept sample was thus drawn from the model's
 distribution after exactly the tokens before it. So the text is not only distributed as without a draft: it is the same.
 
 Order, as in transformers: repetition, presence and frequency penalties, logit_bias, forbidden tokens (min_tokens, mask);
@@ -137,14 +137,6 @@ class Sampler:
         if params.logprobs is None:
             return Sampled(token)
         return _with_logprobs(raw, token, params.logprobs, self._weights)
-
-
-def accepted(draft: Sequence[int], sampled: Sequence[Sampled]) -> list[Sampled]:
-    """What a draft's 1 + len(draft) rows have generated: the samples that met their guess, and the first that did not."""
-    kept = 0
-    while kept < len(draft) and sampled[kept].token == draft[kept]:
-        kept += 1
-    return list(sampled[: kept + 1])
 
 
 def uniform(seed: int, index: int) -> float:

@@ -109,9 +109,11 @@ def create_app(
             raise RequestError(f"max_tokens is {asked}; this server generates at most {limit} per request", param="max_tokens")
         return asked or min(default, limit, room)
 
+    def check_number(prompts: int, n: int) -> None:
+        if prompts * n > MAX_SEQUENCES:
+            raise RequestError(f"{prompts} prompts times n = {n} is more than {MAX_SEQUENCES}", param="n")
+
     def answer(ask: Sampled, work: Work, form: Format) -> Response:
-        if len(work.prompts) * work.n > MAX_SEQUENCES:
-            raise RequestError(f"{len(work.prompts)} prompts times n = {work.n} is more than {MAX_SEQUENCES}", param="n")
         usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
         return Answer(
             engine, work, form, traffic, stream=bool(ask.stream), include_usage=usage, timeout_s=request_timeout_s
@@ -119,8 +121,9 @@ def create_app(
 
     @app.post("/v1/completions", responses={200: {"model": CompletionBody}, **_ERRORS}, openapi_extra=_body("CompletionRequest"))
     async def completions(request: Request) -> Response:
-        ask = parse(CompletionRequest, await _read(request, max_body_bytes))
+        ask = await asyncio.to_thread(parse, CompletionRequest, await _read(request, max_body_bytes))
         check_model(ask.model)
+        check_number(len(ask.prompts()), ask.n or 1)
         prompts = [
             await asyncio.to_thread(tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
             for prompt in ask.prompts()
@@ -134,8 +137,9 @@ def create_app(
 
     @app.post("/v1/chat/completions", responses={200: {"model": ChatBody}, **_ERRORS}, openapi_extra=_body("ChatRequest"))
     async def chat(request: Request) -> Response:
-        ask = parse(ChatRequest, await _read(request, max_body_bytes))
+        ask = await asyncio.to_thread(parse, ChatRequest, await _read(request, max_body_bytes))
         check_model(ask.model)
+        check_number(1, ask.n or 1)
         messages = [message.for_template() for message in ask.messages]
         # With tool_choice none the model is not told of them, and so does not call them.
         told = [] if ask.tool_choice == "none" else ask.tools or []

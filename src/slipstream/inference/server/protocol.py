@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, WrapValidator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -90,8 +90,11 @@ class Sampled(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[
-        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None,
-        _says("logit_bias", "has to map token ids, written as strings, to numbers from -100 to 100"),
+        Annotated[
+            dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)
+        ]
+        | None,
+        _says("logit_bias", "has to map at most 1,024 token ids, written as strings, to numbers from -100 to 100"),
     ] = None
     stop: Annotated[
         str | Annotated[list[str], Field(max_length=16)] | None, _says("stop", "has to be a string or a list of at most 16 strings")
@@ -107,7 +110,7 @@ class Sampled(Strict):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # 10 s of waiting each: nobody can starve the others
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Sampled:
@@ -143,9 +146,9 @@ class Sampled(Strict):
 class CompletionRequest(Sampled):
     prompt: Annotated[
         str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)],
+        | Annotated[list[str], FailFast(), Field(min_length=1)]
+        | Annotated[list[TokenId], FailFast(), Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], FailFast(), Field(min_length=1)]], FailFast(), Field(min_length=1)],
         _says("prompt", "has to be a string, a list of strings, a list of token ids, or a list of such lists; and not empty"),
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -312,11 +315,14 @@ class ChatRequest(Sampled):
                 "anyOf": [
                     {
                         "type": "object",
-                        "properties": {"name": {"const": name}, "arguments": parameters},
+                        "properties": {
+                            "name": {"const": name},
+                            "arguments": _moved(parameters, f"#/anyOf/{index}/properties/arguments"),
+                        },
                         "required": ["name", "arguments"],
                         "additionalProperties": False,
                     }
-                    for name, parameters in forced
+                    for index, (name, parameters) in enumerate(forced)
                 ]
             }
         elif self.response_format is None or self.response_format.type == "text":
@@ -337,6 +343,19 @@ _CODES = {  # pydantic's word to OpenAI's
     "missing": "missing_required_parameter",
 }
 Asked = TypeVar("Asked", bound=Sampled)
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A JSON schema as it has to be written where it is no longer the whole document: its references start at `to`."""
+    match schema:
+        case {"$ref": str(where), **rest} if where.startswith("#"):
+            return {"$ref": to + where[1:], **{key: _moved(value, to) for key, value in rest.items()}}
+        case dict():
+            return {key: _moved(value, to) for key, value in schema.items()}
+        case list():
+            return [_moved(value, to) for value in schema]
+        case _:
+            return schema
 
 
 def parse(kind: type[Asked], body: bytes) -> Asked:
