@@ -163,7 +163,7 @@ def test_server_that_is_gone(browser: Any) -> None:
         until(browser, "document.getElementById('model').textContent === 'fake/model'")
     write(browser, "anybody?" + Keys.ENTER)
     until(browser, "document.querySelector('[role=alert]')?.textContent.includes('cannot be reached')")
-    until(browser, "document.getElementById('model').textContent === 'not reachable'")
+    until(browser, "document.getElementById('model').textContent === 'offline'")
     browser.get_log("browser")
 
 
