@@ -7,7 +7,6 @@ because its error goes straight into the logits. What is quantised already is ne
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 
-# Elements computed together: temporaries stay in the caches; no more than torch computes on one thread, because `quantise`
-# has a thread for each layer.
-_AT_ONCE = 1 << 14
+# Elements computed together, so that temporaries stay in the caches.
+_AT_ONCE = 1 << 15  # torch computes them on one thread: a team costs more than it gives for a few operations
+_SEARCHED_AT_ONCE = 1 << 18
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's range; outliers beyond are cut where that costs less
 
 
@@ -37,7 +36,7 @@ def to_int4(w: Tensor, group: int = 32) -> Int4:
     columns = w.shape[1]
     if group % 2 or columns % group:
         raise ValueError(f"int4 needs an even group that divides the input: group {group}, input {columns}")
-    step = max(1, _AT_ONCE // columns)
+    step = max(1, _SEARCHED_AT_ONCE // columns)
     parts = []
     for some in w.split(step):
         # A group is a column, so that its sums are taken over whole vectors.
@@ -139,7 +138,6 @@ def quantise(weights: DecoderWeights, kind: str, group: int = 32) -> DecoderWeig
         )
 
     head = weights.embed if weights.head is None else weights.head
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        first = pool.submit(to_int8, head) if isinstance(head, Tensor) else None
-        layers = list(pool.map(quantised, weights.layers))
-        return replace(weights, head=head if first is None else first.result(), layers=layers)
+    return replace(
+        weights, head=to_int8(head) if isinstance(head, Tensor) else head, layers=[quantised(layer) for layer in weights.layers]
+    )
