@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from benchmarks import serve
 from benchmarks.report import LEGS, SECTIONS, write_section
-from benchmarks.serving import traces
+from benchmarks.serving import contenders, traces
 from benchmarks.serving.contenders import Contender, Fleet, Unavailable
 from benchmarks.serving.limits import Rates, Shape
 from benchmarks.serving.traces import Ask, Feed, Latency, Outcome
@@ -171,3 +171,42 @@ def test_a_serving_section_goes_after_those_of_training(tmp_path: Path) -> None:
         write_section(name, "figures", path)
     text = path.read_text()
     assert text.index("## step, moving, fp32") < text.index("## serve, solo")
+
+
+class Pretended:
+    """A process that serves everything at fixed speeds, ours at twice the others'; transformers is not there."""
+
+    def __init__(self, contender: Contender, python: Path, models: Path) -> None:
+        if contender.kind == "transformers":
+            raise Unavailable("it is not installed")
+        self.contender = contender
+        self.facts = {"threads": 2, "precision": contender.precision, "setting": "", "kernels": "pretended"}
+        self.loaded, self.first_token = 1.0, 2.0
+        self.speed = 2.0 if contender.kind == "ours" and not contender.extra else 1.0
+
+    def run(self, trace: traces.Trace) -> Outcome:
+        step = 0.01 / self.speed
+        times = [[ask.at + step * len(ask.prompt) / 10 + step * i for i in range(ask.outputs)] for ask in trace]
+        lengths, arrived = [len(ask.prompt) for ask in trace], [ask.at for ask in trace]
+        return Outcome(prompts=lengths, arrived=arrived, times=times, first=[ask.prompt[0] for ask in trace], cpu=1.0)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("leg", serve.LEGS)
+def test_every_leg_judges_and_names_who_is_missing(leg: str, quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "Process", Pretended)
+    monkeypatch.setattr(serve.Run, "measure", lambda self: self.limits.append(Rates(36e9, 1e9, 148e9)))
+    shape = Shape(matrices=106_000_000, head=28_000_000, attention_flops=69_120, kv_bytes=23_040)
+    pythons = dict.fromkeys(("ours", "vllm", "llama", "transformers"), tmp_path)
+    body = serve.LEGS[leg](
+        serve.Run(pythons=pythons, models=tmp_path, shape=shape, quick=quick, rounds=1 if quick else 2, only=())
+    )
+    assert ("reached" in body or "missed" in body) and "ours:bf16" in body and "nan" not in body
+    assert ("it is not installed" in body) == (not quick and leg != "shared")
+    if leg == "solo":
+        assert "| single stream, bf16, over llama.cpp | 2.00 | >= 1.3 | reached |" in body
+        said = "not measured: not in this run" if quick else "2.00 | >= 2.5 | **missed**"
+        assert f"| single stream, bf16, over vLLM's best | {'- | >= 2.5 | ' if quick else ''}{said} |" in body
