@@ -137,9 +137,9 @@ def test_an_add_wakes_and_returns_the_value_before(start: Start, base: int, kind
 
 def test_a_sleeping_waiter_is_woken_and_burns_no_time(start: Start, base: int, kind: str) -> None:
     child = start(kind, "import time; time.sleep(0.5); words.store_release_and_wake(base, 1)")
-    used = time.process_time()
+    used = time.thread_time()  # other threads of this process may be at work
     assert words.wait_at_least(base, 1, 50, 20_000)
-    used = time.process_time() - used
+    used = time.thread_time() - used
     assert child.wait(20) == 0
     assert used < (0.05 if kind == "native" else 0.4)
 
