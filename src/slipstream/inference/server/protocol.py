@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, ValidationError, WrapValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -146,9 +146,9 @@ class Sampled(Strict):
 class CompletionRequest(Sampled):
     prompt: Annotated[
         str
-        | Annotated[list[str], FailFast(), Field(min_length=1)]
-        | Annotated[list[TokenId], FailFast(), Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], FailFast(), Field(min_length=1)]], FailFast(), Field(min_length=1)],
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]], Field(min_length=1, fail_fast=True)],
         _says("prompt", "has to be a string, a list of strings, a list of token ids, or a list of such lists; and not empty"),
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
