@@ -59,3 +59,14 @@ def test_text_is_not_held_back_for_long() -> None:
     finder = CallFinder(("add",))
     pieces = "Hello", " there", ",\n", "a <", "b"
     assert [finder.push(piece, last=False)[0] for piece in pieces] == ["Hello", " there", ",", "\na", " <b"]
+
+
+def test_references_inside_one_of_several_tools_hold() -> None:
+    """pydantic writes them from the document's root, which moves when several schemas become one."""
+    from slipstream.inference.server.protocol import _moved
+
+    place = {"items": [{"$ref": "other#/x"}]}
+    schema = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "$defs": {"Place": place}}
+    moved = _moved(schema, "#/anyOf/1/properties/arguments")
+    assert moved["properties"]["at"] == {"$ref": "#/anyOf/1/properties/arguments/$defs/Place"}
+    assert moved["$defs"] == schema["$defs"]

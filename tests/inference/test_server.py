@@ -308,7 +308,7 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
         ({"seed": 2**70}, "seed", ""),
         ({"stop": [1]}, "stop", "list of at most 16 strings"),
         ({"stop": ""}, "stop", "no empty"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "map token ids"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "1,024 token ids"),
         ({"min_tokens": 60}, "min_tokens", "more than max_tokens"),
         ({"top_logprobs": 2}, None, "needs logprobs"),
         ({"stream_options": {"include_usage": True}}, None, "only for stream"),

@@ -470,3 +470,39 @@ def test_answers_are_printed_in_their_order(capsys: pytest.CaptureFixture[str]) 
     deltas = [Delta("b", (1,), 1), Delta("a", (1,), 0), *ends]
     assert _print_in_order(deltas, 2) == 5
     assert capsys.readouterr().out == "aA\nbB\n"
+
+
+class FewTokens(HashRunner):
+    """Three tokens, so that what came before is often guessed to come again, and often wrongly."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        logits = super().forward(batch)
+        logits[:, :97] = logits[:, 100:] = -1e4
+        return logits
+
+
+class Poisoned(FewTokens):
+    """Behind a guess that does not come true, its logits are no numbers."""
+
+    poisoned = 0
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        logits, row = super().forward(batch), 0
+        for chunk in batch.chunks:
+            for num, guess in enumerate(chunk.draft[: chunk.num_rows]):
+                if int(logits[row + num].argmax()) != guess:
+                    logits[row + num + 1 : row + chunk.num_rows] = float("nan")
+                    self.poisoned += 1
+                    break
+            row += chunk.num_rows
+        return logits
+
+
+def test_a_wrong_guess_ends_no_request() -> None:
+    prompt, params = "again and again and again and again and", SamplingParams(max_tokens=40, temperature=0)
+    with running(FewTokens()) as engine:
+        wanted = done(ask(engine, prompt, params)).ids()
+    runner = Poisoned()
+    with running(runner, num_draft=4) as engine:
+        assert done(ask(engine, prompt, params)).ids() == wanted
+    assert runner.poisoned
