@@ -47,42 +47,9 @@ INLINE vec load_f16(const void *p)
     return (vec){_mm256_cvtph_ps(_mm_loadu_si128(x)), _mm256_cvtph_ps(_mm_loadu_si128(x + 1))};
 }
 
-/* Products of codes: x holds signed bytes, w 16 columns of 4 bytes each, one for each of 4 consecutive x. */
-typedef struct {
-    __m256i low, high;
-} ivec;
-INLINE ivec ivec_zero(void) { return (ivec){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-INLINE __m256i four_codes(const int8_t *x)
-{
-    int32_t four;
-    __builtin_memcpy(&four, x, 4);
-    return _mm256_set1_epi32(four);
-}
-/* Signed w: |x| * (w with the sign of x), because one factor has to be unsigned; at most 2 * 127 * 127 in 16 bits. */
-INLINE __m256i dot_signed(__m256i sum, __m256i w, __m256i x)
-{
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(w, x));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
-INLINE ivec dot_i8(ivec sum, const void *w, const int8_t *x)
-{
-    const __m256i *columns = w, codes = four_codes(x);
-    return (ivec){dot_signed(sum.low, _mm256_loadu_si256(columns), codes), dot_signed(sum.high, _mm256_loadu_si256(columns + 1), codes)};
-}
+#include "vec_codes.h"
+
 INLINE vec ivec_to_vec(ivec a) { return (vec){_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
-/* 8 consecutive x: the low halves of w belong to the first four. Sums of pairs in 16 bits: 32 features fit (8 * 3810). */
-INLINE __m256i dot_halves(__m256i sum, __m256i w, __m256i first, __m256i second)
-{
-    const __m256i mask = _mm256_set1_epi8(15);
-    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(_mm256_and_si256(w, mask), first));
-    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(w, 4), mask), second));
-}
-INLINE ivec dot_i4(ivec sum, const void *w, const int8_t *x)
-{
-    const __m256i *columns = w, first = four_codes(x), second = four_codes(x + 4);
-    return (ivec){dot_halves(sum.low, _mm256_loadu_si256(columns), first, second),
-                  dot_halves(sum.high, _mm256_loadu_si256(columns + 1), first, second)};
-}
 INLINE vec pairs_to_vec(ivec a)
 {
     const __m256i ones = _mm256_set1_epi16(1);
