@@ -58,6 +58,7 @@ def _text(content: Any) -> str:
 class Handle:
     def __init__(self, prompt: Sequence[int], params: SamplingParams, n: int, sink: Callable[[Any], None]) -> None:
         self.sink = sink
+        self.endless = False
         self.params = params
         self.prompt = bytes(prompt).decode(errors="replace")
         self.num_prompt = len(prompt)
@@ -88,7 +89,7 @@ def example(schema: Any) -> Any:
 
 
 class FakeEngine:
-    """What the prompt has in it decides: "forever" ends only when cancelled, "explode" fails, "full" and "gone" are refused."""
+    """What the prompt has in it decides: "forever" ends only when cancelled, "later" when asked again, "explode" fails, "full" and "gone" are refused."""
 
     model_name = "fake/model"
     max_context = 4096
@@ -99,6 +100,7 @@ class FakeEngine:
         self.healthy = True
         self.submitted: list[tuple[SamplingParams, int, int]] = []
         self.cancelled: list[Handle] = []
+        self.asked: set[str] = set()
         self.generated = 0
         self.lock = threading.Lock()
         self.running: list[Handle] = []
@@ -110,6 +112,8 @@ class FakeEngine:
         if wrong := [token for token in prompt if token >= VOCAB]:
             raise ValueError(f"the prompt has token {wrong[0]}; this model's tokens are 0 to {VOCAB - 1}")
         handle = Handle(prompt, params, n, sink)
+        handle.endless = "forever" in handle.prompt or ("later" in handle.prompt and handle.prompt in self.asked)
+        self.asked.add(handle.prompt)
         if "full" in handle.prompt:
             raise QueueFullError("the queue is full: 1024 wait")
         if "gone" in handle.prompt:
@@ -167,7 +171,7 @@ class FakeEngine:
             del handle.left[index]
             handle.sink(Output(index, "", finish=Finish.ERROR, usage=usage, error="the sampler met a NaN"))
             return
-        if "forever" in handle.prompt:
+        if handle.endless:
             handle.sink(Output(index, "more "))
             return
         text = tokens[said - 1]
