@@ -89,7 +89,8 @@ def example(schema: Any) -> Any:
 
 
 class FakeEngine:
-    """What the prompt has in it decides: "forever" ends only when cancelled, "later" when asked again, "explode" fails, "full" and "gone" are refused."""
+    """What the prompt has in it decides: "forever" ends only when cancelled, "later" when asked again, "explode" fails, "full" and
+    "gone" are refused."""
 
     model_name = "fake/model"
     max_context = 4096
