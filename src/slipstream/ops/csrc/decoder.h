@@ -88,7 +88,7 @@ struct batch {
     const int32_t *logit_rows; /* [num_logits] */
     float *logits;            /* [num_logits][vocab_size] */
     float *x, *normed, *qkv, *attended, *act; /* scratch: [num_rows][...] */
-    int8_t *codes; /* [num_rows][widest input, padded to CODES]; NULL where no matrix is int8 or int4 */
+    int8_t *codes; /* [num_rows][widest input, padded to CODES]; used where a matrix is int8 or int4 */
     float *scales; /* [num_rows][2][widest / CODES]: a group's scale; and its sum of codes times that */
     struct routing routing; /* where a layer has experts; codes and scales have a row per place then */
 };
