@@ -37,6 +37,9 @@ TORCHED := .torch-$(TORCH_KEY)
 PINNED := .pinned
 READY := $(VENV)/.ready
 
+# Python compiles what is imported; all of it, torch and transformers included, would take longer than `make train` trains.
+export PIP_NO_COMPILE := 1
+
 .DELETE_ON_ERROR:
 .PHONY: train serve chat test lint bench bench-serve clean setup
 

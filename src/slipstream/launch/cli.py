@@ -56,6 +56,33 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share: a number from 0 to below 1")
+    return value
+
+
+def _range(text: str) -> range:
+    low, _, high = text.partition("-")
+    if not (low.isdigit() and high.isdigit() and int(low) < int(high)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range; write 1000-30000")
+    return range(int(low), int(high))
+
+
 def _port(text: str) -> int:
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port, 1..65535")
@@ -285,6 +312,35 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     group.add_argument(*_both("--model_name"), metavar="NAME", help="what clients call it; default: MODEL's last part")
 
 
+def _add_bench_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "bench-serve",
+        help="put load on a server, and measure it as its clients see it",
+        description="Requests to any server of OpenAI's /v1/completions that takes token ids: ours, vLLM's, llama.cpp's.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="default http://127.0.0.1:8000")
+    parser.add_argument("--model", metavar="NAME", help="default: the first that the server names")
+    parser.add_argument(*_both("--api_key"), metavar="KEY")
+    load = parser.add_argument_group("load")
+    load.add_argument("--requests", type=_positive, default=64, metavar="N", help="default 64")
+    load.add_argument("--rate", type=_above_zero, default=float("inf"), metavar="R", help="per second; default inf: all at once")
+    load.add_argument(
+        "--concurrency", type=_positive, metavar="N", help="at most so many at a time; who waits for a place is late all the same"
+    )
+    load.add_argument(*_both("--prompt_tokens"), type=_positive, default=260, metavar="N", help="on average; default 260")
+    load.add_argument(*_both("--output_tokens"), type=_positive, default=32, metavar="N", help="on average; default 32")
+    load.add_argument("--spread", type=_share, default=0.3, metavar="S", help="standard deviation over the average; default 0.3")
+    load.add_argument("--shared", type=_share, default=0.0, metavar="S", help="share of an average prompt that all begin with")
+    load.add_argument(*_both("--token_ids"), type=_range, default=range(1000, 30000), metavar="A-B", help="default 1000-30000")
+    load.add_argument("--seed", type=_count, default=0, metavar="N", help="of sizes and moments; default 0")
+    load.add_argument("--timeout", type=_above_zero, default=600.0, metavar="SECONDS", help="of a request; default 600")
+    judge = parser.add_argument_group("what is counted")
+    judge.add_argument(*_both("--first_within"), type=_above_zero, metavar="SECONDS", help="target: until the first token")
+    judge.add_argument(*_both("--wait_within"), type=_above_zero, metavar="SECONDS", help="target: the longest wait after it")
+    judge.add_argument("--json", action="store_true", help="one object, times in seconds")
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="slipstream", description="Train and serve large PyTorch models.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -294,6 +350,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_chat(commands)
     _add_serve(commands)
+    _add_bench_serve(commands)
     return parser
 
 
@@ -313,6 +370,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from slipstream.launch import plan
 
                 return plan.execute(options)
+            case "bench-serve":
+                from slipstream.launch import bench_serve
+
+                return bench_serve.execute(options)
             case command:
                 from slipstream.launch import talk
 

@@ -1,0 +1,287 @@
+"""`slipstream bench-serve`: load on any server of OpenAI's completions, and what its clients would see.
+
+Requests arrive at random moments of one average rate (Poisson), whether the server keeps up or not, and every time counts from
+that arrival: a server that stalls is not spared the requests that would have come meanwhile. Prompts are random token ids, so that
+no server knows them already, and outputs have exactly the length that is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import ssl
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import h11
+
+__all__ = ["execute"]
+
+_PERCENTILES = (50, 95, 99)
+
+
+class ServerError(RuntimeError):
+    """The server refused a request, or what it sent is no answer."""
+
+
+class Ask(NamedTuple):
+    at: float  # seconds after the start
+    prompt: list[int]
+    outputs: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one request. Times are seconds after the start of the run."""
+
+    at: float  # when it arrived
+    times: list[float] = field(default_factory=list)  # when something of the answer came
+    end: float = math.nan
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def first(self) -> float:
+        return self.times[0] - self.at
+
+    @property
+    def between(self) -> float:
+        """Mean time of a token after the first."""
+        return (self.times[-1] - self.times[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else math.nan
+
+    @property
+    def longest(self) -> float:
+        """The longest wait for something more."""
+        return max((after - before for before, after in zip(self.times, self.times[1:], strict=False)), default=0.0)
+
+
+class Server:
+    """One HTTP connection per request, as clients have."""
+
+    def __init__(self, url: str, key: str | None, timeout: float) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is not the address of a server; write http://127.0.0.1:8000")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._host, self._port = parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme]
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._timeout = timeout
+        self._headers = [("host", parts.netloc), ("connection", "close"), ("content-type", "application/json")]
+        if key is not None:
+            self._headers.append(("authorization", f"Bearer {key}"))
+
+    async def model(self) -> str:
+        """The first that the server names."""
+        async with self._send("GET", "/v1/models", None) as chunks:
+            answer = json.loads(b"".join([chunk async for chunk in chunks]))
+        try:
+            return str(answer["data"][0]["id"])
+        except (LookupError, TypeError):
+            raise ServerError("/v1/models names no model; give one with --model") from None
+
+    async def complete(self, model: str, ask: Ask, answer: Answer, start: float) -> None:
+        """Stream one completion, noting when its parts come."""
+        body = {
+            "model": model,
+            "prompt": ask.prompt,
+            "max_tokens": ask.outputs,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        async with self._send("POST", "/v1/completions", json.dumps(body).encode()) as chunks:
+            async for event in _events(chunks):
+                if "error" in event:
+                    raise ServerError(str(event["error"].get("message", event["error"])))
+                if event.get("choices"):
+                    answer.times.append(time.perf_counter() - start)
+                if usage := event.get("usage"):
+                    answer.prompt_tokens, answer.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        if not answer.times or not answer.output_tokens:
+            raise ServerError("the stream ended without an answer or without usage")
+        answer.end = time.perf_counter() - start
+
+    @asynccontextmanager
+    async def _send(self, method: str, path: str, body: bytes | None) -> AsyncIterator[AsyncIterator[bytes]]:
+        """A request; the parts of its answer as they come. Raises ServerError unless the status is 200."""
+        async with asyncio.timeout(self._timeout):
+            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
+            try:
+                connection = h11.Connection(h11.CLIENT)
+                headers = [*self._headers, ("content-length", str(len(body or b"")))]
+                writer.write(connection.send(h11.Request(method=method, target=self._path + path, headers=headers)) or b"")
+                writer.write((connection.send(h11.Data(data=body)) if body else b"") or b"")
+                connection.send(h11.EndOfMessage())
+                await writer.drain()
+                status, chunks = 0, _received(connection, reader)
+                async for event in chunks:
+                    if isinstance(event, h11.Response):
+                        status = event.status_code
+                        break
+                data = (bytes(event.data) async for event in chunks if isinstance(event, h11.Data))
+                if status != 200:
+                    raise ServerError(f"{method} {path}: {_reason(status, b''.join([chunk async for chunk in data]))}")
+                yield data
+            finally:
+                writer.close()
+
+
+async def _received(connection: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[Any]:
+    try:
+        while True:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                connection.receive_data(await reader.read(1 << 16))
+            elif isinstance(event, (h11.EndOfMessage, h11.ConnectionClosed)):
+                return
+            else:
+                yield event
+    except h11.RemoteProtocolError as error:
+        raise ServerError(f"the answer is not whole: {error}") from error
+
+
+async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """Server-sent events, but for the last, [DONE]."""
+    left = b""
+    async for chunk in chunks:
+        *lines, left = (left + chunk).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                yield json.loads(data)
+
+
+def _reason(status: int, body: bytes) -> str:
+    with suppress(ValueError, LookupError, TypeError):
+        return f"{status}, {json.loads(body)['error']['message']}"
+    return f"{status}, {body[:200].decode(errors='replace')}"
+
+
+def trace(options: argparse.Namespace) -> list[Ask]:
+    """Who arrives when, with what. A seed gives the same sizes and moments, at every rate only faster; tokens are always new."""
+    sizes, tokens, ids = random.Random(options.seed), random.Random(), options.token_ids
+    common = tokens.choices(ids, k=round(options.shared * options.prompt_tokens))
+    asks, at = [], 0.0
+    for _ in range(options.requests):
+        at += sizes.expovariate(1.0)
+        length, outputs = (
+            max(1, round(sizes.gauss(mean, options.spread * mean))) for mean in (options.prompt_tokens, options.output_tokens)
+        )
+        own = tokens.choices(ids, k=max(1, length - len(common)))
+        asks.append(Ask(at / options.rate, common + own, outputs))
+    return asks
+
+
+async def _run(server: Server, model: str, asks: Sequence[Ask], concurrency: int, done: list[Answer], failed: Counter[str]) -> None:
+    start = time.perf_counter()
+    places = asyncio.Semaphore(concurrency)
+
+    async def one(ask: Ask) -> None:
+        await asyncio.sleep(ask.at - (time.perf_counter() - start))
+        async with places:
+            answer = Answer(ask.at)
+            try:
+                await server.complete(model, ask, answer, start)
+            except TimeoutError:
+                failed["not done within --timeout"] += 1
+            except (OSError, ServerError, ValueError) as error:
+                failed[str(error) or type(error).__name__] += 1
+            else:
+                done.append(answer)
+
+    async with asyncio.TaskGroup() as group:
+        for ask in asks:
+            group.create_task(one(ask))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Nearest rank."""
+    return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
+
+
+def summary(answers: Sequence[Answer], failed: Counter[str], options: argparse.Namespace) -> dict[str, Any]:
+    """What `--json` prints. Times in seconds; rates per second, from the first arrival to the last token."""
+    found: dict[str, Any] = {"requests": len(answers), "failed": dict(failed)}
+    if not answers:
+        return found
+    seconds = max(answer.end for answer in answers) - min(answer.at for answer in answers)
+    prompt, output = (sum(getattr(answer, name) for answer in answers) for name in ("prompt_tokens", "output_tokens"))
+    found |= {"seconds": seconds, "requests_per_second": len(answers) / seconds}
+    found |= {"prompt_tokens_per_second": prompt / seconds, "output_tokens_per_second": output / seconds}
+    columns = {
+        "first_token": [answer.first for answer in answers],
+        "between_tokens": [answer.between for answer in answers if answer.output_tokens > 1],
+        "longest_wait": [answer.longest for answer in answers],
+        "whole": [answer.end - answer.at for answer in answers],
+    }
+    for name, values in columns.items():
+        if values:
+            found[name] = {"mean": sum(values) / len(values)} | {f"p{p}": percentile(values, p) for p in _PERCENTILES}
+    if options.first_within is not None or options.wait_within is not None:
+        first, wait = options.first_within or math.inf, options.wait_within or math.inf
+        good = sum(answer.first <= first and answer.longest <= wait for answer in answers)
+        found |= {"within_target": good, "within_target_per_second": good / seconds}
+    return found
+
+
+def show(found: dict[str, Any], file: Any) -> None:
+    failed = sum(found["failed"].values())
+    print(f"requests      {found['requests']} answered, {failed} failed", file=file)
+    for why, number in found["failed"].items():
+        print(f"              {number} x {why}", file=file)
+    if not found["requests"]:
+        return
+    print(f"per second    {found['requests_per_second']:.2f} requests, {found['prompt_tokens_per_second']:,.0f} tokens of prompts, "
+          f"{found['output_tokens_per_second']:,.0f} tokens out; {found['seconds']:.1f} s in all", file=file)  # fmt: skip
+    heads = ("mean", *(f"p{p}" for p in _PERCENTILES))
+    print(f"{'milliseconds':<22}" + "".join(f"{head:>9}" for head in heads), file=file)
+    for name in ("first_token", "between_tokens", "longest_wait", "whole"):
+        if name in found:
+            numbers = "".join(f"{found[name][head] * 1000:>9,.1f}" for head in heads)
+            print(f"{name.replace('_', ' '):<22}{numbers}", file=file)
+    if "within_target" in found:
+        print(f"within target {found['within_target']} of {found['requests'] + failed}, "
+              f"{found['within_target_per_second']:.2f} per second", file=file)  # fmt: skip
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Exit code 0, 1 where requests failed, 130 after Ctrl-C (what was answered until then is shown)."""
+    server, asks = Server(options.url, options.api_key, options.timeout), trace(options)
+    done: list[Answer] = []
+    failed: Counter[str] = Counter()
+    interrupted = False
+
+    async def everything() -> None:
+        model = options.model or await server.model()
+        pace = "all at once" if math.isinf(options.rate) else f"{options.rate:g} per second"
+        shared = f", {options.shared:.0%} of a mean prompt shared" if options.shared else ""
+        print(
+            f"{len(asks)} requests, {pace}, to {model} at {server.url}: prompts of {options.prompt_tokens} tokens, outputs of "
+            f"{options.output_tokens}, both +- {options.spread:.0%}{shared}",
+            file=sys.stderr,
+        )
+        await _run(server, model, asks, options.concurrency or len(asks), done, failed)
+
+    try:
+        asyncio.run(everything())
+    except KeyboardInterrupt:
+        interrupted = True
+    except (OSError, ServerError) as error:
+        raise ValueError(f"{server.url}: {error or type(error).__name__}") from error
+    found = summary(done, failed, options)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found, sys.stdout)
+    return 130 if interrupted else 1 if failed or not done else 0

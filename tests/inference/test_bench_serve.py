@@ -1,0 +1,167 @@
+"""`slipstream bench-serve` against the server over a fake engine, and against servers that misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from slipstream.launch.bench_serve import Answer, Ask, percentile, trace  # noqa: E402
+from slipstream.launch.cli import build_parser, main  # noqa: E402
+from tests.inference.fake_engine import FakeEngine  # noqa: E402
+from tests.inference.test_server import serving  # noqa: E402
+
+DIGITS = "--token-ids=48-58"  # the fake engine's tokens are bytes; no word that it knows is made of these
+SMALL = ("--requests=12", "--prompt-tokens=40", "--output-tokens=5", DIGITS)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with serving(FakeEngine(tick=0.002), api_keys=["secret"]) as address:
+        yield address
+
+
+def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["bench-serve", "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def asks(*arguments: str) -> list[Ask]:
+    return trace(build_parser().parse_args(["bench-serve", *arguments]))
+
+
+def test_what_is_counted_is_what_was_asked_for(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = bench(capsys, address, "--api-key=secret", "--rate=200", "--first-within=30", "--wait-within=30", *SMALL)
+    assert (code, found["requests"], found["failed"]) == (0, 12, {})
+    wanted = asks("--rate=200", *SMALL)
+    assert found["prompt_tokens_per_second"] * found["seconds"] == pytest.approx(sum(len(ask.prompt) for ask in wanted))
+    assert found["output_tokens_per_second"] * found["seconds"] == pytest.approx(sum(ask.outputs for ask in wanted))
+    assert found["within_target"] == 12
+    assert 0 < found["first_token"]["p50"] <= found["first_token"]["p99"] <= found["whole"]["p99"] <= found["seconds"]
+
+
+def test_a_target_that_nobody_meets(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = bench(capsys, address, "--api-key=secret", "--first-within=1e-9", *SMALL)
+    assert found["within_target"] == 0
+
+
+def test_waiting_for_a_place_counts(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One at a time: the last waits for all others, and its time to the first token says so."""
+    _, found = bench(capsys, address, "--api-key=secret", "--concurrency=1", *SMALL)
+    assert found["first_token"]["p99"] > 0.6 * found["seconds"]
+
+
+def test_refusals_are_counted_by_their_reason(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = bench(capsys, address, "--api-key=secret", "--requests=3", "--token-ids=300-400")
+    assert (code, found["requests"], sum(found["failed"].values())) == (1, 0, 3)
+    assert all("this model's tokens are 0 to 255" in why for why in found["failed"])
+    main(["bench-serve", address, "--api-key=secret", "--requests=3", "--token-ids=300-301"])
+    assert "3 x POST /v1/completions: 400, the prompt has token 300" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("127.0.0.1:1",), "http://127.0.0.1:1: "),
+        (("ftp://somewhere",), "'ftp://somewhere' is not the address of a server"),
+        (("--rate=0",), "'0' is not a number above 0"),
+        (("--shared=1",), "'1' is not a share"),
+        (("--token-ids=5",), "'5' is not a range; write 1000-30000"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["bench-serve", *arguments])
+    except SystemExit as end:
+        code = end.code
+    error = capsys.readouterr().err
+    assert code == 2
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_key_that_is_missing(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench-serve", address, *SMALL]) == 2
+    assert "401" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"", "the answer is not whole"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\ndata: {}\n", "the answer is not whole"),
+        (b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\ndata: [DONE]\n\n", "ended without an answer"),
+        (b"HTTP/1.1 503 Busy\r\nconnection: close\r\n\r\nlater", "503, later"),
+        (b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\ndata: {"error": {"message": "broke"}}\n\n', "broke"),
+    ],
+)
+def test_servers_that_break_off(answer: bytes, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def reply() -> None:
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 20)
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=reply)
+        thread.start()
+        code, found = bench(capsys, f"127.0.0.1:{listener.getsockname()[1]}", "--model=m", "--requests=2")
+        thread.join()
+    assert code == 1
+    assert sum(found["failed"].values()) == 2
+    assert all(why in one for one in found["failed"])
+
+
+def test_a_server_that_never_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        _, found = bench(capsys, f"127.0.0.1:{listener.getsockname()[1]}", "--model=m", "--requests=2", "--timeout=0.1")
+    assert found["failed"] == {"not done within --timeout": 2}
+
+
+def test_ctrl_c_shows_what_there_is() -> None:
+    """The fake engine has the time that it needs for a few of a thousand."""
+    with serving(FakeEngine(tick=0.002)) as address:
+        command = [sys.executable, "-m", "slipstream.launch.cli", "bench-serve", address, "--requests=1000", "--rate=50", *SMALL[1:]]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("1000 requests, 50 per second, to fake/model")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert out.startswith("requests ")
+    assert " 0 answered" not in out
+    assert error == ""
+
+
+def test_traces() -> None:
+    one, faster = asks("--rate=10", "--shared=0.5"), asks("--rate=20", "--shared=0.5")
+    assert [ask.at / 2 for ask in one] == [ask.at for ask in faster]
+    assert [(len(ask.prompt), ask.outputs) for ask in one] == [(len(ask.prompt), ask.outputs) for ask in faster]
+    assert len({tuple(ask.prompt[:130]) for ask in one}) == 1
+    assert one[0].prompt != faster[0].prompt  # new tokens: no cache knows them
+    many = asks("--requests=2000", "--rate=10")
+    assert many[-1].at == pytest.approx(200, rel=0.1)
+    assert sum(len(ask.prompt) for ask in many) / 2000 == pytest.approx(260, rel=0.02)
+    assert asks("--requests=3")[-1].at == 0
+
+
+def test_figures() -> None:
+    answer = Answer(at=1.0, times=[1.5, 1.6, 2.0], output_tokens=6)
+    assert answer.first == pytest.approx(0.5)
+    assert answer.between == pytest.approx(0.1)
+    assert answer.longest == pytest.approx(0.4)
+    assert [percentile([3, 1, 2, 4], percent) for percent in (1, 50, 75, 100)] == [1, 2, 3, 4]
