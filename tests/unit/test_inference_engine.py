@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
 import tokenizers
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slipstream.inference.api import Delta, GenerationError, InferenceEngine, _sampling, _translated, init_inference
 from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingParams
@@ -227,7 +230,7 @@ def test_cancelled_midway_gives_its_blocks_back(n: int) -> None:
         assert engine.stats().blocks_used == 0
 
 
-def test_a_forward_that_fails_ends_what_runs_and_nothing_else() -> None:
+def test_an_engine_that_computes_nothing_any_more_is_dead() -> None:
     runner = HashRunner()
 
     def fail(batch: Batch) -> None:
@@ -246,6 +249,80 @@ def test_a_forward_that_fails_ends_what_runs_and_nothing_else() -> None:
         assert not engine.healthy and not engine.stats().healthy
         with pytest.raises(ClosedError, match="is dead: 3 forwards in a row failed, the last with RuntimeError: out of memory"):
             engine.submit("x", GREEDY, sink=Answer())
+
+
+def test_a_failure_that_does_not_come_again_ends_nobody() -> None:
+    runner, failures = HashRunner(), iter([True, False, True])
+    with running(runner) as engine:
+        wanted = done(ask(engine, "x")).text()
+
+        def fail(batch: Batch) -> None:
+            if next(failures, False):
+                raise RuntimeError("out of memory")
+
+        runner.before = fail
+        assert done(ask(engine, "x")).text() == wanted
+
+
+class Failing(HashRunner):
+    """Fails after it has written: on one request from some token of it on, and on more requests than `most` at once."""
+
+    def __init__(self, num_blocks: int, most: int, fatal: str, after: int) -> None:
+        super().__init__(num_blocks)
+        self.most, self.fatal, self.after = most, fatal, after
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        logits = super().forward(batch)
+        if len(batch.chunks) > self.most:
+            raise MemoryError(f"{len(batch.chunks)} at once")
+        if any(chunk.request.id == self.fatal and chunk.request.num_generated >= self.after for chunk in batch.chunks):
+            raise RuntimeError("fatal")
+        return logits
+
+
+def family(number: int, n: int) -> tuple[str, SamplingParams]:
+    return PROMPTS[number], SamplingParams(temperature=n - 1, seed=number, max_tokens=8)
+
+
+@cache
+def alone(number: int, n: int) -> list[list[int]]:
+    prompt, params = family(number, n)
+    with running() as engine:
+        answer = done(ask(engine, prompt, params, n=n))
+    return [answer.ids(index) for index in range(n)]
+
+
+@settings(max_examples=100)
+@given(
+    sizes=st.lists(st.sampled_from([1, 1, 2, 3]), min_size=2, max_size=8),
+    num_blocks=st.integers(18, 64),
+    num_draft=st.sampled_from([0, 3]),
+    most=st.integers(1, 6),
+    fatal=st.tuples(st.integers(0, 7), st.integers(0, 2)),
+    after=st.integers(0, 6),
+)
+def test_a_forward_that_fails_ends_only_requests_that_fail_alone(
+    sizes: list[int], num_blocks: int, num_draft: int, most: int, fatal: tuple[int, int], after: int
+) -> None:
+    runner = Failing(num_blocks, most, "request-{}.{}".format(*fatal), after)
+    engine = Engine(runner, byte_tokenizer(), token_budget=24, max_running=16, num_draft=num_draft)
+    answers = []
+    for number, n in enumerate(sizes):
+        prompt, params = family(number, n)
+        answers.append(ask(engine, prompt, params, n=n))
+    while engine.step():
+        engine.check()
+    assert engine.healthy and engine.stats().blocks_used == 0
+    for number, (n, answer) in enumerate(zip(sizes, answers, strict=True)):
+        for index in range(n):
+            got, wanted = answer.ids(index), alone(number, n)[index]
+            if answer.last(index).finish is Finish.ERROR:
+                first = fatal == (number, 0) and after == 0  # then nobody computes its siblings' prompt
+                assert first or fatal == (number, index), "another one's failure"
+                assert got == wanted[: len(got)]
+            else:
+                assert got == wanted
+                assert fatal != (number, index) or num_draft or len(got) <= after, "it should have failed"
 
 
 def test_an_error_of_one_request_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
