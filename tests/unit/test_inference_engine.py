@@ -17,9 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.inference.api import Delta, GenerationError, InferenceEngine, _sampling, _translated, init_inference
 from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingParams
 from slipstream.inference.engine import MAX_FAILURES, ClosedError, Engine, Handle, Output
+from slipstream.inference.generate import Delta, GenerationError, InferenceEngine, _sampling
+from slipstream.inference.initialize import _translated, init_inference
 from slipstream.inference.text import BYTE_OF, Tokenizer
 from slipstream.launch.cli import build_parser
 from slipstream.launch.talk import _print_in_order
@@ -504,9 +505,9 @@ def test_settings_of_sampling() -> None:
     assert _sampling(None, 1, {"temperature": 0.7, "do_sample": False})[0].temperature == 0.0
     params, n = _sampling(None, 1, {"max_new_tokens": 3, "num_return_sequences": 2, "stop": "x", "json_schema": {"type": "object"}})
     assert (params.max_tokens, n, params.stop, params.json_schema) == (3, 2, ("x",), '{"type": "object"}')
-    for settings, words in (({"max_tokns": 3}, "did you mean max_tokens"), ({"stream_": 1}, "no setting 'stream_'")):
+    for wrong, words in (({"max_tokns": 3}, "did you mean max_tokens"), ({"stream_": 1}, "no setting 'stream_'")):
         with pytest.raises(TypeError, match=words):
-            _sampling(None, 1, settings)
+            _sampling(None, 1, wrong)
     with pytest.raises(ValueError, match="num_beams is 4; there is no beam search"):
         _sampling(None, 1, {"num_beams": 4})
     with pytest.raises(TypeError, match="not both: top_k"):
