@@ -22,6 +22,7 @@ from slipstream.inference.engine import Engine
 from slipstream.inference.generate import InferenceEngine, near
 from slipstream.inference.load import load
 from slipstream.inference.models import UnsupportedModel
+from slipstream.inference.native import MAX_THREADS
 from slipstream.inference.runner import Sizes, open_decoder, open_generic
 from slipstream.inference.text import Tokenizer
 
@@ -68,6 +69,7 @@ def init_inference(
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
+    threads: int | None = None,
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     max_context: int | None = None,
     kv_cache_bytes: int | None = None,
@@ -86,6 +88,8 @@ def init_inference(
         config: any of the other arguments by name, as a dictionary or a JSON file.
         dtype: fp32, bf16, fp16, int8 or int4 (weights only); default: as the weights are stored.
         device: default: CUDA where there is one.
+        threads: of the CPU, 1 to 64; torch's are set to it too, for the whole process. Default: torch's (OMP_NUM_THREADS), at most
+            the cores that the process may use.
         tokenizer: a folder or a `Tokenizer`, where the model does not bring its own.
         max_context: tokens of prompt and answer together; default: the model's.
         kv_cache_bytes: for keys and values; default: what `max_running` full contexts need,
@@ -99,9 +103,9 @@ def init_inference(
         deepspeed: DeepSpeed's other arguments. Those that ask for what is not here are refused, the others have no effect.
     """
     options: dict[str, Any] = {
-        "dtype": dtype, "device": device, "tokenizer": tokenizer, "max_context": max_context, "kv_cache_bytes": kv_cache_bytes,
-        "max_running": max_running, "max_waiting": max_waiting, "token_budget": token_budget, "num_draft": num_draft,
-        "prefix_caching": prefix_caching, "model_name": model_name,
+        "dtype": dtype, "device": device, "threads": threads, "tokenizer": tokenizer, "max_context": max_context,
+        "kv_cache_bytes": kv_cache_bytes, "max_running": max_running, "max_waiting": max_waiting, "token_budget": token_budget,
+        "num_draft": num_draft, "prefix_caching": prefix_caching, "model_name": model_name,
     }  # fmt: skip
     for others in ({} if config is None else _read_config(config), deepspeed):
         for name, value in _translated(others, known=options).items():
@@ -122,6 +126,7 @@ def _open(
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
+    threads: int | None = None,
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     max_context: int | None = None,
     kv_cache_bytes: int | None = None,
@@ -134,6 +139,8 @@ def _open(
     source = _source(model)
     kind = "auto" if dtype is None else _dtype(dtype)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if threads is not None:
+        _set_threads(threads, place)
     sizes = Sizes(kv_cache_bytes, max_running, max_context)
     try:
         loaded = load(source, dtype=kind, device=place)
@@ -143,7 +150,8 @@ def _open(
         if isinstance(source, Path) and (source / "tokenizer.json").is_file():
             own = Tokenizer.from_folder(source)
     else:
-        opened, own, ends = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes), None, loaded.config.end_ids
+        opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads)
+        own, ends = None, loaded.config.end_ids
         if loaded.gguf:
             own = Tokenizer.from_gguf(loaded.gguf)
         elif "tokenizer.json" in loaded.tokenizer_files:
@@ -153,6 +161,15 @@ def _open(
     engine = Engine(opened.runner, own, max_running=max_running, end_ids=ends, model_name=name, **loop)
     room = opened.runner.num_blocks * opened.runner.block_size
     return InferenceEngine(engine, f"{name}: {opened.forward}, cache of {room:,} tokens, context of {engine.max_context:,}")
+
+
+def _set_threads(threads: int, place: torch.device) -> None:
+    """torch's, which load and quantise on every path and compute on its own."""
+    if not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"threads is {threads}; it has to be between 1 and {MAX_THREADS}")
+    if place.type != "cpu":
+        raise ValueError(f'threads is {threads}, but the model runs on {place}; leave it out, or give device="cpu"')
+    torch.set_num_threads(threads)
 
 
 def _source(model: Any) -> Any:

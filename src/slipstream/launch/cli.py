@@ -221,6 +221,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32, int8 or int4; default: the file's own")
     group.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; default: cuda where there is one")
+    group.add_argument("--threads", type=_positive, metavar="N", help="of the CPU, 1 to 64; default: torch's (OMP_NUM_THREADS)")
     group.add_argument(
         *_both("--kv_cache_bytes"), type=_bytes, metavar="SIZE", help="for keys and values: 512M, 2G; default: as needed"
     )
