@@ -133,7 +133,6 @@ class _Sequence:
 
 class _State(Enum):
     SERVING = "is serving"
-    DRAINING = "drains: it finishes what it has, and takes nothing new"
     DEAD = "is dead"
     CLOSED = "is closed"
 
@@ -181,7 +180,6 @@ class Engine:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._work = threading.Condition(self._lock)  # there is something to do
-        self._idle = threading.Condition(self._lock)  # there is nothing left
         self._state = _State.SERVING
         self._why = ""  # it is dead
         self._sequences: dict[Request, _Sequence] = {}  # that are not over
@@ -202,7 +200,7 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """False: it will never answer again."""
-        return self._state in (_State.SERVING, _State.DRAINING)
+        return self._state is _State.SERVING
 
     def start(self) -> None:
         """Run in a thread of its own. What was submitted before is served now."""
@@ -268,13 +266,6 @@ class Engine:
         with self._lock:
             self._cancelled.append(handle)
             self._work.notify()
-
-    def drain(self, timeout: float | None = None) -> bool:
-        """Take nothing new and wait until nothing is left; False if that took longer than `timeout` seconds."""
-        with self._lock:
-            if self._state is _State.SERVING:
-                self._state = _State.DRAINING
-            return self._idle.wait_for(lambda: not self._sequences, timeout)
 
     def close(self) -> None:
         """End everything (Finish.CANCELLED) and the thread. May be called twice."""
@@ -501,8 +492,6 @@ class Engine:
     def _forget(self, sequence: _Sequence, finish: Finish) -> None:
         del self._sequences[sequence.request]
         self._meters.finished[finish] += 1
-        if not self._sequences:
-            self._idle.notify_all()
 
     def _measure(self, sequence: _Sequence, num: int, now: float) -> None:
         """`num` tokens of a sequence came now."""

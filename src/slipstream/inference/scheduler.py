@@ -133,9 +133,6 @@ class Scheduler:
         self._enter(request, request.arrival + self.patience * request.priority)
         insort(self.waiting, request, key=self._rank)
 
-    def cancel(self, request: Request) -> None:
-        self.finish(request, Finish.CANCELLED)
-
     def finish(self, request: Request, reason: Finish) -> None:
         """End a request (a stop string, the client left, an error); nothing happens if it has ended. Siblings of it that
         have not begun, because the prompt is not computed yet, end with it."""
