@@ -331,7 +331,8 @@ def test_a_forward_that_fails_ends_only_requests_that_fail_alone(
                 assert got == wanted[: len(got)]
             else:
                 assert got == wanted
-                assert fatal != (number, index) or num_draft or len(got) <= after, "it should have failed"
+                # A sibling's first token is drawn from the first's rows, and guesses may jump over the fatal one.
+                assert fatal != (number, index) or num_draft or len(got) <= max(after, index > 0), "it should have failed"
 
 
 def test_an_error_of_one_request_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
