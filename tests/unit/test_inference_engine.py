@@ -274,7 +274,7 @@ def test_a_failure_that_does_not_come_again_ends_nobody() -> None:
 
 
 class Failing(HashRunner):
-    """Fails after it has written: on one request from some token of it on, and on more requests than `most` at once."""
+    """Fails after it has written: on one request from some token of it on, and on more than `most` tokens at once."""
 
     def __init__(self, num_blocks: int, most: int, fatal: str, after: int) -> None:
         super().__init__(num_blocks)
@@ -282,8 +282,8 @@ class Failing(HashRunner):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         logits = super().forward(batch)
-        if len(batch.chunks) > self.most:
-            raise MemoryError(f"{len(batch.chunks)} at once")
+        if batch.num_tokens > self.most:
+            raise MemoryError(f"{batch.num_tokens} tokens")
         if any(chunk.request.id == self.fatal and chunk.request.num_generated >= self.after for chunk in batch.chunks):
             raise RuntimeError("fatal")
         return logits
@@ -306,7 +306,7 @@ def alone(number: int, n: int) -> list[list[int]]:
     sizes=st.lists(st.sampled_from([1, 1, 2, 3]), min_size=2, max_size=8),
     num_blocks=st.integers(18, 64),
     num_draft=st.sampled_from([0, 3]),
-    most=st.integers(1, 6),
+    most=st.integers(1, 24),
     fatal=st.tuples(st.integers(0, 7), st.integers(0, 2)),
     after=st.integers(0, 6),
 )

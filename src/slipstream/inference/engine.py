@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from slipstream.inference.blocks import BlockPool
 from slipstream.inference.constrain import Constraint, Grammars
-from slipstream.inference.core import Batch, Finish, Phase, Request, Runner, SamplingParams
+from slipstream.inference.core import Batch, Chunk, Finish, Phase, Request, Runner, SamplingParams
 from slipstream.inference.drafts import accept
 from slipstream.inference.sampler import Row, Sampled, Sampler, SamplingError
 from slipstream.inference.scheduler import Scheduler, receivers
@@ -374,7 +374,7 @@ class Engine:
             drawn = self._sample(batch, logits)
         except Exception as error:  # whatever the model or the device says: the requests must hear of it
             num = len(batch.chunks)
-            logger.error("a forward of %d requests failed with %s", num, _text(error), exc_info=num == 1)
+            logger.error("a forward of %d tokens of %d requests failed: %s", batch.num_tokens, num, _text(error), exc_info=num == 1)
             return _text(error)
         self._commit(batch, drawn)
         return None
@@ -383,21 +383,25 @@ class Engine:
         """[Note: A forward that fails]
 
         One request must not end another's, nor change it. Nothing of a failed batch was committed, and to compute positions again
-        writes the same keys and values, so the batch is tried again, then its halves, down to single requests; only those that
-        fail alone end. What was too much for the memory at once is thus computed in parts. Where no part can be computed, the
-        fault is the device's or the model's, and after MAX_FAILURES such batches in a row the engine is dead."""
+        writes the same keys and values, so the batch is tried again, then its halves, down to single requests and their halves:
+        what was too much for the memory at once is computed in parts. A request ends if it fails alone with one token. Where no
+        part can be computed, the fault is the device's or the model's, and after MAX_FAILURES such batches in a row the engine is
+        dead."""
         self._failures += 1  # `_commit` sets it to 0
         with self._lock:
-            parts = [self._scheduler.chunks_again(batch)]
+            chunks = self._scheduler.chunks_again(batch)
+        parts = [chunks] if chunks else []  # the last one is next
         failed: dict[Request, str] = {}
         while parts:
             chunks = parts.pop()
-            error = self._compute(Batch(chunks, ())) if chunks else None
-            if error is not None and len(chunks) == 1:
-                failed[chunks[0].request] = why = error
-            elif error is not None:
-                half = len(chunks) // 2
-                parts += [chunks[half:], chunks[:half]]
+            if chunks[0].request in failed:  # at an earlier position
+                continue
+            error = self._compute(Batch(chunks, ()))
+            if error is not None:
+                why, smaller = error, _smaller(chunks)
+                parts += reversed(smaller)
+                if not smaller:
+                    failed[chunks[0].request] = error
         if self._failures == MAX_FAILURES:
             self._shut(Finish.ERROR, f"{MAX_FAILURES} forwards in a row failed, the last with {why}")
             return
@@ -512,6 +516,18 @@ class Engine:
             except Exception:  # somebody else's code: an event loop that is closed, say
                 logger.exception("the sink of %s failed; it is cancelled", sequence.handle.id)
                 self.cancel(sequence.handle)
+
+
+def _smaller(chunks: tuple[Chunk, ...]) -> list[tuple[Chunk, ...]]:
+    """What can be computed one after another instead; of one request, without its guesses. Nothing if it is one token."""
+    if len(chunks) > 1:
+        half = len(chunks) // 2
+        return [chunks[:half], chunks[half:]]
+    (chunk,) = chunks
+    if chunk.draft:
+        return [(chunk._replace(draft=()),)]
+    middle = (chunk.start + chunk.stop) // 2
+    return [(chunk._replace(stop=middle),), (chunk._replace(start=middle),)] if middle > chunk.start else []
 
 
 def _logprob(sampled: Sampled) -> Logprob:
