@@ -274,18 +274,18 @@ def test_a_failure_that_does_not_come_again_ends_nobody() -> None:
 
 
 class Failing(HashRunner):
-    """Fails after it has written: on one request from some token of it on, and on more than `most` tokens at once."""
+    """Fails on one request from some token of it on, and on more than `most` tokens at once; when it has written, or before."""
 
-    def __init__(self, num_blocks: int, most: int, fatal: str, after: int) -> None:
+    def __init__(self, num_blocks: int, most: int, fatal: str, after: int, writes: bool) -> None:
         super().__init__(num_blocks)
-        self.most, self.fatal, self.after = most, fatal, after
+        self.most, self.fatal, self.after, self.writes = most, fatal, after, writes
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        logits = super().forward(batch)
-        if batch.num_tokens > self.most:
+        fatal = any(chunk.request.id == self.fatal and chunk.request.num_generated >= self.after for chunk in batch.chunks)
+        fails = fatal or batch.num_tokens > self.most
+        logits = super().forward(batch) if self.writes or not fails else None
+        if logits is None or fails:
             raise MemoryError(f"{batch.num_tokens} tokens")
-        if any(chunk.request.id == self.fatal and chunk.request.num_generated >= self.after for chunk in batch.chunks):
-            raise RuntimeError("fatal")
         return logits
 
 
@@ -309,11 +309,12 @@ def alone(number: int, n: int) -> list[list[int]]:
     most=st.integers(1, 24),
     fatal=st.tuples(st.integers(0, 7), st.integers(0, 2)),
     after=st.integers(0, 6),
+    writes=st.booleans(),
 )
 def test_a_forward_that_fails_ends_only_requests_that_fail_alone(
-    sizes: list[int], num_blocks: int, num_draft: int, most: int, fatal: tuple[int, int], after: int
+    sizes: list[int], num_blocks: int, num_draft: int, most: int, fatal: tuple[int, int], after: int, writes: bool
 ) -> None:
-    runner = Failing(num_blocks, most, "request-{}.{}".format(*fatal), after)
+    runner = Failing(num_blocks, most, "request-{}.{}".format(*fatal), after, writes)
     engine = Engine(runner, byte_tokenizer(), token_budget=24, max_running=16, num_draft=num_draft)
     answers = []
     for number, n in enumerate(sizes):

@@ -380,7 +380,7 @@ def _state_of(part: Any) -> Any:
 
 def _model_config(module: torch.nn.Module) -> dict[str, Any] | None:
     """What config.json has of a transformers model."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     return json.loads(config.to_json_string(use_diff=False)) if hasattr(config, "to_json_string") else None
 
 
