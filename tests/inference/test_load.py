@@ -147,10 +147,10 @@ def test_refused_in_one_sentence(tmp_path: Path) -> None:
     model = model_of("llama")
     refused("dtype 'int3' is none of auto, float32", dtype="int3")
     refused("there is no .*nowhere; give", tmp_path / "nowhere")
-    refused("has no config.json; it is no Hugging Face folder")
+    refused("has neither config.json nor metadata.json")
     refused("dict is no model", {})
     (tmp_path / "metadata.json").write_text("{}")
-    refused("is a Slipstream checkpoint, which does not say what model")
+    refused("metadata.json: not the metadata of a Slipstream checkpoint")
     config = tmp_path / "config.json"
     config.write_text("{")
     refused("config.json is not JSON")

@@ -29,7 +29,7 @@ SEES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("zero", "optim"), CORE),
     **dict.fromkeys(("parallel", "checkpoint", "attention", "compression"), FEATURES),
     "train": (*FEATURES, "observe"),
-    "inference": BASE,
+    "inference": (*BASE, "checkpoint"),
     "launch": ROOMS,
     "observe": tuple(room for room in ROOMS if room != "launch"),
     "__init__": tuple(room for room in ROOMS if room != "launch"),

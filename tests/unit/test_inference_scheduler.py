@@ -204,7 +204,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
         def cancel(during: bool, now: int = now) -> None:
             for arrival, request in families:
                 if arrival.cancel and arrival.cancel[2] == during and now == arrival.when + arrival.cancel[0]:
-                    scheduler.cancel([request, *request.siblings][arrival.cancel[1] % arrival.n])
+                    scheduler.finish([request, *request.siblings][arrival.cancel[1] % arrival.n], Finish.CANCELLED)
 
         cancel(during=False)
         generating = [request for request in scheduler.running if len(request.tokens) == request.num_computed + 1]
@@ -354,10 +354,10 @@ def test_a_cancelled_prompt_takes_its_siblings_along() -> None:
     scheduler = Scheduler(pool, token_budget=4, max_running=4, max_waiting=4, max_context=64)
     request = make([1, 2, 3, 4, 5, 6], n=3)
     scheduler.add(request)
-    scheduler.cancel(request.siblings[0])
+    scheduler.finish(request.siblings[0], Finish.CANCELLED)
     step(scheduler, Model(pool))
-    scheduler.cancel(request)
-    scheduler.cancel(request)
+    scheduler.finish(request, Finish.CANCELLED)
+    scheduler.finish(request, Finish.CANCELLED)
     assert [r.finish for r in (request, *request.siblings)] == [Finish.CANCELLED] * 3
     assert scheduler.schedule() is None and pool.num_free == 20
 

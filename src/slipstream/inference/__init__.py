@@ -5,8 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.inference.api import Completion, Delta, GenerationError, InferenceEngine, init_inference, pipeline
     from slipstream.inference.core import QueueFullError, SamplingParams
+    from slipstream.inference.generate import Completion, Delta, GenerationError, InferenceEngine
+    from slipstream.inference.initialize import init_inference, pipeline
+
+_HOMES = {
+    **dict.fromkeys(("Completion", "Delta", "GenerationError", "InferenceEngine"), "generate"),
+    **dict.fromkeys(("QueueFullError", "SamplingParams"), "core"),
+    **dict.fromkeys(("init_inference", "pipeline"), "initialize"),
+}
 
 __all__ = [
     "Completion",
@@ -24,7 +31,6 @@ def __getattr__(name: str) -> Any:
     """Imported when asked for: `core` and the scheduler are used without torch."""
     import importlib
 
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'slipstream.inference' has no attribute {name!r}")
-    home = "core" if name in ("QueueFullError", "SamplingParams") else "api"
-    return getattr(importlib.import_module(f"slipstream.inference.{home}"), name)
+    return getattr(importlib.import_module(f"slipstream.inference.{_HOMES[name]}"), name)

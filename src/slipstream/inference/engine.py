@@ -3,7 +3,7 @@
 One thread runs `step` while there is work, and sleeps while there is none. Requests come and go from any thread: `submit` and
 `cancel` hold the lock for a moment and never wait for a forward. What happens to a request is told to its `sink`, a callable,
 from the engine's thread and never under the lock. The last `Output` of each sequence carries `finish` and `usage`, whatever
-happens: an error inside one request ends that request, an error of the forward ends all that were running.
+happens: an error inside one request ends that request, and a forward that fails only those that fail alone, too.
 
 Glossary: what a user submits is a `Handle` with `n` *sequences*, each a `Request` of the scheduler and what makes text of it.
 """
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from slipstream.inference.blocks import BlockPool
 from slipstream.inference.constrain import Constraint, Grammars
-from slipstream.inference.core import Batch, Finish, Phase, Request, Runner, SamplingParams
+from slipstream.inference.core import Batch, Chunk, Finish, Phase, Request, Runner, SamplingParams
 from slipstream.inference.drafts import accept
 from slipstream.inference.sampler import Row, Sampled, Sampler, SamplingError
 from slipstream.inference.scheduler import Scheduler, receivers
@@ -35,7 +35,7 @@ __all__ = ["ClosedError", "Engine", "Handle", "Logprob", "Output", "Sink", "Usag
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # forwards in a row; an error of CUDA, say, stays for the rest of the process
+MAX_FAILURES = 3  # batches in a row of which no part could be computed; an error of CUDA, say, stays for the rest of the process
 
 
 class ClosedError(RuntimeError):
@@ -133,7 +133,6 @@ class _Sequence:
 
 class _State(Enum):
     SERVING = "is serving"
-    DRAINING = "drains: it finishes what it has, and takes nothing new"
     DEAD = "is dead"
     CLOSED = "is closed"
 
@@ -181,13 +180,12 @@ class Engine:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._work = threading.Condition(self._lock)  # there is something to do
-        self._idle = threading.Condition(self._lock)  # there is nothing left
         self._state = _State.SERVING
         self._why = ""  # it is dead
         self._sequences: dict[Request, _Sequence] = {}  # that are not over
         self._cancelled: list[Handle] = []  # since the last forward
         self._outbox: list[tuple[_Sequence, Output]] = []  # to be told, without the lock
-        self._failures = 0  # forwards in a row
+        self._failures = 0  # batches in a row
         self._meters = Meters()
         self._ids = itertools.count()
         self._thread: threading.Thread | None = None
@@ -202,7 +200,7 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """False: it will never answer again."""
-        return self._state in (_State.SERVING, _State.DRAINING)
+        return self._state is _State.SERVING
 
     def start(self) -> None:
         """Run in a thread of its own. What was submitted before is served now."""
@@ -268,13 +266,6 @@ class Engine:
         with self._lock:
             self._cancelled.append(handle)
             self._work.notify()
-
-    def drain(self, timeout: float | None = None) -> bool:
-        """Take nothing new and wait until nothing is left; False if that took longer than `timeout` seconds."""
-        with self._lock:
-            if self._state is _State.SERVING:
-                self._state = _State.DRAINING
-            return self._idle.wait_for(lambda: not self._sequences, timeout)
 
     def close(self) -> None:
         """End everything (Finish.CANCELLED) and the thread. May be called twice."""
@@ -342,13 +333,9 @@ class Engine:
         batch = self._schedule()
         if batch is None:
             return False
-        try:
-            logits = self.runner.forward(batch)
-            drawn = self._sample(batch, logits)
-        except Exception as error:  # whatever the model or the device says: the requests must hear of it
-            self._forward_failed(error)
-        else:
-            self._commit(batch, drawn)
+        why = self._compute(batch)
+        if why is not None:
+            self._compute_apart(batch, why)
         self._tell()
         return True
 
@@ -377,6 +364,50 @@ class Engine:
             assert batch is not None or not self._sequences, f"the scheduler has nothing to compute for {len(self._sequences)}"
         self._tell()
         return batch
+
+    def _compute(self, batch: Batch) -> str | None:
+        """The forward and its results; None, or why there are none: then nothing has changed for anybody.
+
+        The error itself is not kept: its traceback would hold the memory that the next forward needs."""
+        try:
+            logits = self.runner.forward(batch)
+            drawn = self._sample(batch, logits)
+        except Exception as error:  # whatever the model or the device says: the requests must hear of it
+            num = len(batch.chunks)
+            logger.error("a forward of %d tokens of %d requests failed: %s", batch.num_tokens, num, _text(error), exc_info=num == 1)
+            return _text(error)
+        self._commit(batch, drawn)
+        return None
+
+    def _compute_apart(self, batch: Batch, why: str) -> None:
+        """[Note: A forward that fails]
+
+        One request must not end another's, nor change it. Nothing of a failed batch was committed, and to compute positions again
+        writes the same keys and values, so the batch is tried again, then its halves, down to single requests and their halves:
+        what was too much for the memory at once is computed in parts. A request ends if it fails alone with one token. Where no
+        part can be computed, the fault is the device's or the model's, and after MAX_FAILURES such batches in a row the engine is
+        dead."""
+        self._failures += 1  # `_commit` sets it to 0
+        with self._lock:
+            chunks = self._scheduler.chunks_again(batch)
+        parts = [chunks] if chunks else []  # the last one is next
+        failed: dict[Request, str] = {}
+        while parts:
+            chunks = parts.pop()
+            if chunks[0].request in failed:  # at an earlier position
+                continue
+            error = self._compute(Batch(chunks, ()))
+            if error is not None:
+                why, smaller = error, _smaller(chunks)
+                parts += reversed(smaller)
+                if not smaller:
+                    failed[chunks[0].request] = error
+        if self._failures == MAX_FAILURES:
+            self._shut(Finish.ERROR, f"{MAX_FAILURES} forwards in a row failed, the last with {why}")
+            return
+        with self._lock:
+            for request, error in failed.items():
+                self._end([self._sequences[request]], Finish.ERROR, f"the forward failed: {error}")
 
     def _sample(self, batch: Batch, logits: Any) -> dict[Request, list[Sampled] | str]:
         """What each request that draws from the batch goes on with (guesses that came true and one more), or why it cannot."""
@@ -444,18 +475,6 @@ class Engine:
                 self._outbox.append((sequence, output))
             self._meters.step(now, sum(len(new) for _, new in results), computed)
 
-    def _forward_failed(self, error: Exception) -> None:
-        """All that were running end, with its words; after some failures in a row the engine is dead."""
-        logger.error("the forward failed", exc_info=error)
-        why = f"the forward failed: {_text(error)}"
-        with self._lock:
-            self._failures += 1
-            if self._failures < MAX_FAILURES:
-                running = [one for one in self._sequences.values() if one.request.phase is Phase.RUNNING]
-                self._end(running, Finish.ERROR, why)
-                return
-        self._shut(Finish.ERROR, f"{MAX_FAILURES} forwards in a row failed, the last with {_text(error)}")
-
     def _shut(self, finish: Finish, error: str | None = None) -> None:
         """Nothing is taken or computed any more; with an error, the engine is dead."""
         with self._lock:
@@ -477,8 +496,6 @@ class Engine:
     def _forget(self, sequence: _Sequence, finish: Finish) -> None:
         del self._sequences[sequence.request]
         self._meters.finished[finish] += 1
-        if not self._sequences:
-            self._idle.notify_all()
 
     def _measure(self, sequence: _Sequence, num: int, now: float) -> None:
         """`num` tokens of a sequence came now."""
@@ -499,6 +516,18 @@ class Engine:
             except Exception:  # somebody else's code: an event loop that is closed, say
                 logger.exception("the sink of %s failed; it is cancelled", sequence.handle.id)
                 self.cancel(sequence.handle)
+
+
+def _smaller(chunks: tuple[Chunk, ...]) -> list[tuple[Chunk, ...]]:
+    """What can be computed one after another instead; of one request, without its guesses. Nothing if it is one token."""
+    if len(chunks) > 1:
+        half = len(chunks) // 2
+        return [chunks[:half], chunks[half:]]
+    (chunk,) = chunks
+    if chunk.draft:
+        return [(chunk._replace(draft=()),)]
+    middle = (chunk.start + chunk.stop) // 2
+    return [(chunk._replace(stop=middle),), (chunk._replace(start=middle),)] if middle > chunk.start else []
 
 
 def _logprob(sampled: Sampled) -> Logprob:

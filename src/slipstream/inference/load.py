@@ -1,4 +1,5 @@
-"""From what a person has to what the decoder runs: a Hugging Face folder, a GGUF file, or a live model -> `Loaded`.
+"""From what a person has to what the decoder runs: a Hugging Face folder, a GGUF file, a Slipstream checkpoint, or a live
+model -> `Loaded`.
 
 Files are memory-mapped, and a weight that has the wanted dtype is not copied. No transformers, and never pickle. An unsupported,
 missing or damaged file is one sentence; `UnsupportedModel` among them means that the generic way may still serve it.
@@ -19,6 +20,7 @@ from .config import DecoderConfig
 from .gguf_file import GgufFile, matrix, read_gguf
 from .models import UnsupportedModel, from_hf, from_state
 from .quantise import dequantise, quantise
+from .trained import find
 from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,7 +58,8 @@ def load(source: str | Path | Any, *, dtype: str | torch.dtype = "auto", device:
         return _moved(_gguf(path, name), device)
     if path.is_file():
         raise ValueError(f"{path} is no model: give a Hugging Face folder or a .gguf file (pickled weights are never read)")
-    raise ValueError(f"there is no {path}; give a Hugging Face folder, a .gguf file or a live model (nothing is downloaded)")
+    known = "a Hugging Face folder, a .gguf file, a Slipstream checkpoint or a live model"
+    raise ValueError(f"there is no {path}; give {known} (nothing is downloaded)")
 
 
 def _finish(config: DecoderConfig, state: Mapping[str, Matrix], kind: str, stored: torch.dtype, **rest: Any) -> Loaded:
@@ -112,13 +115,11 @@ def _with_ends(config: DecoderConfig, ends: Any) -> DecoderConfig:
 
 
 def _folder(path: Path, kind: str) -> Loaded:
+    if (trained := find(path)) is not None:
+        config, state = from_hf(trained.config), trained.state()
+        return _finish(config, state, kind, _stored(state), path=path)
     if not (path / "config.json").is_file():
-        if (path / "metadata.json").is_file():
-            raise ValueError(
-                f"{path} is a Slipstream checkpoint, which does not say what model its weights are of: "
-                "load it into the model (engine.load_checkpoint) and give that, or model.save_pretrained's folder"
-            )
-        raise ValueError(f"{path} has no config.json; it is no Hugging Face folder")
+        raise ValueError(f"{path} has neither config.json nor metadata.json: it is no Hugging Face folder and no checkpoint")
     config = from_hf(_json(path / "config.json"))
     if (path / "generation_config.json").is_file():
         config = _with_ends(config, _json(path / "generation_config.json").get("eos_token_id"))

@@ -51,8 +51,15 @@ def num_blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, contex
     return found
 
 
-def open_decoder(config: DecoderConfig, weights: DecoderWeights, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Opened:
-    """`dtype`: of arithmetic, and of the cache as far as the forward has it."""
+def open_decoder(
+    config: DecoderConfig,
+    weights: DecoderWeights,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Sizes,
+    threads: int | None = None,
+) -> Opened:
+    """`dtype`: of arithmetic, and of the cache as far as the forward has it. `threads`: of the native forward."""
     from slipstream.inference import native
     from slipstream.inference.decoder import Decoder, head_shapes
 
@@ -61,7 +68,7 @@ def open_decoder(config: DecoderConfig, weights: DecoderWeights, device: torch.d
     cache_dtype = torch.bfloat16 if reason is None and dtype == torch.float16 else dtype
     blocks = _blocks(head_shapes(config), cache_dtype, sizes, config.max_context, device)
     if reason is None:
-        runner = native.NativeDecoder(config, weights, num_blocks=blocks, cache_dtype=cache_dtype)
+        runner = native.NativeDecoder(config, weights, num_blocks=blocks, cache_dtype=cache_dtype, threads=threads)
         return Opened(runner, f"native kernels, {runner.threads} threads")
     cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=cache_dtype, device=device)
     return Opened(Decoder(config, weights, cache, dtype), f"torch ({reason})")

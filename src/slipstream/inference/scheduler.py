@@ -13,8 +13,8 @@ what the generations say next. The engine's loop is
     for request, tokens in scheduler.commit(batch, sampled):
         ...                                                 # tokens: what is new; request.finish: why it ended, if it did
 
-`add` and `finish` may come at any time, also between `schedule` and `commit`. A batch whose forward failed is not
-committed: `finish(request, Finish.ERROR)` each request of it.
+`add` and `finish` may come at any time, also between `schedule` and `commit`. A batch whose forward failed may be computed
+and committed in parts, of `chunks_again`; who cannot be computed at all is told so by `finish(request, Finish.ERROR)`.
 
 [Note: Nobody starves]
 There is one order of importance: `arrival + patience * priority`, then order of `add`. It decides who is admitted, who
@@ -133,9 +133,6 @@ class Scheduler:
         self._enter(request, request.arrival + self.patience * request.priority)
         insort(self.waiting, request, key=self._rank)
 
-    def cancel(self, request: Request) -> None:
-        self.finish(request, Finish.CANCELLED)
-
     def finish(self, request: Request, reason: Finish) -> None:
         """End a request (a stop string, the client left, an error); nothing happens if it has ended. Siblings of it that
         have not begun, because the prompt is not computed yet, end with it."""
@@ -185,6 +182,17 @@ class Scheduler:
             for taker in takers:
                 outputs.append(Output(taker, self._append(taker, sampled[taker])))
         return outputs
+
+    def chunks_again(self, batch: Batch) -> tuple[Chunk, ...]:
+        """The batch's forward failed: what of it can be computed as it is, whether its copies were made or not.
+
+        Who writes to a copied block begins again instead. To copy once more would not do: the block that was copied may be
+        another request's since, and written to."""
+        copied = {target for _, target in batch.copies}
+        for chunk in batch.chunks:
+            if not copied.isdisjoint(chunk.request.blocks):
+                self._preempt(chunk.request)
+        return tuple(chunk for chunk in batch.chunks if chunk.request.phase is Phase.RUNNING)
 
     # ---- the parts of a plan, in the order of `schedule`
 
@@ -264,14 +272,19 @@ class Scheduler:
     def _secure(self, request: Request) -> bool:
         """Preempt the less important until the request's next position has its block; False if it had to go itself."""
         while self.pool.num_lacking(request.blocks, request.num_computed, request.num_computed + 1) > self.pool.num_free:
-            victim = self.running.pop()
-            self._release(victim)
-            victim.phase = Phase.WAITING
-            insort(self.waiting, victim, key=self._rank)
-            self.counters.preemptions += 1
+            victim = self.running[-1]
+            self._preempt(victim)
             if victim is request:
                 return False
         return True
+
+    def _preempt(self, request: Request) -> None:
+        """It waits again, and will be computed again."""
+        self.running.remove(request)
+        self._release(request)
+        request.phase = Phase.WAITING
+        insort(self.waiting, request, key=self._rank)
+        self.counters.preemptions += 1
 
     def _room(self, request: Request) -> int:
         """Positions from num_computed on that its own blocks and all free ones hold."""

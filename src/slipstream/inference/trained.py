@@ -1,0 +1,71 @@
+"""A Slipstream checkpoint as a model to serve: weights by name, and the configuration that a transformers model had.
+
+`engine.save_checkpoint` keeps both (train/persist.py). The weights are the optimizer's masters: fp32, unless those were bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream import checkpoint
+from slipstream.inference.models import UnsupportedModel
+
+
+class Trained(NamedTuple):
+    """One checkpoint; its tensors are still on disk."""
+
+    directory: Path
+    tag: str
+    tensors: Mapping[str, checkpoint.TensorInfo]
+    config: dict[str, Any]  # as config.json has it
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and buffers by the model's names; every byte is checked against its checksum."""
+        tensors = {
+            name: torch.empty(info.shape, dtype=info.dtype)
+            for name, info in self.tensors.items()
+            if name.startswith(("model.", "buffer."))
+        }
+        checkpoint.load(self.directory, self.tag, tensors=tensors)
+        return {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+
+
+def find(path: Path) -> Trained | None:
+    """A folder's checkpoint: it is one, or its `latest` names one. None where it is neither, or a Hugging Face folder."""
+    path = path.resolve()
+    if (path / "config.json").is_file():
+        return None
+    directory, tag = (path.parent, path.name) if (path / "metadata.json").is_file() else (path, checkpoint.latest_tag(path))
+    if tag is None:
+        return None
+    metadata = checkpoint.load_metadata(directory, tag)
+    config = metadata.shared.get("model_config")
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"{metadata.path} does not say what model its weights are of: only of transformers models the configuration is kept. "
+            "Load it into its model (engine.load_checkpoint) and give that, or model.save_pretrained's folder"
+        )
+    return Trained(directory, tag, metadata.tensors, config)
+
+
+def open_model(trained: Trained, dtype: torch.dtype | None) -> Any:
+    """As a live transformers model; `dtype`: None, as it was saved. Raises UnsupportedModel."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    path, state = trained.directory / trained.tag, trained.state()
+    try:
+        config = CONFIG_MAPPING[trained.config["model_type"]].from_dict(trained.config)
+        live = AutoModelForCausalLM.from_config(config, dtype=dtype or next(iter(state.values())).dtype)
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModel(f"transformers cannot make a causal language model of {path}: {error}") from error
+    lacking = [name for name, _ in live.named_parameters() if name not in state]
+    surplus = live.load_state_dict(state, strict=False).unexpected_keys
+    if lacking or surplus:
+        verb, names = ("lacks", lacking) if lacking else ("has also", surplus)
+        raise ValueError(f"{path} {verb} {', '.join(names[:5])}: it is not of a whole {type(live).__name__}")
+    return live

@@ -1,0 +1,84 @@
+"""`init_inference`: what a person has and asks for, as an engine that answers."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.inference import init_inference
+from tests import toy
+from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, tiny
+from tests.pool import run
+
+GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": None, "eos_token_id": None}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": SIZES,
+    "Mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "GPT2": GPT2 | {"pad_token_id": 0, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+}
+
+
+@pytest.mark.parametrize(("family", "forward"), [("Llama", "native kernels, 3 threads"), ("GPT2", "transformers' forward")])
+def test_threads(family: str, forward: str) -> None:
+    answers = []
+    for threads in (1, 3):
+        with init_inference(tiny(family, **MODELS[family]), device="cpu", threads=threads) as engine:
+            answers.append([one.token_ids for one in engine.generate(PROMPTS, max_new_tokens=NEW)])
+            assert torch.get_num_threads() == threads
+    assert forward in engine.description
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("threads", "device", "words"),
+    [
+        (0, "cpu", "threads is 0; it has to be between 1 and 64"),
+        (65, "cpu", "threads is 65; it has to be between 1 and 64"),
+        (2, "cuda", "threads is 2, but the model runs on cuda"),
+    ],
+)
+def test_threads_refused(threads: int, device: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        init_inference(tiny("Llama", **SIZES), device=device, threads=threads)
+
+
+def train(folder: Path, family: str) -> list[list[int]]:
+    """Two steps and a checkpoint; what the model says then."""
+    warnings.simplefilter("ignore")  # transformers' own
+    engine = toy.make(tiny(family, **MODELS[family]), 1)
+    for i in range(2):
+        ids = torch.randint(1, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2 * i + engine.rank))
+        engine(input_ids=ids, labels=ids).loss.backward()
+        engine.step()
+    engine.save_checkpoint(str(folder))
+    engine.eval()
+    answers = []
+    for prompt in PROMPTS:
+        whole = engine.module.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+        answers.append(whole[0, len(prompt) :].tolist())
+    engine.destroy()
+    return answers
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_checkpoint_says_what_the_trained_model_says(family: str, tmp_path: Path) -> None:
+    expected = run(2, train, tmp_path, family)[0]
+    for source in (tmp_path, tmp_path / "global_step2"):
+        with init_inference(source, device="cpu") as engine:
+            assert [one.token_ids for one in engine.generate(PROMPTS, max_new_tokens=NEW)] == expected
+    with init_inference(tmp_path, device="cpu", dtype="bf16") as engine:
+        assert len(engine.generate(PROMPTS[0], max_new_tokens=NEW).token_ids) == NEW
+
+
+def save(folder: Path) -> None:
+    engine = toy.make(toy.seeded(toy.Lm), 1)
+    engine.save_checkpoint(str(folder))
+    engine.destroy()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    run(1, save, tmp_path)
+    with pytest.raises(ValueError, match="global_step0 does not say what model its weights are of"):
+        init_inference(tmp_path)
