@@ -82,6 +82,7 @@ $(READY): $(VENV)/$(PINNED) $(BUILD_INPUTS)
 ENVIRONMENTS := $(VENV) $(PEERS) $(SERVE_PEERS)
 HOW := --no-build-isolation
 $(VENV)/$(PINNED): requirements/dev.txt
+$(VENV)/$(PINNED): HOW := --no-deps
 $(PEERS)/$(PINNED): requirements/peers.txt
 $(SERVE_PEERS)/$(PINNED): requirements/peers-serve.txt
 $(SERVE_PEERS)/$(PINNED): HOW := --no-deps
