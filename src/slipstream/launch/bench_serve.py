@@ -147,7 +147,7 @@ async def _received(connection: h11.Connection, reader: asyncio.StreamReader) ->
                 return
             else:
                 yield event
-    except h11.RemoteProtocolError as error:
+    except (h11.RemoteProtocolError, ConnectionError) as error:
         raise ServerError(f"the answer is not whole: {error}") from error
 
 

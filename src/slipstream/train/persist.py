@@ -381,7 +381,8 @@ def _state_of(part: Any) -> Any:
 def _model_config(module: torch.nn.Module) -> dict[str, Any] | None:
     """What config.json has of a transformers model."""
     config: Any = getattr(module, "config", None)
-    return json.loads(config.to_json_string(use_diff=False)) if hasattr(config, "to_json_string") else None
+    of_transformers = hasattr(config, "model_type") and hasattr(config, "to_json_string")
+    return json.loads(config.to_json_string(use_diff=False)) if of_transformers else None
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
