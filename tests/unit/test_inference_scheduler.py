@@ -362,6 +362,26 @@ def test_a_cancelled_prompt_takes_its_siblings_along() -> None:
     assert scheduler.schedule() is None and pool.num_free == 20
 
 
+def test_who_writes_to_a_copied_block_begins_again_when_a_forward_failed() -> None:
+    """To copy again would be wrong: here the block that was copied has become another request's in the same plan."""
+    pool = BlockPool(4, 4)
+    scheduler = Scheduler(pool, token_budget=32, max_running=4, max_waiting=4, max_context=16)
+    model = Model(pool)
+    first, other = make([1, 2, 3, 4, 5, 6], "a", n=2, end_ids=frozenset()), make([1, 1, 1, 1], "c", end_ids=frozenset())
+    scheduler.add(first)
+    scheduler.add(other)
+    step(scheduler, model)
+    batch = scheduler.schedule()  # the first's sibling gives way, so that the other has a block
+    assert batch is not None and [chunk.request for chunk in batch.chunks] == [first, other]
+    assert len(batch.copies) == 1 and batch.copies[0][0] in other.blocks
+    model.forward(batch)
+    again = Batch(scheduler.chunks_again(batch), ())
+    assert [chunk.request for chunk in again.chunks] == [other] and first in scheduler.waiting
+    scheduler.commit(again, model.forward(again))
+    drain(scheduler, model)  # where the model sees whether each request reads its own
+    assert [request.num_generated for request in (first, *first.siblings, other)] == [8, 8, 8]
+
+
 def test_preempted_goes_on_where_it_was() -> None:
     """Two that cannot both end: the less important gives way, and finds its blocks again in the cache if they are left."""
     pool = BlockPool(9, 4)
