@@ -463,6 +463,7 @@ def test_int4_is_its_twin(run: Callable[..., Any], dtype: torch.dtype, rows: int
     numbers = torch.stack((codes & 15, codes >> 4), 2).view(*scale.shape, group)
     back = (numbers * scale[..., None] + low[..., None]).flatten(1)
     assert torch.equal(run(lambda: ops.dequantise_int4(codes, scale, low)), back)
+    assert torch.equal(run(lambda: ops.dequantise_int4(codes, scale.half(), low.half())), back)  # fp16 numbers, all of them
 
 
 @pytest.mark.parametrize("quantise", [ops.quantise_int8, lambda w: ops.quantise_int4(w, 32)])

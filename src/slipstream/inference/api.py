@@ -352,12 +352,13 @@ def _source(model: Any) -> Any:
 
 def _transformers_model(source: Any, kind: str, place: torch.device, why: UnsupportedModel) -> Any:
     """What the fast decoder cannot say, as a live transformers model. Raises `why` where that cannot serve it either."""
-    from slipstream.inference.generic import open_model
+    from slipstream.inference.generic import open_model, quantise_model, shared_copy
 
     if isinstance(source, Path) and not source.is_dir():
         raise why
     if kind in ("int8", "int4"):
-        raise ValueError(f"{kind} is for models of the fast decoder, and this one runs through transformers: {why}") from why
+        own = open_model(source, torch.bfloat16) if isinstance(source, Path) else shared_copy(source)
+        return quantise_model(own, kind).to(place)
     dtype = None if kind == "auto" else getattr(torch, kind)
     live = open_model(source, "auto" if dtype is None else dtype) if isinstance(source, Path) else source
     return live.to(device=place, dtype=dtype)

@@ -323,11 +323,11 @@ def quantise_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dequantise_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
-    """The reverse of `quantise_int4`, in fp32; groups of any even size."""
+    """The reverse of `quantise_int4`, in fp32; groups of any even size, and scale and low may be fp16."""
     kernels = _kernels()
     if kernels is None or not codes.is_cpu:
         return reference.dequantise_int4(codes, scale, low)
-    codes, scale, low = codes.contiguous(), scale.contiguous(), low.contiguous()
+    codes, scale, low = codes.contiguous(), scale.float().contiguous(), low.float().contiguous()
     w = torch.empty(len(codes), 2 * codes.shape[1])
     group = w.shape[1] // max(scale.shape[1], 1)
     pointers = (codes.data_ptr(), scale.data_ptr(), low.data_ptr())
