@@ -5,6 +5,7 @@ the same bits for any size, dtype and alignment, non-finite values stay visible,
 refused by name.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.ops import cpu
+from slipstream.ops import cpu, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 130, 1000, 65536, 65536 + 64, 2 * 65536 + 77)
@@ -427,3 +428,69 @@ def test_native_copy_refuses_overlap() -> None:
     x = torch.zeros(101)
     with pytest.raises(ValueError, match=r"overlap: 100 elements, 4 bytes apart"):
         ops.copy_stream(x[1:], x[:-1])
+
+
+# -- Quantisation
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Rows of very different sizes, the first of zeros and the second of one number."""
+    generator = torch.Generator().manual_seed(columns)
+    w = torch.randn(rows, columns, generator=generator) * 10 ** torch.randn(rows, 1, generator=generator)
+    w[:1], w[1:2] = 0, -3.3
+    return w.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 15, 16, 17, 64, 333])
+def test_int8_is_its_twin(run: Callable[..., Any], dtype: torch.dtype, columns: int) -> None:
+    w = matrix(9, columns, dtype)
+    codes, scale = run(lambda: ops.quantise_int8(w))
+    assert all(map(torch.equal, (codes, scale), reference.quantise_int8(w)))
+    assert torch.equal(run(lambda: ops.dequantise_int8(codes, scale)), codes * scale[:, None])
+    transposed = matrix(columns, 9, dtype).T
+    assert all(map(torch.equal, run(lambda: ops.quantise_int8(transposed)), reference.quantise_int8(transposed)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "columns", "group"), [(1, 32, 32), (9, 288, 32), (40, 64, 64), (3, 384, 128), (7, 18, 6), (5, 2, 2)]
+)
+def test_int4_is_its_twin(run: Callable[..., Any], dtype: torch.dtype, rows: int, columns: int, group: int) -> None:
+    w = matrix(rows, columns, dtype)
+    codes, scale, low = run(lambda: ops.quantise_int4(w, group))
+    assert all(map(torch.equal, (codes, scale, low), reference.quantise_int4(w, group)))
+    numbers = torch.stack((codes & 15, codes >> 4), 2).view(*scale.shape, group)
+    back = (numbers * scale[..., None] + low[..., None]).flatten(1)
+    assert torch.equal(run(lambda: ops.dequantise_int4(codes, scale, low)), back)
+    assert torch.equal(run(lambda: ops.dequantise_int4(codes, scale.half(), low.half())), back)  # fp16 numbers, all of them
+
+
+@pytest.mark.parametrize("quantise", [ops.quantise_int8, lambda w: ops.quantise_int4(w, 32)])
+def test_threads_quantise_alike(run: Callable[..., Any], quantise: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    w = matrix(1001, 320, torch.bfloat16)
+    alone = run(lambda: quantise(w))
+    torch.set_num_threads(3)
+    assert all(map(torch.equal, run(lambda: quantise(w)), alone))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_quantised_weights_that_are_not_finite_show(run: Callable[..., Any], bad: float) -> None:
+    w = matrix(4, 64, torch.float32)
+    rest = torch.arange(8) != 5  # groups
+    expected = reference.quantise_int4(w, 32)
+    w[2, 40] = bad
+    scale = run(lambda: ops.quantise_int8(w))[1]
+    codes, scales, low = run(lambda: ops.quantise_int4(w, 32))
+    assert scale.isfinite().tolist() == [True, True, False, True]
+    assert torch.equal(low.flatten().isfinite(), rest)
+    for ours, twin in zip((codes, scales, low), expected, strict=True):
+        assert torch.equal(ours.view(8, -1)[rest], twin.view(8, -1)[rest])
+
+
+def test_quantisation_refuses_by_name(run: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"quantise_int8: w is torch.int8 of shape \(2, 3\)"):
+        run(lambda: ops.quantise_int8(torch.zeros(2, 3, dtype=torch.int8)))
+    for columns, group in ((48, 32), (33, 33), (512, 256)):
+        with pytest.raises(ValueError, match=f"group {group}, input {columns}"):
+            run(functools.partial(ops.quantise_int4, torch.zeros(2, columns), group))

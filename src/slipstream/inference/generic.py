@@ -8,27 +8,35 @@ Two ways, the first where it gives the second's logits (tried when the decoder i
   blocks. For models that do their attention themselves (BLOOM, Falcon) or without position ids.
 
 What holds other state than keys and values (Mamba, hybrids, encoder-decoders) is refused in one sentence.
+
+Quantised (`quantise_model`), it is the same modules with int8 or int4 matrices, which are dequantised where they are used, a
+slice at a time: this saves memory; time only beside products in bf16 on CPUs that have none (without AVX-512 they are slow).
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from .core import Batch, Chunk, Request, SamplingParams
 from .decoder import Inputs, Span, attend, batch_inputs, visible
 from .kv_cache import HeadShape, KVCache
 from .models import UnsupportedModel
+from .quantise import dequantise, to_int8, to_kind
+from .weights import Int4, Int8
 
 _NAME = "slipstream_paged"  # in transformers' registries of attention and mask functions
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length", "max_sequence_length")
+_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights that are dequantised together: what caches hold, what fills a GPU
 _UNBOUNDED = 1 << 20  # a model without a table of positions (alibi) says no limit; memory is one
 
 
@@ -243,3 +251,88 @@ def _caches(cache: KVCache, what: _Step | Span) -> Any:
             return -1
 
     return Cache(layers=[Layer(i) for i in range(len(cache.keys))])
+
+
+# -- Quantised -------------------------------------------------------------------------------------------------------------
+
+
+class QuantisedLinear(nn.Module):
+    """In place of `nn.Linear`, and of GPT-2's `Conv1D`. On a CPU the product is fp32, which is fast on all of them."""
+
+    bias: Tensor | None
+
+    def __init__(self, matrix: Int8 | Int4, bias: Tensor | None, dtype: torch.dtype):
+        super().__init__()
+        self.kind, self.dtype = type(matrix), dtype
+        for name, part in matrix._asdict().items():
+            # int4's scales and offsets are fp16 numbers: nothing is lost.
+            self.register_buffer(name, part.half() if self.kind is Int4 and part.is_floating_point() else part)
+        self.register_buffer("bias", None if bias is None else bias.detach().to(dtype))
+
+    @property
+    def matrix(self) -> Int8 | Int4:
+        return self.kind(*(getattr(self, name) for name in self.kind._fields))
+
+    @property
+    def weight(self) -> Tensor:
+        """For code that asks for the weight's dtype, or multiplies by itself."""
+        return dequantise(self.matrix).to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.is_cpu else x
+        step = max(1, _AT_ONCE[x.device.type] // x.shape[-1])
+        slices = zip(*(part.split(step) for part in self.matrix), strict=True)
+        y = torch.cat([F.linear(wide, dequantise(self.kind(*some)).to(wide.dtype)) for some in slices], -1)
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+@torch.no_grad()
+def quantise_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Puts matrices of `kind` in the place of a transformers model's own and casts the rest to `dtype`, to compute in.
+
+    As in `quantise.quantise`, the output matrix is int8 in both kinds; embeddings, norms, biases and routers are not quantised.
+    Raises UnsupportedModel where most weights are in modules of other kinds (experts as one tensor).
+    """
+    head, stored, found = model.get_output_embeddings(), model.dtype, list(_matrices(model))
+    num_quantised = sum(module.weight.numel() for module in {module for _, _, module in found})
+    others = {
+        f"{path}.{name}": parameter
+        for path, module in model.named_modules()
+        if not isinstance(module, nn.Embedding) and all(module is not one for _, _, one in found)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() > 1
+    }
+    if (num_others := sum(parameter.numel() for parameter in others.values())) > num_quantised:
+        largest = max(others, key=lambda name: others[name].numel())
+        raise UnsupportedModel(
+            f"{kind} would leave {num_others:,} of {num_others + num_quantised:,} weights of {type(model).__name__} as they are: "
+            f"they are in no nn.Linear ({largest}: {list(others[largest].shape)}); serve it without quantisation"
+        )
+    made: dict[nn.Module, QuantisedLinear] = {}
+    for parent, name, module in found:
+        if module not in made:
+            weight = module.weight if isinstance(module, nn.Linear) else module.weight.T.contiguous()
+            made[module] = QuantisedLinear(to_int8(weight) if module is head else to_kind(weight, kind), module.bias, dtype)
+            module.weight = None  # its memory is free before the next one's is taken
+        setattr(parent, name, made[module])
+    for parameter in model.parameters():
+        if parameter.dtype == stored:  # not what the model keeps in fp32 on purpose
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _matrices(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Modules that multiply by a matrix, but for routers, with their parents and names there."""
+    from transformers.pytorch_utils import Conv1D
+
+    num_experts = [value for name, value in model.config.get_text_config().to_dict().items() if name.endswith("_experts")]
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, Conv1D) or (isinstance(child, nn.Linear) and child.out_features not in num_experts):
+                yield parent, name, child
+
+
+def shared_copy(model: Any) -> Any:
+    """A model of modules of its own over the same numbers: what is replaced or cast in it is not in `model`."""
+    memo: dict[int, Any] = {id(one): nn.Parameter(one.data, requires_grad=False) for one in model.parameters()}
+    return copy.deepcopy(model, memo | {id(one): one for one in model.buffers()})

@@ -193,14 +193,16 @@ def _transformers_model(source: Any, kind: str, place: torch.device, why: Unsupp
 
     if isinstance(source, Path) and not source.is_dir():
         raise why
-    if kind in ("int8", "int4"):
-        raise ValueError(f"{kind} is for models of the fast decoder, and this one runs through transformers: {why}") from why
-    dtype = None if kind == "auto" else getattr(torch, kind)
-    live = source
+    quantised = kind in ("int8", "int4")
+    dtype = torch.bfloat16 if quantised else None if kind == "auto" else getattr(torch, kind)
     if isinstance(source, Path):
         saved = trained.find(source)
-        live = generic.open_model(source, dtype or "auto") if saved is None else trained.open_model(saved, dtype)
-    return live.to(device=place, dtype=dtype)
+        own = generic.open_model(source, dtype or "auto") if saved is None else trained.open_model(saved, dtype)
+    else:
+        own = generic.shared_copy(source)
+    if quantised:
+        return generic.quantise_model(own, kind).to(place)
+    return own.to(device=place, dtype=dtype)
 
 
 def _end_ids(live: Any) -> tuple[int, ...]:

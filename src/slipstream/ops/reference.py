@@ -20,6 +20,7 @@ BLOCK = 65536  # elements per partial sum of squares, as in csrc/slipstream_ops.
 CPU_CHUNK = 65536  # its temporaries stay in cache, and torch's cost per call is small beside it
 CPU_SUM = 16384
 DEVICE_CHUNK = 1 << 24  # an accelerator wants few large kernels
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of an int4 group's range: outliers are cut where that costs less
 
 
 class Partial(NamedTuple):
@@ -119,3 +120,85 @@ def _sqrt(x: Tensor) -> Tensor:
 @torch.no_grad()
 def copy_stream(dst: Tensor, src: Tensor) -> None:
     dst.copy_(src)
+
+
+@torch.no_grad()
+def quantise_int8(w: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scale = torch.empty_like(w, dtype=torch.int8), torch.empty(len(w), dtype=torch.float32, device=w.device)
+    step = _rows_at_once(w)
+    for rows, q, scales in zip(w.split(step), codes.split(step), scale.split(step), strict=True):
+        wide = rows.float()
+        torch.amax(wide.abs(), 1, out=scales).div_(127)
+        q[:] = (wide / _at_least_tiny(scales)[:, None]).clamp_(-127, 127).round_()
+    return codes, scale
+
+
+@torch.no_grad()
+def dequantise_int8(codes: Tensor, scale: Tensor) -> Tensor:
+    return codes.float().mul_(scale[:, None])
+
+
+@torch.no_grad()
+def quantise_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    parts = []
+    for some in w.split(_rows_at_once(w)):
+        # A group is a column, so that its sums are taken over whole vectors.
+        q, scale, low = _fit_int4(some.float().view(-1, group).T.contiguous())
+        q = q.T.reshape(some.shape)
+        parts.append((q[:, ::2] | (q[:, 1::2] << 4), scale.view(len(some), -1), low.view(len(some), -1)))
+    codes, scale, low = (torch.cat(part) for part in zip(*parts, strict=True))
+    return codes, scale, low
+
+
+@torch.no_grad()
+def dequantise_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+    out = torch.empty(*codes.shape, 2, device=codes.device)
+    step = _rows_at_once(codes)
+    for rows, q, scales, lows in zip(*(whole.split(step) for whole in (out, codes, scale, low)), strict=True):
+        rows[..., 0], rows[..., 1] = q & 15, q >> 4
+        rows.view(*scales.shape, -1).mul_(scales[..., None]).add_(lows[..., None])
+    return out.flatten(1)
+
+
+def _rows_at_once(w: Tensor) -> int:
+    return max(1, (4 * CPU_CHUNK if w.is_cpu else DEVICE_CHUNK) // max(1, w.shape[1]))
+
+
+def _fit_int4(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """w [group, groups] -> codes uint8 of the same shape, scale and low [groups]."""
+    size = len(w)
+    least, most = w.aminmax(dim=0)
+    middle, span, mean = (least + most) * 0.5, most - least, _sum(w) / size
+    best: tuple[Tensor, ...] | None = None
+    for shrink in SHRINKS:
+        codes = _nearest_code(w, span * (shrink / 15), middle - span * (shrink / 2))
+        # The line through (codes, w) of least squares is the best scale and low for them; codes are then chosen anew.
+        code_mean = _sum(codes) / size
+        centred = codes.sub_(code_mean)
+        slope = _sum(centred * w) / _sum(centred.square()).clamp_min_(1e-12)
+        scale = slope.half().float()  # as files and the decoder hold it
+        low = (mean - scale * code_mean).half().float()
+        error = _sum(_nearest_code(w, scale, low).mul_(scale).add_(low).sub_(w).square_())
+        found: tuple[Tensor, ...] = (error, scale, low)
+        if best is not None:
+            found = tuple(torch.where(error < best[0], new, old) for new, old in zip(found, best, strict=True))
+        best = found
+    assert best is not None, "there is a first range"
+    _, scale, low = best
+    return _nearest_code(w, scale, low).to(torch.uint8), scale, low
+
+
+def _nearest_code(w: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+    return (w - low).mul_(_at_least_tiny(scale).reciprocal_()).clamp_(0, 15).round_()
+
+
+def _at_least_tiny(scale: Tensor) -> Tensor:
+    return scale.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _sum(x: Tensor) -> Tensor:
+    """[elements, groups] -> [groups], added in the kernel's order: elements with even and with odd numbers apart."""
+    sums = torch.zeros_like(x[:2])
+    for i in range(0, len(x), 2):
+        sums += x[i : i + 2]
+    return sums[0] + sums[1]

@@ -1,0 +1,24 @@
+/* Weights to int8 and int4 and back: the table that each instruction set fills. The torch twins in reference.py give the
+ * same bits. */
+#ifndef SLIPSTREAM_QUANTISE_H
+#define SLIPSTREAM_QUANTISE_H
+
+#include "slipstream_ops.h"
+
+#define MAX_GROUP 128 /* inputs that share a scale */
+
+struct quantise_isa {
+    const char *name;
+    /* w [rows][columns] <-> codes of its shape, a scale for each row. */
+    void (*to_int8)(const char *w, int dtype, int64_t rows, int64_t columns, int8_t *codes, float *scales);
+    void (*from_int8)(float *w, int64_t rows, int64_t columns, const int8_t *codes, const float *scales);
+    /* w [groups][group] <-> two codes a byte, the first in the low half; a scale and an offset for each group. */
+    void (*to_int4)(const char *w, int dtype, int64_t groups, int64_t group, uint8_t *codes, float *scales, float *lows);
+    void (*from_int4)(float *w, int64_t groups, int64_t group, const uint8_t *codes, const float *scales, const float *lows);
+};
+
+extern const struct quantise_isa *const quantise_avx512;
+extern const struct quantise_isa *const quantise_avx2;
+extern const struct quantise_isa *const quantise_portable;
+
+#endif

@@ -1,0 +1,12 @@
+/* Quantisation for x86-64 with AVX2, FMA and F16C. */
+#include "quantise.h"
+
+#if defined(__x86_64__)
+#include "vec_avx2.h"
+#include "quantise_body.h"
+
+static const struct quantise_isa table = {"avx2", to_int8, from_int8, to_int4, from_int4};
+const struct quantise_isa *const quantise_avx2 = &table;
+#else
+const struct quantise_isa *const quantise_avx2 = 0;
+#endif

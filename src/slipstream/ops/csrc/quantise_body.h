@@ -1,0 +1,179 @@
+/* Quantisation, written once over 16 fp32 lanes: for int8 along a row, for int4 across 16 groups, one in each lane.
+ * The operations and their order are those of reference.py, so that the results are the same bits. */
+#include "quantise.h"
+
+#include <string.h>
+
+INLINE int64_t itemsize(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
+
+INLINE vec load_weights(const char *p, int dtype)
+{
+    return dtype == DTYPE_BF16 ? load_bf16(p) : dtype == DTYPE_F16 ? load_f16(p) : load_f32(p);
+}
+
+/* To whole numbers between least and most, to nearest even: added to 1.5 * 2^23, only those are left. */
+INLINE vec whole_between(vec x, float least, float most)
+{
+    const vec magic = vec_set(12582912.0f);
+    x = vec_max(vec_min(x, vec_set(most)), vec_set(least));
+    return vec_sub(vec_add(x, magic), magic);
+}
+
+INLINE vec at_least_tiny(vec x) { return vec_max(x, vec_set(0x1p-126f)); }
+
+TARGET static void to_int8(const char *w, int dtype, int64_t rows, int64_t columns, int8_t *codes, float *scales)
+{
+    const int64_t size = itemsize(dtype), full = columns / 16 * 16;
+    for (int64_t row = 0; row < rows; ++row, w += columns * size, codes += columns) {
+        char rest[16 * sizeof(float)] = {0}; /* the columns after the last full vector, then zeros */
+        float lanes[16], most = 0.0f;
+        vec largest = vec_set(0.0f), broken = vec_set(0.0f);
+        memcpy(rest, w + full * size, (size_t)((columns - full) * size));
+        for (int64_t k = 0; k < columns; k += 16) {
+            const vec x = load_weights(k < full ? w + k * size : rest, dtype);
+            largest = vec_max(largest, vec_max(x, vec_sub(vec_set(0.0f), x)));
+            broken = vec_add(broken, vec_sub(x, x)); /* a maximum may lose a NaN; this is 0, or NaN from the first such on */
+        }
+        store_f32(lanes, largest, 0);
+        for (int lane = 0; lane < 16; ++lane)
+            most = lanes[lane] > most ? lanes[lane] : most;
+        scales[row] = most / 127.0f;
+        store_f32(lanes, broken, 0);
+        for (int lane = 0; lane < 16; ++lane)
+            scales[row] += lanes[lane];
+        const vec scale = at_least_tiny(vec_set(scales[row]));
+        for (int64_t k = 0; k < columns; k += 16) {
+            const vec x = load_weights(k < full ? w + k * size : rest, dtype);
+            const int64_t width = columns - k < 16 ? columns - k : 16;
+            store_f32(lanes, whole_between(vec_div(x, scale), -127.0f, 127.0f), 0);
+            for (int64_t lane = 0; lane < width; ++lane)
+                codes[k + lane] = (int8_t)lanes[lane];
+        }
+    }
+}
+
+typedef float across[MAX_GROUP][16]; /* element k of each of 16 groups */
+
+INLINE vec nearest_code(vec x, vec inverse, vec low) { return whole_between(vec_mul(vec_sub(x, low), inverse), 0.0f, 15.0f); }
+
+INLINE vec inverse_of(vec scale) { return vec_div(vec_set(1.0f), at_least_tiny(scale)); }
+
+INLINE vec to_half(vec x)
+{
+    char halves[32];
+    return store_f16(halves, x, 0);
+}
+
+/* A scale and an offset for each lane's group. Tried are the whole range and five that cut its outliers; each gives codes,
+ * the line of least squares through codes and weights gives the scale and offset, and the least squared error wins. */
+TARGET static void fit(across w, int64_t group, float *scales, float *lows)
+{
+    static const double shrinks[] = {1.0, 0.95, 0.9, 0.85, 0.8, 0.75};
+    const vec zero = vec_set(0.0f), size = vec_set((float)group);
+    vec least = load_f32(w[0]), most = least, even = zero, odd = zero;
+    for (int64_t k = 0; k < group; k += 2) {
+        const vec a = load_f32(w[k]), b = load_f32(w[k + 1]);
+        least = vec_min(least, vec_min(a, b));
+        most = vec_max(most, vec_max(a, b));
+        even = vec_add(even, a);
+        odd = vec_add(odd, b);
+    }
+    const vec middle = vec_mul(vec_add(least, most), vec_set(0.5f)), span = vec_sub(most, least);
+    const vec mean = vec_div(vec_add(even, odd), size);
+    float smallest[16] = {0};
+    for (int i = 0; i < 6; ++i) {
+        across codes;
+        vec low = vec_sub(middle, vec_mul(span, vec_set((float)(shrinks[i] / 2))));
+        vec inverse = inverse_of(vec_mul(span, vec_set((float)(shrinks[i] / 15))));
+        even = odd = zero;
+        for (int64_t k = 0; k < group; k += 2) {
+            even = vec_add(even, store_f32(codes[k], nearest_code(load_f32(w[k]), inverse, low), 0));
+            odd = vec_add(odd, store_f32(codes[k + 1], nearest_code(load_f32(w[k + 1]), inverse, low), 0));
+        }
+        const vec code_mean = vec_div(vec_add(even, odd), size);
+        vec even_squares = zero, odd_squares = zero;
+        even = odd = zero;
+        for (int64_t k = 0; k < group; k += 2) {
+            const vec a = vec_sub(load_f32(codes[k]), code_mean), b = vec_sub(load_f32(codes[k + 1]), code_mean);
+            even = vec_add(even, vec_mul(a, load_f32(w[k])));
+            odd = vec_add(odd, vec_mul(b, load_f32(w[k + 1])));
+            even_squares = vec_add(even_squares, vec_mul(a, a));
+            odd_squares = vec_add(odd_squares, vec_mul(b, b));
+        }
+        const vec squares = vec_max(vec_add(even_squares, odd_squares), vec_set(1e-12f));
+        const vec scale = to_half(vec_div(vec_add(even, odd), squares)); /* as files and the decoder hold it */
+        low = to_half(vec_sub(mean, vec_mul(scale, code_mean)));
+        inverse = inverse_of(scale);
+        even = odd = zero;
+        for (int64_t k = 0; k < group; k += 2) {
+            const vec a = load_f32(w[k]), b = load_f32(w[k + 1]);
+            const vec error_a = vec_sub(vec_add(vec_mul(nearest_code(a, inverse, low), scale), low), a);
+            const vec error_b = vec_sub(vec_add(vec_mul(nearest_code(b, inverse, low), scale), low), b);
+            even = vec_add(even, vec_mul(error_a, error_a));
+            odd = vec_add(odd, vec_mul(error_b, error_b));
+        }
+        float error[16], scale_of[16], low_of[16];
+        store_f32(error, vec_add(even, odd), 0);
+        store_f32(scale_of, scale, 0);
+        store_f32(low_of, low, 0);
+        for (int lane = 0; lane < 16; ++lane)
+            if (i == 0 || error[lane] < smallest[lane]) {
+                smallest[lane] = error[lane];
+                scales[lane] = scale_of[lane];
+                lows[lane] = low_of[lane];
+            }
+    }
+}
+
+TARGET static void to_int4(const char *w, int dtype, int64_t groups, int64_t group, uint8_t *codes, float *scales, float *lows)
+{
+    const int64_t size = itemsize(dtype), bytes = group / 2;
+    for (int64_t first = 0; first < groups; first += 16) {
+        const int64_t lanes = groups - first < 16 ? groups - first : 16;
+        char padded[sizeof(across)];
+        float rows[sizeof(across) / sizeof(float)], scale[16], low[16];
+        across turned;
+        const char *from = w + first * group * size;
+        if (lanes < 16)
+            from = memcpy(memset(padded, 0, sizeof padded), from, (size_t)(lanes * group * size));
+        for (int64_t i = 0; i < group; ++i) /* 16 groups are as many vectors as a group has elements */
+            store_f32(rows + i * 16, load_weights(from + i * 16 * size, dtype), 0);
+        for (int lane = 0; lane < 16; ++lane)
+            for (int64_t k = 0; k < group; ++k)
+                turned[k][lane] = rows[lane * group + k];
+        fit(turned, group, scale, low);
+        const vec inverse = inverse_of(load_f32(scale)), offset = load_f32(low);
+        for (int64_t k = 0; k < bytes; ++k) {
+            const vec a = nearest_code(load_f32(turned[2 * k]), inverse, offset);
+            const vec b = nearest_code(load_f32(turned[2 * k + 1]), inverse, offset);
+            store_f32(turned[k], vec_add(a, vec_mul(b, vec_set(16.0f))), 0);
+        }
+        for (int64_t lane = 0; lane < lanes; ++lane)
+            for (int64_t k = 0; k < bytes; ++k)
+                codes[(first + lane) * bytes + k] = (uint8_t)turned[k][lane];
+        memcpy(scales + first, scale, (size_t)lanes * sizeof(float));
+        memcpy(lows + first, low, (size_t)lanes * sizeof(float));
+    }
+}
+
+/* Back: loops that compilers turn into vector code. */
+TARGET static void from_int8(float *restrict w, int64_t rows, int64_t columns, const int8_t *restrict codes, const float *scales)
+{
+    for (int64_t row = 0; row < rows; ++row, w += columns, codes += columns) {
+        const float scale = scales[row];
+        for (int64_t k = 0; k < columns; ++k)
+            w[k] = (float)codes[k] * scale;
+    }
+}
+
+TARGET static void from_int4(float *restrict w, int64_t groups, int64_t group, const uint8_t *restrict codes, const float *scales,
+                             const float *lows)
+{
+    for (int64_t i = 0; i < groups; ++i, w += group, codes += group / 2) {
+        const float scale = scales[i], low = lows[i];
+        for (int64_t k = 0; k < group / 2; ++k) {
+            w[2 * k] = (float)(codes[k] & 15) * scale + low;
+            w[2 * k + 1] = (float)(codes[k] >> 4) * scale + low;
+        }
+    }
+}
