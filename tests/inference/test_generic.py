@@ -129,3 +129,12 @@ def test_what_is_not_quantised() -> None:
     model = tiny("OPT", **CASES["opt"][1])
     model.config.num_local_experts = 96  # as many as fc1 has outputs, which makes it a router
     assert {name for *_, name, _ in _matrices(model)} == {"q_proj", "k_proj", "v_proj", "out_proj", "fc2", "lm_head"}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_a_live_model_stays_as_it_is(dtype: str) -> None:
+    model = tiny("GPT2", **GPT2)
+    before = {name: (tensor.dtype, tensor.data_ptr()) for name, tensor in model.state_dict().items()}
+    with slipstream.init_inference(model, dtype=dtype, device="cpu") as engine:
+        assert len(engine.generate([[1, 2, 3]], max_new_tokens=2)[0].token_ids) == 2
+    assert before == {name: (tensor.dtype, tensor.data_ptr()) for name, tensor in model.state_dict().items()}
