@@ -89,19 +89,6 @@ def test_a_constraint_is_its_requests_own_and_says_when_it_is_done(grammars: Gra
     assert not open_ended.done and {0, 2} < allowed(open_ended), "it may end, or go on"
 
 
-def test_guesses_are_masked_as_if_they_were_generated(grammars: Grammars) -> None:
-    schema = '{"enum": ["ab", "cd"]}'
-    ids = BACKEND.encode('"ab"').ids
-    constraint, other = grammars.constraint(schema), grammars.constraint(schema)
-    masks = constraint.masks([*ids, 2])
-    for i, token in enumerate(ids):
-        assert torch.equal(masks[i], other.mask())
-        other.accept(token)
-    assert torch.equal(masks[len(ids)], other.mask()) and masks[-1] is None
-    assert torch.equal(constraint.mask(), masks[0]), "nothing was consumed"
-    assert [mask is None for mask in constraint.masks([BACKEND.encode("x").ids[0], 5])] == [False, True, True]
-
-
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [

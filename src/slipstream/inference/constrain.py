@@ -91,19 +91,6 @@ class Constraint:
                 words[token // 32] &= ~bit
         return torch.from_numpy(words.view(np.int32))
 
-    def masks(self, draft: Sequence[int]) -> list[Tensor | None]:
-        """Of the next position and of those after each guess; None after a guess that is not allowed (it cannot be met)."""
-        masks: list[Tensor | None] = [self.mask()]
-        taken = 0
-        for token in draft:
-            if token in self._end_ids or self.done or not self._matcher.try_consume_tokens([token]):
-                break
-            taken += 1
-            masks.append(self.mask())
-        if taken:
-            self._matcher.rollback(taken)
-        return masks + [None] * (len(draft) + 1 - len(masks))
-
     def accept(self, token: int) -> None:
         """`token` was generated. An end token changes nothing."""
         if token not in self._end_ids and not self._matcher.consume_token(token):

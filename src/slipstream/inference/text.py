@@ -132,9 +132,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
-    def stream(self, prompt: Sequence[int] = (), *, skip_special: bool = True) -> Stream:
-        return Stream(self, prompt, skip_special=skip_special)
-
     def token_bytes(self, token: int) -> bytes:
         """What one token adds to a text; half a character's bytes are given as they are (OpenAI's logprobs)."""
         text = self.backend.id_to_token(token)
@@ -196,9 +193,9 @@ class Stream:
 
     WINDOW = 24  # tokens; more than this without whole text are no character that is still to come
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._decode = tokenizer.backend.decode
-        self._hidden = tokenizer.hidden if skip_special else frozenset()
+        self._hidden = tokenizer.hidden
         # A decoder strips the space of a text's first token, which the first generated token is not.
         shown = [i for i in prompt[-self.WINDOW :] if i not in self._hidden]
         for num in range(8, self.WINDOW + 1):
