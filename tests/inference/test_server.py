@@ -21,13 +21,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.inference.fake_engine import FakeEngine
+from tests.inference.fake_engine import FakeEngine, FakeTokenizer, Logprob, Output
 
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
 from slipstream.inference.server import create_app  # noqa: E402
+from slipstream.inference.server.answers import CompletionFormat, join  # noqa: E402
 from slipstream.inference.server.protocol import ChatRequest, CompletionRequest  # noqa: E402
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -167,6 +168,24 @@ def test_logprobs(ai: Any) -> None:
     assert (whole[1].token, whole[1].bytes, whole[1].logprob, whole[1].top_logprobs[0].token) == ("C", [67], -0.5, "a")
     chunks = [choice for chunk in ai.chat.completions.create(**ask, stream=True) for choice in chunk.choices]
     assert [entry for choice in chunks if choice.logprobs for entry in choice.logprobs.content] == whole
+
+
+def test_tokens_in_logprobs_are_told_apart() -> None:
+    """Half characters by their bytes; of tokens with the same text, the likeliest is kept. Offsets are of the text."""
+    tokenizer = FakeTokenizer()
+    tokenizer.token_bytes = lambda token: {300: b"A"}.get(token) or bytes([token])  # type: ignore[method-assign]
+    form = CompletionFormat("fake/model", tokenizer, logprobs=True)
+    chosen = [(300, -3.0), (0xE2, -1.0), (0x82, -1.0), (0xAC, -1.0), (66, -1.0)]  # another A, the three bytes of an euro sign, B
+    entries = [Logprob(token, value, ((65, -0.5), (0xE2, -1.0), (0x82, -2.0))) for token, value in chosen]
+    pieces = [form.pieces(join(0, [Output(0, "", logprobs=(entry,))]))[0]["logprobs"] for entry in entries]
+    made = {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]}
+    assert made["tokens"] == ["A", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "B"]
+    assert made["token_logprobs"] == [-3.0, -1.0, -1.0, -1.0, -1.0]
+    others = {"A": -0.5, r"bytes:\xe2": -1.0, r"bytes:\x82": -2.0}
+    assert made["top_logprobs"] == [others, others, others, others | {r"bytes:\xac": -1.0}, others | {"B": -1.0}]
+    assert made["text_offset"] == [0, 1, 1, 1, 2]
+    whole = CompletionFormat("fake/model", tokenizer, logprobs=True)
+    assert whole.choice(join(0, [Output(0, "", logprobs=tuple(entries))]))["logprobs"] == made
 
 
 def test_parameters_reach_the_engine(ai: Any, engine: FakeEngine) -> None:
