@@ -38,6 +38,8 @@ class Output(NamedTuple):
 
 
 class FakeTokenizer:
+    tells_tools = True
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode())
 

@@ -252,6 +252,18 @@ def test_json_and_tools(ai: Any, engine: FakeEngine) -> None:
     assert "add" not in ask(tools=[TOOL], tool_choice="none").message.content
 
 
+def test_tools_that_the_template_never_reads(address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.tokenizer, "tells_tools", False)
+    for choice in ({}, {"tool_choice": "auto"}):
+        reply = post(address, tools=[TOOL], **choice)
+        assert (reply.status, reply.error["param"]) == (400, "tools")
+        assert 'tool_choice "required"' in reply.error["message"]
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        [answer] = json.loads(post(address, tools=[TOOL], tool_choice=choice).body)["choices"]
+        assert answer["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 7}'}
+    assert post(address, tools=[TOOL], tool_choice="none").status == post(address, tools=[]).status == 200
+
+
 def test_errors_of_the_client(address: str, ai: Any) -> None:
     assert [model.id for model in ai.models.list()] == ["fake/model"]
     assert ai.models.retrieve("fake/model").id == "fake/model"

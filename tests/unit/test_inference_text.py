@@ -216,6 +216,18 @@ def test_a_folder(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("templates", "tells"),
+    [
+        ({"default": "{% for message in messages %}{{ message.tools }}{% endfor %}"}, False),
+        ({"default": "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools | tojson }}"}, True),  # as Llama's
+        ({"default": "{{ messages }}", "tool_use": "{%- for tool in tools %}{{ tool }}{% endfor %}"}, True),
+    ],
+)
+def test_whether_a_template_reads_tools(templates: dict[str, str], tells: bool) -> None:
+    assert Tokenizer(BACKEND, templates=templates).tells_tools is tells
+
+
 def test_a_gguf_file() -> None:
     tokenizer = Tokenizer.from_gguf(gguf_metadata())
     for text in (TEXT, HARD, "1234 12,5", "<|im_start|>user\nx<|im_end|>"):

@@ -149,6 +149,17 @@ class Tokenizer:
     def _is_byte_level(self) -> bool:
         return '"ByteLevel"' in json.dumps(json.loads(self.backend.to_str()).get("decoder"))
 
+    def _template_name(self, with_tools: bool) -> str:
+        return "tool_use" if with_tools and "tool_use" in self.templates else "default"
+
+    @cached_property
+    def tells_tools(self) -> bool:
+        """Whether the model hears of the tools that `chat` is given: many templates never read them."""
+        from jinja2 import meta
+
+        template = _environment().parse(self.templates[self._template_name(True)])
+        return "tools" in meta.find_undeclared_variables(template)
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -162,7 +173,7 @@ class Tokenizer:
         """
         import jinja2
 
-        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        name = self._template_name(bool(tools))
         if name not in self.templates:
             raise ValueError("this model has no chat template; use plain completions, or a folder with chat_template.jinja")
         messages = [_plain_message(message) for message in messages]

@@ -148,6 +148,10 @@ def create_app(
             text = await asyncio.to_thread(tokenizer.chat, messages, tools=tools)
         except (ValueError, RecursionError) as error:
             raise RequestError(str(error), param="messages") from None
+        if tools and not ask.forced() and not tokenizer.tells_tools:
+            message = f"the chat template of {engine.model_name} does not tell the model of tools, so that it would never call one"
+            message += '; force a call, which has its function\'s schema all the same, by tool_choice "required" or a function\'s name'
+            raise RequestError(message, param="tools", code="unsupported_parameter")
         prompt = await asyncio.to_thread(tokenizer.encode, text, special=False)
         limit = max_tokens([prompt], ask.max_completion_tokens or ask.max_tokens, engine.max_context)
         logprobs = (ask.top_logprobs or 0) if ask.logprobs else None

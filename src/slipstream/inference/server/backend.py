@@ -49,6 +49,11 @@ class Output(Protocol):
 class Tokenizer(Protocol):
     def encode(self, text: str, *, special: bool = True) -> list[int]: ...
 
+    @property
+    def tells_tools(self) -> bool:
+        """Whether `chat` makes anything of tools."""
+        ...
+
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The text of a conversation, to be encoded with special=False. ValueError, in words for the client, if the model's
         template cannot say it."""
