@@ -158,8 +158,11 @@ class FakeEngine:
             with self.lock:
                 running = list(self.running)
             for handle in running:
-                for index in list(handle.left):
-                    self._step(handle, index)
+                try:
+                    for index in list(handle.left):
+                        self._step(handle, index)
+                except RuntimeError:  # of the sink: its loop was closed
+                    handle.left.clear()
                 if not handle.left:
                     with self.lock:
                         self.running = [other for other in self.running if other is not handle]

@@ -448,6 +448,62 @@ def test_a_client_that_leaves_is_cancelled(address: str, engine: FakeEngine, str
     until(lambda: re.search(abandoned, call(address, "GET", "/metrics").body) is not None)
 
 
+def opening(address: str, head: str, body: bytes = b"") -> socket.socket:
+    raw = socket.create_connection(address.split(":"), timeout=10)
+    start = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{head}\r\n\r\n"
+    raw.sendall(start.encode() + body)  # at once: what a server closes without having read resets the connection
+    return raw
+
+
+def active(address: str) -> int:
+    return int(re.search(rb"slipstream_http_requests_active (\d+)", call(address, "GET", "/metrics").body)[1])  # type: ignore[index]
+
+
+def test_bodies_that_drip_or_never_come(engine: FakeEngine) -> None:
+    submitted = len(engine.submitted)
+    with serving(engine, body_timeout_s=0.3) as address:
+        silent = [opening(address, "Content-Length: 100", b"{"[:number]) for number in (0, 1)] + [
+            opening(address, "Transfer-Encoding: chunked", b"1\r\n{\r\n")
+        ]
+        drip = opening(address, "Content-Length: 100000")
+        with pytest.raises(OSError):  # it is closed, however often it sends a little
+            for _ in range(200):
+                drip.sendall(b" ")
+                time.sleep(0.01)
+        assert post(address).status == 200
+        for raw in silent:
+            with raw:
+                reply = raw.makefile("rb").read()  # to the end: the server closes
+            assert reply.startswith(b"HTTP/1.1 408") and b"did not arrive within 0.3 s" in reply
+        drip.close()
+        gone = opening(address, "Content-Length: 100", b"{")
+        until(lambda: active(address) == 1)
+        gone.close()
+        until(lambda: active(address) == 0)
+    assert len(engine.submitted) == submitted + 1
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        *(("Transfer-Encoding: chunked", body) for body in (b"zz\r\n{}\r\n", b"-1\r\n{}\r\n", b"1\r\n{}\r\n0\r\n\r\n")),
+        ("Transfer-Encoding: chunked", b"f" * 30 + b"\r\n{}\r\n"),
+        ("Transfer-Encoding: gzip, chunked", b"0\r\n\r\n"),
+        ("Content-Length: 2\r\nContent-Length: 3", b"{}}"),
+        ("Content-Length: -2", b"{}"),
+        ("Content-Length: 2x", b"{}"),
+    ],
+)
+def test_bodies_that_are_no_http(address: str, engine: FakeEngine, head: str, body: bytes) -> None:
+    before = len(engine.submitted)
+    with opening(address, head, body) as raw:
+        status, *_ = raw.makefile("rb").read().split(b"\r\n")
+    assert re.match(rb"HTTP/1.1 (400|501)", status), status
+    until(lambda: active(address) == 0)
+    assert len(engine.submitted) == before
+    assert post(address).status == 200
+
+
 def test_two_hundred_clients_some_of_which_vanish(address: str, engine: FakeEngine) -> None:
     async def one(ai: Any, number: int) -> str | None:
         ask = {"model": "fake/model", "prompt": f"client {number}", "max_tokens": 50, "seed": number}

@@ -42,7 +42,6 @@ from slipstream.inference.server.protocol import (
     parse,
 )
 
-_BODY_TIMEOUT_S = 30.0  # for the body to arrive
 _ASKED: tuple[type[Sampled], ...] = (CompletionRequest, ChatRequest)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}
@@ -68,8 +67,10 @@ def create_app(
     max_body_bytes: int = 4 << 20,
     max_output_tokens: int | None = None,
     request_timeout_s: float = 600.0,
+    body_timeout_s: float = 30.0,
 ) -> FastAPI:
-    """`app.state.traffic.draining = True` makes it refuse new generations. `max_output_tokens` bounds a request's max_tokens."""
+    """`app.state.traffic.draining = True` makes it refuse new generations. `max_output_tokens` bounds a request's max_tokens,
+    `body_timeout_s` how long its body may take to arrive, and `request_timeout_s` how long its answer."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError(f"{engine.model_name} has no tokenizer, and the server's requests and answers are text")
@@ -121,7 +122,7 @@ def create_app(
 
     @app.post("/v1/completions", responses={200: {"model": CompletionBody}, **_ERRORS}, openapi_extra=_body("CompletionRequest"))
     async def completions(request: Request) -> Response:
-        ask = await asyncio.to_thread(parse, CompletionRequest, await _read(request, max_body_bytes))
+        ask = await asyncio.to_thread(parse, CompletionRequest, await _read(request, max_body_bytes, body_timeout_s))
         check_model(ask.model)
         check_number(len(ask.prompts()), ask.n or 1)
         prompts = [
@@ -137,7 +138,7 @@ def create_app(
 
     @app.post("/v1/chat/completions", responses={200: {"model": ChatBody}, **_ERRORS}, openapi_extra=_body("ChatRequest"))
     async def chat(request: Request) -> Response:
-        ask = await asyncio.to_thread(parse, ChatRequest, await _read(request, max_body_bytes))
+        ask = await asyncio.to_thread(parse, ChatRequest, await _read(request, max_body_bytes, body_timeout_s))
         check_model(ask.model)
         check_number(1, ask.n or 1)
         messages = [message.for_template() for message in ask.messages]
@@ -226,7 +227,7 @@ def _body(name: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, timeout_s: float) -> bytes:
     """The body. Raises RequestError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -234,7 +235,7 @@ async def _read(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             async for part in request.stream():
                 size += len(part)
                 if size <= limit:
@@ -242,7 +243,9 @@ async def _read(request: Request, limit: int) -> bytes:
                 elif size > 8 * limit:
                     break  # a little more than the limit is read and dropped: many clients read no answer before they have sent all
     except TimeoutError:
-        raise RequestError(f"the body did not arrive within {_BODY_TIMEOUT_S:g} s", status=408) from None
+        error = RequestError(f"the body did not arrive within {timeout_s:g} s", status=408)
+        error.headers["Connection"] = "close"  # else the rest could drip in for ever
+        raise error from None
     if size > limit:
         raise RequestError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
     return b"".join(parts)

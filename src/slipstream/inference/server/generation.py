@@ -57,9 +57,8 @@ async def running(engine: Engine, work: Work, receive: Receive) -> AsyncIterator
     unfinished = [work.n] * len(work.prompts)
 
     def submit(prompt: Sequence[int], first: int) -> Any:
-        def sink(output: Output) -> None:
-            with suppress(RuntimeError):  # the loop is closed: the server was stopped hard, which is not the engine's affair
-                loop.call_soon_threadsafe(mailbox.put_nowait, (first + output.index, output))
+        def sink(output: Output) -> None:  # where the loop was closed it raises, and the engine ends what nobody waits for
+            loop.call_soon_threadsafe(mailbox.put_nowait, (first + output.index, output))
 
         return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink)
 
