@@ -114,7 +114,10 @@ class FakeEngine:
     ) -> Handle:
         if wrong := [token for token in prompt if token >= VOCAB]:
             raise ValueError(f"the prompt has token {wrong[0]}; this model's tokens are 0 to {VOCAB - 1}")
-        handle = Handle(prompt, params, n, sink)
+        try:
+            handle = Handle(prompt, params, n, sink)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"json_schema cannot be served: {error!r}") from None
         handle.endless = "forever" in handle.prompt or ("later" in handle.prompt and handle.prompt in self.asked)
         self.asked.add(handle.prompt)
         if "full" in handle.prompt:

@@ -257,7 +257,7 @@ def test_tools_that_the_template_never_reads(address: str, engine: FakeEngine, m
     for choice in ({}, {"tool_choice": "auto"}):
         reply = post(address, tools=[TOOL], **choice)
         assert (reply.status, reply.error["param"]) == (400, "tools")
-        assert 'tool_choice "required"' in reply.error["message"]
+        assert 'tool_choice of "required"' in reply.error["message"]
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
         [answer] = json.loads(post(address, tools=[TOOL], tool_choice=choice).body)["choices"]
         assert answer["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 7}'}

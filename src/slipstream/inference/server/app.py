@@ -34,6 +34,7 @@ from slipstream.inference.server.protocol import (
     CompletionBody,
     CompletionRequest,
     ErrorBody,
+    HealthBody,
     ModelBody,
     ModelList,
     NamedTool,
@@ -120,7 +121,7 @@ def create_app(
             engine, work, form, traffic, stream=bool(ask.stream), include_usage=usage, timeout_s=request_timeout_s
         )
 
-    @app.post("/v1/completions", responses={200: {"model": CompletionBody}, **_ERRORS}, openapi_extra=_body("CompletionRequest"))
+    @app.post("/v1/completions", responses=_answers(CompletionBody), openapi_extra=_body("CompletionRequest"))
     async def completions(request: Request) -> Response:
         ask = await asyncio.to_thread(parse, CompletionRequest, await _read(request, max_body_bytes, body_timeout_s))
         check_model(ask.model)
@@ -136,7 +137,7 @@ def create_app(
         work = Work(prompts=prompts, params=params, n=ask.n or 1, priority=ask.priority or 0)
         return answer(ask, work, CompletionFormat(ask.model, tokenizer, logprobs=ask.logprobs is not None))
 
-    @app.post("/v1/chat/completions", responses={200: {"model": ChatBody}, **_ERRORS}, openapi_extra=_body("ChatRequest"))
+    @app.post("/v1/chat/completions", responses=_answers(ChatBody), openapi_extra=_body("ChatRequest"))
     async def chat(request: Request) -> Response:
         ask = await asyncio.to_thread(parse, ChatRequest, await _read(request, max_body_bytes, body_timeout_s))
         check_model(ask.model)
@@ -150,8 +151,8 @@ def create_app(
         except (ValueError, RecursionError) as error:
             raise RequestError(str(error), param="messages") from None
         if tools and not ask.forced() and not tokenizer.tells_tools:
-            message = f"the chat template of {engine.model_name} does not tell the model of tools, so that it would never call one"
-            message += '; force a call, which has its function\'s schema all the same, by tool_choice "required" or a function\'s name'
+            message = f"the chat template of {engine.model_name} does not tell the model of tools, so that it would call none"
+            message += '; force a call by a tool_choice of "required" or of a function: it has the function\'s schema all the same'
             raise RequestError(message, param="tools", code="unsupported_parameter")
         prompt = await asyncio.to_thread(tokenizer.encode, text, special=False)
         limit = max_tokens([prompt], ask.max_completion_tokens or ask.max_tokens, engine.max_context)
@@ -173,13 +174,22 @@ def create_app(
     async def models() -> Response:
         return JSON({"object": "list", "data": [model()]})
 
-    @app.get("/v1/models/{name:path}", responses={200: {"model": ModelBody}, 404: _ERRORS[404]})
-    async def one_model(name: str) -> Response:
-        check_model(name)
+    # The name is not a parameter of the function: FastAPI would document its own form of error for it, which nothing here has.
+    @app.get(
+        "/v1/models/{name:path}",
+        responses={200: {"model": ModelBody}, 404: _ERRORS[404]},
+        openapi_extra={"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]},
+    )
+    async def one_model(request: Request) -> Response:
+        check_model(request.path_params["name"])
         return JSON(model())
 
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", responses={503: {"description": "Draining or failed"}})
+    @app.get(
+        "/health",
+        responses={200: {"model": HealthBody}, 503: {"model": HealthBody, "description": "Draining or failed"}},
+        openapi_extra={"security": []},
+    )
     async def health() -> Response:
         status = "draining" if traffic.draining else "ok" if engine.healthy else "failed"
         return JSON({"status": status}, status_code=200 if status == "ok" else 503)
@@ -216,10 +226,18 @@ def create_app(
                 [(kind, "validation") for kind in _ASKED], ref_template="#/components/schemas/{model}"
             )[1]
             app.openapi_schema["components"]["schemas"] |= asked["$defs"]
+            if api_keys:
+                app.openapi_schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                app.openapi_schema["security"] = [{"key": []}]
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign] # FastAPI's documented way
     return app
+
+
+def _answers(whole: type) -> dict[int | str, dict[str, Any]]:
+    events = {"schema": {"type": "string"}}  # where stream is true
+    return {200: {"model": whole, "content": {"text/event-stream": events}}, **_ERRORS}
 
 
 def _body(name: str) -> dict[str, Any]:

@@ -75,8 +75,8 @@ class Engine(Protocol):
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, sink: Callable[[Any], None]
     ) -> Any:
-        """Returns a handle without waiting for a forward; `sink` gets an `Output` at a time, from the engine's thread; where it raises,
-        the request is cancelled.
+        """Returns a handle without waiting for a forward; `sink` gets an `Output` at a time, from the engine's thread. If it
+        raises, the request is cancelled.
 
         Raises ValueError for what the client can mend, QueueFullError when the queue is full, and RuntimeError when the engine
         takes no more requests.
