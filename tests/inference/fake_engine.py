@@ -100,6 +100,8 @@ class FakeEngine:
 
     def __init__(self, tick: float = 0.0005) -> None:
         self.tick = tick
+        self.compiled = threading.Event()  # a schema that has "slow" in it waits for this
+        self.compiled.set()
         self.healthy = True
         self.submitted: list[tuple[SamplingParams, int, int]] = []
         self.cancelled: list[Handle] = []
@@ -114,6 +116,8 @@ class FakeEngine:
     ) -> Handle:
         if wrong := [token for token in prompt if token >= VOCAB]:
             raise ValueError(f"the prompt has token {wrong[0]}; this model's tokens are 0 to {VOCAB - 1}")
+        if "slow" in (params.json_schema or ""):
+            self.compiled.wait()
         try:
             handle = Handle(prompt, params, n, sink)
         except (KeyError, TypeError, AttributeError) as error:

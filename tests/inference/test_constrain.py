@@ -97,11 +97,21 @@ def test_a_constraint_is_its_requests_own_and_says_when_it_is_done(grammars: Gra
         ('{"type": "banana"}', "banana"),
         ('{"type": "string", "pattern": "("}', "json_schema cannot be served"),
         ('{"$ref": "#/nowhere"}', "nowhere"),
+        ('{"type": "integer", "multipleOf": 1000000007}', "multipleOf is above"),  # it would take hours, and all memory
+        ('{"anyOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}', "multipleOf is above"),
     ],
 )
 def test_a_schema_that_cannot_be_served_is_refused(grammars: Grammars, schema: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         grammars.constraint(schema)
+
+
+def test_multiples_are_served(grammars: Grammars) -> None:
+    for multiple, value in (("0.05", "1.15"), ("250", "-500"), ("1e3", "7000")):
+        constraint = grammars.constraint(f'{{"type": "number", "multipleOf": {multiple}}}')
+        for token in BACKEND.encode(value).ids:
+            constraint.accept(token)
+        assert 2 in allowed(constraint), multiple
 
 
 def test_a_vocabulary_without_padding(grammars: Grammars) -> None:

@@ -525,6 +525,29 @@ def test_two_hundred_clients_some_of_which_vanish(address: str, engine: FakeEngi
     until(lambda: not engine.running)
 
 
+def test_schemas_that_compile_for_long_stop_nobody_else(engine: FakeEngine) -> None:
+    """More of them than the server has threads: one is being compiled, the others wait for their turn, and not for ever."""
+    slow = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "object", "title": "slow"}}}
+    replies: list[Reply] = []
+    with serving(engine, schema_timeout_s=0.5) as address:
+        engine.compiled.clear()
+        asking = [threading.Thread(target=lambda: replies.append(post(address, response_format=slow))) for _ in range(40)]
+        try:
+            for thread in asking:
+                thread.start()
+            until(lambda: active(address) == 40)
+            assert post(address).status == post(address, COMPLETIONS).status == 200
+            assert not replies
+            for thread in asking:
+                thread.join()
+        finally:
+            engine.compiled.set()
+        assert sorted(reply.status for reply in replies) == [400] + [503] * 39
+        assert {reply.error["code"] for reply in replies} == {"schema_too_complex", "busy"}
+        until(lambda: not engine.running)
+        assert post(address, response_format=slow).status == 200
+
+
 def test_time_limit(engine: FakeEngine) -> None:
     with serving(engine, request_timeout_s=0.1) as address:
         reply = post(address, COMPLETIONS, prompt="forever")

@@ -25,7 +25,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from slipstream.inference.server.answers import ChatFormat, CompletionFormat, Format
 from slipstream.inference.server.backend import Engine
 from slipstream.inference.server.gate import JSON, Gate, refusal
-from slipstream.inference.server.generation import Answer, Work
+from slipstream.inference.server.generation import Answer, Compiling, Work
 from slipstream.inference.server.metrics import CONTENT_TYPE, Traffic, render
 from slipstream.inference.server.protocol import (
     MAX_SEQUENCES,
@@ -69,15 +69,18 @@ def create_app(
     max_output_tokens: int | None = None,
     request_timeout_s: float = 600.0,
     body_timeout_s: float = 30.0,
+    schema_timeout_s: float = 10.0,
 ) -> FastAPI:
     """`app.state.traffic.draining = True` makes it refuse new generations. `max_output_tokens` bounds a request's max_tokens,
-    `body_timeout_s` how long its body may take to arrive, and `request_timeout_s` how long its answer."""
+    `request_timeout_s` how long its answer may take, `body_timeout_s` its body to arrive and `schema_timeout_s` its JSON schema
+    to be compiled."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError(f"{engine.model_name} has no tokenizer, and the server's requests and answers are text")
     if isinstance(api_keys, str) or not all(api_keys):
         raise ValueError("api_keys has to be a sequence of keys, none of them empty")
     traffic = Traffic()
+    compiling = Compiling(schema_timeout_s)
     created = int(time.time())
     page, policy = _page()
     # No /docs: FastAPI's pages load their code from elsewhere.
@@ -118,7 +121,14 @@ def create_app(
     def answer(ask: Sampled, work: Work, form: Format) -> Response:
         usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
         return Answer(
-            engine, work, form, traffic, stream=bool(ask.stream), include_usage=usage, timeout_s=request_timeout_s
+            engine,
+            work,
+            form,
+            traffic=traffic,
+            compiling=compiling,
+            stream=bool(ask.stream),
+            include_usage=usage,
+            timeout_s=request_timeout_s,
         )
 
     @app.post("/v1/completions", responses=_answers(CompletionBody), openapi_extra=_body("CompletionRequest"))
