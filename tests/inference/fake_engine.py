@@ -38,6 +38,8 @@ class Output(NamedTuple):
 
 
 class FakeTokenizer:
+    tells_tools = True
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode())
 
@@ -98,6 +100,8 @@ class FakeEngine:
 
     def __init__(self, tick: float = 0.0005) -> None:
         self.tick = tick
+        self.compiled = threading.Event()  # a schema that has "slow" in it waits for this
+        self.compiled.set()
         self.healthy = True
         self.submitted: list[tuple[SamplingParams, int, int]] = []
         self.cancelled: list[Handle] = []
@@ -112,7 +116,12 @@ class FakeEngine:
     ) -> Handle:
         if wrong := [token for token in prompt if token >= VOCAB]:
             raise ValueError(f"the prompt has token {wrong[0]}; this model's tokens are 0 to {VOCAB - 1}")
-        handle = Handle(prompt, params, n, sink)
+        if "slow" in (params.json_schema or ""):
+            self.compiled.wait()
+        try:
+            handle = Handle(prompt, params, n, sink)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"json_schema cannot be served: {error!r}") from None
         handle.endless = "forever" in handle.prompt or ("later" in handle.prompt and handle.prompt in self.asked)
         self.asked.add(handle.prompt)
         if "full" in handle.prompt:
@@ -156,8 +165,11 @@ class FakeEngine:
             with self.lock:
                 running = list(self.running)
             for handle in running:
-                for index in list(handle.left):
-                    self._step(handle, index)
+                try:
+                    for index in list(handle.left):
+                        self._step(handle, index)
+                except RuntimeError:  # of the sink: its loop was closed
+                    handle.left.clear()
                 if not handle.left:
                     with self.lock:
                         self.running = [other for other in self.running if other is not handle]

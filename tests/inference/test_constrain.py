@@ -89,19 +89,6 @@ def test_a_constraint_is_its_requests_own_and_says_when_it_is_done(grammars: Gra
     assert not open_ended.done and {0, 2} < allowed(open_ended), "it may end, or go on"
 
 
-def test_guesses_are_masked_as_if_they_were_generated(grammars: Grammars) -> None:
-    schema = '{"enum": ["ab", "cd"]}'
-    ids = BACKEND.encode('"ab"').ids
-    constraint, other = grammars.constraint(schema), grammars.constraint(schema)
-    masks = constraint.masks([*ids, 2])
-    for i, token in enumerate(ids):
-        assert torch.equal(masks[i], other.mask())
-        other.accept(token)
-    assert torch.equal(masks[len(ids)], other.mask()) and masks[-1] is None
-    assert torch.equal(constraint.mask(), masks[0]), "nothing was consumed"
-    assert [mask is None for mask in constraint.masks([BACKEND.encode("x").ids[0], 5])] == [False, True, True]
-
-
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
@@ -110,11 +97,21 @@ def test_guesses_are_masked_as_if_they_were_generated(grammars: Grammars) -> Non
         ('{"type": "banana"}', "banana"),
         ('{"type": "string", "pattern": "("}', "json_schema cannot be served"),
         ('{"$ref": "#/nowhere"}', "nowhere"),
+        ('{"type": "integer", "multipleOf": 1000000007}', "multipleOf is above"),  # it would take hours, and all memory
+        ('{"anyOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}', "multipleOf is above"),
     ],
 )
 def test_a_schema_that_cannot_be_served_is_refused(grammars: Grammars, schema: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         grammars.constraint(schema)
+
+
+def test_multiples_are_served(grammars: Grammars) -> None:
+    for multiple, value in (("0.05", "1.15"), ("250", "-500"), ("1e3", "7000")):
+        constraint = grammars.constraint(f'{{"type": "number", "multipleOf": {multiple}}}')
+        for token in BACKEND.encode(value).ids:
+            constraint.accept(token)
+        assert 2 in allowed(constraint), multiple
 
 
 def test_a_vocabulary_without_padding(grammars: Grammars) -> None:

@@ -21,13 +21,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.inference.fake_engine import FakeEngine
+from tests.inference.fake_engine import FakeEngine, FakeTokenizer, Logprob, Output
 
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
 from slipstream.inference.server import create_app  # noqa: E402
+from slipstream.inference.server.answers import CompletionFormat, join  # noqa: E402
 from slipstream.inference.server.protocol import ChatRequest, CompletionRequest  # noqa: E402
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -169,6 +170,24 @@ def test_logprobs(ai: Any) -> None:
     assert [entry for choice in chunks if choice.logprobs for entry in choice.logprobs.content] == whole
 
 
+def test_tokens_in_logprobs_are_told_apart() -> None:
+    """Half characters by their bytes; of tokens with the same text, the likeliest is kept. Offsets are of the text."""
+    tokenizer = FakeTokenizer()
+    tokenizer.token_bytes = lambda token: {300: b"A"}.get(token) or bytes([token])  # type: ignore[method-assign]
+    form = CompletionFormat("fake/model", tokenizer, logprobs=True)
+    chosen = [(300, -3.0), (0xE2, -1.0), (0x82, -1.0), (0xAC, -1.0), (66, -1.0)]  # another A, the three bytes of an euro sign, B
+    entries = [Logprob(token, value, ((65, -0.5), (0xE2, -1.0), (0x82, -2.0))) for token, value in chosen]
+    pieces = [form.pieces(join(0, [Output(0, "", logprobs=(entry,))]))[0]["logprobs"] for entry in entries]
+    made = {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]}
+    assert made["tokens"] == ["A", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "B"]
+    assert made["token_logprobs"] == [-3.0, -1.0, -1.0, -1.0, -1.0]
+    others = {"A": -0.5, r"bytes:\xe2": -1.0, r"bytes:\x82": -2.0}
+    assert made["top_logprobs"] == [others, others, others, others | {r"bytes:\xac": -1.0}, others | {"B": -1.0}]
+    assert made["text_offset"] == [0, 1, 1, 1, 2]
+    whole = CompletionFormat("fake/model", tokenizer, logprobs=True)
+    assert whole.choice(join(0, [Output(0, "", logprobs=tuple(entries))]))["logprobs"] == made
+
+
 def test_parameters_reach_the_engine(ai: Any, engine: FakeEngine) -> None:
     more = {"stop_token_ids": [7], "priority": -2}
     ai.chat.completions.create(
@@ -231,6 +250,18 @@ def test_json_and_tools(ai: Any, engine: FakeEngine) -> None:
     assert (unknown.finish_reason, unknown.message.tool_calls) == ("stop", None)
     assert unknown.message.content.endswith("</tool_call>")
     assert "add" not in ask(tools=[TOOL], tool_choice="none").message.content
+
+
+def test_tools_that_the_template_never_reads(address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.tokenizer, "tells_tools", False)
+    for choice in ({}, {"tool_choice": "auto"}):
+        reply = post(address, tools=[TOOL], **choice)
+        assert (reply.status, reply.error["param"]) == (400, "tools")
+        assert 'tool_choice of "required"' in reply.error["message"]
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        [answer] = json.loads(post(address, tools=[TOOL], tool_choice=choice).body)["choices"]
+        assert answer["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 7}'}
+    assert post(address, tools=[TOOL], tool_choice="none").status == post(address, tools=[]).status == 200
 
 
 def test_errors_of_the_client(address: str, ai: Any) -> None:
@@ -417,6 +448,62 @@ def test_a_client_that_leaves_is_cancelled(address: str, engine: FakeEngine, str
     until(lambda: re.search(abandoned, call(address, "GET", "/metrics").body) is not None)
 
 
+def opening(address: str, head: str, body: bytes = b"") -> socket.socket:
+    raw = socket.create_connection(address.split(":"), timeout=10)
+    start = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{head}\r\n\r\n"
+    raw.sendall(start.encode() + body)  # at once: what a server closes without having read resets the connection
+    return raw
+
+
+def active(address: str) -> int:
+    return int(re.search(rb"slipstream_http_requests_active (\d+)", call(address, "GET", "/metrics").body)[1])  # type: ignore[index]
+
+
+def test_bodies_that_drip_or_never_come(engine: FakeEngine) -> None:
+    submitted = len(engine.submitted)
+    with serving(engine, body_timeout_s=0.3) as address:
+        silent = [opening(address, "Content-Length: 100", b"{"[:number]) for number in (0, 1)] + [
+            opening(address, "Transfer-Encoding: chunked", b"1\r\n{\r\n")
+        ]
+        drip = opening(address, "Content-Length: 100000")
+        with pytest.raises(OSError):  # it is closed, however often it sends a little
+            for _ in range(200):
+                drip.sendall(b" ")
+                time.sleep(0.01)
+        assert post(address).status == 200
+        for raw in silent:
+            with raw:
+                reply = raw.makefile("rb").read()  # to the end: the server closes
+            assert reply.startswith(b"HTTP/1.1 408") and b"did not arrive within 0.3 s" in reply
+        drip.close()
+        gone = opening(address, "Content-Length: 100", b"{")
+        until(lambda: active(address) == 1)
+        gone.close()
+        until(lambda: active(address) == 0)
+    assert len(engine.submitted) == submitted + 1
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        *(("Transfer-Encoding: chunked", body) for body in (b"zz\r\n{}\r\n", b"-1\r\n{}\r\n", b"1\r\n{}\r\n0\r\n\r\n")),
+        ("Transfer-Encoding: chunked", b"f" * 30 + b"\r\n{}\r\n"),
+        ("Transfer-Encoding: gzip, chunked", b"0\r\n\r\n"),
+        ("Content-Length: 2\r\nContent-Length: 3", b"{}}"),
+        ("Content-Length: -2", b"{}"),
+        ("Content-Length: 2x", b"{}"),
+    ],
+)
+def test_bodies_that_are_no_http(address: str, engine: FakeEngine, head: str, body: bytes) -> None:
+    before = len(engine.submitted)
+    with opening(address, head, body) as raw:
+        status, *_ = raw.makefile("rb").read().split(b"\r\n")
+    assert re.match(rb"HTTP/1.1 (400|501)", status), status
+    until(lambda: active(address) == 0)
+    assert len(engine.submitted) == before
+    assert post(address).status == 200
+
+
 def test_two_hundred_clients_some_of_which_vanish(address: str, engine: FakeEngine) -> None:
     async def one(ai: Any, number: int) -> str | None:
         ask = {"model": "fake/model", "prompt": f"client {number}", "max_tokens": 50, "seed": number}
@@ -436,6 +523,29 @@ def test_two_hundred_clients_some_of_which_vanish(address: str, engine: FakeEngi
         assert text in (None, f"client {number} " * 3 + f"0 seed {number}")
         assert text is not None or (number % 7 == 0 and number % 3)
     until(lambda: not engine.running)
+
+
+def test_schemas_that_compile_for_long_stop_nobody_else(engine: FakeEngine) -> None:
+    """More of them than the server has threads: one is being compiled, the others wait for their turn, and not for ever."""
+    slow = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "object", "title": "slow"}}}
+    replies: list[Reply] = []
+    with serving(engine, schema_timeout_s=0.5) as address:
+        engine.compiled.clear()
+        asking = [threading.Thread(target=lambda: replies.append(post(address, response_format=slow))) for _ in range(40)]
+        try:
+            for thread in asking:
+                thread.start()
+            until(lambda: active(address) == 40)
+            assert post(address).status == post(address, COMPLETIONS).status == 200
+            assert not replies
+            for thread in asking:
+                thread.join()
+        finally:
+            engine.compiled.set()
+        assert sorted(reply.status for reply in replies) == [400] + [503] * 39
+        assert {reply.error["code"] for reply in replies} == {"schema_too_complex", "busy"}
+        until(lambda: not engine.running)
+        assert post(address, response_format=slow).status == 200
 
 
 def test_time_limit(engine: FakeEngine) -> None:

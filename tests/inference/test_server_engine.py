@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +17,10 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
-from slipstream.inference.core import Batch, SamplingParams  # noqa: E402
+from slipstream.inference.core import Batch, Finish, SamplingParams  # noqa: E402
 from slipstream.inference.engine import Engine  # noqa: E402
+from slipstream.inference.server.generation import Compiling, Work  # noqa: E402
+from slipstream.inference.server.generation import running as generation  # noqa: E402
 from tests.inference.test_server import call, serving, until  # noqa: E402
 from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, done, running  # noqa: E402
 
@@ -84,6 +87,29 @@ def test_hundreds_of_clients() -> None:
         stats = engine.stats()
     assert stats.preemptions and stats.cached_tokens
     assert sum(stats.finished.values()) == len(numbers)
+
+
+def test_a_loop_that_is_closed_leaves_nothing_running(caplog: pytest.LogCaptureFixture) -> None:
+    """A server that is gone without a word cannot cancel: the engine finds out as it tells the next token."""
+    loop = asyncio.new_event_loop()
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+
+    async def begin() -> Any:
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        run = generation(engine, Work(prompts=[b"x"], params=params, n=2, priority=0), receive, Compiling(1))  # type: ignore[arg-type]
+        async for _ in await run.__aenter__():
+            return run
+
+    with served(lambda batch: time.sleep(0.01)) as (engine, address):
+        run = loop.run_until_complete(begin())
+        loop.close()
+        until(lambda: engine.stats().running == 0)
+        assert engine.stats().finished == {Finish.CANCELLED: 2} and engine.stats().generated_tokens < 200
+        assert "the sink of request-0 failed" in caplog.text
+        assert together(address, range(3)) == [(text, None) for text in alone(range(3))]
+        del run
 
 
 def test_a_request_whose_forward_fails_ends_alone() -> None:

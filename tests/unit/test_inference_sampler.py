@@ -168,14 +168,32 @@ def test_penalties_are_those_of_transformers_and_openai() -> None:
     processors = pytest.importorskip("transformers.generation.logits_process")
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
     made = request(output=(3, 5, 5), repetition_penalty=1.4)
-    ours = module._edited(logits[0].numpy(), Row(made, draft=(8,)), np.empty(VOCAB, dtype=np.float32))
+    sampler = Sampler(VOCAB)
+    ours = sampler._edited(logits[0].numpy(), Row(made, draft=(8,)))
     theirs = processors.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[*made.tokens, 8]]), logits.clone())
     assert torch.equal(torch.from_numpy(ours), theirs[0])
     made = request(output=(3, 5, 5), presence_penalty=0.5, frequency_penalty=0.25, logit_bias={6: -100.0})
     expected = logits[0].clone()
     expected[[3, 5, 1, 6]] -= torch.tensor([0.5 + 0.25, 0.5 + 3 * 0.25, 0.5 + 0.25, 100.0])
-    ours = module._edited(logits[0].numpy(), Row(made, (5, 1)), np.empty(VOCAB, dtype=np.float32))
+    ours = sampler._edited(logits[0].numpy(), Row(made, (5, 1)))
     torch.testing.assert_close(torch.from_numpy(ours), expected)
+
+
+@pytest.mark.parametrize("penalties", [{"repetition_penalty": 1.4}, {"frequency_penalty": 0.5}, {"presence_penalty": 0.7}])
+def test_what_is_kept_for_penalties_is_what_would_be_counted_anew(penalties: dict[str, float]) -> None:
+    """Guesses that come true, or do not; two requests in turns; what was kept goes with its request."""
+    random, sampler = np.random.default_rng(3), Sampler(VOCAB)
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(7))[0].numpy()
+    requests = [request(prompt=4, logit_bias={6: -3.0}, **penalties) for _ in range(2)]
+    for _ in range(60):
+        made = requests[random.integers(2)]
+        made.tokens += random.integers(8, size=random.integers(3)).tolist()
+        draft = tuple(random.integers(8, size=4).tolist())
+        for row in [Row(made, draft[:num]) for num in range(5)] + [Row(made)]:
+            assert np.array_equal(sampler._edited(logits, row), Sampler(VOCAB)._edited(logits, row))
+    del made, row
+    requests.pop()
+    assert list(sampler._edits) == requests
 
 
 def test_draw_is_the_inverse_of_the_distribution() -> None:

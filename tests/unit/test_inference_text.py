@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from slipstream.inference.text import GGUF_SPLITS, StopStrings, Tokenizer
+from slipstream.inference.text import GGUF_SPLITS, StopStrings, Stream, Tokenizer
 
 TEXT = """Hello world, it's the year 2024 and 12345 tokens don't stream themselves. We're here: don't panic!
 def f(x):\n    return x + 1\n\n  Grüße aus Köln, naïve café — 你好，世界。こんにちは 안녕하세요 👩‍👩‍👧‍👦 🎉
@@ -98,7 +98,7 @@ def splits(items: Sequence[Any], seed: int) -> Iterator[Sequence[Any]]:
 
 
 def streamed(tokenizer: Tokenizer, ids: Sequence[int], seed: int, prompt: Sequence[int] = ()) -> list[str]:
-    stream = tokenizer.stream(prompt)
+    stream = Stream(tokenizer, prompt)
     return [*(stream.push(part) for part in splits(ids, seed)), stream.finish()]
 
 
@@ -131,7 +131,7 @@ def test_a_stream_does_constant_work(flood: list[int] | str) -> None:
     tokenizer = TOKENIZERS["byte-level"]
     byte = {"\x80": [BACKEND.get_vocab()["Ģ"]]}  # a byte that only goes on
     ids = flood if isinstance(flood, list) else byte.get(flood, tokenizer.encode(flood))
-    stream = tokenizer.stream(tokenizer.encode("Hello"))
+    stream = Stream(tokenizer, tokenizer.encode("Hello"))
     text = "".join(stream.push([token]) for _ in range(400) for token in ids)
     assert len(stream._ids) <= 2 * stream.WINDOW
     assert text + stream.finish() == tokenizer.decode(ids * 400)
@@ -140,15 +140,14 @@ def test_a_stream_does_constant_work(flood: list[int] | str) -> None:
 
 def test_stream_waits_for_whole_characters_and_keeps_spaces() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
-    stream = tokenizer.stream()
+    stream = Stream(tokenizer)
     pushed = [stream.push([token]) for token in tokenizer.encode("hello world 🎉!", special=False)]
     assert pushed == ["hello", " world", " ", "", "", "", "🎉", "!"] and stream.finish() == ""
     half = tokenizer.encode("🎉", special=False)[1:3]
-    stream = tokenizer.stream(tokenizer.encode("hello"))
+    stream = Stream(tokenizer, tokenizer.encode("hello"))
     assert [stream.push(tokenizer.encode("world", special=False)), stream.push(half[:1])] == [" world", ""]
     assert stream.finish() == "\ufffd"
-    shown = tokenizer.stream(skip_special=False)
-    assert shown.push([2]) == "</s>" and tokenizer.stream().push([2]) == ""
+    assert Stream(tokenizer).push([2]) == ""
 
 
 def cut(text: str, stops: Sequence[str], seed: int) -> tuple[str, str | None]:
@@ -215,6 +214,18 @@ def test_a_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"has no tokenizer.json; write one with transformers"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("templates", "tells"),
+    [
+        ({"default": "{% for message in messages %}{{ message.tools }}{% endfor %}"}, False),
+        ({"default": "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools | tojson }}"}, True),  # as Llama's
+        ({"default": "{{ messages }}", "tool_use": "{%- for tool in tools %}{{ tool }}{% endfor %}"}, True),
+    ],
+)
+def test_whether_a_template_reads_tools(templates: dict[str, str], tells: bool) -> None:
+    assert Tokenizer(BACKEND, templates=templates).tells_tools is tells
 
 
 def test_a_gguf_file() -> None:

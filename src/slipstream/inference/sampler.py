@@ -12,6 +12,10 @@ distribution after exactly the tokens before it. So the text is not only distrib
 
 Order, as in transformers: repetition, presence and frequency penalties, logit_bias, forbidden tokens (min_tokens, mask);
 then temperature, top-k, top-p, min-p. Log-probabilities are of the raw logits, before all of these, as in OpenAI's API.
+
+[Note: Edits] Penalties, bias and min_tokens change a few tokens' logits, by index arrays that are kept for each request as
+long as it lives. They follow from its tokens, which only grow: a new one is counted once, a preemption changes nothing,
+and guesses are counted for their row alone.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +34,7 @@ from slipstream.inference.core import Request, SamplingParams
 from slipstream.ops import build
 
 Floats = NDArray[np.float32]  # [vocab] unless said otherwise
+Ids = NDArray[np.int64]
 
 BLOCK = 256  # of the two-level search in `_draw`
 HEADS = (1e-3, 1e-6)  # times the largest probability: for top-p, what is above these is tried before the whole vocabulary
@@ -90,6 +96,55 @@ class _Kernel:
         return self._choose(logits.ctypes.data, self._at)
 
 
+class _Edits:
+    """What a request changes of its logits beside its mask; see [Note: Edits]. Does not hold the request."""
+
+    def __init__(self, request: Request, vocab_size: int) -> None:
+        params = request.params
+        self.ends: Ids = np.array([token for token in request.end_ids if token < vocab_size], np.int64)
+        self._biased: Ids = np.array([*params.logit_bias], np.int64)
+        self._biases: Floats = np.array([*params.logit_bias.values()], np.float32)
+        self._penalty = np.float32(params.repetition_penalty)
+        self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
+        self._counted = request.num_prompt  # tokens before this are in what follows
+        # Seen tokens in order of their first: the prompt's too, for a repetition penalty. The arrays take memory as they fill.
+        seen = dict.fromkeys(request.tokens[: request.num_prompt] if self._penalty != 1 else ())
+        self._places = {token: place for place, token in enumerate(seen)}
+        self._seen: Ids = np.empty(vocab_size, np.int64)
+        self._seen[: len(seen)] = [*seen]
+        self._counts: Ids = np.zeros(vocab_size, np.int64)  # how often each of them was generated
+
+    def apply(self, logits: Floats, row: Row) -> None:
+        """Penalties and bias, in place."""
+        if self._penalty != 1 or self._presence or self._frequency:
+            tokens = row.request.tokens
+            self._count(tokens[self._counted :])
+            self._counted = len(tokens)
+            known = len(self._places)
+            self._count(row.draft)
+            self._penalise(logits)
+            for token in row.draft:
+                self._counts[self._places[token]] -= 1
+            while len(self._places) > known:
+                self._places.popitem()  # the last that came
+        logits[self._biased] += self._biases
+
+    def _count(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            place = self._places.setdefault(token, len(self._places))
+            self._seen[place] = token
+            self._counts[place] += 1
+
+    def _penalise(self, logits: Floats) -> None:
+        num = len(self._places)
+        seen, counts = self._seen[:num], self._counts[:num]
+        values = logits[seen]
+        if self._penalty != 1:
+            values = np.where(values < 0, values * self._penalty, values / self._penalty)
+        values -= (self._presence * (counts > 0) + self._frequency * counts).astype(np.float32)
+        logits[seen] = values
+
+
 class Sampler:
     """Used by one thread."""
 
@@ -99,6 +154,7 @@ class Sampler:
         self._logits, self._weights = np.empty((2, vocab_size), dtype=np.float32)
         kernels = build.load().kernels
         self._kernel = None if kernels is None else _Kernel(kernels, vocab_size)
+        self._edits: WeakKeyDictionary[Request, _Edits] = WeakKeyDictionary()
 
     def check(self, params: SamplingParams) -> None:
         """Raises ValueError for token ids that the model does not have. Called when a request is made."""
@@ -107,7 +163,8 @@ class Sampler:
                 raise ValueError(f"{name} has token {unknown[0]}; this model's tokens are 0 to {self.vocab_size - 1}")
 
     def sample(self, logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
-        """`logits`: fp32 [rows, vocab], read only. Raises SamplingError; nothing is remembered, so it may be called again."""
+        """`logits`: fp32 [rows, vocab], read only. Raises SamplingError; it may be called again, for what is remembered of a
+        request follows from its tokens."""
         assert logits.shape == (len(rows), self.vocab_size), f"{len(rows)} rows of {self.vocab_size}: {tuple(logits.shape)}"
         if logits.is_cuda and all(_is_plain(row) for row in rows):
             best = logits.argmax(dim=-1, keepdim=True)  # on the CPU numpy's is ten times faster than torch's
@@ -122,7 +179,7 @@ class Sampler:
     def _sample(self, raw: Floats, row: Row) -> Sampled | None:
         """None: no token can be chosen."""
         params = row.request.params
-        logits = _edited(raw, row, self._logits) if _is_edited(row) else raw
+        logits = self._edited(raw, row) if _is_edited(row) else raw
         if params.temperature > 0 and self._kernel is not None:
             token = self._kernel(np.ascontiguousarray(logits), params, uniform(row.request.seed, _number(row)))
             if token < 0:
@@ -137,6 +194,24 @@ class Sampler:
         if params.logprobs is None:
             return Sampled(token)
         return _with_logprobs(raw, token, params.logprobs, self._weights)
+
+    def _edited(self, raw: Floats, row: Row) -> Floats:
+        """A copy with penalties, bias and forbidden tokens; it lasts until the next."""
+        logits, mask = self._logits, row.mask
+        edits = self._edits.get(row.request)
+        if edits is None:
+            edits = self._edits[row.request] = _Edits(row.request, self.vocab_size)
+        np.copyto(logits, raw)
+        edits.apply(logits, row)
+        if mask is not None:
+            bits = np.unpackbits(mask.numpy().view(np.uint8), count=len(logits), bitorder="little")
+            logits[bits == 0] = -np.inf
+        if _number(row) < row.request.params.min_tokens and len(edits.ends):
+            before = logits[edits.ends]
+            logits[edits.ends] = -np.inf
+            if mask is not None and logits.max() == -np.inf:
+                logits[edits.ends] = before  # a grammar that is complete has only the end left: it goes before min_tokens
+        return logits
 
 
 def uniform(seed: int, index: int) -> float:
@@ -182,36 +257,9 @@ def _exp(logits: Floats, largest: int, temperature: float, out: Floats) -> Float
     return np.exp(out, out=out)
 
 
-def _edited(raw: Floats, row: Row, out: Floats) -> Floats:
-    """A copy, in `out`, with penalties, bias and forbidden tokens."""
-    request, params = row.request, row.request.params
-    logits = out
-    np.copyto(logits, raw)
-    if params.repetition_penalty != 1:
-        seen = np.array(request.tokens + list(row.draft), dtype=np.int64)  # repeated ones are written the same again
-        values, penalty = logits[seen], np.float32(params.repetition_penalty)
-        logits[seen] = np.where(values < 0, values * penalty, values / penalty)
-    if params.presence_penalty != 0 or params.frequency_penalty != 0:
-        output = np.array(request.tokens[request.num_prompt :] + list(row.draft), dtype=np.int64)
-        seen, counts = np.unique(output, return_counts=True)
-        logits[seen] -= (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
-    for token, bias in params.logit_bias.items():
-        logits[token] += bias
-    if row.mask is not None:
-        bits = np.unpackbits(row.mask.numpy().view(np.uint8), count=len(logits), bitorder="little")
-        logits[bits == 0] = -np.inf
-    if _number(row) < params.min_tokens and request.end_ids:
-        ends = [token for token in request.end_ids if token < len(logits)]
-        before = logits[ends]
-        logits[ends] = -np.inf
-        if row.mask is not None and logits.max() == -np.inf:
-            logits[ends] = before  # a grammar that is complete has only the end left: it goes before min_tokens
-    return logits
-
-
-def _filtered(weights: Floats, params: SamplingParams) -> NDArray[np.int64] | None:
+def _filtered(weights: Floats, params: SamplingParams) -> Ids | None:
     """Ids, ascending, that the filters keep of weights (probabilities times a constant, the largest 1). None: all."""
-    kept: NDArray[np.int64] | None = None
+    kept: Ids | None = None
     if 0 < params.top_k < len(weights):
         cut = np.partition(weights, -params.top_k)[-params.top_k]
         kept = np.flatnonzero(weights >= cut)  # with all that equal the last one, as transformers does
@@ -224,7 +272,7 @@ def _filtered(weights: Floats, params: SamplingParams) -> NDArray[np.int64] | No
     return kept
 
 
-def _nucleus(weights: Floats, top_p: float) -> NDArray[np.int64]:
+def _nucleus(weights: Floats, top_p: float) -> Ids:
     """Indices, ascending, of the fewest largest weights that sum to at least top_p of all; of equal ones the first."""
     wanted = top_p * float(weights.sum(dtype=np.float64))
     # Sorting the whole vocabulary is seldom needed: the answer is the same whenever the head alone suffices.

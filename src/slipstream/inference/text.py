@@ -132,9 +132,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
-    def stream(self, prompt: Sequence[int] = (), *, skip_special: bool = True) -> Stream:
-        return Stream(self, prompt, skip_special=skip_special)
-
     def token_bytes(self, token: int) -> bytes:
         """What one token adds to a text; half a character's bytes are given as they are (OpenAI's logprobs)."""
         text = self.backend.id_to_token(token)
@@ -152,6 +149,17 @@ class Tokenizer:
     def _is_byte_level(self) -> bool:
         return '"ByteLevel"' in json.dumps(json.loads(self.backend.to_str()).get("decoder"))
 
+    def _template_name(self, with_tools: bool) -> str:
+        return "tool_use" if with_tools and "tool_use" in self.templates else "default"
+
+    @cached_property
+    def tells_tools(self) -> bool:
+        """Whether the model hears of the tools that `chat` is given: many templates never read them."""
+        from jinja2 import meta
+
+        template = _environment().parse(self.templates[self._template_name(True)])
+        return "tools" in meta.find_undeclared_variables(template)
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -165,7 +173,7 @@ class Tokenizer:
         """
         import jinja2
 
-        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        name = self._template_name(bool(tools))
         if name not in self.templates:
             raise ValueError("this model has no chat template; use plain completions, or a folder with chat_template.jinja")
         messages = [_plain_message(message) for message in messages]
@@ -196,9 +204,9 @@ class Stream:
 
     WINDOW = 24  # tokens; more than this without whole text are no character that is still to come
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._decode = tokenizer.backend.decode
-        self._hidden = tokenizer.hidden if skip_special else frozenset()
+        self._hidden = tokenizer.hidden
         # A decoder strips the space of a text's first token, which the first generated token is not.
         shown = [i for i in prompt[-self.WINDOW :] if i not in self._hidden]
         for num in range(8, self.WINDOW + 1):

@@ -6,6 +6,7 @@ A format is told of every output of every choice, in the order of their making. 
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 import uuid
@@ -75,9 +76,6 @@ class Format(ABC):
     def choice(self, whole: Joined) -> CompletionChoice | ChatChoice:
         """All of it."""
 
-    def token(self, token_id: int) -> str:
-        return self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-
 
 class CompletionFormat(Format):
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
@@ -85,6 +83,7 @@ class CompletionFormat(Format):
     def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         super().__init__(model, tokenizer, logprobs=logprobs)
         self._offsets: dict[int, int] = {}  # of the next token in its choice's text
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # of a choice: a character is counted where it is complete
 
     def pieces(self, part: Joined) -> list[dict[str, Any]]:
         if not (part.text or part.finish or (self.logprobs and part.logprobs)):
@@ -100,19 +99,29 @@ class CompletionFormat(Format):
         }
 
     def _logprobs(self, part: Joined) -> CompletionLogprobs:
+        """Tokens are known by their text, so of several with the same text only the likeliest is among the top ones."""
         offset = self._offsets.get(part.index, 0)
+        decoder = self._decoders.setdefault(part.index, codecs.getincrementaldecoder("utf-8")("replace"))
         body: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in part.logprobs:
-            token = self.token(entry.token_id)
-            body["tokens"].append(token)
+            top: dict[str, float] = {}
+            for token_id, value in (*entry.top, (entry.token_id, entry.logprob)):  # as OpenAI has it, the chosen one is there
+                top.setdefault(self._name(token_id), _finite(value))
+            body["tokens"].append(self._name(entry.token_id))
             body["token_logprobs"].append(_finite(entry.logprob))
-            # As OpenAI has it, the chosen token is always among them.
-            top = {self.token(other): _finite(value) for other, value in entry.top}
-            body["top_logprobs"].append(top | {token: _finite(entry.logprob)})
+            body["top_logprobs"].append(top)
             body["text_offset"].append(offset)
-            offset += len(token)
+            offset += len(decoder.decode(self.tokenizer.token_bytes(entry.token_id)))
         self._offsets[part.index] = offset
         return body
+
+    def _name(self, token_id: int) -> str:
+        """Its text; a part of a character as OpenAI writes it, bytes:\\xe2\\x80."""
+        raw = self.tokenizer.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 class ChatFormat(Format):

@@ -25,7 +25,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from slipstream.inference.server.answers import ChatFormat, CompletionFormat, Format
 from slipstream.inference.server.backend import Engine
 from slipstream.inference.server.gate import JSON, Gate, refusal
-from slipstream.inference.server.generation import Answer, Work
+from slipstream.inference.server.generation import Answer, Compiling, Work
 from slipstream.inference.server.metrics import CONTENT_TYPE, Traffic, render
 from slipstream.inference.server.protocol import (
     MAX_SEQUENCES,
@@ -34,6 +34,7 @@ from slipstream.inference.server.protocol import (
     CompletionBody,
     CompletionRequest,
     ErrorBody,
+    HealthBody,
     ModelBody,
     ModelList,
     NamedTool,
@@ -42,7 +43,6 @@ from slipstream.inference.server.protocol import (
     parse,
 )
 
-_BODY_TIMEOUT_S = 30.0  # for the body to arrive
 _ASKED: tuple[type[Sampled], ...] = (CompletionRequest, ChatRequest)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}
@@ -68,14 +68,19 @@ def create_app(
     max_body_bytes: int = 4 << 20,
     max_output_tokens: int | None = None,
     request_timeout_s: float = 600.0,
+    body_timeout_s: float = 30.0,
+    schema_timeout_s: float = 10.0,
 ) -> FastAPI:
-    """`app.state.traffic.draining = True` makes it refuse new generations. `max_output_tokens` bounds a request's max_tokens."""
+    """`app.state.traffic.draining = True` makes it refuse new generations. `max_output_tokens` bounds a request's max_tokens,
+    `request_timeout_s` how long its answer may take, `body_timeout_s` its body to arrive and `schema_timeout_s` its JSON schema
+    to be compiled."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         raise ValueError(f"{engine.model_name} has no tokenizer, and the server's requests and answers are text")
     if isinstance(api_keys, str) or not all(api_keys):
         raise ValueError("api_keys has to be a sequence of keys, none of them empty")
     traffic = Traffic()
+    compiling = Compiling(schema_timeout_s)
     created = int(time.time())
     page, policy = _page()
     # No /docs: FastAPI's pages load their code from elsewhere.
@@ -116,12 +121,19 @@ def create_app(
     def answer(ask: Sampled, work: Work, form: Format) -> Response:
         usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
         return Answer(
-            engine, work, form, traffic, stream=bool(ask.stream), include_usage=usage, timeout_s=request_timeout_s
+            engine,
+            work,
+            form,
+            traffic=traffic,
+            compiling=compiling,
+            stream=bool(ask.stream),
+            include_usage=usage,
+            timeout_s=request_timeout_s,
         )
 
-    @app.post("/v1/completions", responses={200: {"model": CompletionBody}, **_ERRORS}, openapi_extra=_body("CompletionRequest"))
+    @app.post("/v1/completions", responses=_answers(CompletionBody), openapi_extra=_body("CompletionRequest"))
     async def completions(request: Request) -> Response:
-        ask = await asyncio.to_thread(parse, CompletionRequest, await _read(request, max_body_bytes))
+        ask = await asyncio.to_thread(parse, CompletionRequest, await _read(request, max_body_bytes, body_timeout_s))
         check_model(ask.model)
         check_number(len(ask.prompts()), ask.n or 1)
         prompts = [
@@ -135,9 +147,9 @@ def create_app(
         work = Work(prompts=prompts, params=params, n=ask.n or 1, priority=ask.priority or 0)
         return answer(ask, work, CompletionFormat(ask.model, tokenizer, logprobs=ask.logprobs is not None))
 
-    @app.post("/v1/chat/completions", responses={200: {"model": ChatBody}, **_ERRORS}, openapi_extra=_body("ChatRequest"))
+    @app.post("/v1/chat/completions", responses=_answers(ChatBody), openapi_extra=_body("ChatRequest"))
     async def chat(request: Request) -> Response:
-        ask = await asyncio.to_thread(parse, ChatRequest, await _read(request, max_body_bytes))
+        ask = await asyncio.to_thread(parse, ChatRequest, await _read(request, max_body_bytes, body_timeout_s))
         check_model(ask.model)
         check_number(1, ask.n or 1)
         messages = [message.for_template() for message in ask.messages]
@@ -148,6 +160,10 @@ def create_app(
             text = await asyncio.to_thread(tokenizer.chat, messages, tools=tools)
         except (ValueError, RecursionError) as error:
             raise RequestError(str(error), param="messages") from None
+        if tools and not ask.forced() and not tokenizer.tells_tools:
+            message = f"the chat template of {engine.model_name} does not tell the model of tools, so that it would call none"
+            message += '; force a call by a tool_choice of "required" or of a function: it has the function\'s schema all the same'
+            raise RequestError(message, param="tools", code="unsupported_parameter")
         prompt = await asyncio.to_thread(tokenizer.encode, text, special=False)
         limit = max_tokens([prompt], ask.max_completion_tokens or ask.max_tokens, engine.max_context)
         logprobs = (ask.top_logprobs or 0) if ask.logprobs else None
@@ -168,13 +184,22 @@ def create_app(
     async def models() -> Response:
         return JSON({"object": "list", "data": [model()]})
 
-    @app.get("/v1/models/{name:path}", responses={200: {"model": ModelBody}, 404: _ERRORS[404]})
-    async def one_model(name: str) -> Response:
-        check_model(name)
+    # The name is not a parameter of the function: FastAPI would document its own form of error for it, which nothing here has.
+    @app.get(
+        "/v1/models/{name:path}",
+        responses={200: {"model": ModelBody}, 404: _ERRORS[404]},
+        openapi_extra={"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]},
+    )
+    async def one_model(request: Request) -> Response:
+        check_model(request.path_params["name"])
         return JSON(model())
 
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", responses={503: {"description": "Draining or failed"}})
+    @app.get(
+        "/health",
+        responses={200: {"model": HealthBody}, 503: {"model": HealthBody, "description": "Draining or failed"}},
+        openapi_extra={"security": []},
+    )
     async def health() -> Response:
         status = "draining" if traffic.draining else "ok" if engine.healthy else "failed"
         return JSON({"status": status}, status_code=200 if status == "ok" else 503)
@@ -211,10 +236,18 @@ def create_app(
                 [(kind, "validation") for kind in _ASKED], ref_template="#/components/schemas/{model}"
             )[1]
             app.openapi_schema["components"]["schemas"] |= asked["$defs"]
+            if api_keys:
+                app.openapi_schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                app.openapi_schema["security"] = [{"key": []}]
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign] # FastAPI's documented way
     return app
+
+
+def _answers(whole: type) -> dict[int | str, dict[str, Any]]:
+    events = {"schema": {"type": "string"}}  # where stream is true
+    return {200: {"model": whole, "content": {"text/event-stream": events}}, **_ERRORS}
 
 
 def _body(name: str) -> dict[str, Any]:
@@ -222,7 +255,7 @@ def _body(name: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, timeout_s: float) -> bytes:
     """The body. Raises RequestError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -230,7 +263,7 @@ async def _read(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             async for part in request.stream():
                 size += len(part)
                 if size <= limit:
@@ -238,7 +271,9 @@ async def _read(request: Request, limit: int) -> bytes:
                 elif size > 8 * limit:
                     break  # a little more than the limit is read and dropped: many clients read no answer before they have sent all
     except TimeoutError:
-        raise RequestError(f"the body did not arrive within {_BODY_TIMEOUT_S:g} s", status=408) from None
+        error = RequestError(f"the body did not arrive within {timeout_s:g} s", status=408)
+        error.headers["Connection"] = "close"  # else the rest could drip in for ever
+        raise error from None
     if size > limit:
         raise RequestError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
     return b"".join(parts)

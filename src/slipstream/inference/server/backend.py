@@ -49,6 +49,11 @@ class Output(Protocol):
 class Tokenizer(Protocol):
     def encode(self, text: str, *, special: bool = True) -> list[int]: ...
 
+    @property
+    def tells_tools(self) -> bool:
+        """Whether `chat` makes anything of tools."""
+        ...
+
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The text of a conversation, to be encoded with special=False. ValueError, in words for the client, if the model's
         template cannot say it."""
@@ -70,7 +75,8 @@ class Engine(Protocol):
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, sink: Callable[[Any], None]
     ) -> Any:
-        """Returns a handle without waiting for a forward; `sink` gets an `Output` at a time, from the engine's thread.
+        """Returns a handle without waiting for a forward; `sink` gets an `Output` at a time, from the engine's thread. If it
+        raises, the request is cancelled.
 
         Raises ValueError for what the client can mend, QueueFullError when the queue is full, and RuntimeError when the engine
         takes no more requests.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -48,8 +49,33 @@ class Work:
     priority: int
 
 
+class Compiling:
+    """Requests with a JSON schema are submitted one at a time: the engine compiles it, which can take long, and holds one of
+    the threads that all requests share. Nobody waits longer than `timeout_s`, for its turn or for the compiler."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._turn = asyncio.Lock()
+
+    async def submit(self, start: Callable[[], asyncio.Future[Any]]) -> None:
+        """Raises RequestError; what was started goes on, and the next has its turn when it ends."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise RequestError("other JSON schemas are being compiled", status=503, code="busy", retry_after=5) from None
+        handle = start()
+        handle.add_done_callback(lambda _: self._turn.release())
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await asyncio.shield(handle)
+        except TimeoutError:
+            message = f"the JSON schema is not compiled within {self.timeout_s:g} s; make it simpler"
+            raise RequestError(message, code="schema_too_complex") from None
+
+
 @asynccontextmanager
-async def running(engine: Engine, work: Work, receive: Receive) -> AsyncIterator[Batches]:
+async def running(engine: Engine, work: Work, receive: Receive, compiling: Compiling) -> AsyncIterator[Batches]:
     """Submits, and cancels at the end what still runs. Raises RequestError if the engine refuses."""
     loop = asyncio.get_running_loop()
     mailbox: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
@@ -57,11 +83,15 @@ async def running(engine: Engine, work: Work, receive: Receive) -> AsyncIterator
     unfinished = [work.n] * len(work.prompts)
 
     def submit(prompt: Sequence[int], first: int) -> Any:
-        def sink(output: Output) -> None:
-            with suppress(RuntimeError):  # the loop is closed: the server was stopped hard, which is not the engine's affair
-                loop.call_soon_threadsafe(mailbox.put_nowait, (first + output.index, output))
+        def sink(output: Output) -> None:  # where the loop was closed it raises, and the engine ends what nobody waits for
+            loop.call_soon_threadsafe(mailbox.put_nowait, (first + output.index, output))
 
         return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink)
+
+    def started(prompt: Sequence[int], first: int) -> asyncio.Future[Any]:
+        """In another thread; to be shielded, so that its handle is never lost."""
+        handles.append(loop.run_in_executor(None, submit, prompt, first))
+        return handles[-1]
 
     def cancel(handle: asyncio.Future[Any]) -> None:
         if handle.exception() is None:
@@ -92,9 +122,10 @@ async def running(engine: Engine, work: Work, receive: Receive) -> AsyncIterator
     try:
         try:
             for number, prompt in enumerate(work.prompts):
-                # In another thread, for a JSON schema may take long to compile; shielded, so that its handle is never lost.
-                handles.append(loop.run_in_executor(None, submit, prompt, number * work.n))
-                await asyncio.shield(handles[-1])
+                if work.params.json_schema is None:
+                    await asyncio.shield(started(prompt, number * work.n))
+                else:
+                    await compiling.submit(partial(started, prompt, number * work.n))
         except ValueError as error:
             raise RequestError(str(error)) from None
         except QueueFullError as error:
@@ -115,13 +146,23 @@ class Answer(Response):
     """Runs the work while it is being answered, so that errors before the first byte still have their status."""
 
     def __init__(
-        self, engine: Engine, work: Work, form: Format, traffic: Traffic, *, stream: bool, include_usage: bool, timeout_s: float
+        self,
+        engine: Engine,
+        work: Work,
+        form: Format,
+        *,
+        traffic: Traffic,
+        compiling: Compiling,
+        stream: bool,
+        include_usage: bool,
+        timeout_s: float,
     ) -> None:
         super().__init__()
         self.engine = engine
         self.work = work
         self.form = form
         self.traffic = traffic
+        self.compiling = compiling
         self.write = self._stream if stream else self._whole
         self.include_usage = include_usage
         self.timeout_s = timeout_s
@@ -136,8 +177,9 @@ class Answer(Response):
 
         try:
             try:
-                async with asyncio.timeout(self.timeout_s), running(self.engine, self.work, receive) as batches:
-                    await self.write(batches, tracked)
+                async with asyncio.timeout(self.timeout_s):
+                    async with running(self.engine, self.work, receive, self.compiling) as batches:
+                        await self.write(batches, tracked)
             except TimeoutError:
                 raise RequestError(f"not done within {self.timeout_s:g} s", status=504, code="timeout") from None
         except ClientLeftError:

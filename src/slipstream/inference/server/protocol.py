@@ -62,6 +62,11 @@ def _says(kind: str, message: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
+def _told(**limits: float) -> Any:
+    """For the document: `SamplingParams` has the limits, and better words."""
+    return Field(json_schema_extra=limits)  # type: ignore[arg-type]
+
+
 NOT_SERVED = _says("not_served", "this field of OpenAI's is not served here; leave it out")
 Never = Annotated[None, NOT_SERVED]
 Off = Annotated[Literal[False] | None, NOT_SERVED]
@@ -85,10 +90,10 @@ class Sampled(Strict):
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    temperature: Annotated[float | None, _told(minimum=0, maximum=100)] = None
+    top_p: Annotated[float | None, _told(exclusiveMinimum=0, maximum=1)] = None
+    presence_penalty: Annotated[float | None, _told(minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, _told(minimum=-2, maximum=2)] = None
     logit_bias: Annotated[
         Annotated[
             dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)
@@ -104,10 +109,10 @@ class Sampled(Strict):
     stream_options: StreamOptions | None = None
     user: str | None = None  # a label for the provider's records, without effect on the answer in OpenAI's API either
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    top_k: Annotated[int | None, _told(minimum=0)] = None
+    min_p: Annotated[float | None, _told(minimum=0, maximum=1)] = None
+    repetition_penalty: Annotated[float | None, _told(exclusiveMinimum=0, maximum=100)] = None
+    min_tokens: Annotated[int | None, _told(minimum=0)] = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # 10 s of waiting each: nobody can starve the others
@@ -460,6 +465,10 @@ class ChatBody(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
+
+
+class HealthBody(TypedDict):
+    status: Literal["ok", "draining", "failed"]
 
 
 class ModelBody(TypedDict):

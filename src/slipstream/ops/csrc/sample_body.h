@@ -2,7 +2,6 @@
  * is inference/sampler.py in numpy. A row's sums are taken over fixed blocks, whatever else is sampled. */
 
 #define BLOCK_OF_SUMS 256
-#define BUCKETS 1024 /* of a histogram over 10 bits of a weight, which order weights in [0, 1] as their values do */
 
 INLINE uint32_t weight_bits(float weight)
 {
@@ -43,87 +42,105 @@ TARGET static float largest_logit(const float *logits, int64_t size)
 
 /* The lowest weight that is kept, and how many of those that equal it. */
 struct cut {
-    uint32_t bits;
+    float weight;
     int64_t ties;
     double mass; /* of all that is kept */
 };
 
-struct histogram {
-    uint32_t counts[BUCKETS];
-    double sums[BUCKETS];
+/* What the weights from some threshold up are together, and its neighbours among them. */
+struct share {
+    double count, sum;
+    float least, below; /* the smallest of them, and the largest of the others */
 };
 
-TARGET static void count_in(struct histogram *h, int bucket, float weight)
+TARGET static float lanes_min(vec a)
 {
-    ++h->counts[bucket];
-    h->sums[bucket] += (double)weight;
+    float lanes[16], least;
+    store_f32(lanes, a, 0);
+    least = lanes[0];
+    for (int lane = 1; lane < 16; ++lane)
+        least = lanes[lane] < least ? lanes[lane] : least;
+    return least;
 }
 
-/* The bucket in which the running count (or sum) from the top reaches `wanted`, or the last that holds a weight. What
- * lies above it is added to count and mass. */
-TARGET static int reach(const struct histogram *h, int by_count, double wanted, double *count, double *mass)
+/* `most` has the largest of each block, or is 0. */
+TARGET static struct share share_from(const float *weights, const float *most, int64_t blocks, float threshold)
 {
-    int last = -1;
-    for (int bucket = BUCKETS - 1; bucket >= 0; --bucket) {
-        if (!h->counts[bucket])
+    const vec from = vec_set(threshold), one = vec_set(1);
+    vec sums = vec_zero(), count = vec_zero(), least = vec_set(2), below = vec_zero();
+    float skipped = 0;
+    for (int64_t b = 0; b < blocks; ++b) {
+        if (most && most[b] < threshold) {
+            skipped = most[b] > skipped ? most[b] : skipped;
             continue;
-        if (last >= 0) {
-            *count += h->counts[last];
-            *mass += h->sums[last];
         }
-        last = bucket;
-        if ((by_count ? *count + h->counts[bucket] : *mass + h->sums[bucket]) >= wanted)
-            break;
+        vec sum = vec_zero();
+        for (int64_t i = b * BLOCK_OF_SUMS; i < (b + 1) * BLOCK_OF_SUMS; i += 16) {
+            const vec a = load_f32(weights + i), kept = vec_pick(a, from, a, vec_zero());
+            sum = vec_add(sum, kept);
+            count = vec_add(count, vec_pick(a, from, one, vec_zero()));
+            least = vec_min(least, vec_pick(a, from, a, vec_set(2)));
+            below = vec_max(below, vec_sub(a, kept));
+        }
+        sums = vec_add(sums, sum);
     }
-    return last;
+    below = vec_max(below, vec_set(skipped));
+    return (struct share){(double)lanes_sum(count), (double)lanes_sum(sums), lanes_min(least), lanes_max(below)};
 }
 
-/* The fewest largest weights whose number, or sum, is at least `wanted`. A radix selection: 10 bits, then 10, then 10. */
-TARGET static struct cut fewest(const struct sampling *s, int64_t blocks, int by_count, double wanted)
+/* Weights from least to largest as candidates, with zeros to the end of a block. How many blocks. */
+TARGET static int64_t gather(const struct sampling *s, int64_t blocks, float least, float largest)
 {
-    static const float floors[] = {1e-3f, 1e-6f, -1.0f}; /* mostly the blocks that reach above the first suffice */
-    struct histogram h, odd; /* two, because an addition waits for the one before it in the same bucket */
-    double count = 0, mass = 0;
-    for (int attempt = 0; attempt < 3; ++attempt) {
-        const int whole = attempt == 2 ? 0 : (int)(weight_bits(floors[attempt]) >> 20) + 1; /* buckets that miss nothing */
-        double counted = 0, sum = 0;
-        memset(&h, 0, sizeof h);
-        memset(&odd, 0, sizeof odd);
-        for (int64_t b = 0; b < blocks; ++b)
-            for (int64_t i = b * BLOCK_OF_SUMS; s->most[b] > floors[attempt] && i < (b + 1) * BLOCK_OF_SUMS; i += 2) {
-                count_in(&h, (int)(weight_bits(s->weights[i]) >> 20), s->weights[i]);
-                count_in(&odd, (int)(weight_bits(s->weights[i + 1]) >> 20), s->weights[i + 1]);
-            }
-        for (int bucket = whole; bucket < BUCKETS; ++bucket) {
-            counted += h.counts[bucket] += odd.counts[bucket];
-            sum += h.sums[bucket] += odd.sums[bucket];
-        }
-        if ((by_count ? counted : sum) > wanted)
-            break;
-    }
-    uint32_t prefix = (uint32_t)reach(&h, by_count, wanted, &count, &mass);
-    int64_t left = 0;
+    int64_t found = 0;
     for (int64_t b = 0; b < blocks; ++b)
-        for (int64_t i = b * BLOCK_OF_SUMS; weight_bits(s->most[b]) >> 20 >= prefix && i < (b + 1) * BLOCK_OF_SUMS; ++i) {
-            s->candidates[left] = s->weights[i];
-            left += weight_bits(s->weights[i]) >> 20 == prefix;
+        for (int64_t i = b * BLOCK_OF_SUMS; s->most[b] >= least && i < (b + 1) * BLOCK_OF_SUMS; ++i) {
+            s->candidates[found] = s->weights[i];
+            found += (s->weights[i] >= least) & (s->weights[i] <= largest);
         }
-    for (int shift = 10; shift >= 0; shift -= 10) {
-        memset(&h, 0, sizeof h);
-        for (int64_t i = 0; i < left; ++i)
-            if (weight_bits(s->candidates[i]) >> (shift + 10) == prefix)
-                count_in(&h, (int)(weight_bits(s->candidates[i]) >> shift & (BUCKETS - 1)), s->candidates[i]);
-        prefix = prefix << 10 | (uint32_t)reach(&h, by_count, wanted, &count, &mass);
+    while (found % BLOCK_OF_SUMS)
+        s->candidates[found++] = 0;
+    return found / BLOCK_OF_SUMS;
+}
+
+/* The fewest largest weights whose number, or sum, is at least `wanted`; `total` is the sum of all. Halves what lies between
+ * two weights, in steps of their bits, which order weights in [0, 1] as their values do: about as often as it takes to halve
+ * the number of weights between, for each step ends at a weight. When few are left between, it goes on with these alone. */
+TARGET static struct cut fewest(const struct sampling *s, int64_t blocks, int by_count, double wanted, double total)
+{
+    const double size = (double)(blocks * BLOCK_OF_SUMS);
+    const float *weights = s->weights, *most = s->most;
+    struct share above = {0, 0, 2, 1}, out = above; /* not among `weights` any more; too few */
+    struct share in = {size, total, 0, 0};          /* enough: all, or without what is too small to matter together */
+    if (!by_count)
+        in.least = (float)((total - wanted) / size / 2);
+    while (weight_bits(out.below) > weight_bits(in.least)) {
+        if (most && in.count - out.count < size / 16) {
+            above = out;
+            blocks = gather(s, blocks, in.least, out.below);
+            weights = s->candidates;
+            most = 0;
+        }
+        const uint32_t low = weight_bits(in.least) + 1, high = weight_bits(out.below);
+        uint32_t middle = low + (high - low) / 2;
+        if (in.least == 0) { /* the middle of all there is would be at 2^-64 */
+            middle = weight_bits(out.below * 1e-3f);
+            middle = middle < low ? low : middle;
+        }
+        struct share half = share_from(weights, most, blocks, bits_weight(middle));
+        half.count += above.count;
+        half.sum += above.sum;
+        if ((by_count ? half.count : half.sum) >= wanted)
+            in = half;
+        else
+            out = half;
     }
-    const double weight = (double)bits_weight(prefix);
-    int64_t ties = h.counts[prefix & (BUCKETS - 1)];
-    if (!by_count) {
-        int64_t enough = 1;
-        while (enough < ties && mass + (double)enough * weight < wanted)
-            ++enough;
-        ties = enough;
+    const double weight = (double)in.least, ties = in.count - out.count;
+    double enough = ties;
+    if (!by_count && weight > 0) {
+        enough = ceil((wanted - out.sum) / weight);
+        enough = enough < 1 ? 1 : enough < ties ? enough : ties;
     }
-    return (struct cut){prefix, ties, mass + (double)ties * weight};
+    return (struct cut){in.least, enough < ties ? (int64_t)enough : INT64_MAX, out.sum + enough * weight};
 }
 
 /* What is not kept becomes 0, in weights and sums. */
@@ -131,17 +148,18 @@ TARGET static void drop(const struct sampling *s, int64_t blocks, struct cut cut
 {
     for (int64_t b = 0; b < blocks; ++b) {
         s->sums[b] = 0;
-        if (weight_bits(s->most[b]) < cut.bits)
+        if (s->most[b] < cut.weight)
             continue;
+        const int64_t first = b * BLOCK_OF_SUMS, end = first + BLOCK_OF_SUMS;
+        if (cut.ties < INT64_MAX)
+            for (int64_t i = first; i < end; ++i)
+                if (s->weights[i] == cut.weight && --cut.ties < 0)
+                    s->weights[i] = 0;
         vec sum = vec_zero();
-        for (int64_t i = b * BLOCK_OF_SUMS; i < (b + 1) * BLOCK_OF_SUMS; ++i) {
-            const uint32_t bits = weight_bits(s->weights[i]);
-            const int tie = bits == cut.bits, kept = (bits > cut.bits) | (tie & (cut.ties > 0));
-            cut.ties -= tie;
-            s->weights[i] = kept ? s->weights[i] : 0;
+        for (int64_t i = first; i < end; i += 16) {
+            const vec a = load_f32(s->weights + i);
+            sum = vec_add(sum, store_f32(s->weights + i, vec_pick(a, vec_set(cut.weight), a, vec_zero()), 0));
         }
-        for (int64_t i = b * BLOCK_OF_SUMS; i < (b + 1) * BLOCK_OF_SUMS; i += 16)
-            sum = vec_add(sum, load_f32(s->weights + i));
         s->sums[b] = (double)lanes_sum(sum);
     }
 }
@@ -175,11 +193,11 @@ TARGET static int64_t choose(const float *logits, const struct sampling *s)
     if (filtered) {
         struct cut cut = {0, INT64_MAX, total};
         if (s->top_k > 0 && s->top_k < size)
-            cut = fewest(s, blocks, 1, (double)s->top_k);
+            cut = fewest(s, blocks, 1, (double)s->top_k, total);
         if (s->top_p < 1)
-            cut = fewest(s, blocks, 0, s->top_p * cut.mass);
-        if (weight_bits(s->min_p) > cut.bits)
-            cut = (struct cut){weight_bits(s->min_p), INT64_MAX, 0};
+            cut = fewest(s, blocks, 0, s->top_p * cut.mass, total);
+        if (s->min_p > cut.weight)
+            cut = (struct cut){s->min_p, INT64_MAX, 0};
         drop(s, blocks, cut);
         total = 0;
         for (int64_t b = 0; b < blocks; ++b)

@@ -21,6 +21,11 @@ INLINE vec vec_sqrt(vec a) { return (vec){_mm256_sqrt_ps(a.low), _mm256_sqrt_ps(
 INLINE vec vec_fma(vec a, vec b, vec c) { return (vec){_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)}; }
 INLINE vec vec_min(vec a, vec b) { return (vec){_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
 INLINE vec vec_max(vec a, vec b) { return (vec){_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+INLINE vec vec_pick(vec a, vec least, vec yes, vec no)
+{
+    return (vec){_mm256_blendv_ps(no.low, yes.low, _mm256_cmp_ps(a.low, least.low, _CMP_GE_OQ)),
+                 _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(a.high, least.high, _CMP_GE_OQ))};
+}
 INLINE __m256 pow2(__m256 n)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));

@@ -19,6 +19,10 @@ INLINE vec vec_sqrt(vec a) { return _mm512_sqrt_ps(a); }
 INLINE vec vec_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vec vec_min(vec a, vec b) { return _mm512_min_ps(a, b); }
 INLINE vec vec_max(vec a, vec b) { return _mm512_max_ps(a, b); }
+INLINE vec vec_pick(vec a, vec least, vec yes, vec no)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, least, _CMP_GE_OQ), no, yes);
+}
 INLINE vec vec_pow2(vec n)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));

@@ -29,6 +29,7 @@ typedef int32_t mask __attribute__((vector_size(64)));
 INLINE vec vec_select(mask where, vec a, vec b) { return (vec)((where & (mask)a) | (~where & (mask)b)); }
 INLINE vec vec_min(vec a, vec b) { return vec_select(a < b, a, b); }
 INLINE vec vec_max(vec a, vec b) { return vec_select(a > b, a, b); }
+INLINE vec vec_pick(vec a, vec least, vec yes, vec no) { return vec_select(a >= least, yes, no); }
 INLINE vec vec_pow2(vec n)
 {
     float lanes[16];
