@@ -7,8 +7,11 @@ is in the batch, however the prompt was split, and whether its prefix was comput
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -80,10 +83,40 @@ class _Batch(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in ("num_rows", "num_sequences", "num_logits")),
         *((name, _pointer) for name in ("ids", "first_row", "start", "tables", "table_at", "logit_rows")),
-        *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "codes", "scales")),
+        *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "codes", "scales", "totals", "halves")),
         # routing
         *((name, _pointer) for name in ("scores", "shares", "chosen", "place", "first", "gathered", "expert_act", "expert_out")),
     )
+
+
+class _Memory:
+    """Room for packed weights, in huge pages where the system has them: every forward reads all of it, and with pages of
+    4 KiB it would look up the address of each."""
+
+    CHUNK = 32 << 20  # what is not taken is never touched
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> Tensor:
+        """Bytes at a multiple of 64 that nothing has been written to."""
+        if nbytes > self.CHUNK:
+            return self._chunk(nbytes)
+        size = nbytes + -nbytes % 64
+        with self._lock:
+            if size > len(self._left):
+                self._left = self._chunk(self.CHUNK)
+            taken, self._left = self._left[:nbytes], self._left[size:]
+        return taken
+
+    @staticmethod
+    def _chunk(nbytes: int) -> Tensor:
+        chunk = mmap.mmap(-1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a system built without them
+                chunk.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(chunk, dtype=torch.uint8)
 
 
 def why_not(config: DecoderConfig) -> str | None:
@@ -127,6 +160,7 @@ class NativeDecoder:
         self.keys = untouched_zeros(shape, cache_dtype)
         self.values = untouched_zeros((*shape[:3], PANEL, config.head_dim), cache_dtype)
         self._kept: list[Tensor] = []  # what the C side points into
+        self._memory = _Memory()
         self._library = build.load().kernels
         assert self._library is not None
         self._library.slipstream_team_new.restype = _pointer
@@ -178,7 +212,7 @@ class NativeDecoder:
             row_bytes = rows[0].nbytes // columns
             num_panels, words = -(-columns // padding) * (padding // PANEL), words or -(-row_bytes // word)
             size = words * PANEL * word
-            panels = torch.empty(num_panels * len(rows) * size, dtype=torch.uint8)
+            panels = self._memory.take(num_panels * len(rows) * size)
             for part, row in enumerate(rows):
                 to = panels.data_ptr() + part * size
                 self._pack(row.data_ptr(), columns, row_bytes, to, num_panels, words, len(rows) * size, word, nibbles)
@@ -190,14 +224,16 @@ class NativeDecoder:
             packed.type, packed.group = _INT4, features // first.scale.shape[1]
             packed.data = interleave([part.q for part in parts], 4, nibbles=True)  # type: ignore[union-attr]
             packed.scale = interleave([part.scale.half() for part in parts], 2)  # type: ignore[union-attr]
-            packed.low = interleave([part.low.half() for part in parts], 2)  # type: ignore[union-attr]
+            if not all(torch.equal(part.low, part.scale * -8) for part in parts):  # type: ignore[union-attr]
+                packed.low = interleave([part.low.half() for part in parts], 2)  # type: ignore[union-attr]
         elif isinstance(first, Int8):
             packed.type, packed.num_features = _INT8, features + -features % CODES
             packed.data = interleave([part.q for part in parts], 4, words=packed.num_features // 4)  # type: ignore[union-attr]
             packed.scale = interleave([part.scale.float() for part in parts], 4)  # type: ignore[union-attr]
         else:
             packed.type = _TYPES[first.dtype]
-            packed.data = interleave([part.detach() for part in parts], first.dtype.itemsize)  # type: ignore[union-attr]
+            word = 2 if first.dtype == torch.float16 else 4  # two features of bf16
+            packed.data = interleave([part.detach() for part in parts], word)  # type: ignore[union-attr]
         if biases is not None and any(bias is not None for bias in biases):
             whole = [torch.zeros(columns) if bias is None else bias.detach().float() for bias in biases]
             packed.bias = interleave(whole, 4)
@@ -351,6 +387,8 @@ class NativeDecoder:
             self._room("act", rows, config.intermediate_size),
             self._room("codes", rows * self._copies, self._widest, torch.int8),
             self._room("scales", rows * self._copies, 2 * self._widest // CODES),
+            self._room("totals", rows * self._copies, self._widest // CODES, torch.int32),
+            self._room("halves", rows * self._copies, self._widest, torch.bfloat16),
             *self._routing(rows),
         )  # fmt: skip
         assert self._library is not None

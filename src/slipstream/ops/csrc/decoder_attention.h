@@ -189,6 +189,12 @@ INLINE void attend_type(const int count, const int type, const struct decoder *m
     }
 }
 
+/* Tiles of a sequence's queries, for each key-value head. */
+INLINE int64_t num_tiles(const struct batch *batch, int sequence, int64_t group)
+{
+    return ((batch->first_row[sequence + 1] - batch->first_row[sequence]) * group + ROWS - 1) / ROWS;
+}
+
 #define ATTEND(COUNT)                                                                                                   \
     case COUNT:                                                                                                         \
         if (model->cache_type == WEIGHT_BF16)                                                                           \
@@ -210,30 +216,31 @@ TARGET static void attend(int count, const struct decoder *model, const struct l
     }
 }
 
-/* Every (sequence, key-value head, tile of queries) is an item; the longest sequences' last tiles are not special. */
+/* Every (sequence, key-value head, tile of queries) is an item. */
 TARGET static void attention(const struct decoder *model, const struct layer *layer, const struct batch *batch, struct worker *worker)
 {
     const int stage = worker->stage++;
     const int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads;
     const int64_t width = (model->num_heads + 2 * model->num_kv_heads) * dim;
-    int64_t item = team_next(worker->team, stage), before = 0;
-    for (int sequence = 0; sequence < batch->num_sequences; ++sequence) {
+    int64_t total = 0;
+    for (int sequence = 0; sequence < batch->num_sequences; ++sequence)
+        total += num_tiles(batch, sequence, group) * model->num_kv_heads;
+    for (int64_t item; (item = team_next(worker->team, stage, worker->thread, total)) < total;) {
+        int sequence = 0;
+        for (; item >= num_tiles(batch, sequence, group) * model->num_kv_heads; ++sequence)
+            item -= num_tiles(batch, sequence, group) * model->num_kv_heads;
         const int64_t row = batch->first_row[sequence], rows = batch->first_row[sequence + 1] - row;
-        const int64_t tiles = (rows * group + ROWS - 1) / ROWS, items = tiles * model->num_kv_heads;
-        for (; item < before + items; item = team_next(worker->team, stage)) {
-            const int64_t kv_head = (item - before) / tiles, at = (item - before) % tiles * ROWS;
-            const int count = (int)(rows * group - at < ROWS ? rows * group - at : ROWS);
-            struct queries queries;
-            for (int i = 0; i < count; ++i) {
-                const int64_t r = (at + i) / group, head = kv_head * group + (at + i) % group;
-                queries.q[i] = batch->qkv + (row + r) * width + head * dim;
-                queries.to[i] = batch->attended + ((row + r) * model->num_heads + head) * dim;
-                queries.last[i] = batch->start[sequence] + r;
-                queries.first[i] = layer->window && queries.last[i] >= layer->window ? queries.last[i] - layer->window + 1 : 0;
-            }
-            attend(count, model, layer, batch, sequence, kv_head, &queries, worker->scratch);
+        const int64_t tiles = num_tiles(batch, sequence, group), kv_head = item / tiles, at = item % tiles * ROWS;
+        const int count = (int)(rows * group - at < ROWS ? rows * group - at : ROWS);
+        struct queries queries;
+        for (int i = 0; i < count; ++i) {
+            const int64_t r = (at + i) / group, head = kv_head * group + (at + i) % group;
+            queries.q[i] = batch->qkv + (row + r) * width + head * dim;
+            queries.to[i] = batch->attended + ((row + r) * model->num_heads + head) * dim;
+            queries.last[i] = batch->start[sequence] + r;
+            queries.first[i] = layer->window && queries.last[i] >= layer->window ? queries.last[i] - layer->window + 1 : 0;
         }
-        before += items;
+        attend(count, model, layer, batch, sequence, kv_head, &queries, worker->scratch);
     }
 }
 
