@@ -39,7 +39,8 @@ def why_not() -> str | None:
     if not {"avx2", "fma", "f16c"} <= set(cpu_flags()):
         return "emulation needs a processor with AVX2, FMA and F16C"
     source = "#include <simde/x86/avx512/dpbf16.h>"
-    found = subprocess.run([*compiler, "-E", "-xc", "-", "-o", "/dev/null"], input=source, text=True, capture_output=True, check=False)
+    command = [*compiler, "-E", "-xc", "-", "-o", "/dev/null"]
+    found = subprocess.run(command, input=source, text=True, capture_output=True, check=False)
     return "SIMDe's headers are not installed (libsimde-dev)" if found.returncode else None
 
 
@@ -95,7 +96,7 @@ def test_decoder(isa: str, kind: str, family: str) -> None:
     ours, wanted = logits_of(isa, config, weights), logits_of("avx2", config, weights)
     if (isa, kind) == ("avx512bf16", "bfloat16"):
         errors = [float((a - b).norm() / b.norm()) for a, b in zip(ours, wanted, strict=True)]
-        assert 0 < min(errors) and max(errors) < 0.02, errors
+        assert min(errors) > 0 and max(errors) < 0.02, errors
     else:
         assert all(a.equal(b) for a, b in zip(ours, wanted, strict=True))
 

@@ -197,12 +197,15 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         multiply(qkv, 3, worker);
         expect((const struct matrix *const[]){&layer->out}, 1, batch->num_rows, worker);
         meet(worker);
-        for (int sequence = 0, row = (int)worker->from; row < worker->until; ++row) {
-            while (row >= batch->first_row[sequence + 1])
-                ++sequence;
-            place_row(model, layer, batch, row, sequence);
+        if (!placed_when_attended(model, batch)) {
+            for (int sequence = 0, row = (int)worker->from; row < worker->until; ++row) {
+                while (row >= batch->first_row[sequence + 1])
+                    ++sequence;
+                for (int64_t kv_head = 0; kv_head < model->num_kv_heads; ++kv_head)
+                    place_head(model, layer, batch, row, sequence, kv_head);
+            }
+            meet(worker);
         }
-        meet(worker);
         attention(model, layer, batch, worker);
         meet(worker);
         residual(model, batch, &layer->out, batch->attended, q_width, layer->attn_post_norm, worker);
