@@ -4,8 +4,8 @@
  * [Note: Batch invariance] Every element that is computed has its own accumulator, which takes the terms in one order,
  * over the input features (matrices) or over positions in blocks counted from 0 (attention), whatever else is computed
  * beside it. Tiles group independent accumulators; they never split one. So the logits of a token are the same bits
- * alone, in any batch, with any splitting of the prompt, and from cached prefixes. A position that is masked adds
- * 0 * value, which changes nothing: the cache holds finite numbers only.
+ * alone, in any batch, with any splitting of the prompt, and from cached prefixes, with one instruction set. A position
+ * that is masked adds 0 * value, which changes nothing: the cache holds finite numbers only.
  */
 #ifndef SLIPSTREAM_DECODER_H
 #define SLIPSTREAM_DECODER_H
