@@ -7,11 +7,8 @@ is in the batch, however the prompt was split, and whether its prefix was comput
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -89,36 +86,6 @@ class _Batch(ctypes.Structure):
     )
 
 
-class _Memory:
-    """Room for packed weights, in huge pages where the system has them: every forward reads all of it, and with pages of
-    4 KiB it would look up the address of each."""
-
-    CHUNK = 32 << 20  # what is not taken is never touched
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._left = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, nbytes: int) -> Tensor:
-        """Bytes at a multiple of 64 that nothing has been written to."""
-        if nbytes > self.CHUNK:
-            return self._chunk(nbytes)
-        size = nbytes + -nbytes % 64
-        with self._lock:
-            if size > len(self._left):
-                self._left = self._chunk(self.CHUNK)
-            taken, self._left = self._left[:nbytes], self._left[size:]
-        return taken
-
-    @staticmethod
-    def _chunk(nbytes: int) -> Tensor:
-        chunk = mmap.mmap(-1, nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a system built without them
-                chunk.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(chunk, dtype=torch.uint8)
-
-
 def why_not(config: DecoderConfig) -> str | None:
     """What keeps this model from the native forward; None where nothing does."""
     library = build.load()
@@ -160,7 +127,6 @@ class NativeDecoder:
         self.keys = untouched_zeros(shape, cache_dtype)
         self.values = untouched_zeros((*shape[:3], PANEL, config.head_dim), cache_dtype)
         self._kept: list[Tensor] = []  # what the C side points into
-        self._memory = _Memory()
         self._library = build.load().kernels
         assert self._library is not None
         self._library.slipstream_team_new.restype = _pointer
@@ -212,7 +178,7 @@ class NativeDecoder:
             row_bytes = rows[0].nbytes // columns
             num_panels, words = -(-columns // padding) * (padding // PANEL), words or -(-row_bytes // word)
             size = words * PANEL * word
-            panels = self._memory.take(num_panels * len(rows) * size)
+            panels = torch.empty(num_panels * len(rows) * size, dtype=torch.uint8)
             for part, row in enumerate(rows):
                 to = panels.data_ptr() + part * size
                 self._pack(row.data_ptr(), columns, row_bytes, to, num_panels, words, len(rows) * size, word, nibbles)
