@@ -32,9 +32,9 @@ INLINE int64_t panel_bytes(const struct matrix *w)
 
 INLINE const char *panel_of(const struct matrix *w, int64_t panel) { return (const char *)w->data + panel * panel_bytes(w); }
 
-/* Strips of columns are what threads share out: of two panels for a few rows, so that shares are equal; for many rows of
- * as many as a tile has. */
-INLINE int strip_panels(int64_t rows) { return rows > ROWS ? WIDE : 2; }
+/* Strips of columns are what threads share out: of four panels, because so many streams read memory fastest; for many rows
+ * of as many as a tile has, which stay in the cache in fp32. */
+INLINE int strip_panels(int64_t rows) { return rows > ROWS ? WIDE : 4; }
 
 INLINE int64_t num_strips(const struct matrix *w, int64_t rows)
 {
@@ -93,12 +93,11 @@ INLINE void tile(const int type, const int rows, const int num, const struct pan
             store_f32(out[j][i], sums[i * num + j], 0);
 }
 
-/* Tiles as large as the registers hold: of one row two panels at least, because that many independent sums cover the latency
- * of a multiply-add. */
+/* Tiles as large as the registers hold. */
 INLINE void tiles(const int type, const int rows, int panels, struct panels w, const float *x, int64_t stride, float out[][ROWS][PANEL])
 {
-    const int num = WIDE == 4 || rows <= 3 ? 2 : 1;
-    if (WIDE == 4 && panels == 4)
+    const int all = WIDE == 4 || rows == 1, num = all || rows <= 3 ? 2 : 1;
+    if (all && panels == 4)
         tile(type, rows, 4, &w, x, stride, out);
     else
         for (int j = 0; j < panels; j += num, w.first += num * w.gap)
@@ -383,7 +382,7 @@ TARGET static void finish_tile(const struct product *job, int64_t panel, int pan
 /* A strip of one product, all its rows. */
 TARGET static void strip(const struct product *job, int64_t panel, float *scratch)
 {
-    float sums[WIDE][ROWS][PANEL];
+    float sums[4][ROWS][PANEL];
     const struct matrix *w = job->w;
     const int64_t left = num_panels(w) - panel;
     const int panels = left < strip_panels(job->num_rows) ? (int)left : strip_panels(job->num_rows);
