@@ -80,7 +80,7 @@ class _Batch(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in ("num_rows", "num_sequences", "num_logits")),
         *((name, _pointer) for name in ("ids", "first_row", "start", "tables", "table_at", "logit_rows")),
-        *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "codes", "scales")),
+        *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "codes", "scales", "totals", "halves")),
         # routing
         *((name, _pointer) for name in ("scores", "shares", "chosen", "place", "first", "gathered", "expert_act", "expert_out")),
     )
@@ -190,14 +190,16 @@ class NativeDecoder:
             packed.type, packed.group = _INT4, features // first.scale.shape[1]
             packed.data = interleave([part.q for part in parts], 4, nibbles=True)  # type: ignore[union-attr]
             packed.scale = interleave([part.scale.half() for part in parts], 2)  # type: ignore[union-attr]
-            packed.low = interleave([part.low.half() for part in parts], 2)  # type: ignore[union-attr]
+            if not all(torch.equal(part.low, part.scale * -8) for part in parts):  # type: ignore[union-attr]
+                packed.low = interleave([part.low.half() for part in parts], 2)  # type: ignore[union-attr]
         elif isinstance(first, Int8):
             packed.type, packed.num_features = _INT8, features + -features % CODES
             packed.data = interleave([part.q for part in parts], 4, words=packed.num_features // 4)  # type: ignore[union-attr]
             packed.scale = interleave([part.scale.float() for part in parts], 4)  # type: ignore[union-attr]
         else:
             packed.type = _TYPES[first.dtype]
-            packed.data = interleave([part.detach() for part in parts], first.dtype.itemsize)  # type: ignore[union-attr]
+            word = 2 if first.dtype == torch.float16 else 4  # two features of bf16
+            packed.data = interleave([part.detach() for part in parts], word)  # type: ignore[union-attr]
         if biases is not None and any(bias is not None for bias in biases):
             whole = [torch.zeros(columns) if bias is None else bias.detach().float() for bias in biases]
             packed.bias = interleave(whole, 4)
@@ -351,6 +353,8 @@ class NativeDecoder:
             self._room("act", rows, config.intermediate_size),
             self._room("codes", rows * self._copies, self._widest, torch.int8),
             self._room("scales", rows * self._copies, 2 * self._widest // CODES),
+            self._room("totals", rows * self._copies, self._widest // CODES, torch.int32),
+            self._room("halves", rows * self._copies, self._widest, torch.bfloat16),
             *self._routing(rows),
         )  # fmt: skip
         assert self._library is not None

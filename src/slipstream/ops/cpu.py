@@ -37,7 +37,7 @@ MAX_GROUP = 128  # as in csrc/quantise.h
 
 class OpReport(NamedTuple):
     name: str
-    implementation: str  # "native avx512", "native avx2", "native portable" or "torch"
+    implementation: str  # "native avx512bf16", "native avx512", "native avx2", "native portable" or "torch"
     reason: str
 
 
@@ -77,14 +77,18 @@ def _kernels() -> _Kernels | None:
 def report() -> list[OpReport]:
     """Which implementation each op runs on CPU tensors, and why. Compiles the kernels if need be."""
     library = build.load()
-    implementation = f"native {isa()}" if library.kernels else "torch"
-    words = "native" if library.kernels else "torch"
-    rows = [OpReport(name, implementation, library.reason) for name in _Kernels._fields]
-    return [*rows, OpReport("words", words, library.reason)]
+    kernels, native = library.kernels, "torch"
+    if kernels is not None:
+        kernels.slipstream_kernels_isa.restype = ctypes.c_char_p
+        native = f"native {kernels.slipstream_kernels_isa().decode()}"
+    rows = [OpReport(name, native, library.reason) for name in _Kernels._fields]
+    decoder = f"native {isa()}" if kernels else "torch"
+    words = "native" if kernels else "torch"
+    return [*rows, OpReport("decoder", decoder, library.reason), OpReport("words", words, library.reason)]
 
 
 def isa() -> str:
-    """The instruction set of the native kernels: "avx512", "avx2" or "portable"; "" where there are none."""
+    """The native code's instruction set: "avx512bf16", "avx512", "avx2" or "portable"; "" where there is none."""
     library = build.load().kernels
     if library is None:
         return ""

@@ -1,7 +1,8 @@
 /* The threads of a decoder, and the entry that runs one forward on them.
  *
  * A team's threads sleep between forwards and spin inside one: a forward has hundreds of meetings, microseconds apart.
- * Work is handed out item by item (team_next), so a thread that the system takes away delays one item only.
+ * Work is handed out item by item (team_next), so a thread that the system takes away delays one item only. Each thread
+ * begins with a share of its own, in order: it reads memory in one stream, and it knows while it waits what that will be.
  */
 #include "decoder.h"
 
@@ -28,7 +29,7 @@ struct team {
     const struct batch *batch;
     const struct decoder_isa *isa;
     int num_stages;
-    atomic_llong *next;
+    atomic_llong *next; /* [size][num_stages] how many items of a thread's share are taken */
     _Alignas(64) atomic_int arrived;
     _Alignas(64) atomic_int generation;
     _Alignas(64) atomic_int done;
@@ -49,7 +50,7 @@ static void relax(int spins)
 #endif
 }
 
-void team_wait(struct team *team)
+void team_wait(struct team *team, struct ahead *ahead)
 {
     if (team->size == 1)
         return;
@@ -60,10 +61,28 @@ void team_wait(struct team *team)
         return;
     }
     for (int spins = 0; atomic_load_explicit(&team->generation, memory_order_acquire) == generation; ++spins)
-        relax(spins % (1 << 30));
+        if (ahead->from < ahead->until) {
+            __builtin_prefetch(ahead->from, 0, 2);
+            ahead->from += 64;
+        } else {
+            relax(spins % (1 << 30));
+        }
 }
 
-int64_t team_next(struct team *team, int stage) { return atomic_fetch_add_explicit(&team->next[stage], 1, memory_order_relaxed); }
+int64_t team_next(struct team *team, int stage, int thread, int64_t total)
+{
+    for (int i = 0; i < team->size; ++i) {
+        const int owner = (thread + i) % team->size;
+        const int64_t from = total * owner / team->size, share = total * (owner + 1) / team->size - from;
+        atomic_llong *next = &team->next[(int64_t)owner * team->num_stages + stage];
+        if (atomic_load_explicit(next, memory_order_relaxed) < share) {
+            const int64_t taken = atomic_fetch_add_explicit(next, 1, memory_order_relaxed);
+            if (taken < share)
+                return from + taken;
+        }
+    }
+    return total;
+}
 
 int team_size(const struct team *team) { return team->size; }
 
@@ -134,7 +153,7 @@ static int prepare(struct team *team, const struct decoder *model)
     for (int i = 0; i < model->num_layers; ++i)
         if (model->layers[i].experts && model->layers[i].experts->widest > widest)
             widest = model->layers[i].experts->widest;
-    const size_t bytes = (size_t)widest * 2 * PANEL * sizeof(float); /* two widened panels; a tile of queries is smaller */
+    const size_t bytes = (size_t)widest * 4 * PANEL * sizeof(float); /* four widened panels; a tile of queries is smaller */
     const int stages = model->num_layers * 6 + 1;
     if (bytes > team->scratch_bytes) {
         for (int i = 0; i < team->size; ++i) {
@@ -148,22 +167,22 @@ static int prepare(struct team *team, const struct decoder *model)
         team->scratch_bytes = bytes;
     }
     if (stages > team->num_stages) {
-        atomic_llong *next = realloc(team->next, (size_t)stages * sizeof *next);
+        atomic_llong *next = realloc(team->next, (size_t)stages * (size_t)team->size * sizeof *next);
         if (!next)
             return -1;
         team->next = next;
         team->num_stages = stages;
     }
-    for (int i = 0; i < stages; ++i)
+    for (int i = 0; i < team->num_stages * team->size; ++i)
         atomic_store_explicit(&team->next[i], 0, memory_order_relaxed);
     return 0;
 }
 
 static const struct decoder_isa *isa_in_use(void)
 {
-    const struct decoder_isa *tables[] = {decoder_avx512, decoder_avx2};
+    const struct decoder_isa *tables[] = {decoder_avx512bf16, decoder_avx512, decoder_avx2};
     const char *name = slipstream_isa();
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < 3; ++i)
         if (tables[i] && strcmp(tables[i]->name, name) == 0)
             return tables[i];
     return decoder_portable;

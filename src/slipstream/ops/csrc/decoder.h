@@ -4,8 +4,8 @@
  * [Note: Batch invariance] Every element that is computed has its own accumulator, which takes the terms in one order,
  * over the input features (matrices) or over positions in blocks counted from 0 (attention), whatever else is computed
  * beside it. Tiles group independent accumulators; they never split one. So the logits of a token are the same bits
- * alone, in any batch, with any splitting of the prompt, and from cached prefixes. A position that is masked adds
- * 0 * value, which changes nothing: the cache holds finite numbers only.
+ * alone, in any batch, with any splitting of the prompt, and from cached prefixes, with one instruction set. A position
+ * that is masked adds 0 * value, which changes nothing: the cache holds finite numbers only.
  */
 #ifndef SLIPSTREAM_DECODER_H
 #define SLIPSTREAM_DECODER_H
@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #define PANEL 16 /* output columns that lie together; also the positions of a cache block */
-#define ROWS 6   /* rows of a tile: six accumulators of 16 lanes fill AVX2's registers */
+#define ROWS 6   /* rows of a tile: six accumulators of 16 lanes fill AVX2's registers, 24 those of AVX-512 */
 #define CODES 32 /* features that share a scale where activations are rounded to 8 bits */
 #define MAX_EXPERTS 512
 #define MAX_THREADS 64
@@ -23,10 +23,10 @@ enum activation { ACTIVATION_SILU = 0, ACTIVATION_GELU_TANH = 1, ACTIVATION_GELU
 
 /* y = x W^T + bias. Columns are padded with zeros to a multiple of 2 * PANEL. */
 struct matrix {
-    const void *data; /* [panel][k][PANEL]; int8: [panel][k / 4][PANEL][4]; int4: [panel][k / 8][PANEL][4] bytes, the first
-                         four k in the low halves */
+    const void *data; /* [panel][k][PANEL]; bf16: [panel][k / 2][PANEL][2], padded with a zero where k is odd; int8:
+                         [panel][k / 4][PANEL][4]; int4: [panel][k / 8][PANEL][4] bytes, the first four k in the low halves */
     const void *scale; /* int8: fp32 [panel][PANEL]; int4: fp16 [panel][k / group][PANEL] */
-    const void *low;   /* int4: fp16 as scale; w = q * scale + low */
+    const void *low;   /* int4: fp16 as scale; w = q * scale + low. NULL: low is -8 * scale everywhere */
     const float *bias; /* fp32 [padded columns], or NULL */
     int64_t num_columns, num_features; /* int8, int4: features are padded with zeros to a multiple of CODES */
     int32_t type, group;               /* int4: a multiple of CODES */
@@ -90,7 +90,9 @@ struct batch {
     float *x, *normed, *qkv, *attended, *act; /* scratch: [num_rows][...] */
     int8_t *codes; /* [num_rows][widest input, padded to CODES]; used where a matrix is int8 or int4 */
     float *scales; /* [num_rows][2][widest / CODES]: a group's scale; and its sum of codes times that */
-    struct routing routing; /* where a layer has experts; codes and scales have a row per place then */
+    int32_t *totals;  /* [num_rows][widest / CODES]: a group's sum of codes */
+    uint16_t *halves; /* as codes, in bf16; used where a matrix is bf16 and the instruction set multiplies that */
+    struct routing routing; /* where a layer has experts; these four have a row per place then */
 };
 
 /* How a token is drawn from a row, and the room for it. inference/sampler.py fills it. */
@@ -111,11 +113,17 @@ struct decoder_isa {
     int64_t (*choose)(const float *logits, const struct sampling *);
 };
 
-extern const struct decoder_isa *const decoder_avx512, *const decoder_avx2, *const decoder_portable;
+/* NULL where the compiler does not target that architecture. */
+extern const struct decoder_isa *const decoder_avx512bf16, *const decoder_avx512, *const decoder_avx2, *const decoder_portable;
+
+/* Memory that a thread reads next, as far as it has not been asked for. */
+struct ahead {
+    const char *from, *until;
+};
 
 /* decoder.c */
-void team_wait(struct team *);               /* until all threads have come here */
-int64_t team_next(struct team *, int stage); /* the next item of a stage, each number once */
+void team_wait(struct team *, struct ahead *); /* until all threads have come here; meanwhile what is ahead is fetched */
+int64_t team_next(struct team *, int stage, int thread, int64_t total); /* an item, each once, or `total` when all are taken */
 int team_size(const struct team *);
 
 #endif

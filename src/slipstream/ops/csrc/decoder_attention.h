@@ -68,35 +68,34 @@ INLINE int64_t block_of(const struct batch *batch, int sequence, int64_t positio
     return batch->tables[batch->table_at[sequence] + position / PANEL];
 }
 
-/* Norm and rotation of one row's heads, in place; its keys and values go to the cache. */
-TARGET static void place_row(const struct decoder *model, const struct layer *layer, const struct batch *batch, int row, int sequence)
+/* Norm and rotation of a row's heads that share a key-value head, in place; its keys and values go to the cache. */
+TARGET static void place_head(const struct decoder *model, const struct layer *layer, const struct batch *batch, int64_t row, int sequence,
+                              int64_t kv_head)
 {
-    const int64_t dim = model->head_dim, num_kv = model->num_kv_heads;
+    const int64_t dim = model->head_dim, num_kv = model->num_kv_heads, group = model->num_heads / num_kv;
     const int64_t position = batch->start[sequence] + row - batch->first_row[sequence];
-    const int64_t width = (model->num_heads + 2 * num_kv) * dim;
-    float *q = batch->qkv + row * width, *k = q + model->num_heads * dim, *v = k + num_kv * dim;
-    for (int64_t head = 0; head < model->num_heads + num_kv; ++head) {
-        const float *norm = head < model->num_heads ? layer->q_norm : layer->k_norm;
+    float *first = batch->qkv + row * (model->num_heads + 2 * num_kv) * dim, *q = first + kv_head * group * dim;
+    float *k = first + (model->num_heads + kv_head) * dim, *v = k + num_kv * dim;
+    for (int64_t i = 0; i <= group; ++i) {
+        float *head = i < group ? q + i * dim : k;
+        const float *norm = i < group ? layer->q_norm : layer->k_norm;
         if (norm)
-            rms_norm(q + head * dim, q + head * dim, norm, dim, model->norm_eps, 0);
+            rms_norm(head, head, norm, dim, model->norm_eps, 0);
         if (layer->cosine)
-            rotate(q + head * dim, layer, position);
+            rotate(head, layer, position);
     }
-    const int64_t block = block_of(batch, sequence, position), at = position % PANEL;
-    for (int64_t head = 0; head < num_kv; ++head) {
-        const int64_t base = (block * num_kv + head) * dim * PANEL;
-        if (model->cache_type == WEIGHT_BF16) {
-            uint16_t *keys = (uint16_t *)layer->keys + base + at, *values = (uint16_t *)layer->values + base + at * dim;
-            for (int64_t d = 0; d < dim; ++d) {
-                keys[d * PANEL] = to_bf16(k[head * dim + d]);
-                values[d] = to_bf16(v[head * dim + d]);
-            }
-        } else {
-            float *keys = (float *)layer->keys + base + at, *values = (float *)layer->values + base + at * dim;
-            for (int64_t d = 0; d < dim; ++d) {
-                keys[d * PANEL] = k[head * dim + d];
-                values[d] = v[head * dim + d];
-            }
+    const int64_t at = position % PANEL, base = (block_of(batch, sequence, position) * num_kv + kv_head) * dim * PANEL;
+    if (model->cache_type == WEIGHT_BF16) {
+        uint16_t *keys = (uint16_t *)layer->keys + base + at, *values = (uint16_t *)layer->values + base + at * dim;
+        for (int64_t d = 0; d < dim; ++d) {
+            keys[d * PANEL] = to_bf16(k[d]);
+            values[d] = to_bf16(v[d]);
+        }
+    } else {
+        float *keys = (float *)layer->keys + base + at, *values = (float *)layer->values + base + at * dim;
+        for (int64_t d = 0; d < dim; ++d) {
+            keys[d * PANEL] = k[d];
+            values[d] = v[d];
         }
     }
 }
@@ -189,6 +188,12 @@ INLINE void attend_type(const int count, const int type, const struct decoder *m
     }
 }
 
+/* Tiles of a sequence's queries, for each key-value head. */
+INLINE int64_t num_tiles(const struct batch *batch, int sequence, int64_t group)
+{
+    return ((batch->first_row[sequence + 1] - batch->first_row[sequence]) * group + ROWS - 1) / ROWS;
+}
+
 #define ATTEND(COUNT)                                                                                                   \
     case COUNT:                                                                                                         \
         if (model->cache_type == WEIGHT_BF16)                                                                           \
@@ -210,30 +215,39 @@ TARGET static void attend(int count, const struct decoder *model, const struct l
     }
 }
 
-/* Every (sequence, key-value head, tile of queries) is an item; the longest sequences' last tiles are not special. */
+/* Where every sequence has one row, which one tile takes, no other item waits for its key: it is placed right there. */
+INLINE int placed_when_attended(const struct decoder *model, const struct batch *batch)
+{
+    return batch->num_rows == batch->num_sequences && model->num_heads / model->num_kv_heads <= ROWS;
+}
+
+/* Every (sequence, key-value head, tile of queries) is an item. */
 TARGET static void attention(const struct decoder *model, const struct layer *layer, const struct batch *batch, struct worker *worker)
 {
     const int stage = worker->stage++;
     const int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads;
     const int64_t width = (model->num_heads + 2 * model->num_kv_heads) * dim;
-    int64_t item = team_next(worker->team, stage), before = 0;
-    for (int sequence = 0; sequence < batch->num_sequences; ++sequence) {
+    int64_t total = 0;
+    for (int sequence = 0; sequence < batch->num_sequences; ++sequence)
+        total += num_tiles(batch, sequence, group) * model->num_kv_heads;
+    for (int64_t item; (item = team_next(worker->team, stage, worker->thread, total)) < total;) {
+        int sequence = 0;
+        for (; item >= num_tiles(batch, sequence, group) * model->num_kv_heads; ++sequence)
+            item -= num_tiles(batch, sequence, group) * model->num_kv_heads;
         const int64_t row = batch->first_row[sequence], rows = batch->first_row[sequence + 1] - row;
-        const int64_t tiles = (rows * group + ROWS - 1) / ROWS, items = tiles * model->num_kv_heads;
-        for (; item < before + items; item = team_next(worker->team, stage)) {
-            const int64_t kv_head = (item - before) / tiles, at = (item - before) % tiles * ROWS;
-            const int count = (int)(rows * group - at < ROWS ? rows * group - at : ROWS);
-            struct queries queries;
-            for (int i = 0; i < count; ++i) {
-                const int64_t r = (at + i) / group, head = kv_head * group + (at + i) % group;
-                queries.q[i] = batch->qkv + (row + r) * width + head * dim;
-                queries.to[i] = batch->attended + ((row + r) * model->num_heads + head) * dim;
-                queries.last[i] = batch->start[sequence] + r;
-                queries.first[i] = layer->window && queries.last[i] >= layer->window ? queries.last[i] - layer->window + 1 : 0;
-            }
-            attend(count, model, layer, batch, sequence, kv_head, &queries, worker->scratch);
+        const int64_t tiles = num_tiles(batch, sequence, group), kv_head = item / tiles, at = item % tiles * ROWS;
+        const int count = (int)(rows * group - at < ROWS ? rows * group - at : ROWS);
+        struct queries queries;
+        if (placed_when_attended(model, batch))
+            place_head(model, layer, batch, row, sequence, kv_head);
+        for (int i = 0; i < count; ++i) {
+            const int64_t r = (at + i) / group, head = kv_head * group + (at + i) % group;
+            queries.q[i] = batch->qkv + (row + r) * width + head * dim;
+            queries.to[i] = batch->attended + ((row + r) * model->num_heads + head) * dim;
+            queries.last[i] = batch->start[sequence] + r;
+            queries.first[i] = layer->window && queries.last[i] >= layer->window ? queries.last[i] - layer->window + 1 : 0;
         }
-        before += items;
+        attend(count, model, layer, batch, sequence, kv_head, &queries, worker->scratch);
     }
 }
 

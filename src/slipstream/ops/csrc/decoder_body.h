@@ -12,6 +12,8 @@ INLINE void share(struct worker *worker, int64_t rows)
     worker->until = rows * (worker->thread + 1) / team_size(worker->team);
 }
 
+INLINE void meet(struct worker *worker) { team_wait(worker->team, &worker->ahead); }
+
 /* This thread's rows of `to`, from the same rows of x. */
 TARGET static void norm_rows(const struct decoder *model, float *to, const float *x, const float *weight, const struct worker *worker, int add)
 {
@@ -19,29 +21,32 @@ TARGET static void norm_rows(const struct decoder *model, float *to, const float
         rms_norm(to + row * model->hidden_size, x + row * model->hidden_size, weight, model->hidden_size, model->norm_eps, add);
 }
 
-/* This thread's rows of x, of `size` features, as codes; other threads read them after the next meeting. */
-TARGET static struct coded code_rows(const struct batch *batch, const float *x, int64_t size, const struct worker *worker)
+/* This thread's rows of x, of `size` features, as they are wanted; other threads read them after the next meeting. */
+TARGET static struct coded code_rows(const struct batch *batch, const float *x, int64_t size, int wanted, const struct worker *worker)
 {
-    const int64_t groups = (size + CODES - 1) / CODES;
-    const struct coded coded = {batch->codes, batch->scales, batch->scales + groups, groups * CODES, 2 * groups};
-    for (int64_t row = worker->from; row < worker->until; ++row)
-        code_row(x + row * size, size, batch->codes + row * coded.stride, batch->scales + row * coded.groups_stride,
-                 batch->scales + row * coded.groups_stride + groups);
-    return coded;
+    for (int64_t row = worker->from; row < worker->until && wanted; ++row) {
+        const struct coded to = coded_at(batch, row, size);
+        code_row(x + row * size, size, wanted, &to);
+    }
+    return coded_at(batch, 0, size);
 }
 
-/* x += W y, or x += norm(W y) where the layer has a norm there. The threads have met when this returns. */
+/* x += W y, or x += norm(W y) where the layer has a norm there, once it is settled. */
 TARGET static void residual(const struct decoder *model, const struct batch *batch, const struct matrix *w, const float *y, int64_t size,
                             const float *post_norm, struct worker *worker)
 {
     struct product job = {.w = w, .x = y, .y = post_norm ? batch->normed : batch->x, .x_stride = size,
                           .y_stride = model->hidden_size, .num_rows = batch->num_rows, .epilogue = post_norm ? STORE : ADD};
-    if (is_coded(w)) {
-        job.coded = code_rows(batch, y, size, worker);
-        team_wait(worker->team);
+    if (wants(w)) {
+        job.coded = code_rows(batch, y, size, wants(w), worker);
+        meet(worker);
     }
     multiply(&job, 1, worker);
-    team_wait(worker->team);
+}
+
+TARGET static void settle(const struct decoder *model, const struct batch *batch, const float *post_norm, struct worker *worker)
+{
+    meet(worker);
     if (post_norm)
         norm_rows(model, batch->x, batch->normed, post_norm, worker, 1);
 }
@@ -100,31 +105,28 @@ TARGET static void multiply_lists(const struct experts *experts, const struct ba
 {
     const int lists = experts->num + experts->has_shared;
     const int32_t *first = batch->routing.first;
-    const int64_t groups = (form.x_stride + CODES - 1) / CODES;
     struct product jobs[MAX_EXPERTS];
-    int coded = 0;
+    int wanted = 0;
     for (int e = 0; e < lists; ++e) {
-        const struct coded rows = {batch->codes + first[e] * groups * CODES, batch->scales + first[e] * 2 * groups,
-                                   batch->scales + first[e] * 2 * groups + groups, groups * CODES, 2 * groups};
         jobs[e] = form;
         jobs[e].w = &w[e];
         jobs[e].x += first[e] * form.x_stride;
         jobs[e].y += first[e] * form.y_stride;
-        jobs[e].coded = rows;
+        jobs[e].coded = coded_at(batch, first[e], form.x_stride);
         jobs[e].num_rows = first[e + 1] - first[e];
-        coded |= is_coded(&w[e]);
+        wanted |= wants(&w[e]);
     }
-    for (int e = 0; e < lists && coded; ++e) {
+    for (int e = 0; e < lists && wanted; ++e) {
         const int64_t size = inner ? experts->gate_up[e].num_columns / 2 : form.x_stride, rows = jobs[e].num_rows, threads = team_size(worker->team);
         for (int64_t row = rows * worker->thread / threads; row < rows * (worker->thread + 1) / threads; ++row) {
-            float *scales = batch->scales + (first[e] + row) * 2 * groups;
-            code_row(jobs[e].x + row * form.x_stride, size, batch->codes + (first[e] + row) * groups * CODES, scales, scales + groups);
+            const struct coded to = coded_at(batch, first[e] + row, form.x_stride);
+            code_row(jobs[e].x + row * form.x_stride, size, wanted, &to);
         }
     }
-    if (coded)
-        team_wait(worker->team);
+    if (wanted)
+        meet(worker);
     multiply(jobs, lists, worker);
-    team_wait(worker->team);
+    meet(worker);
 }
 
 /* x += the experts' outputs, weighted; normed rows go in. */
@@ -138,18 +140,18 @@ TARGET static void routed(const struct decoder *model, const struct experts *exp
                                   .epilogue = GATED, .activation = model->activation};
     const struct product down = {.x = routing->act, .y = routing->out, .x_stride = experts->widest, .y_stride = hidden};
     multiply(&router, 1, worker);
-    team_wait(worker->team);
+    meet(worker);
     for (int64_t row = worker->from; row < worker->until; ++row)
         choose_experts(experts, routing->scores + row * experts->num, routing->shares + row * top_k, routing->chosen + row * top_k);
-    team_wait(worker->team);
+    meet(worker);
     if (worker->thread == 0)
         make_lists(experts, routing, batch->num_rows);
-    team_wait(worker->team);
+    meet(worker);
     for (int64_t row = worker->from; row < worker->until; ++row)
         for (int64_t i = 0; i < copies; ++i)
             memcpy(routing->gathered + routing->place[row * (top_k + 1) + i] * hidden, batch->normed + row * hidden,
                    (size_t)hidden * sizeof(float));
-    team_wait(worker->team);
+    meet(worker);
     multiply_lists(experts, batch, experts->gate_up, gated, 0, worker);
     multiply_lists(experts, batch, experts->down, down, 1, worker);
     for (int64_t row = worker->from; row < worker->until; ++row) {
@@ -185,53 +187,63 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         const struct matrix *const w[] = {&layer->q, &layer->k, &layer->v};
         float *const y[] = {batch->qkv, batch->qkv + q_width, batch->qkv + q_width + kv_width};
         struct product qkv[3];
-        struct coded coded = {0};
         norm_rows(model, batch->normed, batch->x, layer->input_norm, worker, 0);
-        if (is_coded(&layer->q) || is_coded(&layer->k) || is_coded(&layer->v))
-            coded = code_rows(batch, batch->normed, hidden, worker);
+        const int wanted = wants(w[0]) | wants(w[1]) | wants(w[2]);
+        const struct coded coded = code_rows(batch, batch->normed, hidden, wanted, worker);
         for (int i = 0; i < 3; ++i)
             qkv[i] = (struct product){.w = w[i], .x = batch->normed, .coded = coded, .y = y[i], .x_stride = hidden, .y_stride = width,
                                       .num_rows = batch->num_rows};
-        team_wait(team);
+        meet(worker);
         multiply(qkv, 3, worker);
-        team_wait(team);
-        for (int sequence = 0, row = (int)worker->from; row < worker->until; ++row) {
-            while (row >= batch->first_row[sequence + 1])
-                ++sequence;
-            place_row(model, layer, batch, row, sequence);
+        expect((const struct matrix *const[]){&layer->out}, 1, batch->num_rows, worker);
+        meet(worker);
+        if (!placed_when_attended(model, batch)) {
+            for (int sequence = 0, row = (int)worker->from; row < worker->until; ++row) {
+                while (row >= batch->first_row[sequence + 1])
+                    ++sequence;
+                for (int64_t kv_head = 0; kv_head < model->num_kv_heads; ++kv_head)
+                    place_head(model, layer, batch, row, sequence, kv_head);
+            }
+            meet(worker);
         }
-        team_wait(team);
         attention(model, layer, batch, worker);
-        team_wait(team);
+        meet(worker);
         residual(model, batch, &layer->out, batch->attended, q_width, layer->attn_post_norm, worker);
+        if (!layer->experts)
+            expect((const struct matrix *const[]){&layer->gate_up}, 1, batch->num_rows, worker);
+        settle(model, batch, layer->attn_post_norm, worker);
         norm_rows(model, batch->normed, batch->x, layer->mlp_norm, worker, 0);
         if (layer->experts) {
-            team_wait(team);
+            meet(worker);
             routed(model, layer->experts, batch, worker);
             continue;
         }
         struct product gated = {.w = &layer->gate_up, .x = batch->normed, .y = batch->act, .x_stride = hidden,
                                 .y_stride = model->intermediate_size, .num_rows = batch->num_rows, .epilogue = GATED,
                                 .activation = model->activation};
-        if (is_coded(gated.w))
-            gated.coded = code_rows(batch, batch->normed, hidden, worker);
-        team_wait(team);
+        gated.coded = code_rows(batch, batch->normed, hidden, wants(gated.w), worker);
+        meet(worker);
         multiply(&gated, 1, worker);
-        team_wait(team);
+        expect((const struct matrix *const[]){&layer->down}, 1, batch->num_rows, worker);
+        meet(worker);
         residual(model, batch, &layer->down, batch->act, model->intermediate_size, layer->mlp_post_norm, worker);
+        if (index + 1 < model->num_layers)
+            expect((const struct matrix *const[]){&layer[1].q, &layer[1].k, &layer[1].v}, 3, batch->num_rows, worker);
+        else
+            expect((const struct matrix *const[]){&model->head}, 1, batch->num_logits, worker);
+        settle(model, batch, layer->mlp_post_norm, worker);
     }
-    team_wait(team);
+    meet(worker);
     share(worker, batch->num_logits);
     for (int64_t i = worker->from; i < worker->until; ++i)
         rms_norm(batch->normed + i * hidden, batch->x + batch->logit_rows[i] * hidden, model->final_norm, hidden, model->norm_eps, 0);
     struct product head = {.w = &model->head, .x = batch->normed, .y = batch->logits, .x_stride = hidden,
                            .y_stride = model->vocab_size, .num_rows = batch->num_logits};
-    if (is_coded(head.w))
-        head.coded = code_rows(batch, batch->normed, hidden, worker);
-    team_wait(team);
+    head.coded = code_rows(batch, batch->normed, hidden, wants(head.w), worker);
+    meet(worker);
     multiply(&head, 1, worker);
     if (model->logit_softcap > 0.0f) {
-        team_wait(team);
+        meet(worker);
         share(worker, batch->num_logits * model->vocab_size);
         for (int64_t i = worker->from; i < worker->until; ++i)
             batch->logits[i] = model->logit_softcap * tanhf(batch->logits[i] / model->logit_softcap);

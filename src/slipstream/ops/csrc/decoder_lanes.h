@@ -15,6 +15,7 @@ struct worker {
     int thread, stage;
     float *scratch;
     int64_t from, until;
+    struct ahead ahead;
 };
 
 INLINE vec vec_zero(void) { return vec_set(0.0f); }
@@ -55,12 +56,12 @@ TARGET static float lanes_sum(vec a)
 
 TARGET static float lanes_max(vec a)
 {
-    float lanes[16], most;
+    float lanes[16];
     store_f32(lanes, a, 0);
-    most = lanes[0];
-    for (int lane = 1; lane < 16; ++lane)
-        most = lanes[lane] > most ? lanes[lane] : most;
-    return most;
+    for (int half = 8; half >= 1; half /= 2)
+        for (int lane = 0; lane < half; ++lane)
+            lanes[lane] = lanes[lane] > lanes[lane + half] ? lanes[lane] : lanes[lane + half];
+    return lanes[0];
 }
 
 TARGET static float exp_of(float x)

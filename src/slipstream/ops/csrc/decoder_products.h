@@ -4,6 +4,9 @@
 
 #include "decoder_lanes.h"
 
+#define FETCH_AHEAD 1024     /* bytes: some 50 ns of a core's share of memory bandwidth */
+#define FETCH_WAITING 131072 /* bytes: what a thread fetches at most of its next matrix before it may begin */
+
 INLINE vec load_weight(int type, const char *p)
 {
     return type == WEIGHT_BF16 ? load_bf16(p) : type == WEIGHT_F16 ? load_f16(p) : load_f32(p);
@@ -11,183 +14,296 @@ INLINE vec load_weight(int type, const char *p)
 
 INLINE int64_t weight_size(int type) { return type == WEIGHT_F32 ? 4 : 2; }
 
-INLINE int is_coded(const struct matrix *w) { return w->type == WEIGHT_INT8 || w->type == WEIGHT_INT4; }
+/* ---- where the columns of a matrix are ---- */
 
-INLINE const char *panel_of(const struct matrix *w, int64_t panel)
+INLINE int64_t num_panels(const struct matrix *w) { return (w->num_columns + 2 * PANEL - 1) / (2 * PANEL) * 2; }
+
+INLINE int64_t panel_bytes(const struct matrix *w)
 {
     const int64_t size = w->num_features * PANEL;
-    return (const char *)w->data + panel * (w->type == WEIGHT_INT4   ? size / 2
-                                            : w->type == WEIGHT_INT8 ? size
-                                                                     : size * weight_size(w->type));
+    switch (w->type) {
+    case WEIGHT_INT4: return size / 2;
+    case WEIGHT_INT8: return size;
+    case WEIGHT_F16: return size * 2;
+    case WEIGHT_BF16: return (w->num_features + 1) / 2 * PANEL * 4;
+    default: return size * 4;
+    }
 }
 
-/* out[j][i][:] = x[i] . panel j, for `rows` rows of x and `panels` panels; both are constants where this is inlined. */
-INLINE void tile(const int type, const int rows, const int panels, const struct matrix *w, int64_t panel, const float *x,
-                 int64_t stride, float out[][ROWS][PANEL])
+INLINE const char *panel_of(const struct matrix *w, int64_t panel) { return (const char *)w->data + panel * panel_bytes(w); }
+
+/* Strips of columns are what threads share out: of four panels, because so many streams read memory fastest; for many rows
+ * of as many as a tile has, which stay in the cache in fp32. */
+INLINE int strip_panels(int64_t rows) { return rows > ROWS ? WIDE : 4; }
+
+INLINE int64_t num_strips(const struct matrix *w, int64_t rows)
 {
-    const int64_t num_features = w->num_features;
+    return rows ? (num_panels(w) + strip_panels(rows) - 1) / strip_panels(rows) : 0;
+}
+
+/* Fetch what is some microseconds ahead of p in a stream of memory. */
+INLINE void fetch_ahead(const char *p) { __builtin_prefetch(p + FETCH_AHEAD, 0, 3); }
+
+/* ---- numbers ---- */
+
+/* Panels of one matrix, `gap` bytes from one to the next. */
+struct panels {
+    const char *first;
+    int64_t gap, num_features;
+};
+
+/* out[j][i][:] = x[i] . panel j, for `rows` rows of x and `num` panels; both are constants where this is inlined. Terms are
+ * added in the order of k. */
+INLINE void tile(const int type, const int rows, const int num, const struct panels *w, const float *x, int64_t stride,
+                 float out[][ROWS][PANEL])
+{
     vec sums[ROWS * 4];
-    const char *p[4];
-    for (int a = 0; a < rows * panels; ++a)
+    for (int a = 0; a < rows * num; ++a)
         sums[a] = vec_zero();
-    for (int j = 0; j < panels; ++j)
-        p[j] = panel_of(w, panel + j);
-    const int64_t step = PANEL * weight_size(type);
-    for (int64_t k = 0; k < num_features; ++k)
-        for (int j = 0; j < panels; ++j) {
-            const vec weight = load_weight(type, p[j] + k * step);
+    if (type == WEIGHT_BF16) {
+        const int64_t whole = w->num_features / 2 * 2;
+        for (int64_t k = 0; k < whole; k += 2)
+            for (int j = 0; j < num; ++j) {
+                const char *p = w->first + j * w->gap + k * PANEL * 2;
+                fetch_ahead(p);
+                const vec even = load_even_bf16(p);
+                for (int i = 0; i < rows; ++i)
+                    sums[i * num + j] = vec_fma(vec_set(x[i * stride + k]), even, sums[i * num + j]);
+                const vec odd = load_odd_bf16(p);
+                for (int i = 0; i < rows; ++i)
+                    sums[i * num + j] = vec_fma(vec_set(x[i * stride + k + 1]), odd, sums[i * num + j]);
+            }
+        for (int j = 0; j < num && whole < w->num_features; ++j)
             for (int i = 0; i < rows; ++i)
-                sums[i * panels + j] = vec_fma(vec_set(x[i * stride + k]), weight, sums[i * panels + j]);
-        }
-    for (int j = 0; j < panels; ++j)
+                sums[i * num + j] = vec_fma(vec_set(x[i * stride + whole]), load_even_bf16(w->first + j * w->gap + whole * PANEL * 2),
+                                            sums[i * num + j]);
+    } else {
+        const int64_t step = PANEL * weight_size(type), num_features = w->num_features;
+        for (int64_t k = 0; k < num_features; ++k)
+            for (int j = 0; j < num; ++j) {
+                const char *p = w->first + j * w->gap + k * step;
+                fetch_ahead(p);
+                const vec weight = load_weight(type, p);
+                for (int i = 0; i < rows; ++i)
+                    sums[i * num + j] = vec_fma(vec_set(x[i * stride + k]), weight, sums[i * num + j]);
+            }
+    }
+    for (int j = 0; j < num; ++j)
         for (int i = 0; i < rows; ++i)
-            store_f32(out[j][i], sums[i * panels + j], 0);
+            store_f32(out[j][i], sums[i * num + j], 0);
 }
 
-#define FOR_TYPES(DO, ...)                                                                                              \
-    switch (w->type) {                                                                                                  \
-    case WEIGHT_BF16: DO(WEIGHT_BF16, __VA_ARGS__); break;                                                              \
-    case WEIGHT_F16: DO(WEIGHT_F16, __VA_ARGS__); break;                                                                \
-    default: DO(WEIGHT_F32, __VA_ARGS__); break;                                                                        \
-    }
-
-/* A few rows: weights are read once, straight from memory, four panels at a time for one row (enough accumulators to
- * cover the latency of a multiply-add). */
-TARGET static void few_rows(const struct matrix *w, int64_t panel, int panels, int rows, const float *x, int64_t stride,
-                            float out[][ROWS][PANEL])
+/* Tiles as large as the registers hold. */
+INLINE void tiles(const int type, const int rows, int panels, struct panels w, const float *x, int64_t stride, float out[][ROWS][PANEL])
 {
-    if (rows == 1 && panels == 4) {
-        FOR_TYPES(tile, 1, 4, w, panel, x, stride, out)
-        return;
-    }
-    for (int j = 0; j < panels; j += 2)
-        switch (rows) {
-        case 1: FOR_TYPES(tile, 1, 2, w, panel + j, x, stride, out + j) break;
-        case 2: FOR_TYPES(tile, 2, 2, w, panel + j, x, stride, out + j) break;
-        case 3: FOR_TYPES(tile, 3, 2, w, panel + j, x, stride, out + j) break;
-        default:
-            for (int half = 0; half < 2; ++half)
-                switch (rows) {
-                case 4: FOR_TYPES(tile, 4, 1, w, panel + j + half, x, stride, out + j + half) break;
-                case 5: FOR_TYPES(tile, 5, 1, w, panel + j + half, x, stride, out + j + half) break;
-                default: FOR_TYPES(tile, 6, 1, w, panel + j + half, x, stride, out + j + half) break;
-                }
-        }
+    const int all = WIDE == 4 || rows == 1, num = all || rows <= 3 ? 2 : 1;
+    if (all && panels == 4)
+        tile(type, rows, 4, &w, x, stride, out);
+    else
+        for (int j = 0; j < panels; j += num, w.first += num * w.gap)
+            tile(type, rows, num, &w, x, stride, out + j);
 }
 
-/* Many rows: a panel is widened once into `to`, fp32 [k][PANEL]. */
+/* DO with the number of rows as a constant. */
+#define FOR_ROWS(DO, rows, ...)                                                                                         \
+    switch (rows) {                                                                                                     \
+    case 1: DO(1, __VA_ARGS__); break;                                                                                  \
+    case 2: DO(2, __VA_ARGS__); break;                                                                                  \
+    case 3: DO(3, __VA_ARGS__); break;                                                                                  \
+    case 4: DO(4, __VA_ARGS__); break;                                                                                  \
+    case 5: DO(5, __VA_ARGS__); break;                                                                                  \
+    default: DO(6, __VA_ARGS__); break;                                                                                 \
+    }
+#define TILES(ROWS_OF_TILE, type) tiles(type, ROWS_OF_TILE, panels, w, x, stride, out)
+
+TARGET static void multiply_numbers(int type, int rows, int panels, struct panels w, const float *x, int64_t stride, float out[][ROWS][PANEL])
+{
+    if (type == WEIGHT_F32)
+        FOR_ROWS(TILES, rows, WEIGHT_F32)
+    else if (type == WEIGHT_F16)
+        FOR_ROWS(TILES, rows, WEIGHT_F16)
+#if !DOTS_BF16
+    else
+        FOR_ROWS(TILES, rows, WEIGHT_BF16)
+#endif
+}
+
+/* For many rows a panel is widened once into `to`, fp32 [k][PANEL]. */
 TARGET static void widen(const struct matrix *w, int64_t panel, float *to)
 {
     const char *p = panel_of(w, panel);
-    for (int64_t k = 0; k < w->num_features; ++k)
-        store_f32(to + k * PANEL, load_weight(w->type, p + k * PANEL * weight_size(w->type)), 0);
-}
-
-TARGET static void wide_rows(const struct matrix *wide, int rows, const float *x, int64_t stride, float out[][ROWS][PANEL])
-{
-    switch (rows) {
-    case 1: tile(WEIGHT_F32, 1, 1, wide, 0, x, stride, out); break;
-    case 2: tile(WEIGHT_F32, 2, 1, wide, 0, x, stride, out); break;
-    case 3: tile(WEIGHT_F32, 3, 1, wide, 0, x, stride, out); break;
-    case 4: tile(WEIGHT_F32, 4, 1, wide, 0, x, stride, out); break;
-    case 5: tile(WEIGHT_F32, 5, 1, wide, 0, x, stride, out); break;
-    default: tile(WEIGHT_F32, 6, 1, wide, 0, x, stride, out); break;
+    if (w->type == WEIGHT_F16) {
+        for (int64_t k = 0; k < w->num_features; ++k)
+            store_f32(to + k * PANEL, load_f16(p + k * PANEL * 2), 0);
+        return;
+    }
+    for (int64_t k = 0; k < w->num_features; k += 2) {
+        store_f32(to + k * PANEL, load_even_bf16(p + k * PANEL * 2), 0);
+        if (k + 1 < w->num_features)
+            store_f32(to + (k + 1) * PANEL, load_odd_bf16(p + k * PANEL * 2), 0);
     }
 }
 
 /* ---- matrices of codes: whole numbers are multiplied exactly, group by group of CODES features ----
  *
  * x is rounded to 8 bits with a scale for each group of a row, as llama.cpp does; w is int8 with a scale per column, or
- * int4 with a scale and an offset per column and group. */
+ * int4 with a scale and an offset per column and group. Where there are instructions for it, products of bf16 are of this
+ * kind, too: x is rounded to bf16, as torch does. */
 
 /* Rows of x as they are multiplied. */
 struct coded {
-    const int8_t *codes;
-    const float *scales, *sums; /* per group */
-    int64_t stride, groups_stride;
+    int8_t *codes;
+    uint16_t *halves;
+    float *scales, *sums; /* per group */
+    int32_t *totals;
+    int64_t stride, groups; /* of codes and halves; of totals, and half that of scales and sums */
 };
 
-/* To nearest even; the largest of a group becomes 127. */
-TARGET static void code_row(const float *x, int64_t size, int8_t *codes, float *scales, float *sums)
+/* What a matrix wants x as, beside fp32. */
+enum { WANTS_CODES = 1, WANTS_HALVES = 2 };
+
+INLINE int wants(const struct matrix *w)
+{
+    if (w->type == WEIGHT_INT8 || w->type == WEIGHT_INT4)
+        return WANTS_CODES;
+    return DOTS_BF16 && w->type == WEIGHT_BF16 ? WANTS_HALVES : 0;
+}
+
+/* The rows from `row` on, of up to `size` features. */
+INLINE struct coded coded_at(const struct batch *batch, int64_t row, int64_t size)
+{
+    const int64_t groups = (size + CODES - 1) / CODES;
+    return (struct coded){batch->codes + row * groups * CODES, batch->halves + row * groups * CODES, batch->scales + row * 2 * groups,
+                          batch->scales + row * 2 * groups + groups, batch->totals + row * groups, groups * CODES, groups};
+}
+
+/* One row; the features that fill its last group are zeros. Codes are rounded to nearest even; the largest of a group
+ * becomes 127. */
+TARGET static void code_row(const float *x, int64_t size, int wanted, const struct coded *to)
 {
     for (int64_t k = 0; k < size; k += CODES) {
-        const int64_t width = size - k < CODES ? size - k : CODES;
-        float group[CODES] = {0}, most = 0.0f;
-        int32_t total = 0;
-        int finite = 1;
+        const int64_t width = size - k < CODES ? size - k : CODES, g = k / CODES;
+        float group[CODES] = {0};
         memcpy(group, x + k, (size_t)width * sizeof(float));
-        for (int i = 0; i < CODES; ++i) {
-            most = fabsf(group[i]) > most ? fabsf(group[i]) : most;
-            finite &= fabsf(group[i]) < INFINITY;
+        const vec first = load_f32(group), second = load_f32(group + 16);
+        if (wanted & WANTS_HALVES) {
+            store_bf16(to->halves + k, first, 0);
+            store_bf16(to->halves + k + 16, second, 0);
         }
-        if (!finite) { /* no code says so, but the scale can: the result is NaN */
-            memset(codes + k, 0, CODES);
-            scales[k / CODES] = sums[k / CODES] = NAN;
+        if (!(wanted & WANTS_CODES))
             continue;
-        }
+        const vec magic = vec_set(12582912.0f); /* adding it rounds, and leaves the number in the low bits */
+        const vec zero = vec_zero();
+        const float most = lanes_max(vec_max(vec_max(first, vec_sub(zero, first)), vec_max(second, vec_sub(zero, second))));
         const float factor = most > 1e-30f ? 127.0f / most : 0.0f;
-        for (int i = 0; i < CODES; ++i) {
-            const float magic = 12582912.0f;
-            const int32_t code = (int32_t)(group[i] * factor + magic - magic);
-            codes[k + i] = (int8_t)code;
-            total += code;
-        }
-        scales[k / CODES] = most / 127.0f;
-        sums[k / CODES] = (float)total * (most / 127.0f);
+        const vec a = vec_add(vec_mul(first, vec_set(factor)), magic), b = vec_add(vec_mul(second, vec_set(factor)), magic);
+        const float total = lanes_sum(vec_add(vec_sub(a, magic), vec_sub(b, magic)));
+        const int finite = fabsf(total) <= 127.0f * CODES; /* infinity times 0 is none, either */
+        uint32_t bits[CODES];
+        store_f32(bits, a, 0);
+        store_f32(bits + 16, b, 0);
+        for (int i = 0; i < CODES; ++i)
+            to->codes[k + i] = (int8_t)(finite ? bits[i] : 0);
+        to->totals[g] = finite ? (int32_t)total : 0;
+        to->scales[g] = finite ? most / 127.0f : NAN; /* no code says it, but the scale can: the result is NaN */
+        to->sums[g] = finite ? total * (most / 127.0f) : NAN;
     }
 }
 
-INLINE void coded_tile(const int type, const int rows, const struct matrix *w, int64_t panel, const struct coded *x, int64_t row,
-                       float out[][PANEL])
+INLINE void code_tile(const int type, const int rows, const int num, const struct matrix *w, int64_t panel, const struct coded *x,
+                      int64_t row, float out[][ROWS][PANEL])
 {
     const char *p = panel_of(w, panel);
-    const int64_t groups = w->num_features / CODES, step = type == WEIGHT_INT4 ? CODES * PANEL / 2 : CODES * PANEL;
+    const int64_t gap = panel_bytes(w), groups = w->num_features / CODES;
     const int64_t per_scale = type == WEIGHT_INT4 ? w->group / CODES : 1, num_scales = groups / per_scale;
-    vec total[4];
-    for (int i = 0; i < rows; ++i)
-        total[i] = vec_zero();
-    for (int64_t g = 0; g < groups; ++g, p += step) {
-        ivec sums[4];
+    const int features = type == WEIGHT_INT4 ? 8 : 4; /* in 64 bytes */
+    vec total[ROWS * 2];
+    for (int a = 0; a < rows * num; ++a)
+        total[a] = vec_zero();
+    for (int64_t g = 0; g < groups; ++g) {
+        ivec sums[ROWS * 2];
         for (int i = 0; i < rows; ++i)
-            sums[i] = ivec_zero();
-        for (int k = 0; k < CODES; k += type == WEIGHT_INT4 ? 8 : 4)
+            for (int j = 0; j < num; ++j)
+                sums[i * num + j] = ivec_set(type == WEIGHT_INT8 ? -INT8_OFFSET * x->totals[(row + i) * x->groups + g] : 0);
+#pragma GCC unroll 1 /* else gcc adds up all products in the end, and spills them until then */
+        for (int k = 0; k < CODES; k += features, p += 64)
+            for (int j = 0; j < num; ++j) {
+                fetch_ahead(p + j * gap);
+                for (int i = 0; i < rows; ++i) {
+                    const int8_t *codes = x->codes + (row + i) * x->stride + g * CODES + k;
+                    ivec *sum = &sums[i * num + j];
+                    *sum = type == WEIGHT_INT4 ? dot_i4(*sum, p + j * gap, codes) : dot_i8(*sum, p + j * gap, codes);
+                }
+            }
+        for (int j = 0; j < num; ++j)
             for (int i = 0; i < rows; ++i) {
-                const int8_t *codes = x->codes + (row + i) * x->stride + g * CODES + k;
-                sums[i] = type == WEIGHT_INT4 ? dot_i4(sums[i], p + k * PANEL / 2, codes) : dot_i8(sums[i], p + k * PANEL, codes);
+                const int64_t of = (row + i) * 2 * x->groups + g;
+                vec *sum = &total[i * num + j];
+                if (type == WEIGHT_INT8) {
+                    *sum = vec_fma(ivec_to_vec(sums[i * num + j]), vec_set(x->scales[of]), *sum);
+                    continue;
+                }
+                const int64_t at = ((panel + j) * num_scales + g / per_scale) * PANEL * 2;
+                const vec scale = load_f16((const char *)w->scale + at);
+                *sum = vec_fma(vec_mul(pairs_to_vec(sums[i * num + j]), vec_set(x->scales[of])), scale, *sum);
+                *sum = w->low ? vec_fma(vec_set(x->sums[of]), load_f16((const char *)w->low + at), *sum)
+                              : vec_fma(vec_set(-8.0f * x->sums[of]), scale, *sum);
             }
+    }
+    for (int j = 0; j < num; ++j)
         for (int i = 0; i < rows; ++i) {
-            const vec scale = vec_set(x->scales[(row + i) * x->groups_stride + g]);
-            if (type == WEIGHT_INT8) {
-                total[i] = vec_fma(ivec_to_vec(sums[i]), scale, total[i]);
-                continue;
-            }
-            const int64_t at = (panel * num_scales + g / per_scale) * PANEL * 2;
-            total[i] = vec_fma(vec_mul(pairs_to_vec(sums[i]), scale), load_f16((const char *)w->scale + at), total[i]);
-            total[i] = vec_fma(vec_set(x->sums[(row + i) * x->groups_stride + g]), load_f16((const char *)w->low + at), total[i]);
+            const vec sum = total[i * num + j];
+            store_f32(out[j][i], type == WEIGHT_INT8 ? vec_mul(sum, load_f32((const float *)w->scale + (panel + j) * PANEL)) : sum, 0);
         }
-    }
-    for (int i = 0; i < rows; ++i)
-        store_f32(out[i], type == WEIGHT_INT8 ? vec_mul(total[i], load_f32((const float *)w->scale + panel * PANEL)) : total[i], 0);
 }
 
-#define FOR_CODES(ROWS_OF_TILE)                                                                                         \
-    case ROWS_OF_TILE:                                                                                                  \
-        if (w->type == WEIGHT_INT4)                                                                                     \
-            coded_tile(WEIGHT_INT4, ROWS_OF_TILE, w, panel, x, row, out);                                               \
-        else                                                                                                            \
-            coded_tile(WEIGHT_INT8, ROWS_OF_TILE, w, panel, x, row, out);                                               \
-        break;
+#define CODE_TILES(ROWS_OF_TILE, type) code_tiles(type, ROWS_OF_TILE, panels, w, panel, x, row, out)
 
-TARGET static void coded_rows(const struct matrix *w, int64_t panel, const struct coded *x, int64_t row, int rows, float out[][PANEL])
+INLINE void code_tiles(const int type, const int rows, int panels, const struct matrix *w, int64_t panel, const struct coded *x, int64_t row,
+                       float out[][ROWS][PANEL])
 {
-    switch (rows) {
-        FOR_CODES(1)
-        FOR_CODES(2)
-        FOR_CODES(3)
-    default: /* four accumulators of whole numbers and their sums fill AVX2's registers */
-        FOR_CODES(4)
-    }
+    const int num = rows == 1 || CODE_ROWS == ROWS ? 2 : 1;
+    for (int j = 0; j < panels && rows <= CODE_ROWS; j += num)
+        code_tile(type, rows, num, w, panel + j, x, row, out + j);
 }
+
+TARGET static void multiply_codes(const struct matrix *w, int64_t panel, int panels, const struct coded *x, int64_t row, int rows,
+                                  float out[][ROWS][PANEL])
+{
+    if (w->type == WEIGHT_INT4)
+        FOR_ROWS(CODE_TILES, rows, WEIGHT_INT4)
+    else
+        FOR_ROWS(CODE_TILES, rows, WEIGHT_INT8)
+}
+
+#if DOTS_BF16
+INLINE void half_tile(const int rows, const int num, const struct panels *w, const uint16_t *x, int64_t stride, float out[][ROWS][PANEL])
+{
+    const char *p = w->first;
+    vec sums[ROWS * 4];
+    for (int a = 0; a < rows * num; ++a)
+        sums[a] = vec_zero();
+    for (int64_t k = 0; k < w->num_features; k += 2, p += 4 * PANEL)
+        for (int j = 0; j < num; ++j) {
+            fetch_ahead(p + j * w->gap);
+            for (int i = 0; i < rows; ++i)
+                sums[i * num + j] = dot_bf16(sums[i * num + j], p + j * w->gap, x + i * stride + k);
+        }
+    for (int j = 0; j < num; ++j)
+        for (int i = 0; i < rows; ++i)
+            store_f32(out[j][i], sums[i * num + j], 0);
+}
+
+#define HALF_TILE(ROWS_OF_TILE, num) half_tile(ROWS_OF_TILE, num, &w, x, stride, out)
+
+TARGET static void multiply_halves(struct panels w, int panels, const uint16_t *x, int64_t stride, int rows, float out[][ROWS][PANEL])
+{
+    if (panels == 4)
+        FOR_ROWS(HALF_TILE, rows, 4)
+    else
+        FOR_ROWS(HALF_TILE, rows, 2)
+}
+#endif
 
 /* What happens to a tile's sums. */
 enum epilogue { STORE, ADD, GATED };
@@ -263,47 +379,36 @@ TARGET static void finish_tile(const struct product *job, int64_t panel, int pan
         }
 }
 
-INLINE int64_t num_panels(const struct matrix *w) { return (w->num_columns + 2 * PANEL - 1) / (2 * PANEL) * 2; }
-
-/* Four panels of one product, all its rows. */
-TARGET static void strip(const struct product *job, int64_t panel, int panels, float *scratch)
+/* A strip of one product, all its rows. */
+TARGET static void strip(const struct product *job, int64_t panel, float *scratch)
 {
     float sums[4][ROWS][PANEL];
     const struct matrix *w = job->w;
-    if (is_coded(w)) {
-        for (int j = 0; j < panels; j += 2)
-            for (int row = 0; row < job->num_rows; row += 4) {
-                const int rows = job->num_rows - row < 4 ? job->num_rows - row : 4;
-                coded_rows(w, panel + j, &job->coded, row, rows, sums[0]);
-                coded_rows(w, panel + j + 1, &job->coded, row, rows, sums[1]);
-                finish_tile(job, panel + j, 2, row, rows, sums);
-            }
-        return;
+    const int64_t left = num_panels(w) - panel;
+    const int panels = left < strip_panels(job->num_rows) ? (int)left : strip_panels(job->num_rows);
+    const int wanted = wants(w), height = wanted == WANTS_CODES ? CODE_ROWS : ROWS;
+    struct panels numbers = {panel_of(w, panel), panel_bytes(w), w->num_features};
+    int type = w->type;
+    if (job->num_rows > ROWS && !wanted && type != WEIGHT_F32) {
+        for (int j = 0; j < panels; ++j)
+            widen(w, panel + j, scratch + j * w->num_features * PANEL);
+        numbers.first = (const char *)scratch;
+        numbers.gap = w->num_features * PANEL * 4;
+        type = WEIGHT_F32;
     }
-    if (job->num_rows <= ROWS) {
-        few_rows(w, panel, panels, job->num_rows, job->x, job->x_stride, sums);
-        finish_tile(job, panel, panels, 0, job->num_rows, sums);
-        return;
-    }
-    for (int j = 0; j < panels; j += 2) {
-        struct matrix wide[2];
-        for (int half = 0; half < 2; ++half) {
-            float *to = scratch + half * w->num_features * PANEL;
-            wide[half] = (struct matrix){.data = w->type == WEIGHT_F32 ? (const void *)panel_of(w, panel + j + half) : to,
-                                         .num_features = w->num_features};
-            if (w->type != WEIGHT_F32)
-                widen(w, panel + j + half, to);
-        }
-        for (int row = 0; row < job->num_rows; row += ROWS) {
-            const int rows = job->num_rows - row < ROWS ? job->num_rows - row : ROWS;
-            for (int half = 0; half < 2; ++half)
-                wide_rows(&wide[half], rows, job->x + row * job->x_stride, job->x_stride, sums + half);
-            finish_tile(job, panel + j, 2, row, rows, sums);
-        }
+    for (int row = 0; row < job->num_rows; row += height) {
+        const int rows = job->num_rows - row < height ? job->num_rows - row : height;
+        if (wanted == WANTS_CODES)
+            multiply_codes(w, panel, panels, &job->coded, row, rows, sums);
+#if DOTS_BF16
+        else if (wanted == WANTS_HALVES)
+            multiply_halves(numbers, panels, job->coded.halves + row * job->coded.stride, job->coded.stride, rows, sums);
+#endif
+        else
+            multiply_numbers(type, rows, panels, numbers, job->x + row * job->x_stride, job->x_stride, sums);
+        finish_tile(job, panel, panels, row, rows, sums);
     }
 }
-
-INLINE int64_t num_strips(const struct product *job) { return job->num_rows ? (num_panels(job->w) + 3) / 4 : 0; }
 
 /* Products that do not depend on each other, shared out among the threads strip by strip. */
 TARGET static void multiply(const struct product *jobs, int num_jobs, struct worker *worker)
@@ -311,14 +416,26 @@ TARGET static void multiply(const struct product *jobs, int num_jobs, struct wor
     const int stage = worker->stage++;
     int64_t total = 0;
     for (int a = 0; a < num_jobs; ++a)
-        total += num_strips(&jobs[a]);
-    for (int64_t item; (item = team_next(worker->team, stage)) < total;) {
+        total += num_strips(jobs[a].w, jobs[a].num_rows);
+    for (int64_t item; (item = team_next(worker->team, stage, worker->thread, total)) < total;) {
         const struct product *job = jobs;
-        for (; item >= num_strips(job); ++job)
-            item -= num_strips(job);
-        const int64_t left = num_panels(job->w) - item * 4;
-        strip(job, item * 4, left < 4 ? (int)left : 4, worker->scratch);
+        for (; item >= num_strips(job->w, job->num_rows); ++job)
+            item -= num_strips(job->w, job->num_rows);
+        strip(job, item * strip_panels(job->num_rows), worker->scratch);
     }
+}
+
+/* The next products will be of these matrices: what this thread reads first is fetched while it waits. */
+TARGET static void expect(const struct matrix *const *w, int num, int64_t rows, struct worker *worker)
+{
+    int64_t item = 0;
+    for (int a = 0; a < num; ++a)
+        item += num_strips(w[a], rows);
+    for (item = item * worker->thread / team_size(worker->team); item >= num_strips(*w, rows) && num > 1; ++w, --num)
+        item -= num_strips(*w, rows);
+    const int64_t panel = item * strip_panels(rows), bytes = (num_panels(*w) - panel) * panel_bytes(*w);
+    worker->ahead.from = panel_of(*w, panel);
+    worker->ahead.until = worker->ahead.from + (bytes < FETCH_WAITING ? bytes : FETCH_WAITING);
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* The C ABI of the kernels, and the choice of instruction set.
  *
- * The choice is made once, on first use, from what the processor (and the kernel below us) supports. Every entry point
- * works on whole arrays; splitting over threads is the caller's, at multiples of BLOCK elements.
+ * The choice is made once, on first use, from what the processor has (processor.c). Every entry point works on whole
+ * arrays; splitting over threads is the caller's, at multiples of BLOCK elements.
  */
 #include "slipstream_ops.h"
 
@@ -9,53 +9,34 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 #ifndef SLIPSTREAM_SOURCE_HASH
 #error "compile through ops/build.py, which defines SLIPSTREAM_SOURCE_HASH"
 #endif
 
-static _Atomic(const struct kernels *) chosen;
+/* The instruction sets, each with all that stands before it. The last differs for the decoder only (decoder.c). */
+static const struct {
+    const char *name;
+    const struct kernels *const *kernels;
+} sets[] = {
+    [PORTABLE] = {"portable", &kernels_portable},
+    [AVX2] = {"avx2", &kernels_avx2},
+    [AVX512] = {"avx512", &kernels_avx512},
+    [AVX512BF16] = {"avx512bf16", &kernels_avx512},
+};
 
-#if defined(__x86_64__)
-/* Bits of XCR0: which registers the operating system saves. */
-static unsigned saved_registers(void)
+static _Atomic int chosen = -1;
+
+static int isa(void)
 {
-    unsigned low, high;
-    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    return low;
+    int set = atomic_load_explicit(&chosen, memory_order_acquire);
+    if (set < 0) {
+        set = slipstream_best_isa();
+        atomic_store_explicit(&chosen, set, memory_order_release);
+    }
+    return set;
 }
 
-/* Read from the processor itself: __builtin_cpu_supports needs a runtime library that not every clang links. */
-static int supported(const struct kernels *table)
-{
-    const unsigned ymm = 0x6, zmm = 0xe6, base = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C;
-    unsigned a, b, c, d, extended;
-    if (table == kernels_portable)
-        return 1;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & base) != base || !__get_cpuid_count(7, 0, &a, &extended, &c, &d))
-        return 0;
-    if (!(extended & bit_AVX2) || (saved_registers() & ymm) != ymm)
-        return 0;
-    return table == kernels_avx2 || ((extended & bit_AVX512F) && (saved_registers() & zmm) == zmm);
-}
-#else
-static int supported(const struct kernels *table) { return table == kernels_portable; }
-#endif
-
-static const struct kernels *kernels(void)
-{
-    const struct kernels *table = atomic_load_explicit(&chosen, memory_order_acquire);
-    if (table)
-        return table;
-    table = kernels_avx512 && supported(kernels_avx512) ? kernels_avx512
-            : kernels_avx2 && supported(kernels_avx2)   ? kernels_avx2
-                                                        : kernels_portable;
-    atomic_store_explicit(&chosen, table, memory_order_release);
-    return table;
-}
+static const struct kernels *kernels(void) { return *sets[isa()].kernels; }
 
 SLIPSTREAM_API const char *slipstream_source_hash(void) { return SLIPSTREAM_SOURCE_HASH; }
 
@@ -68,16 +49,18 @@ SLIPSTREAM_API const char *slipstream_compiler(void)
 #endif
 }
 
-/* The instruction set in use: "avx512", "avx2" or "portable". */
-SLIPSTREAM_API const char *slipstream_isa(void) { return kernels()->name; }
+/* The instruction set in use: "avx512bf16", "avx512", "avx2" or "portable". */
+SLIPSTREAM_API const char *slipstream_isa(void) { return sets[isa()].name; }
+
+/* The same, of what is not the decoder. */
+SLIPSTREAM_API const char *slipstream_kernels_isa(void) { return kernels()->name; }
 
 /* Use a named instruction set from now on; 0 when this processor lacks it. For tests and measurements. */
 SLIPSTREAM_API int slipstream_use_isa(const char *name)
 {
-    const struct kernels *tables[] = {kernels_avx512, kernels_avx2, kernels_portable};
-    for (int i = 0; i < 3; ++i)
-        if (tables[i] && strcmp(tables[i]->name, name) == 0 && supported(tables[i])) {
-            atomic_store_explicit(&chosen, tables[i], memory_order_release);
+    for (int set = slipstream_best_isa(); set >= PORTABLE; --set)
+        if (strcmp(sets[set].name, name) == 0) {
+            atomic_store_explicit(&chosen, set, memory_order_release);
             return 1;
         }
     return 0;

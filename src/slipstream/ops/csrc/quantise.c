@@ -4,12 +4,12 @@
 
 #include <string.h>
 
-const char *slipstream_isa(void);
+const char *slipstream_kernels_isa(void);
 
 static const struct quantise_isa *isa_in_use(void)
 {
     const struct quantise_isa *tables[] = {quantise_avx512, quantise_avx2};
-    const char *name = slipstream_isa();
+    const char *name = slipstream_kernels_isa();
     for (int i = 0; i < 2; ++i)
         if (tables[i] && strcmp(tables[i]->name, name) == 0)
             return tables[i];

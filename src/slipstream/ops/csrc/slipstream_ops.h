@@ -60,6 +60,10 @@ struct kernels {
     void (*copy)(char *dst, const char *src, int64_t nbytes);
 };
 
+enum isa { PORTABLE, AVX2, AVX512, AVX512BF16 };
+
+enum isa slipstream_best_isa(void); /* processor.c */
+
 /* NULL where the compiler does not target that architecture. */
 extern const struct kernels *const kernels_avx512;
 extern const struct kernels *const kernels_avx2;

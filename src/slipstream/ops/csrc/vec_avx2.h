@@ -4,6 +4,10 @@
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
 
+/* The decoder's tiles: see decoder_products.h. */
+#define WIDE 2
+#define DOTS_BF16 0
+
 typedef struct {
     __m256 low, high;
 } vec;
@@ -46,6 +50,14 @@ INLINE vec load_bf16(const void *p)
     const __m128i *x = p;
     return (vec){widen_bf16(_mm_loadu_si128(x)), widen_bf16(_mm_loadu_si128(x + 1))};
 }
+/* 16 pairs of bf16, next to each other: the first of each, and the second. */
+INLINE __m256 even_bf16(const void *p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(p), 16)); }
+INLINE __m256 odd_bf16(const void *p)
+{
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(p), _mm256_set1_epi32((int32_t)0xffff0000)));
+}
+INLINE vec load_even_bf16(const char *p) { return (vec){even_bf16(p), even_bf16(p + 32)}; }
+INLINE vec load_odd_bf16(const char *p) { return (vec){odd_bf16(p), odd_bf16(p + 32)}; }
 INLINE vec load_f16(const void *p)
 {
     const __m128i *x = p;

@@ -1,8 +1,12 @@
 /* 16 fp32 lanes in one AVX-512F register. See kernels.h for the meaning of each operation. */
 #include <immintrin.h>
 
+#ifndef TARGET /* vec_avx512bf16.h names more */
 #define TARGET __attribute__((target("avx512f,avx2,fma,f16c")))
+#endif
 #define INLINE static inline __attribute__((always_inline)) TARGET
+
+#define WIDE 4 /* panels of a decoder's tile: see decoder_products.h */
 
 typedef __m512 vec;
 typedef struct {
@@ -34,8 +38,16 @@ INLINE vec load_bf16(const void *p)
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
+/* 16 pairs of bf16, next to each other: the first of each, and the second. */
+INLINE vec load_even_bf16(const char *p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+INLINE vec load_odd_bf16(const char *p)
+{
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int32_t)0xffff0000)));
+}
 INLINE vec load_f16(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 
+#ifndef DOTS_BF16 /* vec_avx512bf16.h has products of its own */
+#define DOTS_BF16 0
 #include "vec_codes.h"
 
 INLINE vec joined(__m256i low, __m256i high)
@@ -48,6 +60,7 @@ INLINE vec pairs_to_vec(ivec a)
     const __m256i ones = _mm256_set1_epi16(1);
     return joined(_mm256_madd_epi16(a.low, ones), _mm256_madd_epi16(a.high, ones));
 }
+#endif
 
 INLINE vec store_f32(void *p, vec a, int stream)
 {

@@ -1,10 +1,13 @@
 /* Products of 8-bit and 4-bit codes in 256 bits, for AVX2 and for AVX-512F, whose 512-bit forms would need AVX-512BW. Included
  * by their vec_*.h, after the meaning of TARGET and INLINE. */
+#define CODE_ROWS 4 /* accumulators of whole numbers and their sums fill 16 registers */
+#define INT8_OFFSET 0
+
 /* Products of codes: x holds signed bytes, w 16 columns of 4 bytes each, one for each of 4 consecutive x. */
 typedef struct {
     __m256i low, high;
 } ivec;
-INLINE ivec ivec_zero(void) { return (ivec){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE ivec ivec_set(int32_t x) { return (ivec){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 INLINE __m256i four_codes(const int8_t *x)
 {
     int32_t four;

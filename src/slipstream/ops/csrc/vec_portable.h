@@ -6,6 +6,12 @@
 #define TARGET
 #define INLINE static inline __attribute__((always_inline))
 
+/* The decoder's tiles: see decoder_products.h. */
+#define WIDE 2
+#define DOTS_BF16 0
+#define CODE_ROWS 4
+#define INT8_OFFSET 0
+
 typedef float vec __attribute__((vector_size(64)));
 typedef double vec64 __attribute__((vector_size(128)));
 #define OUTLINED __attribute__((noinline)) static
@@ -50,7 +56,7 @@ INLINE vec load_f32(const void *p)
 }
 /* Products of codes: x holds signed bytes, w 16 columns of 4 bytes each, one for each of 4 consecutive x. */
 typedef int32_t ivec __attribute__((vector_size(64)));
-INLINE ivec ivec_zero(void) { return (ivec){0}; }
+INLINE ivec ivec_set(int32_t x) { return x - (ivec){0}; }
 INLINE ivec dot_i8(ivec sum, const void *w, const int8_t *x)
 {
     const int8_t *columns = w;
@@ -152,6 +158,20 @@ INLINE vec store_halves(void *p, vec a, void (*narrow)(uint16_t *, const float *
     return load_f32(lanes);
 }
 INLINE vec load_bf16(const void *p) { return load_halves(p, widen_bf16); }
+/* 16 pairs of bf16, next to each other: the first of each, and the second. */
+typedef uint32_t wordvec __attribute__((vector_size(64)));
+INLINE vec load_even_bf16(const char *p)
+{
+    wordvec pairs;
+    memcpy(&pairs, p, sizeof pairs);
+    return (vec)(pairs << 16);
+}
+INLINE vec load_odd_bf16(const char *p)
+{
+    wordvec pairs;
+    memcpy(&pairs, p, sizeof pairs);
+    return (vec)(pairs & 0xffff0000u);
+}
 INLINE vec load_f16(const void *p) { return load_halves(p, widen_f16); }
 INLINE vec store_bf16(void *p, vec a, int stream)
 {

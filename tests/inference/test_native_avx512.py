@@ -1,0 +1,162 @@
+"""The AVX-512 code on machines without AVX-512: SIMDe (Debian's libsimde-dev) gives its instructions in AVX2's.
+
+The tables then do, element by element, what AVX2's do, and so give the same bits; but for bf16 where it is multiplied in
+pairs, which is shown against torch.
+"""
+
+import shlex
+import subprocess
+from collections.abc import Iterator
+from ctypes import CDLL, PyDLL
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import ops
+from slipstream.inference.native import NativeDecoder
+from slipstream.observe.host import cpu_flags
+from slipstream.ops import build, cpu
+from tests.inference import test_native
+from tests.inference.test_native import Requests, weights_of
+from tests.unit.test_inference_sampler import test_the_kernel_draws_what_its_twin_draws as check_sampling
+from tests.unit.test_ops import equal_bits
+
+SHIM = Path(__file__).with_name("emulated_avx512.h")
+EMULATED = ("kernels_avx512.c", "decoder_avx512.c", "decoder_avx512bf16.c")
+# -O1: three times as fast to compile; -mno-avx512f: else the compiler would use what is to be emulated.
+FLAGS = [flag for flag in build.FLAGS if flag != "-O3"] + ["-O1", f"-I{build.CSRC}", '-DSLIPSTREAM_SOURCE_HASH="emulated"']
+SHIMMED = ["-mavx2", "-mfma", "-mf16c", "-mno-avx512f", "-include", str(SHIM)]
+PROCESSOR = '#include "slipstream_ops.h"\nenum isa slipstream_best_isa(void) { return AVX512BF16; }\n'
+
+
+def why_not() -> str | None:
+    compiler = build.find_compiler()
+    if compiler is None:
+        return "no C compiler"
+    if not {"avx2", "fma", "f16c"} <= set(cpu_flags()):
+        return "emulation needs a processor with AVX2, FMA and F16C"
+    source = "#include <simde/x86/avx512/dpbf16.h>"
+    command = [*compiler, "-E", "-xc", "-", "-o", "/dev/null"]
+    found = subprocess.run(command, input=source, text=True, capture_output=True, check=False)
+    return "SIMDe's headers are not installed (libsimde-dev)" if found.returncode else None
+
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> build.Library:
+    made, compiler = tmp_path_factory.mktemp("emulated"), build.find_compiler()
+    assert compiler is not None
+    (made / "processor.c").write_text(PROCESSOR)
+    running = []
+    for name in build.SOURCES:
+        source = made / name if name == "processor.c" else build.CSRC / name
+        command = [*compiler, *FLAGS, *(SHIMMED if name in EMULATED else ()), "-c", str(source), "-o", str(made / f"{name}.o")]
+        running.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
+    for command, process in running:
+        said = process.communicate()[1]
+        assert process.returncode == 0, f"{shlex.join(command)}\n{said}"
+    linked = str(made / build.LIBRARY)
+    subprocess.run([*compiler, "-shared", *map(str, made.glob("*.o")), "-o", linked, "-lm", "-lpthread"], check=True)
+    return build.Library(CDLL(linked), PyDLL(linked), "emulated")
+
+
+@pytest.fixture(autouse=True)
+def emulated(library: build.Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything native runs in the test's library."""
+    monkeypatch.setattr(build, "load", lambda: library)
+    cpu._kernels.cache_clear()
+    yield
+    cpu._kernels.cache_clear()
+
+
+def logits_of(isa: str, config: Any, weights: Any) -> list[torch.Tensor]:
+    """Of prompts together, one token alone, and a batch of single tokens, so that tiles of every height are there."""
+    assert cpu.use_isa(isa) and cpu.isa() == isa
+    runner = NativeDecoder(config, weights, num_blocks=64, cache_dtype=torch.bfloat16, threads=2)
+    batch = Requests(runner, 0)
+    prompts = [batch.request([(7 * i + length) % config.vocab_size for i in range(length)]) for length in (1, 2, 3, 5, 9, 40)]
+    out = []
+    for few in ([0], [1], [2], [3], [0, 3], [4], [0, 1, 2, 3, 4, 5]):
+        out += batch.run([(prompts[i], 0, len(prompts[i].tokens)) for i in few])
+    out += batch.run([(prompt, len(prompt.tokens) - 1, len(prompt.tokens)) for prompt in prompts])
+    runner.close()
+    return out
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2Moe"])
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("isa", ["avx512", "avx512bf16"])
+def test_decoder(isa: str, kind: str, family: str) -> None:
+    config, weights = weights_of(kind, family, **(test_native.EXPERTS if family == "Qwen2Moe" else {}))
+    ours, wanted = logits_of(isa, config, weights), logits_of("avx2", config, weights)
+    if (isa, kind) == ("avx512bf16", "bfloat16"):
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip(ours, wanted, strict=True)]
+        assert min(errors) > 0 and max(errors) < 0.02, errors
+    else:
+        assert all(a.equal(b) for a, b in zip(ours, wanted, strict=True))
+
+
+def test_products_of_bf16() -> None:
+    """A decoder without layers is one product: of rows rounded to bf16, added in fp32."""
+    config, weights = weights_of("bfloat16")
+    assert cpu.use_isa("avx512bf16")
+    runner = NativeDecoder(replace(config, layers=()), replace(weights, layers=[]), num_blocks=64, threads=1)
+    rows = Requests(runner, 0)
+    tokens = list(range(40))
+    requests = [rows.request([token]) for token in tokens]
+    got = torch.stack(rows.run([(request, 0, 1) for request in requests]))
+    x = weights.embed[torch.tensor(tokens)].float()
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config.norm_eps) * weights.final_norm.float()
+    head = weights.embed if weights.head is None else weights.head
+    wanted = normed.bfloat16().double() @ head.double().T
+    wrong = ((got - wanted).abs() > 1e-5).sum()
+    assert wrong <= 0.02 * wanted.numel(), "an input on the border between two bf16 numbers changes a row"
+    assert torch.allclose(got.double(), wanted, atol=1e-2)
+    runner.close()
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("isa", ["avx512", "avx512bf16"])
+def test_the_same_bits_in_every_batch(isa: str, kind: str) -> None:
+    assert cpu.use_isa(isa)
+    test_native.test_the_same_bits_in_every_batch(kind, torch.bfloat16, "Llama")
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    assert cpu.use_isa("avx512bf16")
+    for kind in ("bfloat16", "int8", "int4"):
+        test_native.test_what_is_not_finite_stays_so(kind, float("inf"))
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx512bf16"])
+def test_sampling(isa: str) -> None:
+    assert cpu.use_isa(isa)
+    check_sampling(isa, 3.0)
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
+def test_training_kernels(source: torch.dtype, target: torch.dtype) -> None:
+    """The sum over ranks, Adam and copies, as in portable C."""
+    torch.manual_seed(0)
+    numel = 1000
+    sources = [torch.randn(numel).to(source) for _ in range(3)]
+    sources[1][5:8] = torch.tensor([torch.nan, torch.inf, 1e-7])
+    state = [torch.randn(numel).abs() for _ in range(3)]
+    results = []
+    for isa in ("portable", "avx512"):
+        assert cpu.use_isa(isa)
+        out, copied = torch.ones(numel, dtype=target), torch.empty(numel, dtype=target)
+        ops.sum_ranks(out, sources, alpha=0.3, accumulate=True)
+        master, first, second = (tensor.clone() for tensor in state)
+        written = torch.empty(numel, dtype=target)
+        hyper: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+        ops.adamw(master, sources[0], first, second, written, scale=0.5, step=3, decoupled=True, bias_correction=True, **hyper)
+        ops.copy_stream(copied, written)
+        results.append([out, master, first, second, written, copied])
+    assert all(equal_bits(a, b) for a, b in zip(*results, strict=True))
