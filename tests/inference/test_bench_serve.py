@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -17,10 +16,10 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from slipstream.launch.bench_serve import Answer, Ask, percentile, trace  # noqa: E402
-from slipstream.launch.cli import build_parser, main  # noqa: E402
-from tests.inference.fake_engine import FakeEngine  # noqa: E402
-from tests.inference.test_server import serving  # noqa: E402
+from slipstream.launch.bench_serve import Answer, Ask, percentile, trace
+from slipstream.launch.cli import build_parser, main
+from tests.inference.fake_engine import FakeEngine
+from tests.inference.test_server import serving
 
 DIGITS = "--token-ids=48-58"  # the fake engine's tokens are bytes; no word that it knows is made of these
 SMALL = ("--requests=12", "--prompt-tokens=40", "--output-tokens=5", DIGITS)
@@ -133,10 +132,10 @@ def test_a_server_that_never_answers(capsys: pytest.CaptureFixture[str]) -> None
 def test_ctrl_c_shows_what_there_is() -> None:
     """The fake engine has the time that it needs for a few of a thousand."""
     with serving(FakeEngine(tick=0.002)) as address:
-        command = [sys.executable, "-m", "slipstream.launch.cli", "bench-serve", address, "--requests=1000", "--rate=50", *SMALL[1:]]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+        command = [sys.executable, "-um", "slipstream.launch.cli", "bench-serve", address, "--requests=999", "--rate=50", *SMALL[1:]]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
-        assert process.stderr.readline().startswith("1000 requests, 50 per second, to fake/model")
+        assert process.stderr.readline().startswith("999 requests, 50 per second, to fake/model")
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1)
         process.send_signal(signal.SIGINT)

@@ -213,7 +213,7 @@ class Engine:
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
-            raise ValueError("the prompt is text, and this engine has no tokenizer; give token ids, or tokenizer=FOLDER when opening it")
+            raise ValueError("the prompt is text, and this engine has no tokenizer; give token ids, or open it with one")
         return self.tokenizer.encode(prompt)
 
     def submit(self, prompt: str | Sequence[int], params: SamplingParams, *, sink: Sink, n: int = 1, priority: int = 0) -> Handle:
