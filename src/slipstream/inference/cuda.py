@@ -57,10 +57,11 @@ class _Product:
     """x -> x @ matrix.T, for matrices that share their input: the columns of one after those of the other."""
 
     def __init__(self, matrices: Sequence[Matrix], biases: Sequence[Tensor | None] = (None,)):
-        self.parts = [  # weight, scale, low, bias
-            (*_tensors(matrix), *(None,) * (3 - len(_tensors(matrix))), None if bias is None else bias.detach().float())
-            for matrix, bias in zip(matrices, biases, strict=True)
-        ]
+        self.parts: list[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]] = []  # weight, scale, low, bias
+        for matrix, bias in zip(matrices, biases, strict=True):
+            weight, *more = _tensors(matrix)
+            scale, low = (*more, None, None)[:2]
+            self.parts.append((weight, scale, low, None if bias is None else bias.detach().float()))
         self.columns = sum(shape_of(matrix)[0] for matrix in matrices)
         self.slices = num_slices(self.columns, shape_of(matrices[0])[1])
 
@@ -263,8 +264,9 @@ class CudaDecoder:
         return packed.pin_memory() if self.cache.device.type == "cuda" else packed, cuts
 
     def _step(self, numbers: Tensor, cuts: list[tuple[int, int]], lanes: int, context: int) -> _Step:
-        views = [numbers[begin:end] for begin, end in cuts]
-        return _Step(*views[:4], Tiles(*views[4:], lanes=lanes, context=context))
+        tokens, positions, slots, rows, tile_row, tile_length, tile_table, tables = (numbers[begin:end] for begin, end in cuts)
+        tiles = Tiles(tile_row, tile_length, tile_table, tables, lanes, context)
+        return _Step(tokens, positions, slots, rows, tiles)
 
     @torch.inference_mode()
     def _capture(self, max_batch: int) -> None:
