@@ -35,6 +35,12 @@ def case(body: Callable[[], None]) -> Callable[[], None]:
     return body
 
 
+def alone(body: Callable[[], None]) -> Callable[[], None]:
+    """A case of one process, whatever the world: it is rank 0's."""
+    CASES[body.__name__] = lambda: body() if dist.get_rank() == 0 else None
+    return body
+
+
 def device() -> torch.device:
     return torch.device("cuda", 0)
 
@@ -287,7 +293,7 @@ def serving(dtype: torch.dtype, kind: str = "") -> tuple[Callable[..., Any], lis
     return make, [torch.randint(512, (n,), generator=make_ids).tolist() for n in (3, 40, 700)]
 
 
-@case
+@alone
 def served_greedily_as_by_plain_torch() -> None:
     make, prompts = serving(torch.float32)
     (tokens, logits), (wanted, plain) = served(make(4), prompts), served(make(None), prompts)
@@ -295,7 +301,7 @@ def served_greedily_as_by_plain_torch() -> None:
     torch.testing.assert_close(torch.stack(logits), torch.stack(plain), rtol=1e-3, atol=1e-3)
 
 
-@case
+@alone
 def served_in_few_bits_as_by_plain_torch() -> None:
     for dtype, kind in ((torch.bfloat16, ""), (torch.float16, ""), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")):
         make, prompts = serving(dtype, kind)
@@ -304,7 +310,7 @@ def served_in_few_bits_as_by_plain_torch() -> None:
         assert error < 0.05, f"{dtype} {kind}: logits are off by {error:.3f} of their norm"
 
 
-@case
+@alone
 def served_by_graphs_and_without_the_same_bits() -> None:
     for dtype, kind in ((torch.float32, ""), (torch.bfloat16, ""), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")):
         make, prompts = serving(dtype, kind)
@@ -314,7 +320,7 @@ def served_by_graphs_and_without_the_same_bits() -> None:
         assert tokens == other_tokens and torch.equal(torch.stack(logits), torch.stack(others)), f"{dtype} {kind}"
 
 
-@case
+@alone
 def served_alone_and_together_the_same_bits() -> None:
     """One row or several, a prompt of few rows or of many: other tiles, the same sums."""
     for dtype, kind in ((torch.float32, ""), (torch.bfloat16, ""), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")):
@@ -327,7 +333,7 @@ def served_alone_and_together_the_same_bits() -> None:
                 assert torch.equal(one[0], all_of_them[i]), f"{dtype} {kind}: request {i}, forward {step}"
 
 
-@case
+@alone
 def the_engine_serves_with_kernels_and_graphs() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs the package triton, in whose language the kernels are written", exc_type=ImportError)
 
 import triton.language as tl
-
 from benchmarks.serving import cuda as benchmark
+
 from slipstream.inference import decoder
 from slipstream.inference.config import DecoderConfig, Experts, Layer, Rope
 from slipstream.inference.cuda import CudaDecoder, why_not
@@ -330,6 +331,44 @@ def test_the_same_bits_in_every_batch(kind: str) -> None:
                 assert logits.equal(expected[i]), f"request {i} of {len(prompts[i])} tokens"
     again = many.run([(request, len(request.tokens) - 1, len(request.tokens)) for request in requests])
     assert all(logits.equal(wanted) for logits, wanted in zip(again, expected, strict=True))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there are true graphs in test_the_same_bits_in_every_batch")
+def test_what_is_static_around_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU: stand-ins, whose replay computes again from what was captured."""
+    config = config_of(layers=config_of().layers[1:])
+    runner = runner_of(CudaDecoder, config, weights_of(config, torch.float32), torch.float32, max_batch=0)
+    computed: list[tuple[Any, Tensor]] = []
+
+    def compute(step: Any) -> Tensor:
+        computed.append((step, CudaDecoder._compute(runner, step)))
+        return computed[-1][1]
+
+    class Graph:
+        def replay(self) -> None:
+            self.logits.copy_(CudaDecoder._compute(runner, self.step))
+
+    @contextmanager
+    def capturing(graph: Any, pool: object) -> Iterator[None]:
+        yield
+        graph.step, graph.logits = computed[-1]
+
+    stand_ins = {"CUDAGraph": Graph, "graph": capturing, "graph_pool_handle": object, "synchronize": lambda: None}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(runner, "_compute", compute)
+    runner._capture(5)
+    assert list(runner._graphs) == [1, 2, 4, 5] and not any(keys.any() for keys in runner.cache.keys)
+    requests, wanted = Requests(runner, 0), []
+    prompts = [[i * i % 113 for i in range(length)] for length in (18, 2, 5)]
+    made = [requests.request(prompt) for prompt in prompts]
+    for request, prompt in zip(made, prompts, strict=True):
+        wanted += requests.run([(request, 0, len(prompt))])
+    computed.clear()
+    for some in ([0], [2, 0], [1, 2, 0]):
+        got = requests.run([(made[i], len(prompts[i]) - 1, len(prompts[i])) for i in some])
+        assert all(logits.equal(wanted[i]) for logits, i in zip(got, some, strict=True)), some
+    assert not computed, "a forward went past the graphs"
 
 
 def test_rows_without_a_request_change_nothing() -> None:

@@ -14,9 +14,9 @@ because what a kernel adds, and in which order, depends on the matrix or on the 
 - A product's features are cut into slices, as many as the matrix's shape says. Few rows: a slice is a program's work, and
   writes a *plane* of partial sums, which whoever reads the result adds in order. Many rows: a program computes all slices, each
   in an accumulator of its own, and adds them in the same order.
-- The left operand of every matrix instruction is the weights, or keys, or values: always 64 rows or more of them. Rows of the
-  batch are its right operand, whose width chooses among instructions (wgmma m64 n8..256 k16) that add alike; a left operand of
-  few rows would choose others.
+- The left operand of every matrix instruction is the weights, or keys, or values, of which a tile has as many rows whatever the
+  batch: 64 or 128, or a head's features. Rows of the batch are its right operand, whose width chooses among instructions (wgmma
+  m64 n8..256 k16) that add alike; a left operand of few rows would choose others.
 - Attention is computed by ranges of positions (tiles.py), each from nothing, and the ranges are added in order. Tiles that are
   wholly masked change no bit: their weights are exactly 0, and the maximum stays.
 - Multiplications and additions are not contracted (`enable_fp_fusion=False`): a compiler might do it in one variant only.
