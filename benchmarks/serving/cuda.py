@@ -70,6 +70,8 @@ def main() -> None:
     print(f"weights: {weight_bytes / 1e9:.2f} GB in bf16, at least {1e3 * weight_bytes / rate:.3f} ms per forward")
     serving = slipstream.init_inference(model, dtype=args.dtype, device="cuda", max_running=max(BATCHES), max_context=1024)
     print(serving.description)
+    if "Triton kernels" not in serving.description:
+        raise SystemExit("that is not the forward to be measured; its reason is in the line above")
     for batch in BATCHES:
         ids = torch.randint(1, LLAMA_1B["vocab_size"], (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
         ours = per_token(partial(_ours, serving, ids.tolist()), args.rounds)
@@ -88,7 +90,7 @@ def _ours(serving: Any, prompts: list[list[int]], new: int) -> None:
 
 def _theirs(model: Any, ids: torch.Tensor, new: int) -> None:
     with torch.inference_mode():
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)  # no token ends it
 
 
 if __name__ == "__main__":

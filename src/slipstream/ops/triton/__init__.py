@@ -21,6 +21,8 @@ because what a kernel adds, and in which order, depends on the matrix or on the 
   wholly masked change no bit: their weights are exactly 0, and the maximum stays.
 - Multiplications and additions are not contracted (`enable_fp_fusion=False`): a compiler might do it in one variant only.
 
+That one family's instructions add alike whatever their width is the hardware's doing: tests/gpu looks at the bits.
+
 cuBLAS is not used, not even for large prompts, where it may well be faster: it chooses its order of addition by the number of
 rows.
 """

@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
     table: Tensor  # [tiles], where in `tables` its request's blocks begin
     tables: Tensor  # [any], numbers of blocks
     lanes: int
-    context: int  # no position is above it
+    context: int  # all positions are below it
 
 
 def padded_group(num_heads: int, num_kv_heads: int) -> int:
