@@ -149,9 +149,7 @@ def test_ranges() -> None:
     assert num_ranges(131_072) == 64
 
 
-@pytest.mark.parametrize(
-    ("window", "cap", "dtype"), [(0, 0.0, torch.float16), (0, 3.0, torch.bfloat16), (50, 0.0, torch.float32)]
-)
+@pytest.mark.parametrize(("window", "cap", "dtype"), [(0, 0.0, torch.float16), (0, 3.0, torch.bfloat16), (50, 0.0, torch.float32)])
 def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
     """Two requests over scattered blocks, in one tile or many; what is not theirs is NaN."""
     heads, kv_heads, dim, block_size, starts, lengths = 6, 2, 24, 16, (1100, 130), (21, 1)
