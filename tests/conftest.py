@@ -1,15 +1,20 @@
 """What all tests share: the pool's life, fixed seeds, and ranks as plain processes for crash tests."""
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.pool import pool
 from tests.ranks import SpawnRanks
 
+# Read when triton is first imported, which torch does, too.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 settings.register_profile("slipstream", max_examples=200, deadline=None, database=None, print_blob=True)
 settings.load_profile("slipstream")
 

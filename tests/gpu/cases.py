@@ -35,6 +35,12 @@ def case(body: Callable[[], None]) -> Callable[[], None]:
     return body
 
 
+def alone(body: Callable[[], None]) -> Callable[[], None]:
+    """A case of one process, whatever the world: it is rank 0's."""
+    CASES[body.__name__] = lambda: body() if dist.get_rank() == 0 else None
+    return body
+
+
 def device() -> torch.device:
     return torch.device("cuda", 0)
 
@@ -235,6 +241,114 @@ def a_hugging_face_llama_trains_and_generates() -> None:
         out = engine.module.generate(ids[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert out.shape == (2, 8)
     engine.destroy()
+
+
+def served(runner: Any, prompts: list[list[int]], new: int = 8) -> tuple[list[list[int]], list[Tensor]]:
+    """Greedy continuations: prompts in one batch, then each token in one. With the logits of each forward."""
+    from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
+
+    free = iter(range(runner.num_blocks))
+    requests = [Request(id=str(i), tokens=list(prompt), params=SamplingParams()) for i, prompt in enumerate(prompts)]
+    logits = []
+    for _ in range(new):
+        for request in requests:
+            while len(request.blocks) * runner.block_size < len(request.tokens):
+                request.blocks.append(next(free))
+        chunks = tuple(Chunk(request, request.num_computed, len(request.tokens)) for request in requests)
+        logits.append(runner.forward(Batch(chunks, ())))
+        for request, token in zip(requests, logits[-1].argmax(-1).tolist(), strict=True):
+            request.num_computed = len(request.tokens)
+            request.tokens.append(token)
+    return [request.tokens for request in requests], logits
+
+
+def serving(dtype: torch.dtype, kind: str = "") -> tuple[Callable[..., Any], list[list[int]]]:
+    """What makes a runner (`CudaDecoder` with `max_batch`, or `Decoder` without) of one small Llama; and prompts."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from slipstream.inference.cuda import CudaDecoder
+    from slipstream.inference.decoder import Decoder, head_shapes
+    from slipstream.inference.kv_cache import KVCache
+    from slipstream.inference.models import from_hf, from_state
+    from slipstream.inference.quantise import quantise
+
+    torch.manual_seed(0)
+    net = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
+            vocab_size=512, max_position_embeddings=2048, initializer_range=0.08,
+        )
+    ).to(device(), dtype)  # fmt: skip
+    config = from_hf(net.config.to_dict())
+    weights = from_state(config, net.state_dict())
+    weights = quantise(weights, kind) if kind else weights
+
+    def make(max_batch: int | None) -> Any:
+        cache = KVCache(head_shapes(config), num_blocks=512, block_size=16, dtype=dtype, device=device())
+        return Decoder(config, weights, cache, dtype) if max_batch is None else CudaDecoder(
+            config, weights, cache, dtype, max_batch=max_batch
+        )  # fmt: skip
+
+    make_ids = torch.Generator().manual_seed(1)
+    return make, [torch.randint(512, (n,), generator=make_ids).tolist() for n in (3, 40, 700)]
+
+
+@alone
+def served_greedily_as_by_plain_torch() -> None:
+    make, prompts = serving(torch.float32)
+    (tokens, logits), (wanted, plain) = served(make(4), prompts), served(make(None), prompts)
+    assert tokens == wanted
+    torch.testing.assert_close(torch.stack(logits), torch.stack(plain), rtol=1e-3, atol=1e-3)
+
+
+@alone
+def served_in_few_bits_as_by_plain_torch() -> None:
+    for dtype, kind in ((torch.bfloat16, ""), (torch.float16, ""), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")):
+        make, prompts = serving(dtype, kind)
+        first, plain = served(make(0), prompts, 1)[1][0], served(make(None), prompts, 1)[1][0]
+        error = (first - plain).norm() / plain.norm()
+        assert error < 0.05, f"{dtype} {kind}: logits are off by {error:.3f} of their norm"
+
+
+@alone
+def served_by_graphs_and_without_the_same_bits() -> None:
+    for dtype, kind in ((torch.float32, ""), (torch.bfloat16, ""), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")):
+        make, prompts = serving(dtype, kind)
+        with_graphs, without = make(4), make(0)
+        assert list(with_graphs._graphs) == [1, 2, 4]
+        (tokens, logits), (other_tokens, others) = served(with_graphs, prompts), served(without, prompts)
+        assert tokens == other_tokens and torch.equal(torch.stack(logits), torch.stack(others)), f"{dtype} {kind}"
+
+
+@alone
+def served_alone_and_together_the_same_bits() -> None:
+    """One row or several, a prompt of few rows or of many: other tiles, the same sums."""
+    for dtype, kind in ((torch.float32, ""), (torch.bfloat16, ""), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")):
+        make, prompts = serving(dtype, kind)
+        runner = make(4)
+        together = served(runner, prompts)[1]
+        for i, prompt in enumerate(prompts):
+            alone = served(runner, [prompt])[1]
+            for step, (one, all_of_them) in enumerate(zip(alone, together, strict=True)):
+                assert torch.equal(one[0], all_of_them[i]), f"{dtype} {kind}: request {i}, forward {step}"
+
+
+@alone
+def the_engine_serves_with_kernels_and_graphs() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128,
+        max_position_embeddings=256, initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    net = LlamaForCausalLM(config).to(device()).eval()
+    prompts = [[i * i % 127 + 1 for i in range(length)] for length in (5, 30)]
+    wanted = [net.generate(torch.tensor([p], device=device()), max_new_tokens=12, do_sample=False)[0].tolist() for p in prompts]
+    with slipstream.init_inference(net, device="cuda", max_running=4, kv_cache_bytes=1 << 24) as serving:
+        assert "Triton kernels" in serving.description, serving.description
+        answers = serving.generate(prompts, max_new_tokens=12, temperature=0)
+    assert [p + list(answer.token_ids) for p, answer in zip(prompts, answers, strict=True)] == wanted
 
 
 def main() -> None:

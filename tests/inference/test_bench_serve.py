@@ -132,10 +132,10 @@ def test_a_server_that_never_answers(capsys: pytest.CaptureFixture[str]) -> None
 def test_ctrl_c_shows_what_there_is() -> None:
     """The fake engine has the time that it needs for a few of a thousand."""
     with serving(FakeEngine(tick=0.002)) as address:
-        command = [sys.executable, "-um", "slipstream.launch.cli", "bench-serve", address, "--requests=999", "--rate=50", *SMALL[1:]]
+        command = [sys.executable, "-um", "slipstream.launch.cli", "bench-serve", address, "--requests=999", "--rate=9", *SMALL[1:]]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
-        assert process.stderr.readline().startswith("999 requests, 50 per second, to fake/model")
+        assert process.stderr.readline().startswith("999 requests, 9 per second, to fake/model")
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1)
         process.send_signal(signal.SIGINT)

@@ -54,7 +54,7 @@ _FROM_CONFIG = "what the model is made of is read from its configuration"
 _NO_EFFECT = {
     **dict.fromkeys(("replace_with_kernel_inject", "kernel_inject", "replace_method"), _KERNELS),
     **dict.fromkeys(("injection_policy", "injection_policy_tuple", "injection_dict", "moe_experts", "moe_type"), _FROM_CONFIG),
-    **dict.fromkeys(("enable_cuda_graph", "use_triton", "triton_autotune"), "serving has no CUDA graphs or Triton kernels yet"),
+    **dict.fromkeys(("enable_cuda_graph", "use_triton", "triton_autotune"), _KERNELS),
     "return_tuple": "there is one form of result",
     "set_empty_params": "weights are never made twice",
     "min_out_tokens": "generate(min_new_tokens=) is what an answer has at least",

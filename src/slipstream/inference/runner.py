@@ -1,11 +1,12 @@
 """Which forward runs a model, and how many blocks its cache has. Decided once, when an engine is opened.
 
-On a CPU the native forward runs what it can (`native.why_not`), else plain torch does (`decoder`), on CUDA too; models that
-`DecoderConfig` cannot say run through transformers (`generic`).
+On a CPU the native forward runs what it can (`native.why_not`), on CUDA Triton's kernels do where triton is (`cuda.why_not`), else
+plain torch does (`decoder`); models that `DecoderConfig` cannot say run through transformers (`generic`).
 """
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,14 +65,29 @@ def open_decoder(
     from slipstream.inference.decoder import Decoder, head_shapes
 
     config = replace(config, max_context=_context(config.max_context, sizes))
-    reason = native.why_not(config) if device.type == "cpu" else f"on {device.type}"
-    cache_dtype = torch.bfloat16 if reason is None and dtype == torch.float16 else dtype
+    on_cpu = device.type == "cpu"
+    reason = native.why_not(config) if on_cpu else _why_no_kernels(weights, device)
+    cache_dtype = torch.bfloat16 if on_cpu and reason is None and dtype == torch.float16 else dtype
     blocks = _blocks(head_shapes(config), cache_dtype, sizes, config.max_context, device)
-    if reason is None:
+    if on_cpu and reason is None:
         runner = native.NativeDecoder(config, weights, num_blocks=blocks, cache_dtype=cache_dtype, threads=threads)
         return Opened(runner, f"native kernels, {runner.threads} threads")
     cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=cache_dtype, device=device)
+    if reason is None:
+        from slipstream.inference.cuda import CudaDecoder
+
+        return Opened(CudaDecoder(config, weights, cache, dtype, max_batch=sizes.max_running), "Triton kernels")
     return Opened(Decoder(config, weights, cache, dtype), f"torch ({reason})")
+
+
+def _why_no_kernels(weights: DecoderWeights, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"on {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    from slipstream.inference import cuda
+
+    return cuda.why_not(weights, device)
 
 
 def open_generic(model: Any, sizes: Sizes) -> Opened:

@@ -1,0 +1,315 @@
+"""The forward on a GPU: Triton kernels (`ops/triton`), and CUDA graphs where every request has one row.
+
+`CudaDecoder` is a `core.Runner` over a `KVCache`. A batch becomes one buffer of int32 numbers, which goes to the device in one
+copy. Generation alone (one row of each request) replays a graph that was captured for the next larger number of rows; batches
+with prompts or guesses in them launch the same kernels one by one. Either way a row's logits are the same bits ([Note: Batch
+invariance on CUDA] in `ops/triton`). Importing this module needs triton.
+
+The residual stream is fp32; what is multiplied has the compute dtype. Models with routed experts have no graphs: which experts
+are read is decided on the CPU, from a copy of the router's choice.
+
+Suffixes: T rows of the batch, E hidden, R rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.ops.triton.attention import Tiles, attend, padded_group
+from slipstream.ops.triton.linear import FEW, GROUPS, linear, num_slices
+from slipstream.ops.triton.rows import add_norm, gate, place
+
+from .config import DecoderConfig, Experts, Layer, Rope
+from .core import Batch
+from .decoder import soft_cap
+from .kv_cache import KVCache
+from .models import shape_of
+from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
+
+_LANES = 64  # of a tile of attention where a request has several rows, else _FEW_LANES
+_FEW_LANES = 16
+_ALIGN = 4  # numbers: a kernel is compiled anew for pointers that are no multiples of 16 bytes
+
+
+def why_not(weights: DecoderWeights, device: torch.device) -> str | None:
+    """What keeps this model from these kernels; None where nothing does."""
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 0):
+        return f"compute capability {found[0]}.{found[1]}; the kernels need 8.0"
+    groups = {shape_of(m)[1] // m.scale.shape[1] for layer in weights.layers for m in _matrices(layer) if isinstance(m, Int4)}
+    if others := groups.difference(GROUPS):
+        return f"int4 in groups of {min(others)}; the kernels take groups of {', '.join(map(str, GROUPS))}"
+    return None
+
+
+def _matrices(w: LayerWeights) -> list[Matrix]:
+    mlps = [mlp for mlp in (w.mlp, w.shared, *w.experts) if mlp is not None]
+    return [w.q, w.k, w.v, w.out, *(m for mlp in mlps for m in (mlp.gate, mlp.up, mlp.down))]
+
+
+class _Product:
+    """x -> x @ matrix.T, for matrices that share their input: the columns of one after those of the other."""
+
+    def __init__(self, matrices: Sequence[Matrix], biases: Sequence[Tensor | None] = (None,)):
+        self.parts: list[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]] = []  # weight, scale, low, bias
+        for matrix, bias in zip(matrices, biases, strict=True):
+            weight, *more = _tensors(matrix)
+            scale, low = (*more, None, None)[:2]
+            self.parts.append((weight, scale, low, None if bias is None else bias.detach().float()))
+        self.columns = sum(shape_of(matrix)[0] for matrix in matrices)
+        self.slices = num_slices(self.columns, shape_of(matrices[0])[1])
+
+    def __call__(self, x: Tensor, *, summed: bool = False) -> Tensor:
+        """fp32 planes [planes, T, columns], to be added by who reads them; a single one if `summed`."""
+        out = torch.empty(1 if summed or len(x) > FEW else self.slices, len(x), self.columns, device=x.device)
+        begin = 0
+        for weight, scale, low, bias in self.parts:
+            linear(x, weight, scale, low, bias, out[:, :, begin : begin + len(weight)], self.slices)
+            begin += len(weight)
+        return out
+
+
+def _tensors(matrix: Matrix) -> tuple[Tensor, ...]:
+    return tuple(matrix) if isinstance(matrix, (Int8, Int4)) else (matrix.detach().contiguous(),)
+
+
+def _joined(owner: LayerWeights | Mlp, *names: str) -> _Product:
+    """A product of the owner's matrices. Where their types are one they become views of one matrix: nothing is held twice."""
+    matrices, biases = [getattr(owner, name) for name in names], [getattr(owner, f"{name}_bias") for name in names]
+    if len({(type(m), *(t.dtype for t in _tensors(m)), *(t.shape[1:] for t in _tensors(m))) for m in matrices}) > 1:
+        return _Product(matrices, biases)
+    sizes = [shape_of(m)[0] for m in matrices]
+    whole = [torch.cat(parts) for parts in zip(*map(_tensors, matrices), strict=True)]
+    for name, *parts in zip(names, *(tensor.split(sizes) for tensor in whole), strict=True):
+        setattr(owner, name, _like(matrices[0], parts))
+    if all(bias is None for bias in biases):
+        return _Product([_like(matrices[0], whole)])
+    zeros = [torch.zeros(size, device=whole[0].device) for size in sizes]
+    filled = [zero if bias is None else bias.float() for bias, zero in zip(biases, zeros, strict=True)]
+    return _Product([_like(matrices[0], whole)], [torch.cat(filled)])
+
+
+def _like(matrix: Matrix, parts: Sequence[Tensor]) -> Matrix:
+    return type(matrix)(*parts) if isinstance(matrix, (Int8, Int4)) else parts[0]
+
+
+class _Gated:
+    """An MLP."""
+
+    def __init__(self, mlp: Mlp, activation: str):
+        self.gate_up, self.down = _joined(mlp, "gate", "up"), _Product([mlp.down], [mlp.down_bias])
+        self.activation = activation
+
+    def __call__(self, h: Tensor, *, summed: bool = False) -> Tensor:
+        return self.down(gate(self.gate_up(h), self.activation, h.dtype), summed=summed)
+
+
+class _Routed:
+    """A routed MLP, expert by expert as in `decoder`, with the kernels' products."""
+
+    def __init__(self, experts: Experts, w: LayerWeights, activation: str):
+        assert w.router is not None, "a layer with experts has a router"
+        self.top_k, self.normalize = experts.top_k, experts.normalize
+        self.router = _Product([w.router])
+        self.experts = [_Gated(mlp, activation) for mlp in w.experts]
+        self.shared = None if w.shared is None else _Gated(w.shared, activation)
+        self.shared_gate = None if w.shared_gate is None else _Product([w.shared_gate])
+
+    def __call__(self, h: Tensor) -> Tensor:
+        shares, chosen = self.router(h, summed=True)[0].softmax(-1).topk(self.top_k, -1)
+        if self.normalize:
+            shares = shares / shares.sum(-1, keepdim=True)
+        out = torch.zeros(h.shape, device=h.device)
+        for e in chosen.unique().tolist():
+            token, place = (chosen == e).nonzero(as_tuple=True)
+            out.index_add_(0, token, self.experts[e](h[token], summed=True)[0] * shares[token, place, None])
+        if self.shared is not None and self.shared_gate is not None:
+            out += self.shared_gate(h, summed=True)[0].sigmoid() * self.shared(h, summed=True)[0]
+        return out[None]
+
+
+class _Layer(NamedTuple):
+    kind: Layer
+    input_norm: Tensor
+    mlp_norm: Tensor
+    attn_post_norm: Tensor | None
+    mlp_post_norm: Tensor | None
+    qk_norms: Tensor | None  # [2, head_dim]
+    qkv: _Product
+    out: _Product
+    mlp: _Gated | _Routed
+
+
+class _Step(NamedTuple):
+    """A batch on the device: int32 numbers, views of one buffer."""
+
+    tokens: Tensor  # [T]
+    positions: Tensor  # [T]
+    slots: Tensor  # [T], where each row's key and value go; -1: no request has this row
+    rows: Tensor  # [R]
+    tiles: Tiles
+
+
+_UNUSED = (0, 0, -1, 0, 0, 0, 0)  # what fills the lists of a step: rows that belong to no request
+
+
+def _numbers(batch: Batch, block_size: int, rows_per_tile: int) -> list[list[int]]:
+    """The tensors of a `_Step`, those of its tiles last."""
+    tokens, positions, slots, rows, tile_row, tile_length, tile_table, tables = lists = [list[int]() for _ in range(8)]
+    for chunk in batch.chunks:
+        begin, blocks = len(tokens), chunk.request.blocks
+        stop = chunk.start + chunk.num_tokens
+        tokens += chunk.request.tokens[chunk.start : chunk.stop]
+        tokens += chunk.draft
+        assert len(tokens) - begin == chunk.num_tokens, f"{chunk} reaches beyond its request's {len(chunk.request.tokens)} tokens"
+        positions += range(chunk.start, stop)
+        slots += (blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, stop))
+        rows += range(len(tokens) - chunk.num_rows, len(tokens))
+        for row in range(begin, len(tokens), rows_per_tile):
+            tile_row.append(row)
+            tile_length.append(min(rows_per_tile, len(tokens) - row))
+            tile_table.append(len(tables))
+        tables += blocks[: -(-stop // block_size)]
+    return lists
+
+
+class CudaDecoder:
+    """Weights and cache are on one device. `max_batch`: rows, one of each request, that graphs run at most (0: no graphs)."""
+
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights, cache: KVCache, compute_dtype: torch.dtype, *, max_batch: int
+    ):
+        self.config, self.cache, self.dtype = config, cache, compute_dtype
+        self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
+        self.vocab_size, self.max_context = config.vocab_size, config.max_context
+        self._lanes_of_row = padded_group(config.num_heads, config.num_kv_heads)
+        self._embed, self._embed_scale = weights.embed, torch.tensor(config.embed_scale, dtype=compute_dtype).item()
+        self._turns = {layer.rope: self._turns_of(layer.rope) for layer in config.layers if layer.rope}
+        self._layers = [self._layer(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]
+        self._final_norm = self._norm(weights.final_norm)
+        self._head = _Product([weights.embed if weights.head is None else weights.head])
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by rows: what it does, and its logits
+        if max_batch and cache.device.type == "cuda" and not any(layer.experts for layer in config.layers):
+            self._capture(max_batch)
+
+    # -- the weights as kernels take them --
+
+    def _norm(self, weight: Tensor | None) -> Any:
+        return None if weight is None else (weight.detach().float() + self.config.norm_offset).contiguous()
+
+    def _turns_of(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, fp32 [max_context, rotary_dim / 2]."""
+        positions = torch.arange(self.max_context, dtype=torch.float32, device=self.cache.device)
+        angles = positions[:, None] * torch.tensor(rope.inv_freq, device=self.cache.device)
+        return angles.cos() * rope.scale, angles.sin() * rope.scale
+
+    def _layer(self, layer: Layer, w: LayerWeights) -> _Layer:
+        mlp: _Gated | _Routed
+        if layer.experts is not None:
+            mlp = _Routed(layer.experts, w, self.config.activation)
+        else:
+            assert w.mlp is not None, "a layer without experts has an MLP"
+            mlp = _Gated(w.mlp, self.config.activation)
+        both = w.q_norm is not None and w.k_norm is not None
+        return _Layer(
+            kind=layer,
+            input_norm=self._norm(w.input_norm),
+            mlp_norm=self._norm(w.mlp_norm),
+            attn_post_norm=self._norm(w.attn_post_norm),
+            mlp_post_norm=self._norm(w.mlp_post_norm),
+            qk_norms=torch.stack([self._norm(w.q_norm), self._norm(w.k_norm)]) if both else None,
+            qkv=_joined(w, "q", "k", "v"),
+            out=_Product([w.out], [w.out_bias]),
+            mlp=mlp,
+        )
+
+    # -- running --
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [rows, vocab], fp32, on the cache's device."""
+        with self._here():
+            self.cache.copy(batch.copies)
+            alone = all(chunk.num_tokens == 1 for chunk in batch.chunks)
+            lanes = max(_FEW_LANES if alone else _LANES, self._lanes_of_row)
+            lists = _numbers(batch, self.block_size, lanes // self._lanes_of_row)
+            if alone and (size := next((size for size in self._graphs if size >= len(batch.chunks)), 0)):
+                graph, logits = self._graphs[size]
+                numbers, _ = self._pack(lists, size)
+                self._static[: len(numbers)].copy_(numbers, non_blocking=True)
+                graph.replay()
+                return logits[: len(lists[3])].clone()  # the next replay overwrites them
+            numbers, cuts = self._pack(lists)
+            context = max(lists[1]) + 1
+            return self._compute(self._step(numbers.to(self.cache.device, non_blocking=True), cuts, lanes, context))
+
+    def _here(self) -> contextlib.AbstractContextManager[Any]:
+        """Triton launches on the current device."""
+        return torch.cuda.device(self.cache.device) if self.cache.device.type == "cuda" else contextlib.nullcontext()
+
+    def _pack(self, lists: list[list[int]], size: int = 0) -> tuple[Tensor, list[tuple[int, int]]]:
+        """The lists, filled to `size` rows (but the last, the tables), in one tensor on the host; where in it each one lies."""
+        *fixed, tables = lists
+        filled = [numbers + [unused] * (size - len(numbers)) for numbers, unused in zip(fixed, _UNUSED, strict=True)]
+        aligned = [numbers + [0] * (-len(numbers) % _ALIGN) for numbers in (*filled, tables)]
+        begins = accumulate(map(len, aligned), initial=0)
+        cuts = [(begin, begin + len(numbers)) for begin, numbers in zip(begins, (*filled, tables), strict=False)]
+        packed = torch.tensor([number for numbers in aligned for number in numbers], dtype=torch.int32)
+        return packed.pin_memory() if self.cache.device.type == "cuda" else packed, cuts
+
+    def _step(self, numbers: Tensor, cuts: list[tuple[int, int]], lanes: int, context: int) -> _Step:
+        tokens, positions, slots, rows, tile_row, tile_length, tile_table, tables = (numbers[begin:end] for begin, end in cuts)
+        tiles = Tiles(tile_row, tile_length, tile_table, tables, lanes, context)
+        return _Step(tokens, positions, slots, rows, tiles)
+
+    @torch.inference_mode()
+    def _capture(self, max_batch: int) -> None:
+        """A graph for 1, 2, 4, ... and `max_batch` rows, the largest first: the others fit into its memory."""
+        sizes = sorted({*(1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch), max_batch})
+        lanes = max(_FEW_LANES, self._lanes_of_row)
+        room = 7 * (max_batch + _ALIGN) + max_batch * -(-self.max_context // self.block_size)
+        pool = torch.cuda.graph_pool_handle()
+        with self._here():
+            self._static = torch.zeros(room, dtype=torch.int32, device=self.cache.device)
+            for size in reversed(sizes):
+                numbers, cuts = self._pack([[] for _ in range(8)], size)
+                self._static[: len(numbers)].copy_(numbers)
+                step = self._step(self._static, [*cuts[:7], (cuts[7][0], room)], lanes, self.max_context)
+                self._compute(step)  # compiles the kernels
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    logits = self._compute(step)
+                self._graphs[size] = graph, logits
+        self._graphs = {size: self._graphs[size] for size in sizes}
+
+    def _compute(self, step: _Step) -> Tensor:
+        c = self.config
+        x = F.embedding(step.tokens, self._embed).to(self.dtype)
+        x = (x * self._embed_scale).float()  # the residual stream; `add_norm` adds to it
+        added: Tensor | None = None  # planes, not yet added
+        post: Tensor | None = None
+        for i, layer in enumerate(self._layers):
+            h = add_norm(x, added, post, layer.input_norm, c.norm_eps, self.dtype)
+            mixed = self._attend(i, layer, h, step)
+            h = add_norm(x, layer.out(mixed), layer.attn_post_norm, layer.mlp_norm, c.norm_eps, self.dtype)
+            added, post = layer.mlp(h), layer.mlp_post_norm
+        h = add_norm(x, added, post, self._final_norm, c.norm_eps, self.dtype)
+        if not len(step.rows):
+            return torch.empty(0, self.vocab_size, device=h.device)
+        return soft_cap(self._head(h.index_select(0, step.rows), summed=True)[0], c.logit_softcap)
+
+    def _attend(self, index: int, layer: _Layer, h: Tensor, step: _Step) -> Tensor:
+        c, keys, values = self.config, self.cache.keys[index], self.cache.values[index]
+        q = place(
+            layer.qkv(h), layer.qk_norms, self._turns[layer.kind.rope] if layer.kind.rope else None, step.positions, step.slots,
+            keys, values, num_heads=c.num_heads, eps=c.norm_eps, dtype=self.dtype,
+        )  # fmt: skip
+        scale = c.attn_scale or c.head_dim**-0.5
+        return attend(q, keys, values, step.positions, step.tiles, scale=scale, cap=c.attn_softcap, window=layer.kind.window)

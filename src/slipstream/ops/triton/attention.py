@@ -1,0 +1,158 @@
+"""Paged attention: keys and values are read through block tables, for one row of a request or for many.
+
+Two kernels. `_attend`: for a *tile* (rows of one request), a kv head and a range of positions (tiles.py), softmax attention over
+that range alone: its weighted values, its maximum, its sum. `_combine`: for each row and head, its ranges added in order.
+
+Lanes: the right-hand columns of a tile, GROUP query heads (padded to a power of two) of each of its rows.
+Suffixes: S positions, D features of a head, L lanes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.ops.triton.tiles import LEAST, multiply, num_ranges, range_of, range_start
+
+_POSITIONS = tl.constexpr(64)  # of a step: the height of a matrix instruction
+_PROGRAMS = 256
+
+
+class Tiles(NamedTuple):
+    """int32, on the device."""
+
+    row: Tensor  # [tiles], the first of its rows
+    length: Tensor  # [tiles], its rows: at most lanes / GROUP; 0: nothing to do
+    table: Tensor  # [tiles], where in `tables` its request's blocks begin
+    tables: Tensor  # [any], numbers of blocks
+    lanes: int
+    context: int  # all positions are below it
+
+
+def padded_group(num_heads: int, num_kv_heads: int) -> int:
+    """Lanes of a row."""
+    return triton.next_power_of_2(num_heads // num_kv_heads)
+
+
+@triton.jit(do_not_specialize=["num_ranges"])
+def _attend(
+    q,  # [rows, KV_HEADS * GROUP, DIM]
+    keys,  # [blocks, BLOCK_SIZE, KV_HEADS, DIM]
+    values,
+    positions,  # [rows]
+    tile_row,
+    tile_length,
+    tile_table,
+    tables,
+    sums,  # fp32 [rows, KV_HEADS * GROUP, num_ranges, DIM]
+    stats,  # fp32 [rows, KV_HEADS * GROUP, num_ranges, 2]: maximum, sum of weights
+    num_ranges,
+    scale,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    tile, head = tl.program_id(0), tl.program_id(1)
+    row, length = tl.load(tile_row + tile), tl.load(tile_length + tile)
+    table = tables + tl.load(tile_table + tile)
+    first = tl.load(positions + row)
+    stop = first + length
+    lane = tl.arange(0, LANES)
+    mine = lane // PADDED
+    asks = (mine < length) & (lane % PADDED < GROUP)
+    asked_from = first + mine
+    d = tl.arange(0, BLOCK_DIM)
+    line = (row + mine).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + lane % PADDED  # of [rows, heads]
+    q_DL = tl.load(q + line[None, :] * DIM + d[:, None], mask=asks[None, :] & (d < DIM)[:, None], other=0.0)
+    begin = 0
+    if WINDOW > 0:
+        begin = range_of(tl.maximum(first - WINDOW + 1, 0))
+    end = tl.where(length > 0, range_of(stop - 1) + 1, 0)
+    for part in range(begin + tl.program_id(2), end, tl.num_programs(2)):
+        most = tl.full((LANES,), LEAST, tl.float32)
+        weight = tl.zeros((LANES,), tl.float32)
+        sum_DL = tl.zeros((BLOCK_DIM, LANES), tl.float32)
+        for start in range(range_start(part), tl.minimum(range_start(part + 1), stop), _POSITIONS):
+            position = start + tl.arange(0, _POSITIONS)
+            there = position < stop
+            block = tl.load(table + position // BLOCK_SIZE, mask=there, other=0)
+            at = ((block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + head) * DIM
+            mask = there[:, None] & (d < DIM)[None, :]
+            k_SD = tl.load(keys + at[:, None] + d[None, :], mask=mask, other=0.0)
+            score_SL = multiply(k_SD.to(q.dtype.element_ty), q_DL, tl.zeros((_POSITIONS, LANES), tl.float32)) * scale
+            if CAP > 0:
+                score_SL = CAP * (2 * tl.sigmoid(score_SL * (2 / CAP)) - 1)  # tanh
+            seen = position[:, None] <= asked_from[None, :]
+            if WINDOW > 0:
+                seen &= position[:, None] > asked_from[None, :] - WINDOW
+            score_SL = tl.where(seen, score_SL, float("-inf"))
+            above = tl.maximum(most, tl.max(score_SL, 0))
+            weight_SL = tl.exp(score_SL - above[None, :])
+            shrink = tl.exp(most - above)
+            weight = weight * shrink + tl.sum(weight_SL, 0)
+            v_SD = tl.load(values + at[:, None] + d[None, :], mask=mask, other=0.0).to(q.dtype.element_ty)
+            sum_DL = multiply(tl.trans(v_SD), weight_SL.to(q.dtype.element_ty), sum_DL * shrink[None, :])
+            most = above
+        to = line * num_ranges + part
+        tl.store(stats + to * 2, most, mask=asks)
+        tl.store(stats + to * 2 + 1, weight, mask=asks)
+        tl.store(sums + to[None, :] * DIM + d[:, None], sum_DL, mask=asks[None, :] & (d < DIM)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_ranges"])
+def _combine(
+    sums, stats, positions, out, num_ranges, WINDOW: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+):
+    row = tl.program_id(0)
+    line = row.to(tl.int64) * HEADS + tl.program_id(1)
+    position = tl.load(positions + row)
+    d = tl.arange(0, BLOCK_DIM)
+    most, weight = tl.full([], LEAST, tl.float32), tl.full([], 0.0, tl.float32)
+    total = tl.zeros((BLOCK_DIM,), tl.float32)
+    begin = 0
+    if WINDOW > 0:
+        begin = range_of(tl.maximum(position - WINDOW + 1, 0))
+    for part in range(begin, range_of(position) + 1):
+        at = line * num_ranges + part
+        its_most = tl.load(stats + at * 2)
+        above = tl.maximum(most, its_most)
+        shrink, grow = tl.exp(most - above), tl.exp(its_most - above)
+        weight = weight * shrink + tl.load(stats + at * 2 + 1) * grow
+        total = total * shrink + tl.load(sums + at * DIM + d, mask=d < DIM, other=0.0) * grow
+        most = above
+    tl.store(out + line * DIM + d, total / weight, mask=d < DIM)
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, tiles: Tiles, *, scale: float, cap: float, window: int
+) -> Tensor:
+    """What q [rows, heads, dim] finds in the cache, whose keys and values are [blocks, block_size, kv_heads, dim]:
+    [rows, heads * dim], of q's type."""
+    num_rows, num_heads, dim = q.shape
+    block_size, kv_heads = keys.shape[1:3]
+    ranges, num_tiles, wide = num_ranges(tiles.context), len(tiles.row), max(16, triton.next_power_of_2(dim))
+    sums = torch.empty(num_rows, num_heads, ranges, dim, device=q.device)
+    stats = torch.empty(num_rows, num_heads, ranges, 2, device=q.device)
+    together = min(ranges, max(1, _PROGRAMS // (num_tiles * kv_heads)))  # programs that share a tile's ranges
+    _attend[(num_tiles, kv_heads, together)](
+        q, keys, values, positions, tiles.row, tiles.length, tiles.table, tiles.tables, sums, stats, ranges, scale,
+        CAP=cap, WINDOW=window, KV_HEADS=kv_heads, GROUP=num_heads // kv_heads, PADDED=padded_group(num_heads, kv_heads), DIM=dim,
+        BLOCK_DIM=wide, BLOCK_SIZE=block_size, LANES=tiles.lanes,
+        num_warps=4, num_stages=2 if wide * keys.itemsize <= 256 else 1, enable_fp_fusion=False,
+    )  # fmt: skip
+    out = torch.empty(num_rows, num_heads * dim, dtype=q.dtype, device=q.device)
+    _combine[(num_rows, num_heads)](
+        sums, stats, positions, out, ranges, WINDOW=window, HEADS=num_heads, DIM=dim, BLOCK_DIM=wide, num_warps=1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,152 @@
+"""What happens to each row between the products: norms, rotation, the gate. Sums in fp32.
+
+They read products as planes (linear.py), and add those as they read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slipstream.ops.triton.tiles import sum_planes
+
+
+@triton.jit
+def _normalized(x, weight, num_features, eps):
+    return x * tl.rsqrt(tl.sum(x * x, 0) / num_features + eps) * weight
+
+
+@triton.jit
+def _add_norm(x, planes, post, weight, out, num_features, plane_stride, eps, PLANES: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * num_features
+    feature = tl.arange(0, BLOCK)
+    there = feature < num_features
+    at = row + feature
+    wide = tl.load(x + at, mask=there, other=0.0)
+    if planes is not None:
+        added = sum_planes(planes + at, there, plane_stride, PLANES)
+        if post is not None:
+            added = _normalized(added, tl.load(post + feature, mask=there, other=0.0), num_features, eps)
+        wide += added
+        tl.store(x + at, wide, mask=there)
+    tl.store(out + at, _normalized(wide, tl.load(weight + feature, mask=there, other=0.0), num_features, eps), mask=there)
+
+
+def add_norm(x: Tensor, planes: Tensor | None, post: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x += norm(planes) by `post`, or += planes; then RMSNorm of x by `weight`: [rows, features] of `dtype`.
+
+    x: fp32 [rows, features], changed; weights: fp32, what a norm adds to them included."""
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    block = triton.next_power_of_2(x.shape[1])
+    _add_norm[(len(x),)](
+        x, planes, post, weight, out, x.shape[1], 0 if planes is None else planes.stride(0), eps,
+        PLANES=0 if planes is None else len(planes), BLOCK=block, num_warps=min(16, max(1, block // 512)), enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _place(
+    planes,  # of q, k and v, one after the other: [planes, rows, (HEADS + 2 * KV_HEADS) * DIM]
+    norms,  # fp32 [2, DIM], q's and k's; or None
+    cosine,  # fp32 [positions, HALF]; None: no rotation
+    sine,
+    positions,
+    slots,  # -1: a row without a request
+    q,
+    keys,
+    values,
+    plane_stride,
+    eps,
+    PLANES: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, BLOCK)
+    there = i < DIM
+    begin = planes + (row * (HEADS + 2 * KV_HEADS) + head) * DIM
+    x = sum_planes(begin + i, there, plane_stride, PLANES)
+    if head < HEADS + KV_HEADS:
+        if norms is not None:
+            norm = norms + (head >= HEADS).to(tl.int32) * DIM
+            factor = tl.rsqrt(tl.sum(x * x, 0) / DIM + eps)
+            x = x * factor * tl.load(norm + i, mask=there, other=0.0)
+        if cosine is not None:
+            other = tl.where(i < HALF, i + HALF, tl.where(i < 2 * HALF, i - HALF, i))
+            y = sum_planes(begin + other, there, plane_stride, PLANES)
+            if norms is not None:
+                y = y * factor * tl.load(norm + other, mask=there, other=0.0)
+            angle = tl.load(positions + row).to(tl.int64) * HALF + i % HALF
+            turns = i < 2 * HALF
+            c, s = tl.load(cosine + angle, mask=turns, other=1.0), tl.load(sine + angle, mask=turns, other=0.0)
+            x = x * c + tl.where(i < HALF, -y, y) * s
+    slot = tl.load(slots + row).to(tl.int64)
+    if head < HEADS:
+        tl.store(q + (row * HEADS + head) * DIM + i, x, mask=there)
+    elif slot >= 0:
+        if head < HEADS + KV_HEADS:
+            tl.store(keys + (slot * KV_HEADS + head - HEADS) * DIM + i, x, mask=there)
+        else:
+            tl.store(values + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM + i, x, mask=there)
+
+
+def place(
+    planes: Tensor,
+    norms: Tensor | None,
+    turns: tuple[Tensor, Tensor] | None,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Rows of q, k, v: q and k are normalised by head and rotated, k and v written to `slots` of the cache. q [rows, heads, dim].
+
+    `norms`: fp32 [2, dim], of q and k; `turns`: cosine and sine by position, fp32 [positions, rotary_dim / 2];
+    `keys`, `values`: [blocks, block_size, kv_heads, dim]."""
+    num_rows, (kv_heads, dim) = planes.shape[1], keys.shape[2:]
+    q = torch.empty(num_rows, num_heads, dim, dtype=dtype, device=planes.device)
+    cosine, sine = (None, None) if turns is None else turns
+    _place[(num_rows, num_heads + 2 * kv_heads)](
+        planes, norms, cosine, sine, positions, slots, q, keys, values, planes.stride(0), eps,
+        PLANES=len(planes), HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, HALF=1 if cosine is None else cosine.shape[1],
+        BLOCK=triton.next_power_of_2(dim), num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return q
+
+
+@triton.jit
+def _gate(planes, out, size, plane_stride, ACTIVATION: tl.constexpr, PLANES: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = i < size
+    x = sum_planes(planes + row * 2 * size + i, there, plane_stride, PLANES)
+    up = sum_planes(planes + row * 2 * size + size + i, there, plane_stride, PLANES)
+    if ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu_tanh":
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+    else:
+        x = x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+    tl.store(out + row * size + i, x * up, mask=there)
+
+
+def gate(planes: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
+    """activation(first half of each row) * second half: [rows, size] of `dtype`. planes: [planes, rows, 2 * size]."""
+    assert activation in ("silu", "gelu_tanh", "gelu"), activation
+    num_rows, size = planes.shape[1], planes.shape[2] // 2
+    out = torch.empty(num_rows, size, dtype=dtype, device=planes.device)
+    _gate[(num_rows, -(-size // 1024))](
+        planes, out, size, planes.stride(0), ACTIVATION=activation, PLANES=len(planes), BLOCK=1024, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,53 @@
+"""What the kernels share: the product of two tiles, sums of planes, and the ranges of positions.
+
+Ranges: range r holds the positions from `range_start(r)` to `range_start(r + 1)`. The first 16 hold FINEST positions each; then
+every doubling of the position has 8 ranges, so that a long context has few (64 for 131,072 positions) and a short one enough to
+keep the processors busy. They are numbered as floats of a 3-bit mantissa are.
+"""
+
+import triton
+import triton.language as tl
+
+FINEST = tl.constexpr(128)
+LEAST = tl.constexpr(-1e30)  # below every score; -inf - -inf would be NaN
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def multiply(left, right, total):
+    """total + left @ right, in fp32; fp32 operands without rounding to TF32."""
+    if _INTERPRETED:
+        # Its own product takes bf16 for integers, and adds in an order that depends on the tiles' shapes.
+        total += tl.sum(left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :], 1)
+    else:
+        total = tl.dot(left, right, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def sum_planes(at, mask, plane_stride, PLANES: tl.constexpr):
+    """The planes of a product, added in order."""
+    total = tl.load(at, mask=mask, other=0.0)
+    for plane in tl.static_range(1, PLANES):
+        total += tl.load(at + plane * plane_stride, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def range_of(position):
+    step = position // FINEST
+    bits = step.to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.where(step < 8, step, (bits >> 20) - 1032)  # exponent and 3 bits of mantissa; 8.0 has number 8
+
+
+@triton.jit
+def range_start(number):
+    doublings = tl.maximum(number // 8 - 1, 0)
+    return ((number - 8 * doublings) << doublings) * FINEST
+
+
+def num_ranges(context: int) -> int:
+    """Ranges that `context` positions touch: `range_of` the last of them, plus 1."""
+    step = max(context - 1, 0) // FINEST.value
+    doublings = max(step.bit_length() - 4, 0)
+    return (step >> doublings) + 8 * doublings + 1

@@ -1,0 +1,408 @@
+"""Triton's kernels and the forward made of them: against plain torch, and the same bits in every batch.
+
+On a CPU they run in Triton's interpreter (tests/conftest.py switches it on), on a GPU compiled.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs the package triton, in whose language the kernels are written", exc_type=ImportError)
+
+import triton.language as tl
+from benchmarks.serving import cuda as benchmark
+
+from slipstream.inference import decoder
+from slipstream.inference.config import DecoderConfig, Experts, Layer, Rope
+from slipstream.inference.cuda import CudaDecoder, why_not
+from slipstream.inference.decoder import Decoder, head_shapes
+from slipstream.inference.kv_cache import KVCache
+from slipstream.inference.load import _each
+from slipstream.inference.quantise import dequantise, quantise, to_int4, to_int8
+from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Mlp
+from slipstream.ops.triton import attention, rows
+from slipstream.ops.triton.linear import linear, num_slices
+from slipstream.ops.triton.tiles import num_ranges
+from tests.inference.test_native import Requests
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter cuts bf16 off where it should round.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+
+
+# On a GPU, what overflows is infinite and nothing is said.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """At every call of a function within a kernel it prepares all of Triton's language anew, for a millisecond. Once is enough."""
+    if DEVICE == "cuda":
+        yield
+        return
+    from triton import _utils
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang(tl.sigmoid.fn)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "__call__", lambda self, *args, **more: self.rewrite()(*args, **more))
+        patch.setattr(_utils, "TRITON_MAX_TENSOR_NUMEL", 1 << 21)  # tiles.multiply spreads out its products
+        yield
+
+
+def close(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    scale = float(wanted.float().abs().max()) or 1.0
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=0, atol=TOLERANCE[dtype] * scale)
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+# -- kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "int8", "int4", "int4 of 128"])
+def test_linear(kind: str, dtype: torch.dtype) -> None:
+    """One row, few and many; slices of the features in planes and together: the same bits."""
+    columns, features, slices = 72, 640, 2
+    x, bias, w = noise(130, features, dtype=dtype), noise(columns), noise(columns, features)
+    matrix = {"plain": w.to(dtype), "int8": to_int8(w), "int4": to_int4(w), "int4 of 128": to_int4(w, 128)}[kind]
+    tensors: Any = (*matrix, *(None,) * (3 - len(matrix))) if isinstance(matrix, (Int8, Int4)) else (matrix, None, None)
+    whole = torch.full((1, 130, columns), torch.nan, device=DEVICE)
+    linear(x, *tensors, bias, whole, slices)
+    close(whole[0], x.float() @ dequantise(matrix).float().T + bias, dtype)
+    for some, num_planes in ((slice(129, 130), 1), (slice(129, 130), slices), (slice(50, 69), slices)):
+        planes = torch.full((num_planes, len(x[some]), columns), torch.nan, device=DEVICE)
+        linear(x[some].contiguous(), *tensors, bias, planes, slices)
+        assert planes.sum(0).equal(whole[0, some]), f"{num_planes} planes of rows {some}"
+
+
+def test_slices_follow_from_the_matrix() -> None:
+    assert [num_slices(*shape) for shape in ((2048, 2048), (16384, 2048), (2048, 8192), (64, 64))] == [4, 1, 8, 1]
+
+
+@pytest.mark.parametrize("post", [False, True])
+@pytest.mark.parametrize("planes", [0, 1, 3])
+def test_add_norm(planes: int, post: bool) -> None:
+    x, added, weight = noise(3, 80), noise(max(planes, 1), 3, 80), noise(80)
+    post_weight = noise(80) if post else None
+
+    def norm(y: Tensor, w: Tensor) -> Tensor:
+        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * w
+
+    whole = added.sum(0)
+    wanted = x + (norm(whole, post_weight) if post_weight is not None else whole) if planes else x.clone()
+    got = rows.add_norm(x, added if planes else None, post_weight, weight, 1e-5, torch.float32)
+    close(x, wanted, torch.float32)
+    close(got, norm(wanted, weight), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("norm", "half"), [(False, 0), (False, 12), (True, 12), (True, 5)])
+def test_place(norm: bool, half: int, dtype: torch.dtype) -> None:
+    heads, kv_heads, dim, planes = 6, 2, 24, noise(2, 3, 10 * 24)
+    norms = noise(2, dim) if norm else None
+    angle = torch.arange(9.0, device=DEVICE)[:, None] * torch.rand(half, device=DEVICE)
+    turns = (angle.cos(), angle.sin()) if half else None
+    positions, slots = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([3, 0, 8], [9, -1, 2]))
+    keys, values = (torch.zeros(4, 4, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in range(2))
+    q = rows.place(planes, norms, turns, positions, slots, keys, values, num_heads=heads, eps=1e-5, dtype=dtype)
+    parts = list(planes.sum(0).unflatten(1, (10, dim)).split((heads, kv_heads, kv_heads), 1))
+    for i in (0, 1):
+        if norms is not None:
+            parts[i] = parts[i] * torch.rsqrt(parts[i].square().mean(-1, keepdim=True) + 1e-5) * norms[i]
+        if turns is not None:
+            parts[i] = decoder.rotate(parts[i], *(turn[positions.long()][:, None] for turn in turns))
+    close(q, parts[0], dtype)
+    for cache, wanted in ((keys, parts[1]), (values, parts[2])):
+        flat = cache.flatten(0, 1)
+        close(flat[[9, 2]], wanted[[0, 2]], dtype)
+        flat[[9, 2]] = 0
+        assert not flat.any(), "a slot of no row was written"
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+def test_gate(activation: str) -> None:
+    planes = 3 * noise(2, 3, 2 * 1100)
+    gate, up = planes.sum(0).chunk(2, -1)
+    close(rows.gate(planes, activation, torch.float32), decoder.activate(activation, gate) * up, torch.float32)
+
+
+def test_ranges() -> None:
+    """Without a gap, one after the other; few for a long context."""
+    starts = [next(p for p in range(0, 40_000, 128) if num_ranges(p + 1) == number + 1) for number in range(40)]
+    assert starts[:18] == [128 * r for r in range(17)] + [2304]
+    assert all(num_ranges(start) == number for number, start in enumerate(starts) if number)
+    assert num_ranges(131_072) == 64
+
+
+@pytest.mark.parametrize(("window", "cap", "dtype"), [(0, 0.0, torch.float16), (0, 3.0, torch.bfloat16), (50, 0.0, torch.float32)])
+def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
+    """Two requests over scattered blocks, in one tile or many; what is not theirs is NaN."""
+    heads, kv_heads, dim, block_size, starts, lengths = 6, 2, 24, 16, (1100, 130), (21, 1)
+    keys, values = (torch.full((99, block_size, kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
+    order, tables, at, wanted = torch.randperm(99).tolist(), [], [], []
+    q = noise(sum(lengths), heads, dim, dtype=dtype)
+    for start, length, mine in zip(starts, lengths, q.split(lengths), strict=True):
+        stop = start + length
+        at.append(len(tables))
+        blocks = [order.pop() for _ in range(-(-stop // block_size))]
+        tables += blocks
+        slots = torch.tensor([blocks[p // block_size] * block_size + p % block_size for p in range(stop)])
+        k, v = (noise(stop, kv_heads, dim, dtype=dtype) for _ in range(2))
+        keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = k, v
+        mask = decoder.visible(start, length, 0, window, q.device)
+        wanted.append(decoder.attend(mine.float(), k.float(), v.float(), mask, scale=0.3, cap=cap))
+    ints = {
+        "positions": [p for start, length in zip(starts, lengths, strict=True) for p in range(start, start + length)],
+        "row": [0, 16, 21], "length": [16, 5, 1], "table": [at[0], at[0], at[1]], "tables": tables,
+    }  # fmt: skip
+    on = {name: torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for name, numbers in ints.items()}
+    positions = on.pop("positions")
+    options: Any = {"scale": 0.3, "cap": cap, "window": window}
+    got = attention.attend(q, keys, values, positions, attention.Tiles(**on, lanes=64, context=1121), **options)
+    close(got, torch.cat(wanted).flatten(1), dtype)
+    one = attention.Tiles(
+        *(torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (0, 1, at[0])), on["tables"], lanes=16, context=1121
+    )
+    assert attention.attend(q[20:21], keys, values, positions[20:21], one, **options).equal(got[20:21])
+
+
+def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    """Products by wgmma alone, whatever the rows, and nothing contracted: batch invariance rests on it. No GPU is needed."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.inference.compile_kernels"], capture_output=True, text=True,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert not done.returncode, done.stderr[-4000:]
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(told) == 10
+    for kernel in told:
+        assert kernel["wgmma"] == (kernel["kernel"] in ("_linear", "_attend")), kernel
+        assert not kernel["mma"] and not kernel["fused"] and kernel["shared"] <= 99 << 10, kernel
+
+
+# -- the forward
+
+
+def config_of(**changes: Any) -> DecoderConfig:
+    rope = Rope(inv_freq=tuple(100.0 ** (-i / 6) for i in range(6)), scale=1.1)  # 12 of a head's 32 features turn
+    config = DecoderConfig(
+        vocab_size=113, hidden_size=96, intermediate_size=160, num_heads=3, num_kv_heads=1, head_dim=32,
+        layers=(Layer(rope=rope), Layer(rope=rope, window=10)), norm_eps=1e-5, max_context=512,
+    )  # fmt: skip
+    return replace(config, **changes)
+
+
+def weights_of(c: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
+    """Of every kind that the configuration has a place for."""
+    torch.manual_seed(3)
+    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+    def w(*shape: int) -> Tensor:
+        return noise(*shape, dtype=dtype) / shape[-1] ** 0.5
+
+    def vector(size: int, wanted: bool = True) -> Any:
+        return noise(size, dtype=dtype) / 2 + (1 - c.norm_offset) if wanted else None
+
+    def mlp(size: int) -> Mlp:
+        biases = {f"{name}_bias": vector(n, c.mlp_bias) for name, n in (("gate", size), ("up", size), ("down", c.hidden_size))}
+        return Mlp(gate=w(size, c.hidden_size), up=w(size, c.hidden_size), down=w(c.hidden_size, size), **biases)
+
+    def layer(kind: Layer) -> LayerWeights:
+        e = kind.experts
+        return LayerWeights(
+            input_norm=vector(c.hidden_size), mlp_norm=vector(c.hidden_size),
+            attn_post_norm=vector(c.hidden_size, c.sandwich), mlp_post_norm=vector(c.hidden_size, c.sandwich),
+            q=w(q_size, c.hidden_size), k=w(kv_size, c.hidden_size), v=w(kv_size, c.hidden_size), out=w(c.hidden_size, q_size),
+            q_bias=vector(q_size, c.qkv_bias), k_bias=vector(kv_size, c.qkv_bias), v_bias=None,
+            out_bias=vector(c.hidden_size, c.out_bias),
+            q_norm=vector(c.head_dim, c.qk_norm), k_norm=vector(c.head_dim, c.qk_norm),
+            mlp=None if e else mlp(c.intermediate_size),
+            experts=[mlp(e.intermediate_size) for _ in range(e.num)] if e else [],
+            router=w(e.num, c.hidden_size) if e else None,
+            shared=mlp(e.shared_size) if e and e.shared_size else None,
+            shared_gate=w(1, c.hidden_size) if e and e.shared_size else None,
+        )  # fmt: skip
+
+    return DecoderWeights(
+        embed=w(c.vocab_size, c.hidden_size), final_norm=vector(c.hidden_size),
+        head=None if c.tied else w(c.vocab_size, c.hidden_size), layers=[layer(kind) for kind in c.layers],
+    )  # fmt: skip
+
+
+def runner_of(kind: type, config: DecoderConfig, weights: DecoderWeights, dtype: torch.dtype, **options: Any) -> Any:
+    cache = KVCache(head_shapes(config), num_blocks=96, block_size=16, dtype=dtype, device=DEVICE)
+    return kind(config, weights, cache, dtype, **options)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "biases, tied": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied": True, "activation": "gelu"},
+    "gemma": {
+        "sandwich": True, "norm_offset": 1.0, "qk_norm": True, "activation": "gelu_tanh", "attn_softcap": 4.0,
+        "logit_softcap": 3.0, "embed_scale": 5.5, "attn_scale": 0.3,
+    },
+    "experts": {"layers": tuple(Layer(rope=None, experts=Experts(num=4, top_k=2, intermediate_size=48, normalize=n, shared_size=s))
+                                for n, s in ((True, 0), (False, 40)))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_forward_as_the_torch_decoder(model: str) -> None:
+    """A prompt in chunks beside a generation, and then both generate."""
+    config = config_of(**MODELS[model])
+    weights = weights_of(config, torch.float32)
+    wanted, got = (
+        Requests(runner_of(Decoder, config, weights, torch.float32), 0),
+        Requests(runner_of(CudaDecoder, config, weights, torch.float32, max_batch=4), 0),
+    )
+    tokens = [[i * i % 113 for i in range(14)], [3, 1, 4]]
+    both = [[each.request(t) for t in tokens] for each in (wanted, got)]
+    for chunks in ([(0, 0, 8), (1, 0, 2)], [(1, 2, 3), (0, 8, 13)], [(0, 13, 14), (1, 2, 3)]):
+        ours, theirs = (
+            torch.stack(each.run([(requests[r], start, stop) for r, start, stop in chunks]))
+            for each, requests in ((got, both[1]), (wanted, both[0]))
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("plain", torch.float16), ("plain", torch.bfloat16), ("int8", torch.bfloat16), ("mixed", torch.float16)]
+)
+def test_forward_in_few_bits(kind: str, dtype: torch.dtype) -> None:
+    config = config_of(layers=(Layer(rope=None),) * 2)
+    weights = weights_of(config, dtype)
+    if kind != "plain":
+        weights = quantise(weights, "int8")
+    if kind == "mixed":  # as in GGUF files: q, k and v of different types
+        weights.layers[0].k = to_int4(dequantise(weights.layers[0].k))
+        weights.layers[1].v = dequantise(weights.layers[1].v).to(dtype)
+    wide = _each(weights, lambda m: dequantise(m).float())  # the twin in fp32, of the very same weights
+    tokens = [i * i % 113 for i in range(12)]
+    ours, theirs = (
+        each.run([(each.request(tokens), 0, 12)])[0]
+        for each in (
+            Requests(runner_of(CudaDecoder, config, weights, dtype, max_batch=0), 0),
+            Requests(runner_of(Decoder, config, wide, torch.float32), 0),
+        )
+    )
+    close(ours, theirs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int4"])  # the output matrix is int8 in int4
+def test_the_same_bits_in_every_batch(kind: str) -> None:
+    """Alone, beside others, with random splits of the prompt, and generating, by graphs where there is a GPU."""
+    config, dtype = config_of(qk_norm=True, num_heads=2, layers=config_of().layers[1:]), torch.bfloat16
+    weights = weights_of(config, dtype)
+    weights = quantise(weights, kind) if kind.startswith("int") else weights
+    rng = random.Random(kind)
+    prompts = [[rng.randrange(113) for _ in range(length)] for length in (1, 7, 24)]
+    runner = runner_of(CudaDecoder, config, weights, dtype, max_batch=4)
+    expected = []
+    for prompt in prompts:
+        alone = Requests(runner, 0)
+        expected.append(alone.run([(alone.request(prompt), 0, len(prompt))])[0])
+    many = Requests(runner, 1)
+    requests = [many.request(prompt) for prompt in prompts]
+    done = [0] * len(requests)
+    while any(done[i] < len(prompt) for i, prompt in enumerate(prompts)):
+        left = [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]
+        chunks = [(requests[i], done[i], rng.randint(done[i] + 1, len(prompts[i]))) for i in left]
+        for i, chunk, logits in zip(left, chunks, many.run(chunks), strict=True):
+            done[i] = chunk[2]
+            if done[i] == len(prompts[i]):
+                assert logits.equal(expected[i]), f"request {i} of {len(prompts[i])} tokens"
+    again = many.run([(request, len(request.tokens) - 1, len(request.tokens)) for request in requests])
+    assert all(logits.equal(wanted) for logits, wanted in zip(again, expected, strict=True))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there are true graphs in test_the_same_bits_in_every_batch")
+def test_what_is_static_around_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU: stand-ins, whose replay computes again from what was captured."""
+    config = config_of(layers=config_of().layers[1:])
+    runner = runner_of(CudaDecoder, config, weights_of(config, torch.float32), torch.float32, max_batch=0)
+    computed: list[tuple[Any, Tensor]] = []
+
+    def compute(step: Any) -> Tensor:
+        computed.append((step, CudaDecoder._compute(runner, step)))
+        return computed[-1][1]
+
+    class Graph:
+        def replay(self) -> None:
+            self.logits.copy_(CudaDecoder._compute(runner, self.step))
+
+    @contextmanager
+    def capturing(graph: Any, pool: object) -> Iterator[None]:
+        yield
+        graph.step, graph.logits = computed[-1]
+
+    stand_ins = {"CUDAGraph": Graph, "graph": capturing, "graph_pool_handle": object, "synchronize": lambda: None}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(runner, "_compute", compute)
+    runner._capture(5)
+    assert list(runner._graphs) == [1, 2, 4, 5] and not any(keys.any() for keys in runner.cache.keys)
+    requests, wanted = Requests(runner, 0), []
+    prompts = [[i * i % 113 for i in range(length)] for length in (18, 2, 5)]
+    made = [requests.request(prompt) for prompt in prompts]
+    for request, prompt in zip(made, prompts, strict=True):
+        wanted += requests.run([(request, 0, len(prompt))])
+    computed.clear()
+    for some in ([0], [2, 0], [1, 2, 0]):
+        got = requests.run([(made[i], len(prompts[i]) - 1, len(prompts[i])) for i in some])
+        assert all(logits.equal(wanted[i]) for logits, i in zip(got, some, strict=True)), some
+    assert not computed, "a forward went past the graphs"
+
+
+def test_rows_without_a_request_change_nothing() -> None:
+    """As in a graph for more rows than there are requests."""
+    config = config_of()
+    runner = runner_of(CudaDecoder, config, weights_of(config, torch.float32), torch.float32, max_batch=0)
+    one = Requests(runner, 0)
+    expected = one.run([(one.request([5, 6]), 0, 2)])[0]
+    numbers, cuts = runner._pack([[5, 6], [0, 1], [48, 49], [1], [0], [2], [0], [3]], 4)
+    before = [keys.clone() for keys in runner.cache.keys]
+    logits = runner._compute(runner._step(numbers.to(DEVICE), cuts, 64, 512))
+    assert logits[0].equal(expected)
+    for old, new in zip(before, runner.cache.keys, strict=True):
+        assert (old != new).flatten(1).any(1).nonzero().flatten().tolist() == [3], "blocks that were written"
+
+
+def test_matrices_are_held_once() -> None:
+    config = config_of()
+    weights = weights_of(config, torch.float32)
+    q = weights.layers[0].q.clone()
+    runner_of(CudaDecoder, config, weights, torch.float32, max_batch=0)
+    layer = weights.layers[0]
+    assert layer.q.equal(q) and layer.q.untyped_storage().data_ptr() == layer.v.untyped_storage().data_ptr()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="this is for hosts without a GPU")
+def test_the_benchmark_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["cuda"])
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        benchmark.main()
+
+
+def test_what_it_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(config_of(), torch.float32)
+    assert why_not(weights, torch.device(DEVICE)) is None
+    weights.layers[1].out = to_int4(weights.layers[1].out, 48)
+    assert why_not(weights, torch.device(DEVICE)) == "int4 in groups of 48; the kernels take groups of 32, 64, 128"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert why_not(weights, torch.device("cuda")) == "compute capability 7.5; the kernels need 8.0"
