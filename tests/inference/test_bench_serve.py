@@ -21,6 +21,7 @@ from slipstream.launch.cli import build_parser, main
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.test_server import serving
 
+STREAM = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
 DIGITS = "--token-ids=48-58"  # the fake engine's tokens are bytes; no word that it knows is made of these
 SMALL = ("--requests=12", "--prompt-tokens=40", "--output-tokens=5", DIGITS)
 
@@ -100,9 +101,13 @@ def test_a_key_that_is_missing(address: str, capsys: pytest.CaptureFixture[str])
     [
         (b"", "the answer is not whole"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\ndata: {}\n", "the answer is not whole"),
-        (b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\ndata: [DONE]\n\n", "ended without an answer"),
+        (STREAM + b"data: [DONE]\n\n", "ended without an answer"),
         (b"HTTP/1.1 503 Busy\r\nconnection: close\r\n\r\nlater", "503, later"),
-        (b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\ndata: {"error": {"message": "broke"}}\n\n', "broke"),
+        (STREAM + b'data: {"error": {"message": "broke"}}\n\n', "broke"),
+        (STREAM + b'data: {"error": "broke"}\n\n', "broke"),
+        (STREAM + b"data: [1]\n\n", "has what no completion has"),
+        (STREAM + b'data: {"usage": {"prompt_tokens": 1}}\n\n', "has what no completion has: KeyError"),
+        (STREAM + b'data: {"choices": [1], "usage": {"prompt_tokens": 1, "completion_tokens": 9999}}\n\n', "another length"),
     ],
 )
 def test_servers_that_break_off(answer: bytes, why: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,8 @@ def train(folder: Path, family: str) -> list[list[int]]:
     for prompt in PROMPTS:
         whole = engine.module.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
         answers.append(whole[0, len(prompt) :].tolist())
+    engine.module.generation_config.eos_token_id = [0, answers[0][1]]  # as chat models have it, there alone
+    engine.save_checkpoint(str(folder / "ends"))
     engine.destroy()
     return answers
 
@@ -70,6 +72,9 @@ def test_a_checkpoint_says_what_the_trained_model_says(family: str, tmp_path: Pa
             assert [one.token_ids for one in engine.generate(PROMPTS, max_new_tokens=NEW)] == expected
     with init_inference(tmp_path, device="cpu", dtype="bf16") as engine:
         assert len(engine.generate(PROMPTS[0], max_new_tokens=NEW).token_ids) == NEW
+    with init_inference(tmp_path / "ends", device="cpu") as engine:
+        ended = engine.generate(PROMPTS[0], max_new_tokens=NEW)
+        assert (ended.finish_reason, ended.token_ids) == ("stop", expected[0][: expected[0].index(expected[0][1]) + 1])
 
 
 def save(folder: Path) -> None:

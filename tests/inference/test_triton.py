@@ -176,7 +176,8 @@ def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
     got = attention.attend(q, keys, values, positions, attention.Tiles(**on, lanes=64, context=1121), **options)
     close(got, torch.cat(wanted).flatten(1), dtype)
     one = attention.Tiles(
-        *(torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (0, 1, at[0])), on["tables"], lanes=16, context=1121
+        *(torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (0, 1, at[0])),
+        on["tables"], lanes=64 if dtype == torch.float32 else 16, context=1121,
     )
     assert attention.attend(q[20:21], keys, values, positions[20:21], one, **options).equal(got[20:21])
 
@@ -347,11 +348,11 @@ def test_what_is_static_around_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
             self.logits.copy_(CudaDecoder._compute(runner, self.step))
 
     @contextmanager
-    def capturing(graph: Any, pool: object) -> Iterator[None]:
+    def capturing(graph: Any, **_: Any) -> Iterator[None]:
         yield
         graph.step, graph.logits = computed[-1]
 
-    stand_ins = {"CUDAGraph": Graph, "graph": capturing, "graph_pool_handle": object, "synchronize": lambda: None}
+    stand_ins = {"CUDAGraph": Graph, "Stream": object, "graph": capturing, "graph_pool_handle": object, "synchronize": lambda: None}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(runner, "_compute", compute)

@@ -65,7 +65,7 @@ class Grammars:
                 raise ValueError(f"the least common multiple of its multipleOf is above {MAX_REMAINDERS} of their smallest digit")
             grammar = self._matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
             matcher = self._matcher(self._tokens, grammar, log_level=0)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, OverflowError) as error:
             raise ValueError(f"json_schema is no JSON schema: {error}") from error
         if matcher.is_error():
             raise ValueError(f"json_schema cannot be served: {matcher.get_error()}")

@@ -68,7 +68,7 @@ class SamplingParams:
                 raise ValueError(f"{name} is {value!r}; it has to be {wanted}")
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """One sequence to be generated. The scheduler alone changes `phase`, `num_computed` and `blocks`."""
 

@@ -34,7 +34,7 @@ from .models import shape_of
 from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 
 _LANES = 64  # of a tile of attention where a request has several rows, else _FEW_LANES
-_FEW_LANES = 16
+_FEW_LANES = 16  # not in fp32, whose sums are not the tensor cores': their order is the layout's, which depends on the lanes
 _ALIGN = 4  # numbers: a kernel is compiled anew for pointers that are no multiples of 16 bytes
 
 
@@ -197,6 +197,8 @@ class CudaDecoder:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by rows: what it does, and its logits
         if max_batch and cache.device.type == "cuda" and not any(layer.experts for layer in config.layers):
             self._capture(max_batch)
+        if cache.device.type == "cuda":
+            torch.cuda.synchronize(cache.device)  # another thread will run it, on a stream of its own
 
     # -- the weights as kernels take them --
 
@@ -237,7 +239,7 @@ class CudaDecoder:
         with self._here():
             self.cache.copy(batch.copies)
             alone = all(chunk.num_tokens == 1 for chunk in batch.chunks)
-            lanes = max(_FEW_LANES if alone else _LANES, self._lanes_of_row)
+            lanes = self._lanes(alone)
             lists = _numbers(batch, self.block_size, lanes // self._lanes_of_row)
             if alone and (size := next((size for size in self._graphs if size >= len(batch.chunks)), 0)):
                 graph, logits = self._graphs[size]
@@ -248,6 +250,9 @@ class CudaDecoder:
             numbers, cuts = self._pack(lists)
             context = max(lists[1]) + 1
             return self._compute(self._step(numbers.to(self.cache.device, non_blocking=True), cuts, lanes, context))
+
+    def _lanes(self, alone: bool) -> int:
+        return max(_FEW_LANES if alone and self.dtype != torch.float32 else _LANES, self._lanes_of_row)
 
     def _here(self) -> contextlib.AbstractContextManager[Any]:
         """Triton launches on the current device."""
@@ -272,10 +277,11 @@ class CudaDecoder:
     def _capture(self, max_batch: int) -> None:
         """A graph for 1, 2, 4, ... and `max_batch` rows, the largest first: the others fit into its memory."""
         sizes = sorted({*(1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch), max_batch})
-        lanes = max(_FEW_LANES, self._lanes_of_row)
+        lanes = self._lanes(alone=True)
         room = 7 * (max_batch + _ALIGN) + max_batch * -(-self.max_context // self.block_size)
         pool = torch.cuda.graph_pool_handle()
         with self._here():
+            stream = torch.cuda.Stream()  # torch's own for captures is one for all devices
             self._static = torch.zeros(room, dtype=torch.int32, device=self.cache.device)
             for size in reversed(sizes):
                 numbers, cuts = self._pack([[] for _ in range(8)], size)
@@ -284,7 +290,8 @@ class CudaDecoder:
                 self._compute(step)  # compiles the kernels
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                # Only this thread's calls: another engine may be serving meanwhile.
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     logits = self._compute(step)
                 self._graphs[size] = graph, logits
         self._graphs = {size: self._graphs[size] for size in sizes}

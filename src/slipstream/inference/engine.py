@@ -495,6 +495,7 @@ class Engine:
 
     def _forget(self, sequence: _Sequence, finish: Finish) -> None:
         del self._sequences[sequence.request]
+        self._sampler.forget(sequence.request)
         self._meters.finished[finish] += 1
 
     def _measure(self, sequence: _Sequence, num: int, now: float) -> None:

@@ -140,6 +140,8 @@ def _open(
     source = _source(model)
     kind = "auto" if dtype is None else _dtype(dtype)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())  # the current one is a thread's own, and others will run it
     if threads is not None:
         _set_threads(threads, place)
     sizes = Sizes(kv_cache_bytes, max_running, max_context)

@@ -119,6 +119,7 @@ def _blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: 
 def free_memory(device: torch.device) -> int:
     """Bytes that can be had on a device; on a CPU within the control group's limit too."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of earlier models counts as taken
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -13,8 +13,8 @@ distribution after exactly the tokens before it. So the text is not only distrib
 Order, as in transformers: repetition, presence and frequency penalties, logit_bias, forbidden tokens (min_tokens, mask);
 then temperature, top-k, top-p, min-p. Log-probabilities are of the raw logits, before all of these, as in OpenAI's API.
 
-[Note: Edits] Penalties, bias and min_tokens change a few tokens' logits, by index arrays that are kept for each request as
-long as it lives. They follow from its tokens, which only grow: a new one is counted once, a preemption changes nothing,
+[Note: Edits] Penalties, bias and min_tokens change a few tokens' logits, by index arrays that are kept for each request until
+`forget`. They follow from its tokens, which only grow: a new one is counted once, a preemption changes nothing,
 and guesses are counted for their row alone.
 """
 
@@ -24,7 +24,6 @@ import ctypes
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +96,7 @@ class _Kernel:
 
 
 class _Edits:
-    """What a request changes of its logits beside its mask; see [Note: Edits]. Does not hold the request."""
+    """What a request changes of its logits beside its mask; see [Note: Edits]."""
 
     def __init__(self, request: Request, vocab_size: int) -> None:
         params = request.params
@@ -110,13 +109,14 @@ class _Edits:
         # Seen tokens in order of their first: the prompt's too, for a repetition penalty. The arrays take memory as they fill.
         seen = dict.fromkeys(request.tokens[: request.num_prompt] if self._penalty != 1 else ())
         self._places = {token: place for place, token in enumerate(seen)}
-        self._seen: Ids = np.empty(vocab_size, np.int64)
+        self._penalised = bool(self._penalty != 1 or self._presence or self._frequency)
+        self._seen: Ids = np.empty(vocab_size if self._penalised else 0, np.int64)
         self._seen[: len(seen)] = [*seen]
-        self._counts: Ids = np.zeros(vocab_size, np.int64)  # how often each of them was generated
+        self._counts: Ids = np.zeros(len(self._seen), np.int64)  # how often each of them was generated
 
     def apply(self, logits: Floats, row: Row) -> None:
         """Penalties and bias, in place."""
-        if self._penalty != 1 or self._presence or self._frequency:
+        if self._penalised:
             tokens = row.request.tokens
             self._count(tokens[self._counted :])
             self._counted = len(tokens)
@@ -154,7 +154,7 @@ class Sampler:
         self._logits, self._weights = np.empty((2, vocab_size), dtype=np.float32)
         kernels = build.load().kernels
         self._kernel = None if kernels is None else _Kernel(kernels, vocab_size)
-        self._edits: WeakKeyDictionary[Request, _Edits] = WeakKeyDictionary()
+        self._edits: dict[Request, _Edits] = {}
 
     def check(self, params: SamplingParams) -> None:
         """Raises ValueError for token ids that the model does not have. Called when a request is made."""
@@ -162,14 +162,18 @@ class Sampler:
             if unknown := [token for token in ids if not 0 <= token < self.vocab_size]:
                 raise ValueError(f"{name} has token {unknown[0]}; this model's tokens are 0 to {self.vocab_size - 1}")
 
+    def forget(self, request: Request) -> None:
+        """It is over. What was kept for it is freed."""
+        self._edits.pop(request, None)
+
     def sample(self, logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
         """`logits`: fp32 [rows, vocab], read only. Raises SamplingError; it may be called again, for what is remembered of a
         request follows from its tokens."""
         assert logits.shape == (len(rows), self.vocab_size), f"{len(rows)} rows of {self.vocab_size}: {tuple(logits.shape)}"
         if logits.is_cuda and all(_is_plain(row) for row in rows):
             best = logits.argmax(dim=-1, keepdim=True)  # on the CPU numpy's is ten times faster than torch's
-            finite = logits.gather(1, best).isfinite().flatten().tolist()  # NaN counts as largest
-            sampled = [Sampled(token) if ok else None for token, ok in zip(best.flatten().tolist(), finite, strict=True)]
+            best = best.masked_fill(~logits.gather(1, best).isfinite(), -1)  # NaN counts as largest
+            sampled = [Sampled(token) if token >= 0 else None for token in best.flatten().tolist()]
         else:
             sampled = [self._sample(raw, row) for raw, row in zip(logits.cpu().numpy(), rows, strict=True)]
         if None in sampled:

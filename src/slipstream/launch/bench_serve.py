@@ -100,17 +100,23 @@ class Server:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        async with self._send("POST", "/v1/completions", json.dumps(body).encode()) as chunks:
-            async for event in _events(chunks):
-                if "error" in event:
-                    raise ServerError(str(event["error"].get("message", event["error"])))
-                if event.get("choices"):
-                    answer.times.append(time.perf_counter() - start)
-                if usage := event.get("usage"):
-                    answer.prompt_tokens, answer.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        try:
+            async with self._send("POST", "/v1/completions", json.dumps(body).encode()) as chunks:
+                async for event in _events(chunks):
+                    if error := event.get("error"):
+                        raise ServerError(str(error.get("message", error) if isinstance(error, dict) else error))
+                    if event.get("choices"):
+                        answer.times.append(time.perf_counter() - start)
+                    if usage := event.get("usage"):
+                        answer.prompt_tokens, answer.output_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ServerError(f"the stream has what no completion has: {type(error).__name__}: {error}") from error
+        finally:
+            answer.end = time.perf_counter() - start
         if not answer.times or not answer.output_tokens:
             raise ServerError("the stream ended without an answer or without usage")
-        answer.end = time.perf_counter() - start
+        if answer.output_tokens != ask.outputs:
+            raise ServerError("an answer has another length than was asked for: the server ignores ignore_eos or max_tokens")
 
     @asynccontextmanager
     async def _send(self, method: str, path: str, body: bytes | None) -> AsyncIterator[AsyncIterator[bytes]]:
@@ -183,7 +189,9 @@ def trace(options: argparse.Namespace) -> list[Ask]:
     return asks
 
 
-async def _run(server: Server, model: str, asks: Sequence[Ask], concurrency: int, done: list[Answer], failed: Counter[str]) -> None:
+async def _run(
+    server: Server, model: str, asks: Sequence[Ask], concurrency: int, done: list[Answer], failed: list[tuple[Answer, str]]
+) -> None:
     start = time.perf_counter()
     places = asyncio.Semaphore(concurrency)
 
@@ -194,9 +202,9 @@ async def _run(server: Server, model: str, asks: Sequence[Ask], concurrency: int
             try:
                 await server.complete(model, ask, answer, start)
             except TimeoutError:
-                failed["not done within --timeout"] += 1
+                failed.append((answer, "not done within --timeout"))
             except (OSError, ServerError, ValueError) as error:
-                failed[str(error) or type(error).__name__] += 1
+                failed.append((answer, str(error) or type(error).__name__))
             else:
                 done.append(answer)
 
@@ -210,12 +218,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 
-def summary(answers: Sequence[Answer], failed: Counter[str], options: argparse.Namespace) -> dict[str, Any]:
-    """What `--json` prints. Times in seconds; rates per second, from the first arrival to the last token."""
-    found: dict[str, Any] = {"requests": len(answers), "failed": dict(failed)}
+def summary(answers: Sequence[Answer], failed: Sequence[tuple[Answer, str]], options: argparse.Namespace) -> dict[str, Any]:
+    """What `--json` prints. Times in seconds; rates per second, from the first arrival to the last end, failures included."""
+    found: dict[str, Any] = {"requests": len(answers), "failed": dict(Counter(why for _, why in failed))}
     if not answers:
         return found
-    seconds = max(answer.end for answer in answers) - min(answer.at for answer in answers)
+    everybody = [*answers, *(answer for answer, _ in failed)]
+    seconds = max(answer.end for answer in everybody) - min(answer.at for answer in everybody)
     prompt, output = (sum(getattr(answer, name) for answer in answers) for name in ("prompt_tokens", "output_tokens"))
     found |= {"seconds": seconds, "requests_per_second": len(answers) / seconds}
     found |= {"prompt_tokens_per_second": prompt / seconds, "output_tokens_per_second": output / seconds}
@@ -259,7 +268,7 @@ def execute(options: argparse.Namespace) -> int:
     """Exit code 0, 1 where requests failed, 130 after Ctrl-C (what was answered until then is shown)."""
     server, asks = Server(options.url, options.api_key, options.timeout), trace(options)
     done: list[Answer] = []
-    failed: Counter[str] = Counter()
+    failed: list[tuple[Answer, str]] = []
     interrupted = False
 
     async def everything() -> None:

@@ -379,10 +379,12 @@ def _state_of(part: Any) -> Any:
 
 
 def _model_config(module: torch.nn.Module) -> dict[str, Any] | None:
-    """What config.json has of a transformers model."""
+    """What config.json has of a transformers model, with the end tokens that it generates until."""
     config: Any = getattr(module, "config", None)
-    of_transformers = hasattr(config, "model_type") and hasattr(config, "to_json_string")
-    return json.loads(config.to_json_string(use_diff=False)) if of_transformers else None
+    if not (hasattr(config, "model_type") and hasattr(config, "to_json_string")):
+        return None
+    ends = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    return json.loads(config.to_json_string(use_diff=False)) | ({} if ends is None else {"eos_token_id": ends})
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:

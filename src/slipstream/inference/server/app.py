@@ -76,7 +76,7 @@ def create_app(
     to be compiled."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
-        raise ValueError(f"{engine.model_name} has no tokenizer, and the server's requests and answers are text")
+        raise ValueError(f"{engine.model_name} has no tokenizer, and what a server gets and gives is text: add --tokenizer FOLDER")
     if isinstance(api_keys, str) or not all(api_keys):
         raise ValueError("api_keys has to be a sequence of keys, none of them empty")
     traffic = Traffic()
