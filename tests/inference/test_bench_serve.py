@@ -138,7 +138,9 @@ def test_ctrl_c_shows_what_there_is() -> None:
     """The fake engine has the time that it needs for a few of a thousand."""
     with serving(FakeEngine(tick=0.002)) as address:
         command = [sys.executable, "-um", "slipstream.launch.cli", "bench-serve", address, "--requests=999", "--rate=9", *SMALL[1:]]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        # A shell's background jobs ignore SIGINT, and hand that down.
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler), **pipes)
         assert process.stderr is not None
         assert process.stderr.readline().startswith("999 requests, 9 per second, to fake/model")
         with pytest.raises(subprocess.TimeoutExpired):
