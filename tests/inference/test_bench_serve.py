@@ -115,8 +115,10 @@ def test_servers_that_break_off(answer: bytes, why: str, capsys: pytest.CaptureF
         for _ in range(2):
             connection, _ = listener.accept()
             with connection:
-                connection.recv(1 << 20)
                 connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 20):  # closed with something unread, it would be a reset connection
+                    pass
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=reply)
