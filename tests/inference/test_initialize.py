@@ -44,6 +44,13 @@ def test_threads_refused(threads: int, device: str, words: str) -> None:
         init_inference(tiny("Llama", **SIZES), device=device, threads=threads)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(ValueError, match=f"device is {device}, and torch sees 0 GPUs here"):
+            init_inference(tiny("Llama", **SIZES), device=device)
+
+
 def train(folder: Path, family: str) -> list[list[int]]:
     """Two steps and a checkpoint; what the model says then."""
     warnings.simplefilter("ignore")  # transformers' own

@@ -18,8 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-sys.path.append(os.path.join(sys.prefix, "triton"))  # where `make test` puts it: nothing else is to find it
-pytest.importorskip("triton", reason="needs the package triton, in whose language the kernels are written", exc_type=ImportError)
+APART = os.path.join(sys.prefix, "triton")  # `make test` puts it where no other process of the tests finds it
+sys.path.append(APART)
+try:
+    pytest.importorskip("triton", reason="needs the package triton, in whose language the kernels are written", exc_type=ImportError)
+finally:
+    sys.path.remove(APART)
 
 import triton.language as tl
 from benchmarks.serving import cuda as benchmark
@@ -188,7 +192,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.inference.compile_kernels"], capture_output=True, text=True,
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), APART])},
     )  # fmt: skip
     assert not done.returncode, done.stderr[-4000:]
     told = [json.loads(line) for line in done.stdout.splitlines()]

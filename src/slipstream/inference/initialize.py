@@ -140,10 +140,10 @@ def _open(
     source = _source(model)
     kind = "auto" if dtype is None else _dtype(dtype)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())  # the current one is a thread's own, and others will run it
     if threads is not None:
         _set_threads(threads, place)
+    if place.type == "cuda":
+        place = _gpu(place)
     sizes = Sizes(kv_cache_bytes, max_running, max_context)
     try:
         loaded = load(source, dtype=kind, device=place)
@@ -164,6 +164,14 @@ def _open(
     engine = Engine(opened.runner, own, max_running=max_running, end_ids=ends, model_name=name, **loop)
     room = opened.runner.num_blocks * opened.runner.block_size
     return InferenceEngine(engine, f"{name}: {opened.forward}, cache of {room:,} tokens, context of {engine.max_context:,}")
+
+
+def _gpu(place: torch.device) -> torch.device:
+    """With its number: the current one is a thread's own, and another thread will run the model."""
+    count = torch.cuda.device_count()
+    if (place.index or 0) >= count:
+        raise ValueError(f'device is {place}, and torch sees {count} GPUs here; give device="cpu"')
+    return place if place.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _set_threads(threads: int, place: torch.device) -> None:
