@@ -18,12 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-APART = os.path.join(sys.prefix, "triton")  # `make test` puts it where no other process of the tests finds it
-sys.path.append(APART)
-try:
-    pytest.importorskip("triton", reason="needs the package triton, in whose language the kernels are written", exc_type=ImportError)
-finally:
-    sys.path.remove(APART)
+sys.path.append(os.path.join(sys.prefix, "triton"))  # `make test` puts it where no other process of the tests finds it
+pytest.importorskip("triton", reason="needs the package triton, in whose language the kernels are written", exc_type=ImportError)
 
 import triton.language as tl
 from benchmarks.serving import cuda as benchmark
@@ -41,6 +37,7 @@ from slipstream.ops.triton.linear import linear, num_slices
 from slipstream.ops.triton.tiles import num_ranges
 from tests.inference.test_native import Requests
 
+sys.path.remove(APART := os.path.join(sys.prefix, "triton"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cuts bf16 off where it should round.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
