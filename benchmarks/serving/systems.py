@@ -37,7 +37,7 @@ class Ours(System):
         from slipstream.inference.native import NativeDecoder
 
         opened = slipstream.init_inference(
-            models / "hf", dtype=precision, max_context=CONTEXT, max_running=SLOTS, token_budget=budget,
+            models / "hf", dtype=precision, max_context=CONTEXT, max_running=min(SLOTS, budget), token_budget=budget,
             prefix_caching=prefix_caching,
         )  # fmt: skip
         self._opened, self._engine = opened, opened.engine
