@@ -1,8 +1,8 @@
 /* The decoder for x86-64 with AVX-512BF16 and AVX-512VNNI. */
 #include "decoder.h"
+#include "slipstream_ops.h"
 
-/* Older compilers do not know these instructions. */
-#if defined(__x86_64__) && (__GNUC__ >= 10 || __clang_major__ >= 9)
+#if defined(__x86_64__) && KNOWS_AVX512BF16
 #include "vec_avx512bf16.h"
 #include "decoder_body.h"
 #include "sample_body.h"

@@ -26,7 +26,7 @@ enum isa slipstream_best_isa(void)
         return AVX2;
     if (a >= 1)
         __get_cpuid_count(7, 1, &dots, &b, &c, &d);
-    return (extended & wide) == wide && (more & bit_AVX512VNNI) && (dots & bf16) ? AVX512BF16 : AVX512;
+    return KNOWS_AVX512BF16 && (extended & wide) == wide && (more & bit_AVX512VNNI) && (dots & bf16) ? AVX512BF16 : AVX512;
 }
 #else
 enum isa slipstream_best_isa(void) { return PORTABLE; }

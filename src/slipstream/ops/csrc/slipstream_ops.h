@@ -62,6 +62,12 @@ struct kernels {
 
 enum isa { PORTABLE, AVX2, AVX512, AVX512BF16 };
 
+/* Whether the compiler does: where not, there is no such decoder, and the processor is taken for one without. */
+#if defined(__clang__)
+#define KNOWS_AVX512BF16 (__clang_major__ >= 9)
+#else
+#define KNOWS_AVX512BF16 (__GNUC__ >= 10)
+#endif
 enum isa slipstream_best_isa(void); /* processor.c */
 
 /* NULL where the compiler does not target that architecture. */
