@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,8 +77,8 @@ def logits(opened: InferenceEngine, window: Sequence[int]) -> Tensor:
     runner = opened.engine.runner
     request = Request(id="window", tokens=[window[0]], params=SamplingParams(), blocks=list(range(runner.num_blocks)))
     rows = runner.forward(Batch((Chunk(request, 0, 1, draft=tuple(window[1:])),), ()))
-    assert isinstance(rows, Tensor) and len(rows) == len(window), "one row for each token"
-    return rows
+    assert isinstance(rows, np.ndarray) and len(rows) == len(window), "one row for each token"
+    return torch.from_numpy(rows)
 
 
 def measure(engines: dict[str, InferenceEngine], parts: Iterable[Sequence[int]]) -> dict[str, Figures]:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -66,8 +67,8 @@ def serve(runner: Runner, guesses: Sequence[Sequence[int]], seed: int) -> tuple[
             while len(r.blocks) * runner.block_size < stop + len(draft):
                 r.blocks.append(free.pop())
             chunks.append(Chunk(r, r.num_computed, stop, draft))
-        out = runner.forward(Batch(tuple(chunks), ()))
-        assert isinstance(out, torch.Tensor)
+        out: Any = runner.forward(Batch(tuple(chunks), ()))
+        out = torch.tensor(out) if isinstance(out, np.ndarray) else out
         assert (out.dtype, out.shape) == (torch.float32, (sum(chunk.num_rows for chunk in chunks), runner.vocab_size))
         row = 0
         for chunk in chunks:
@@ -75,7 +76,7 @@ def serve(runner: Runner, guesses: Sequence[Sequence[int]], seed: int) -> tuple[
             row += chunk.num_rows
             r.num_computed = chunk.stop
             for i, line in enumerate(mine):
-                logits[int(r.id)].append(line)
+                logits[int(r.id)].append(line.clone())
                 r.tokens.append(int(line.argmax()))
                 if i == len(chunk.draft) or chunk.draft[i] != r.tokens[-1]:
                     break

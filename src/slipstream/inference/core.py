@@ -141,5 +141,6 @@ class Runner(Protocol):
     max_context: int  # positions that the model can tell apart
 
     def forward(self, batch: Batch) -> object:
-        """Logits, fp32 [rows, vocab], of `num_rows` rows per chunk in order; keys and values are in the cache after."""
+        """Logits, fp32 [rows, vocab], torch's or numpy's, of `num_rows` rows per chunk in order, until the next forward; keys and
+        values are in the cache after."""
         ...

@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,10 +78,13 @@ class _Decoder(ctypes.Structure):
     )
 
 
+_NUMBERS = ("ids", "first_row", "start", "tables", "table_at", "logit_rows")
+
+
 class _Batch(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in ("num_rows", "num_sequences", "num_logits")),
-        *((name, _pointer) for name in ("ids", "first_row", "start", "tables", "table_at", "logit_rows")),
+        *((name, _pointer) for name in _NUMBERS),
         *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "codes", "scales", "totals", "halves")),
         # routing
         *((name, _pointer) for name in ("scores", "shares", "chosen", "place", "first", "gathered", "expert_act", "expert_out")),
@@ -100,6 +105,40 @@ def why_not(config: DecoderConfig) -> str | None:
     if config.num_heads % config.num_kv_heads:
         return f"{config.num_heads} heads do not share {config.num_kv_heads} key-value heads evenly"
     return None
+
+
+def _scratch(config: DecoderConfig) -> dict[str, tuple[int, torch.dtype]]:
+    """Pointers of `_Batch` to scratch: elements per row of the batch, and their type."""
+    found = [layer.experts for layer in config.layers if layer.experts is not None]
+    inner = max((max(each.intermediate_size, each.shared_size) for each in found), default=0)
+    places = max((each.top_k + 1 for each in found), default=1)  # of a row on experts' lists
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    widest = max(hidden, config.intermediate_size, heads, inner)
+    widest += -widest % CODES
+    widths = {
+        "x": (hidden, torch.float32),
+        "normed": (hidden, torch.float32),
+        "qkv": (heads + 2 * config.num_kv_heads * config.head_dim, torch.float32),
+        "attended": (heads, torch.float32),
+        "act": (config.intermediate_size, torch.float32),
+        "codes": (places * widest, torch.int8),
+        "scales": (places * 2 * widest // CODES, torch.float32),
+        "totals": (places * widest // CODES, torch.int32),
+        "halves": (places * widest, torch.bfloat16),
+    }
+    if found:
+        num, top_k = max(each.num for each in found), max(each.top_k for each in found)
+        widths |= {
+            "scores": (num, torch.float32),
+            "shares": (top_k, torch.float32),
+            "chosen": (top_k, torch.int32),
+            "place": (top_k + 1, torch.int32),
+            "first": (num + 2, torch.int32),
+            "gathered": (places * hidden, torch.float32),
+            "expert_act": (places * inner, torch.float32),
+            "expert_out": (places * hidden, torch.float32),
+        }
+    return widths
 
 
 class NativeDecoder:
@@ -141,12 +180,9 @@ class NativeDecoder:
             layers = list(pool.map(self._layer, range(len(config.layers)), weights.layers))
             self._layers = (_Layer * len(layers))(*layers)
             self._model = self._decoder(weights, head.result())
-        self._scratch: dict[str, Tensor] = {}
-        found = [layer.experts for layer in config.layers if layer.experts is not None]
-        inner = [size for each in found for size in (each.intermediate_size, each.shared_size)]
-        widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim, *inner)
-        self._copies = max((each.top_k + 1 for each in found), default=1)  # places of a row on experts' lists
-        self._widest = widest + -widest % CODES
+        self._widths = _scratch(config)
+        self._rooms: dict[str, Tensor] = {}  # what the batch's record points into
+        self._rows, self._batch, self._logits = 0, _Batch(), np.empty((0, config.vocab_size), np.float32)
         self._team = self._library.slipstream_team_new(self.threads)
         if not self._team:
             raise ValueError(f"cannot start {self.threads} threads; give between 1 and {MAX_THREADS}")
@@ -293,30 +329,15 @@ class NativeDecoder:
 
     # -- running --
 
-    def _room(self, name: str, rows: int, width: int, dtype: torch.dtype = torch.float32) -> int:
-        """Scratch that grows as batches do."""
-        have = self._scratch.get(name)
-        if have is None or have.numel() < rows * width:
-            have = self._scratch[name] = torch.empty(rows * width, dtype=dtype)
-        return have.data_ptr()
-
-    def _routing(self, rows: int) -> list[int]:
-        """Scratch of `struct routing`; none without experts."""
-        found = [layer.experts for layer in self.config.layers if layer.experts is not None]
-        if not found:
-            return []
-        num, top_k = max(each.num for each in found), max(each.top_k for each in found)
-        hidden, places = self.config.hidden_size, rows * self._copies
-        return [
-            self._room("scores", rows, num),
-            self._room("shares", rows, top_k),
-            self._room("chosen", rows, top_k, torch.int32),
-            self._room("place", rows, top_k + 1, torch.int32),
-            self._room("first", 1, num + 2, torch.int32),
-            self._room("gathered", places, hidden),
-            self._room("expert_act", places, max(max(each.intermediate_size, each.shared_size) for each in found)),
-            self._room("expert_out", places, hidden),
-        ]
+    def _make_room(self, rows: int, num_logits: int) -> None:
+        """Scratch for batches of so many rows, and their logits. Both stay until a batch has more."""
+        if rows > self._rows:
+            rooms = {name: torch.empty(rows * width, dtype=dtype) for name, (width, dtype) in self._widths.items()}
+            self._batch = _Batch(logits=self._logits.ctypes.data, **{name: room.data_ptr() for name, room in rooms.items()})
+            self._rooms, self._rows = rooms, rows
+        if num_logits > len(self._logits):
+            self._logits = np.empty((num_logits, self.vocab_size), np.float32)
+            self._batch.logits = self._logits.ctypes.data
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to), one after the other."""
@@ -324,40 +345,25 @@ class NativeDecoder:
             self.keys[:, target] = self.keys[:, source]
             self.values[:, target] = self.values[:, source]
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
         """As `core.Runner.forward`."""
         self.copy(batch.copies)
-        ids: list[int] = []
-        first_row, start, table_at = [0], list[int](), list[int]()
-        tables, logit_rows = list[int](), list[int]()
+        ids, first_row, start, tables, table_at, logit_rows = (array("i") for _ in range(6))
+        first_row.append(0)
         for chunk in batch.chunks:
-            ids += chunk.request.tokens[chunk.start : chunk.stop]
-            ids += chunk.draft
+            ids.extend(chunk.request.tokens[chunk.start : chunk.stop])
+            ids.extend(chunk.draft)
             start.append(chunk.start)
             table_at.append(len(tables))
-            tables += chunk.request.blocks[: -(-(chunk.stop + len(chunk.draft)) // PANEL)]
+            tables.extend(chunk.request.blocks[: -(-(chunk.stop + len(chunk.draft)) // PANEL)])
             first_row.append(len(ids))
-            logit_rows += range(len(ids) - chunk.num_rows, len(ids))
-        config, rows = self.config, len(ids)
-        logits = torch.empty(len(logit_rows), config.vocab_size)
-        numbers = [np.array(values, dtype=np.int32) for values in (ids, first_row, start, tables, table_at, logit_rows)]
-        heads = config.num_heads * config.head_dim
-        record = _Batch(
-            rows, len(batch.chunks), len(logit_rows),
-            *(array.ctypes.data for array in numbers),
-            logits.data_ptr(),
-            self._room("x", rows, config.hidden_size),
-            self._room("normed", rows, config.hidden_size),
-            self._room("qkv", rows, heads + 2 * config.num_kv_heads * config.head_dim),
-            self._room("attended", rows, heads),
-            self._room("act", rows, config.intermediate_size),
-            self._room("codes", rows * self._copies, self._widest, torch.int8),
-            self._room("scales", rows * self._copies, 2 * self._widest // CODES),
-            self._room("totals", rows * self._copies, self._widest // CODES, torch.int32),
-            self._room("halves", rows * self._copies, self._widest, torch.bfloat16),
-            *self._routing(rows),
-        )  # fmt: skip
+            logit_rows.extend(range(len(ids) - chunk.num_rows, len(ids)))
+        self._make_room(len(ids), len(logit_rows))
+        record = self._batch
+        record.num_rows, record.num_sequences, record.num_logits = len(ids), len(start), len(logit_rows)
+        for name, numbers in zip(_NUMBERS, (ids, first_row, start, tables, table_at, logit_rows), strict=True):
+            setattr(record, name, numbers.buffer_info()[0])
         assert self._library is not None
         if self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record)):
-            raise MemoryError(f"no memory for a forward of {rows} tokens")
-        return logits
+            raise MemoryError(f"no memory for a forward of {len(ids)} tokens")
+        return self._logits[: len(logit_rows)]

@@ -166,16 +166,17 @@ class Sampler:
         """It is over. What was kept for it is freed."""
         self._edits.pop(request, None)
 
-    def sample(self, logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
-        """`logits`: fp32 [rows, vocab], read only. Raises SamplingError; it may be called again, for what is remembered of a
-        request follows from its tokens."""
+    def sample(self, logits: Tensor | Floats, rows: Sequence[Row]) -> list[Sampled]:
+        """`logits`: fp32 [rows, vocab], read only; numpy's where a forward is so short that a call of torch counts. Raises
+        SamplingError; it may be called again, for what is remembered of a request follows from its tokens."""
         assert logits.shape == (len(rows), self.vocab_size), f"{len(rows)} rows of {self.vocab_size}: {tuple(logits.shape)}"
-        if logits.is_cuda and all(_is_plain(row) for row in rows):
+        if isinstance(logits, Tensor) and logits.is_cuda and all(_is_plain(row) for row in rows):
             best = logits.argmax(dim=-1, keepdim=True)  # on the CPU numpy's is ten times faster than torch's
             best = best.masked_fill(~logits.gather(1, best).isfinite(), -1)  # NaN counts as largest
             sampled = [Sampled(token) if token >= 0 else None for token in best.flatten().tolist()]
         else:
-            sampled = [self._sample(raw, row) for raw, row in zip(logits.cpu().numpy(), rows, strict=True)]
+            arrays = logits.cpu().numpy() if isinstance(logits, Tensor) else logits
+            sampled = [self._sample(raw, row) for raw, row in zip(arrays, rows, strict=True)]
         if None in sampled:
             raise SamplingError([row.request for row, one in zip(rows, sampled, strict=True) if one is None])
         return [one for one in sampled if one is not None]

@@ -107,8 +107,9 @@ struct queries {
     int64_t first[ROWS], last[ROWS]; /* positions that it sees, both included */
 };
 
+/* `next` is how far the block is that is attended to afterwards: it is fetched meanwhile. */
 INLINE void attend_block(const int count, const struct decoder *model, const struct queries *queries, int64_t position,
-                         int64_t seen, const char *keys, const char *values, const int type, float *most, vec *total,
+                         int64_t seen, const char *keys, const char *values, int64_t next, const int type, float *most, vec *total,
                          float *out, int64_t out_stride)
 {
     const int64_t dim = model->head_dim;
@@ -117,7 +118,10 @@ INLINE void attend_block(const int count, const struct decoder *model, const str
     for (int i = 0; i < count; ++i)
         scores[i] = vec_zero();
     for (int64_t d = 0; d < dim; ++d) {
-        const vec key = load_weight(type, keys + d * PANEL * weight_size(type));
+        const int64_t at = d * PANEL * weight_size(type);
+        const vec key = load_weight(type, keys + at);
+        __builtin_prefetch(keys + next + at, 0, 3);
+        __builtin_prefetch(values + next + at, 0, 3);
         for (int i = 0; i < count; ++i)
             scores[i] = vec_fma(vec_set(queries->q[i][d]), key, scores[i]);
     }
@@ -176,10 +180,12 @@ INLINE void attend_type(const int count, const int type, const struct decoder *m
         last = queries->last[i] > last ? queries->last[i] : last;
     }
     for (int64_t position = first / PANEL * PANEL; position <= last; position += PANEL) {
-        const int64_t base = (block_of(batch, sequence, position) * model->num_kv_heads + kv_head) * dim * PANEL * weight_size(type);
+        const int64_t block = block_of(batch, sequence, position), size = dim * PANEL * weight_size(type);
+        const int64_t base = (block * model->num_kv_heads + kv_head) * size;
+        const int64_t following = position + PANEL <= last ? block_of(batch, sequence, position + PANEL) : block;
         const int64_t seen = last - position + 1 < PANEL ? last - position + 1 : PANEL;
         attend_block(count, model, queries, position, seen, (const char *)layer->keys + base, (const char *)layer->values + base,
-                     type, most, total, out, stride);
+                     (following - block) * model->num_kv_heads * size, type, most, total, out, stride);
     }
     for (int i = 0; i < count; ++i) {
         const vec factor = vec_set(1.0f / lanes_sum(total[i]));

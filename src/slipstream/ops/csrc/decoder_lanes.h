@@ -44,26 +44,6 @@ INLINE vec vec_tanh(vec x)
     return vec_sub(one, vec_div(vec_set(2.0f), vec_add(vec_exp(vec_min(vec_add(x, x), vec_set(80.0f))), one)));
 }
 
-TARGET static float lanes_sum(vec a)
-{
-    float lanes[16];
-    store_f32(lanes, a, 0);
-    for (int half = 8; half >= 1; half /= 2)
-        for (int lane = 0; lane < half; ++lane)
-            lanes[lane] += lanes[lane + half];
-    return lanes[0];
-}
-
-TARGET static float lanes_max(vec a)
-{
-    float lanes[16];
-    store_f32(lanes, a, 0);
-    for (int half = 8; half >= 1; half /= 2)
-        for (int lane = 0; lane < half; ++lane)
-            lanes[lane] = lanes[lane] > lanes[lane + half] ? lanes[lane] : lanes[lane + half];
-    return lanes[0];
-}
-
 TARGET static float exp_of(float x)
 {
     float lanes[16];

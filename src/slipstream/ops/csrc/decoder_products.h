@@ -4,7 +4,7 @@
 
 #include "decoder_lanes.h"
 
-#define FETCH_AHEAD 1024     /* bytes: some 50 ns of a core's share of memory bandwidth */
+#define FETCH_AHEAD 1024     /* bytes of each panel: some 50 ns of a core's share of memory bandwidth */
 #define FETCH_WAITING 131072 /* bytes: what a thread fetches at most of its next matrix before it may begin */
 
 INLINE vec load_weight(int type, const char *p)
@@ -41,8 +41,11 @@ INLINE int64_t num_strips(const struct matrix *w, int64_t rows)
     return rows ? (num_panels(w) + strip_panels(rows) - 1) / strip_panels(rows) : 0;
 }
 
-/* Fetch what is some microseconds ahead of p in a stream of memory. */
-INLINE void fetch_ahead(const char *p) { __builtin_prefetch(p + FETCH_AHEAD, 0, 3); }
+/* Panels that lie one after the other are read side by side: how far what each stream reads next is from `at` bytes into its
+ * panel. At a panel's end that is past the other panels of its tile. */
+INLINE int64_t ahead_of(int64_t at, int64_t gap, int num) { return at + FETCH_AHEAD + (at + FETCH_AHEAD < gap ? 0 : (num - 1) * gap); }
+
+INLINE void fetch(const char *p) { __builtin_prefetch(p, 0, 3); }
 
 /* ---- numbers ---- */
 
@@ -62,10 +65,11 @@ INLINE void tile(const int type, const int rows, const int num, const struct pan
         sums[a] = vec_zero();
     if (type == WEIGHT_BF16) {
         const int64_t whole = w->num_features / 2 * 2;
-        for (int64_t k = 0; k < whole; k += 2)
+        for (int64_t k = 0; k < whole; k += 2) {
+            const int64_t at = k * PANEL * 2, ahead = ahead_of(at, w->gap, num);
             for (int j = 0; j < num; ++j) {
-                const char *p = w->first + j * w->gap + k * PANEL * 2;
-                fetch_ahead(p);
+                const char *p = w->first + j * w->gap + at;
+                fetch(w->first + j * w->gap + ahead);
                 const vec even = load_even_bf16(p);
                 for (int i = 0; i < rows; ++i)
                     sums[i * num + j] = vec_fma(vec_set(x[i * stride + k]), even, sums[i * num + j]);
@@ -73,20 +77,23 @@ INLINE void tile(const int type, const int rows, const int num, const struct pan
                 for (int i = 0; i < rows; ++i)
                     sums[i * num + j] = vec_fma(vec_set(x[i * stride + k + 1]), odd, sums[i * num + j]);
             }
+        }
         for (int j = 0; j < num && whole < w->num_features; ++j)
             for (int i = 0; i < rows; ++i)
                 sums[i * num + j] = vec_fma(vec_set(x[i * stride + whole]), load_even_bf16(w->first + j * w->gap + whole * PANEL * 2),
                                             sums[i * num + j]);
     } else {
         const int64_t step = PANEL * weight_size(type), num_features = w->num_features;
-        for (int64_t k = 0; k < num_features; ++k)
+        for (int64_t k = 0; k < num_features; ++k) {
+            const int64_t at = k * step, ahead = ahead_of(at, w->gap, num);
             for (int j = 0; j < num; ++j) {
-                const char *p = w->first + j * w->gap + k * step;
-                fetch_ahead(p);
+                const char *p = w->first + j * w->gap + at;
+                fetch(w->first + j * w->gap + ahead);
                 const vec weight = load_weight(type, p);
                 for (int i = 0; i < rows; ++i)
                     sums[i * num + j] = vec_fma(vec_set(x[i * stride + k]), weight, sums[i * num + j]);
             }
+        }
     }
     for (int j = 0; j < num; ++j)
         for (int i = 0; i < rows; ++i)
@@ -183,8 +190,8 @@ TARGET static void code_row(const float *x, int64_t size, int wanted, const stru
 {
     for (int64_t k = 0; k < size; k += CODES) {
         const int64_t width = size - k < CODES ? size - k : CODES, g = k / CODES;
-        float group[CODES] = {0};
-        memcpy(group, x + k, (size_t)width * sizeof(float));
+        float last[CODES] = {0};
+        const float *group = width == CODES ? x + k : memcpy(last, x + k, (size_t)width * sizeof(float));
         const vec first = load_f32(group), second = load_f32(group + 16);
         if (wanted & WANTS_HALVES) {
             store_bf16(to->halves + k, first, 0);
@@ -192,18 +199,20 @@ TARGET static void code_row(const float *x, int64_t size, int wanted, const stru
         }
         if (!(wanted & WANTS_CODES))
             continue;
-        const vec magic = vec_set(12582912.0f); /* adding it rounds, and leaves the number in the low bits */
+        const vec magic = vec_set(12582912.0f); /* adding and subtracting it rounds to whole numbers */
         const vec zero = vec_zero();
         const float most = lanes_max(vec_max(vec_max(first, vec_sub(zero, first)), vec_max(second, vec_sub(zero, second))));
         const float factor = most > 1e-30f ? 127.0f / most : 0.0f;
-        const vec a = vec_add(vec_mul(first, vec_set(factor)), magic), b = vec_add(vec_mul(second, vec_set(factor)), magic);
-        const float total = lanes_sum(vec_add(vec_sub(a, magic), vec_sub(b, magic)));
+        const vec a = vec_sub(vec_add(vec_mul(first, vec_set(factor)), magic), magic);
+        const vec b = vec_sub(vec_add(vec_mul(second, vec_set(factor)), magic), magic);
+        const float total = lanes_sum(vec_add(a, b));
         const int finite = fabsf(total) <= 127.0f * CODES; /* infinity times 0 is none, either */
-        uint32_t bits[CODES];
-        store_f32(bits, a, 0);
-        store_f32(bits + 16, b, 0);
-        for (int i = 0; i < CODES; ++i)
-            to->codes[k + i] = (int8_t)(finite ? bits[i] : 0);
+        if (finite) {
+            store_i8(to->codes + k, a);
+            store_i8(to->codes + k + 16, b);
+        } else {
+            memset(to->codes + k, 0, CODES);
+        }
         to->totals[g] = finite ? (int32_t)total : 0;
         to->scales[g] = finite ? most / 127.0f : NAN; /* no code says it, but the scale can: the result is NaN */
         to->sums[g] = finite ? total * (most / 127.0f) : NAN;
@@ -213,7 +222,7 @@ TARGET static void code_row(const float *x, int64_t size, int wanted, const stru
 INLINE void code_tile(const int type, const int rows, const int num, const struct matrix *w, int64_t panel, const struct coded *x,
                       int64_t row, float out[][ROWS][PANEL])
 {
-    const char *p = panel_of(w, panel);
+    const char *const first = panel_of(w, panel);
     const int64_t gap = panel_bytes(w), groups = w->num_features / CODES;
     const int64_t per_scale = type == WEIGHT_INT4 ? w->group / CODES : 1, num_scales = groups / per_scale;
     const int features = type == WEIGHT_INT4 ? 8 : 4; /* in 64 bytes */
@@ -225,14 +234,22 @@ INLINE void code_tile(const int type, const int rows, const int num, const struc
         for (int i = 0; i < rows; ++i)
             for (int j = 0; j < num; ++j)
                 sums[i * num + j] = ivec_set(type == WEIGHT_INT8 ? -INT8_OFFSET * x->totals[(row + i) * x->groups + g] : 0);
+        int64_t at = g * (CODES / features) * 64, ahead = ahead_of(at, gap, num);
+        for (int j = 0; j < num && type == WEIGHT_INT4; ++j) { /* the next tile's, because a panel has few */
+            const int64_t next = ((panel + j + num) * num_scales + g / per_scale) * PANEL * 2;
+            fetch((const char *)w->scale + next);
+            if (w->low)
+                fetch((const char *)w->low + next);
+        }
 #pragma GCC unroll 1 /* else gcc adds up all products in the end, and spills them until then */
-        for (int k = 0; k < CODES; k += features, p += 64)
+        for (int k = 0; k < CODES; k += features, at += 64, ahead += 64)
             for (int j = 0; j < num; ++j) {
-                fetch_ahead(p + j * gap);
+                const char *p = first + j * gap + at;
+                fetch(first + j * gap + ahead);
                 for (int i = 0; i < rows; ++i) {
                     const int8_t *codes = x->codes + (row + i) * x->stride + g * CODES + k;
                     ivec *sum = &sums[i * num + j];
-                    *sum = type == WEIGHT_INT4 ? dot_i4(*sum, p + j * gap, codes) : dot_i8(*sum, p + j * gap, codes);
+                    *sum = type == WEIGHT_INT4 ? dot_i4(*sum, p, codes) : dot_i8(*sum, p, codes);
                 }
             }
         for (int j = 0; j < num; ++j)
@@ -243,10 +260,10 @@ INLINE void code_tile(const int type, const int rows, const int num, const struc
                     *sum = vec_fma(ivec_to_vec(sums[i * num + j]), vec_set(x->scales[of]), *sum);
                     continue;
                 }
-                const int64_t at = ((panel + j) * num_scales + g / per_scale) * PANEL * 2;
-                const vec scale = load_f16((const char *)w->scale + at);
+                const int64_t of_group = ((panel + j) * num_scales + g / per_scale) * PANEL * 2;
+                const vec scale = load_f16((const char *)w->scale + of_group);
                 *sum = vec_fma(vec_mul(pairs_to_vec(sums[i * num + j]), vec_set(x->scales[of])), scale, *sum);
-                *sum = w->low ? vec_fma(vec_set(x->sums[of]), load_f16((const char *)w->low + at), *sum)
+                *sum = w->low ? vec_fma(vec_set(x->sums[of]), load_f16((const char *)w->low + of_group), *sum)
                               : vec_fma(vec_set(-8.0f * x->sums[of]), scale, *sum);
             }
     }
@@ -279,16 +296,17 @@ TARGET static void multiply_codes(const struct matrix *w, int64_t panel, int pan
 #if DOTS_BF16
 INLINE void half_tile(const int rows, const int num, const struct panels *w, const uint16_t *x, int64_t stride, float out[][ROWS][PANEL])
 {
-    const char *p = w->first;
     vec sums[ROWS * 4];
     for (int a = 0; a < rows * num; ++a)
         sums[a] = vec_zero();
-    for (int64_t k = 0; k < w->num_features; k += 2, p += 4 * PANEL)
+    for (int64_t k = 0; k < w->num_features; k += 2) {
+        const int64_t at = k * PANEL * 2, ahead = ahead_of(at, w->gap, num);
         for (int j = 0; j < num; ++j) {
-            fetch_ahead(p + j * w->gap);
+            fetch(w->first + j * w->gap + ahead);
             for (int i = 0; i < rows; ++i)
-                sums[i * num + j] = dot_bf16(sums[i * num + j], p + j * w->gap, x + i * stride + k);
+                sums[i * num + j] = dot_bf16(sums[i * num + j], w->first + j * w->gap + at, x + i * stride + k);
         }
+    }
     for (int j = 0; j < num; ++j)
         for (int i = 0; i < rows; ++i)
             store_f32(out[j][i], sums[i * num + j], 0);

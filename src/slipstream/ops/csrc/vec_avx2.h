@@ -65,6 +65,11 @@ INLINE vec load_f16(const void *p)
 }
 
 #include "vec_codes.h"
+#include "vec_lanes.h"
+
+INLINE float lanes_sum(vec a) { return halves_sum(a.low, a.high); }
+INLINE float lanes_max(vec a) { return halves_max(a.low, a.high); }
+INLINE void store_i8(void *p, vec a) { halves_store_i8(p, a.low, a.high); }
 
 INLINE vec ivec_to_vec(ivec a) { return (vec){_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
 INLINE vec pairs_to_vec(ivec a)

@@ -62,6 +62,13 @@ INLINE vec pairs_to_vec(ivec a)
 }
 #endif
 
+#include "vec_lanes.h"
+
+INLINE __m256 high_half(vec a) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)); }
+INLINE float lanes_sum(vec a) { return halves_sum(_mm512_castps512_ps256(a), high_half(a)); }
+INLINE float lanes_max(vec a) { return halves_max(_mm512_castps512_ps256(a), high_half(a)); }
+INLINE void store_i8(void *p, vec a) { halves_store_i8(p, _mm512_castps512_ps256(a), high_half(a)); }
+
 INLINE vec store_f32(void *p, vec a, int stream)
 {
     if (stream)

@@ -76,6 +76,27 @@ INLINE ivec dot_i4(ivec sum, const void *w, const int8_t *x)
 }
 INLINE vec ivec_to_vec(ivec a) { return __builtin_convertvector(a, vec); }
 INLINE vec pairs_to_vec(ivec a) { return ivec_to_vec(a); }
+/* Across the lanes: i and i + 8 first, then i and i + 4, and so on. */
+INLINE float lanes_sum(vec a)
+{
+    for (int half = 8; half >= 1; half /= 2)
+        for (int lane = 0; lane < half; ++lane)
+            a[lane] += a[lane + half];
+    return a[0];
+}
+INLINE float lanes_max(vec a)
+{
+    for (int half = 8; half >= 1; half /= 2)
+        for (int lane = 0; lane < half; ++lane)
+            a[lane] = a[lane] > a[lane + half] ? a[lane] : a[lane + half];
+    return a[0];
+}
+INLINE void store_i8(void *p, vec a)
+{
+    int8_t *codes = p;
+    for (int lane = 0; lane < 16; ++lane)
+        codes[lane] = (int8_t)a[lane];
+}
 /* There is no portable way past the caches: `stream` is ignored here. */
 INLINE vec store_f32(void *p, vec a, int stream)
 {
