@@ -85,6 +85,7 @@ SOLO = {
         lambda outcome: outcome.output_rate,
     ),
 }
+SAFE = 0.7  # of the time that is allowed between tokens
 RATES = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)  # requests per second
 AGREEMENT = 0.5  # of the first tokens have to be ours, or it is not the same model; rounding turns some over
 
@@ -332,9 +333,13 @@ def poisson(run: Run) -> str:
             stream = max(outcome.stream_rate for outcome in found["single stream", name])
             speeds[process.contender] = (stream, max(outcome.prompt_rate for outcome in found["prefill 512", name]))
         wanted = traces.target([prompt for _, prompt in speeds.values()], [stream for stream, _ in speeds.values()])
-        # Everybody runs with the default budget and with the one that its own speed fits to the target.
+        # Everybody runs with the default budget and with what fits it to the target: ours is told the time between tokens (less
+        # a part for what nobody foresees), the others a budget by their own speed.
         for contender, (_, prompt_rate) in speeds.items():
-            fitted = replace(contender, budget=fitting(wanted.gap, prompt_rate))
+            if contender == OURS:
+                fitted = replace(contender, extra=(("token_interval", round(SAFE * wanted.gap, 3)),))
+            else:
+                fitted = replace(contender, budget=fitting(wanted.gap, prompt_rate))
             if contender.kind != "transformers" and fitted != contender:  # its batches have no budget
                 fleet.start(fitted)
         fleet.start(UNSPLIT)

@@ -31,14 +31,15 @@ class System(ABC):
 
 
 class Ours(System):
-    def __init__(self, models: Path, precision: str, budget: int, *, split: bool = True, prefix_caching: bool = True) -> None:
+    def __init__(self, models: Path, precision: str, budget: int, *, split: bool = True, prefix_caching: bool = True,
+                 token_interval: float | None = None) -> None:  # fmt: skip
         import slipstream
         from slipstream.inference.engine import Engine
         from slipstream.inference.native import NativeDecoder
 
         opened = slipstream.init_inference(
             models / "hf", dtype=precision, max_context=CONTEXT, max_running=min(SLOTS, budget), token_budget=budget,
-            prefix_caching=prefix_caching,
+            prefix_caching=prefix_caching, token_interval=token_interval,
         )  # fmt: skip
         self._opened, self._engine = opened, opened.engine
         runner = opened.engine.runner
@@ -51,6 +52,7 @@ class Ours(System):
             )
             self._engine.start()
         setting = f"budget {budget}" + ("" if split else ", SplitFuse off") + ("" if prefix_caching else ", prefix cache off")
+        setting += "" if token_interval is None else f", {token_interval * 1000:.0f} ms between tokens"
         self.facts = {"threads": runner.threads, "precision": precision, "kernels": opened.description, "setting": setting}
 
     def run(self, feed: Feed) -> None:

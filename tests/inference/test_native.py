@@ -117,10 +117,10 @@ class Requests:
         whole = [request.tokens for request, _, _ in chunks]
         for request, _, stop in chunks:
             request.tokens = request.tokens[:stop]
-        out = torch.tensor(self.runner.forward(Batch(tuple(Chunk(*chunk) for chunk in chunks), ())))
+        out: Any = self.runner.forward(Batch(tuple(Chunk(*chunk) for chunk in chunks), ()))
         for (request, _, _), tokens in zip(chunks, whole, strict=True):
             request.tokens = tokens
-        return list(out)
+        return list(torch.as_tensor(out).clone())  # the next forward writes over it
 
 
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 96}

@@ -149,6 +149,7 @@ class Engine:
         max_running: int = 64,
         max_waiting: int = 1024,
         num_draft: int = 0,
+        token_interval: float | None = None,
         prefix_caching: bool = True,
         split: bool = True,
         end_ids: Iterable[int] = (),
@@ -173,6 +174,7 @@ class Engine:
             max_context=runner.max_context,
             split=split,
             num_draft=num_draft,
+            token_interval=token_interval,
         )
         self._sampler = Sampler(runner.vocab_size)
         self._grammars_lock = threading.Lock()
@@ -330,6 +332,7 @@ class Engine:
 
     def step(self) -> bool:
         """One forward and what follows from it; False if there was nothing to compute."""
+        start = time.perf_counter()
         batch = self._schedule()
         if batch is None:
             return False
@@ -337,6 +340,7 @@ class Engine:
         if why is not None:
             self._compute_apart(batch, why)
         self._tell()
+        self._scheduler.pace.add(batch.num_tokens, time.perf_counter() - start)
         return True
 
     def _run(self) -> None:

@@ -76,6 +76,7 @@ def init_inference(
     max_running: int | None = None,
     max_waiting: int | None = None,
     token_budget: int | None = None,
+    token_interval: float | None = None,
     num_draft: int | None = None,
     prefix_caching: bool | None = None,
     model_name: str | None = None,
@@ -98,6 +99,8 @@ def init_inference(
         max_running: sequences generated at once (64).
         max_waiting: requests in the queue, more are refused (1024).
         token_budget: tokens per forward (512).
+        token_interval: seconds that a running answer waits for its next token while prompts are computed: then a forward takes as
+            much of the prompts as this allows, by the times of the last forwards. Default: what token_budget takes.
         num_draft: tokens guessed ahead by prompt lookup (0); the text stays the same.
         prefix_caching: keep the cache of what was computed for prompts that begin alike (True).
         model_name: what clients of a server call it; default: the last part of its path.
@@ -106,7 +109,7 @@ def init_inference(
     options: dict[str, Any] = {
         "dtype": dtype, "device": device, "threads": threads, "tokenizer": tokenizer, "max_context": max_context,
         "kv_cache_bytes": kv_cache_bytes, "max_running": max_running, "max_waiting": max_waiting, "token_budget": token_budget,
-        "num_draft": num_draft, "prefix_caching": prefix_caching, "model_name": model_name,
+        "token_interval": token_interval, "num_draft": num_draft, "prefix_caching": prefix_caching, "model_name": model_name,
     }  # fmt: skip
     for others in ({} if config is None else _read_config(config), deepspeed):
         for name, value in _translated(others, known=options).items():

@@ -35,6 +35,9 @@ from typing import NamedTuple
 from slipstream.inference.blocks import BlockPool
 from slipstream.inference.core import Batch, Chunk, Finish, Phase, QueueFullError, Request
 from slipstream.inference.drafts import Lookup
+from slipstream.inference.pace import Pace
+
+LEAST_PROMPT = 8  # tokens of a forward that are left for prompts, whatever token_interval says
 
 
 @dataclass(slots=True)
@@ -88,10 +91,12 @@ class Scheduler:
         max_context: int,
         split: bool = True,
         num_draft: int = 0,
+        token_interval: float | None = None,
         patience: float = 10.0,
     ) -> None:
-        """`split=False` is continuous batching as before SplitFuse, to compare with: whole prompts only, and before
-        generations. `max_context` is lowered to what the pool holds; a request of that many tokens ends (LENGTH)."""
+        """`token_interval`: seconds that a forward may take while anybody generates; what it takes of prompts is less then than
+        token_budget allows. `split=False` is continuous batching as before SplitFuse, to compare with: whole prompts only, and
+        before generations. `max_context` is lowered to what the pool holds; a request of that many tokens ends (LENGTH)."""
         for name, value in (("token_budget", token_budget), ("max_running", max_running), ("max_waiting", max_waiting)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it has to be at least 1")
@@ -102,12 +107,18 @@ class Scheduler:
         self.max_context = min(max_context, pool.num_blocks * pool.block_size)
         self.split = split
         self.num_draft = num_draft
+        self.token_interval = token_interval
         self.patience = patience
+        self.pace = Pace()  # of what is computed; for token_interval
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.counters = Counters()
         self._entries: dict[Request, _Entry] = {}
         self._num_added = 0
+        if token_interval is not None and not token_interval > 0:
+            raise ValueError(f"token_interval is {token_interval}; it has to be more than 0 seconds")
+        if not split and token_interval is not None:
+            raise ValueError("token_interval splits prompts, and split=False does not; leave one of them out")
         if not split and token_budget < self.max_context:
             raise ValueError(
                 f"split=False computes whole prompts, so token_budget ({token_budget}) has to be at least "
@@ -149,7 +160,7 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next forward, at most token_budget tokens. None only if there is nothing to do."""
-        plan = _Plan(self.token_budget)
+        plan = _Plan(self._budget())
         if self.split:
             self._generate(plan)
             self._continue(plan)
@@ -195,6 +206,13 @@ class Scheduler:
         return tuple(chunk for chunk in batch.chunks if chunk.request.phase is Phase.RUNNING)
 
     # ---- the parts of a plan, in the order of `schedule`
+
+    def _budget(self) -> int:
+        """Tokens of the next forward."""
+        generating = sum(_pending(request) == 1 for request in self.running)
+        if self.token_interval is None or not generating:
+            return self.token_budget
+        return min(self.token_budget, max(self.pace.most(self.token_interval), generating + LEAST_PROMPT))
 
     def _generate(self, plan: _Plan) -> None:
         """One token for each generation; whoever is less important gives way if it needs a block."""

@@ -258,6 +258,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(*_both("--max_running"), type=_positive, metavar="N", help="sequences generated at once")
     group.add_argument(*_both("--max_waiting"), type=_positive, metavar="N", help="length of the queue, more are refused")
     group.add_argument(*_both("--token_budget"), type=_positive, metavar="N", help="tokens per forward")
+    group.add_argument(
+        *_both("--token_interval"), type=_above_zero, metavar="SECONDS", help="a running answer's, while prompts are computed"
+    )
     group.add_argument(*_both("--num_draft"), type=_count, metavar="N", help="tokens guessed ahead from the prompt; default 0")
 
 

@@ -24,7 +24,7 @@ _SAMPLING = (
 )  # fmt: skip
 _LOADING = (
     "dtype", "device", "threads", "tokenizer", "kv_cache_bytes", "max_context", "max_running", "max_waiting", "token_budget",
-    "num_draft", "model_name",
+    "token_interval", "num_draft", "model_name",
 )  # fmt: skip
 
 

@@ -49,10 +49,12 @@ INLINE void fetch(const char *p) { __builtin_prefetch(p, 0, 3); }
 
 /* ---- numbers ---- */
 
-/* Panels of one matrix, `gap` bytes from one to the next. */
+/* Panels of one matrix, `gap` bytes from one to the next; and other memory to fetch meanwhile, or NULL: what these lead to. */
 struct panels {
     const char *first;
     int64_t gap, num_features;
+    const char *next;
+    int64_t next_gap;
 };
 
 /* out[j][i][:] = x[i] . panel j, for `rows` rows of x and `num` panels; both are constants where this is inlined. Terms are
@@ -84,11 +86,13 @@ INLINE void tile(const int type, const int rows, const int num, const struct pan
                                             sums[i * num + j]);
     } else {
         const int64_t step = PANEL * weight_size(type), num_features = w->num_features;
+        const char *const fetched = w->next ? w->next : w->first;
+        const int64_t fetched_gap = w->next ? w->next_gap : w->gap;
         for (int64_t k = 0; k < num_features; ++k) {
-            const int64_t at = k * step, ahead = ahead_of(at, w->gap, num);
+            const int64_t at = k * step, ahead = w->next ? k * PANEL * 2 : ahead_of(at, w->gap, num);
             for (int j = 0; j < num; ++j) {
                 const char *p = w->first + j * w->gap + at;
-                fetch(w->first + j * w->gap + ahead);
+                fetch(fetched + j * fetched_gap + ahead);
                 const vec weight = load_weight(type, p);
                 for (int i = 0; i < rows; ++i)
                     sums[i * num + j] = vec_fma(vec_set(x[i * stride + k]), weight, sums[i * num + j]);
@@ -107,7 +111,7 @@ INLINE void tiles(const int type, const int rows, int panels, struct panels w, c
     if (all && panels == 4)
         tile(type, rows, 4, &w, x, stride, out);
     else
-        for (int j = 0; j < panels; j += num, w.first += num * w.gap)
+        for (int j = 0; j < panels; j += num, w.first += num * w.gap, w.next += w.next ? num * w.next_gap : 0)
             tile(type, rows, num, &w, x, stride, out + j);
 }
 
@@ -405,16 +409,20 @@ TARGET static void strip(const struct product *job, int64_t panel, float *scratc
     const int64_t left = num_panels(w) - panel;
     const int panels = left < strip_panels(job->num_rows) ? (int)left : strip_panels(job->num_rows);
     const int wanted = wants(w), height = wanted == WANTS_CODES ? CODE_ROWS : ROWS;
-    struct panels numbers = {panel_of(w, panel), panel_bytes(w), w->num_features};
+    struct panels numbers = {panel_of(w, panel), panel_bytes(w), w->num_features, 0, 0};
     int type = w->type;
     if (job->num_rows > ROWS && !wanted && type != WEIGHT_F32) {
         for (int j = 0; j < panels; ++j)
             widen(w, panel + j, scratch + j * w->num_features * PANEL);
         numbers.first = (const char *)scratch;
         numbers.gap = w->num_features * PANEL * 4;
+        numbers.next = panel_of(w, panel + panels);
+        numbers.next_gap = panel_bytes(w);
         type = WEIGHT_F32;
     }
     for (int row = 0; row < job->num_rows; row += height) {
+        if (row > 0 && numbers.next)
+            numbers.next = numbers.first;
         const int rows = job->num_rows - row < height ? job->num_rows - row : height;
         if (wanted == WANTS_CODES)
             multiply_codes(w, panel, panels, &job->coded, row, rows, sums);
