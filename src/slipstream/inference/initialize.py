@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from slipstream.inference import generic, trained
 from slipstream.inference.engine import Engine
 from slipstream.inference.generate import InferenceEngine, near
 from slipstream.inference.load import load
@@ -149,6 +150,7 @@ def _open(
         loaded = load(source, dtype=kind, device=place)
     except UnsupportedModel as error:
         live = _transformers_model(source, kind, place, error)
+        generic.check_context(live, max_context)
         opened, own, ends = open_generic(live, sizes), None, _end_ids(live)
         if isinstance(source, Path) and (source / "tokenizer.json").is_file():
             own = Tokenizer.from_folder(source)
@@ -199,8 +201,6 @@ def _source(model: Any) -> Any:
 
 def _transformers_model(source: Any, kind: str, place: torch.device, why: UnsupportedModel) -> Any:
     """What the fast decoder cannot say, as a live transformers model. Raises `why` where that cannot serve it either."""
-    from slipstream.inference import generic, trained
-
     if isinstance(source, Path) and not source.is_dir():
         raise why
     quantised = kind in ("int8", "int4")
