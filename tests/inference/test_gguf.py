@@ -15,7 +15,8 @@ from slipstream.inference.models import UnsupportedModel
 from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, tiny
 
 TOKENS = ["<end>", "Ġ", *map(chr, range(33, 127)), *map(chr, range(174, 205)), "ab"]
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 6, "long_factor": [4.0] * 6, "attention_factor": 1.2}
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "attention_factor": 1.2}
+LONGROPE |= {"short_factor": [1.5] * 6, "long_factor": [4.0] * 6}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # the class, its sizes, and what its file says more
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": None}, {}),

@@ -147,13 +147,15 @@ def _open(
     if place.type == "cuda":
         place = _gpu(place)
     sizes = Sizes(kv_cache_bytes, max_running, max_context)
+    metadata: Mapping[str, Any] = {}
     try:
         loaded = load(source, dtype=kind, device=place)
     except UnsupportedModel:
         live = _transformers_model(source, kind, place)
         generic.check_context(live, max_context)
         opened, ends = open_generic(live, sizes), _end_ids(live)
-        metadata = read_gguf(source).metadata if isinstance(source, Path) and source.is_file() else {}
+        if isinstance(source, Path) and source.is_file():
+            metadata = read_gguf(source).metadata
     else:
         opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads)
         ends, metadata = loaded.config.end_ids, loaded.gguf
