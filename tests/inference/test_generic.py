@@ -14,6 +14,7 @@ from slipstream.inference.generic import (
     QuantisedLinear,
     _matrices,
     cache_shapes,
+    check_context,
     open_model,
     quantise_model,
     shared_copy,
@@ -21,11 +22,19 @@ from slipstream.inference.generic import (
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import UnsupportedModel
 from slipstream.inference.quantise import dequantise, to_int4, to_int8
-from tests.inference.twins import SIZES, VOCAB, check_against_generate, tiny
+from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, check_against_generate, tiny
 
 ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, **ENDS}
 FALCON = {**SIZES, "num_kv_heads": 2}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LONG = {"max_position_embeddings": 128, "original_max_position_embeddings": 48}  # Phi3's configuration has it outside
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 128 / 48}
+LONGROPE |= {"original_max_position_embeddings": 48}
+PHIMOE = {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+LLAMA4 = {**SIZES, **MOE, "head_dim": 16, "intermediate_size_mlp": 96, "attention_chunk_size": 8, "no_rope_layers": [1, 0]}
+LLAMA4 |= {"floor_scale": 16, "attn_temperature_tuning": False}
 CASES: dict[str, tuple[str, dict[str, Any], bool]] = {  # the class, its sizes, whether all requests share a forward
     "gpt2": ("GPT2", GPT2, True),
     "gpt-neox": ("GPTNeoX", SIZES, True),
@@ -41,6 +50,11 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {  # the class, its sizes, 
     "granite": ("Granite", {**SIZES, "attention_multiplier": 0.3, "residual_multiplier": 0.5}, True),
     "gemma2": ("Gemma2", {**SIZES, "head_dim": 32, "sliding_window": 8, "attn_logit_softcapping": 2.0}, True),
     "gptj": ("GPTJ", {**GPT2, "rotary_dim": 8}, False),
+    "phi3-longrope": ("Phi3", {**SIZES, **LONG, "rope_parameters": LONGROPE}, True),
+    "phimoe-longrope": ("Phimoe", {**SIZES, **LONG, **MOE, "rope_parameters": PHIMOE}, True),
+    "gpt-neox-dynamic": ("GPTNeoX", {**SIZES, "rope_parameters": DYNAMIC}, True),
+    "llama4": ("Llama4Text", LLAMA4, True),
+    "llama4-temperature": ("Llama4Text", {**LLAMA4, "attn_temperature_tuning": True}, False),
     "mpt": ("Mpt", {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, **ENDS}, False),
 }
 
@@ -56,6 +70,52 @@ def test_greedy_as_transformers(case: str) -> None:
     runner = generic(model)
     assert runner._fused == fused
     check_against_generate(model, runner)
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "limit"),
+    [
+        ("Phi3", LONGROPE, 48),
+        ("Phimoe", PHIMOE, 48),
+        ("Gemma3Text", {"sliding_attention": {"rope_type": "default"}, "full_attention": LONGROPE}, 48),
+        ("GPTNeoX", DYNAMIC, 128),
+        ("GPTNeoX", {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, 128),
+    ],
+)
+def test_the_context_ends_where_rotations_follow_the_length(
+    family: str, rope: dict[str, Any], limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = {"layer_types": list(rope)} if "full_attention" in rope else {}
+    model = tiny(family, **SIZES | LONG | kinds, head_dim=16, rope_parameters=rope)
+    runner = generic(model)
+    assert (runner.max_context, runner._fused) == (limit, True)
+    check_context(model, limit)
+    check_context(model, None)
+    if limit == 128:
+        assert not caplog.messages
+        return
+    assert f"is served with {limit} of its 128 positions: beyond that its rotary embedding (longrope) changes" in caplog.text
+    with pytest.raises(ValueError, match=f"max_context is {limit + 1}, but .*ForCausalLM is served up to {limit} positions: "):
+        slipstream.init_inference(model, device="cpu", max_context=limit + 1)
+    monkeypatch.setattr("slipstream.inference.generic._turning_points", lambda model: iter(()))
+    assert not generic(model)._fused  # what is not known by its name is found by trying
+
+
+def test_rounding_does_not_part_requests() -> None:
+    """In bf16 deep models' logits differ by some percent for the order of sums alone."""
+    model = tiny("StableLm", **SIZES | {"num_hidden_layers": 16}).to(torch.bfloat16)
+    assert GenericDecoder(model, KVCache(cache_shapes(model), num_blocks=8, block_size=4, dtype=torch.bfloat16))._fused
+
+
+def test_a_prefix_is_cached_below_the_limit() -> None:
+    model = tiny("Phi3", **CASES["phi3-longrope"][1])
+    whole = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist() for prompt in PROMPTS]
+    expected = [ids[len(prompt) :] for ids, prompt in zip(whole, PROMPTS, strict=True)]
+    with slipstream.init_inference(model, device="cpu", token_budget=24, max_running=8) as engine:
+        for _ in range(2):
+            assert [one.token_ids for one in engine.generate(PROMPTS, max_new_tokens=NEW)] == expected
+        assert engine.engine.stats().cached_tokens > 0
+        assert len(engine.generate([1] * 40, max_new_tokens=20).token_ids) == 8  # there the context ends
 
 
 def test_refused_in_one_sentence(tmp_path: Any) -> None:

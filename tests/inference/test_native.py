@@ -52,9 +52,9 @@ def test_every_instruction_set(isa: str) -> None:
         assert cpu.use_isa(used)
 
 
-def weights_of(kind: str, family: str = "Llama", **more: Any) -> tuple[Any, DecoderWeights]:
+def weights_of(kind: str, family: str = "Llama", group: int = 32, **more: Any) -> tuple[Any, DecoderWeights]:
     """A model whose shapes are no multiples of a tile: 3 heads for each key-value head, 96 features, odd vocabulary, and an
-    odd number of inner features where no group has to divide it."""
+    odd number of inner features where no group has to divide it. What `group` does not divide is int8."""
     sizes = {**SIZES, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 113}
     inner = 160 if kind in ("int8", "int4", "q4_0") else 161
     model = tiny(family, **sizes | {"intermediate_size": inner, "max_position_embeddings": 256} | more)
@@ -63,7 +63,7 @@ def weights_of(kind: str, family: str = "Llama", **more: Any) -> tuple[Any, Deco
     state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     weights = from_state(config, state)
     if kind in ("int8", "int4", "q4_0"):
-        weights = quantise(weights, kind if kind == "int8" else "int4")
+        weights = quantise(weights, kind if kind == "int8" else "int4", group)
     if kind == "q4_0":  # as in GGUF files: no offsets of their own, which are not stored then
         matrices = [(layer, name) for layer in weights.layers for name in ("q", "k", "v", "out")]
         matrices += [(layer.mlp, name) for layer in weights.layers for name in ("gate", "up", "down")]
@@ -124,9 +124,15 @@ class Requests:
 
 
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 96}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2Moe": EXPERTS,
+    "Mistral": {"sliding_window": 24},
+    "Gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+}
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2Moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("kind", "cache"),
     [
@@ -139,7 +145,7 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 
 )
 def test_the_same_bits_in_every_batch(kind: str, cache: torch.dtype, family: str) -> None:
     """Alone, in a batch of 16, with random splits of the prompt, from cached prefixes, on 1 and 3 threads."""
-    config, weights = weights_of(kind, family, **(EXPERTS if family == "Qwen2Moe" else {}))
+    config, weights = weights_of(kind, family, **FAMILIES[family])
     rng = random.Random(kind)
     prompts = [[rng.randrange(config.vocab_size) for _ in range(rng.randint(1, 70))] for _ in range(15)]
     prompts.append([rng.randrange(config.vocab_size) for _ in range(150)])
@@ -166,10 +172,14 @@ def test_the_same_bits_in_every_batch(kind: str, cache: torch.dtype, family: str
     together.close()
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16", "int8", "int4", "q4_0"])
-def test_every_weight_type_as_the_torch_decoder(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "group"), [("bfloat16", 32), ("float16", 32), ("int8", 32), ("int4", 32), ("int4", 64), ("int4", 128), ("q4_0", 32)]
+)
+def test_every_weight_type_as_the_torch_decoder(kind: str, group: int) -> None:
     """Token by token: where activations are rounded to 8 bits, a tie that falls the other way changes all that follows."""
-    config, weights = weights_of(kind)
+    wide = {"hidden_size": 3 * group, "intermediate_size": 5 * group} if group > 32 else {}
+    config, weights = weights_of(kind, group=group, **wide)
+    assert kind != "int4" or {m.q.shape[1] * 2 // m.scale.shape[1] for w in weights.layers for m in (w.q, w.mlp.down)} == {group}  # type: ignore[union-attr]
     native = NativeDecoder(config, weights, num_blocks=16, cache_dtype=torch.float32)
     cache = KVCache(head_shapes(config), num_blocks=16, block_size=16, dtype=torch.float32)
     ours, wanted = Requests(native, 0), Requests(Decoder(config, weights, cache, torch.float32), 0)

@@ -34,7 +34,7 @@ def tiny(family: str, **changes: Any) -> Any:
     """A causal model of `family` ("Llama": LlamaConfig, LlamaForCausalLM) whose every weight, bias and norm is random."""
     torch.manual_seed(7)
     config = getattr(transformers, f"{family}Config")(**changes)
-    name = {"Gemma3Text": "Gemma3"}.get(family, family)
+    name = family.removesuffix("Text")  # of a family that also sees: Gemma3TextConfig, Gemma3ForCausalLM
     model = getattr(transformers, f"{name}LMHeadModel" if family == "GPT2" else f"{name}ForCausalLM")(config).eval()
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=0.15)

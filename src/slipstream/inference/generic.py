@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,10 +35,13 @@ from .models import UnsupportedModel
 from .quantise import dequantise, to_int8, to_kind
 from .weights import Int4, Int8
 
+logger = logging.getLogger(__name__)
+
 _NAME = "slipstream_paged"  # in transformers' registries of attention and mask functions
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length", "max_sequence_length")
 _AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights that are dequantised together: what caches hold, what fills a GPU
 _UNBOUNDED = 1 << 20  # a model without a table of positions (alibi) says no limit; memory is one
+_FAR = 9 << 10  # positions; how deep into the context a model is tried: windows, chunks and scales begin at 8192 at the latest
 
 
 def open_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
@@ -53,7 +57,7 @@ def open_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
 @torch.inference_mode()
 def cache_shapes(model: Any) -> list[HeadShape]:
     """What one token leaves in each layer's cache. Raises UnsupportedModel."""
-    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     name = type(model).__name__
     if model.config.is_encoder_decoder or "past_key_values" not in inspect.signature(model.forward).parameters:
@@ -63,7 +67,7 @@ def cache_shapes(model: Any) -> list[HeadShape]:
     shapes = []
     for i, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None:
+        if keys is None or values is None or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedModel(f"{name} keeps other state than keys and values ({type(layer).__name__} in layer {i})")
         if keys.shape != values.shape or keys.shape[2] != 1:
             raise UnsupportedModel(f"{name} keeps keys {list(keys.shape)} and values {list(values.shape)} in layer {i}")
@@ -71,6 +75,41 @@ def cache_shapes(model: Any) -> list[HeadShape]:
     if not shapes:
         raise UnsupportedModel(f"{name} left nothing in its cache, so it cannot be served")
     return shapes
+
+
+def check_context(model: Any, asked: int | None) -> None:
+    """Raises ValueError for a length at which rotations change; logs what is cut off where none is asked."""
+    name, stated = type(model).__name__, _stated_context(model)
+    limit, kind = min(_turning_points(model), default=(stated, ""))
+    why = f"beyond that its rotary embedding ({kind}) changes with the length, and answers would depend on what else is served"
+    if asked is not None and asked > limit < stated:
+        raise ValueError(f"max_context is {asked}, but {name} is served up to {limit} positions: {why}")
+    if asked is None and limit < stated:
+        logger.warning("%s is served with %d of its %d positions: %s", name, limit, stated, why)
+
+
+def _stated_context(model: Any) -> int:
+    config = model.config.get_text_config()
+    limits = (getattr(config, name, None) for name in _CONTEXT)
+    return next((limit for limit in limits if limit), _UNBOUNDED)
+
+
+def _turning_points(model: Any) -> Iterator[tuple[int, str]]:
+    """(positions, rope type) of each rotation that is another beyond so many positions.
+
+    [Note: Rotations that follow the length] transformers' "longrope" (Phi-3) and "dynamic" choose the frequencies of a whole
+    forward by its largest position. Past their limit the logits of a request would depend on its neighbours, on how its prompt
+    was cut, and on how long the text was when a cached prefix was computed. Up to it they are constant.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    for config in configs.values():
+        given = getattr(config, "rope_parameters", None) or {}
+        for p in (given, *(part for part in given.values() if isinstance(part, dict))):  # one for all layers, or by their kind
+            kind = p.get("rope_type") or p.get("type") or "default"
+            if "dynamic" in kind:
+                yield config.max_position_embeddings, kind
+            elif any(key.startswith("long_") for key in p):  # long_factor; Phimoe's long_mscale whatever the type
+                yield p.get("original_max_position_embeddings") or config.max_position_embeddings, kind
 
 
 class GenericDecoder:
@@ -81,10 +120,8 @@ class GenericDecoder:
         self.cache = cache
         self.num_blocks = cache.num_blocks
         self.block_size = cache.block_size
-        config = model.config.get_text_config()
-        self.vocab_size: int = config.vocab_size
-        limits = (getattr(config, name, None) for name in _CONTEXT)
-        self.max_context: int = next((limit for limit in limits if limit), _UNBOUNDED)
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self.max_context = min([_stated_context(model), *(limit for limit, _ in _turning_points(model))])
         self._keeps = "logits_to_keep" in (parameters := inspect.signature(model.forward).parameters)
         self._fused = "position_ids" in parameters and self._fused_agrees()
 
@@ -119,16 +156,22 @@ class GenericDecoder:
         return (logits if self._keeps else logits[rows]).float()
 
     def _fused_agrees(self) -> bool:
-        """Two requests, one of them in the midst, fused and one by one: the same logits. Uses blocks, while all are free."""
-        length = min(6, self.max_context, (self.num_blocks // 2) * self.block_size)
-        per_request = -(-length // self.block_size)
+        """A request in its midst beside one deep in its context, fused and one by one: the same logits. Uses blocks, while all
+        are free.
+
+        Depth shows what begins far from the start (windows, chunks, scales of thousands), and whether a request's positions reach
+        its neighbours'. The deep one's cache is one block over and over: any keys will do.
+        """
+        near, far = min(6, self.max_context), min(_FAR, self.max_context)
+        num_blocks = min(-(-near // self.block_size), self.num_blocks - 1)
+        near = min(near, num_blocks * self.block_size)
         requests = []
-        for i in range(2):
+        for i, (length, blocks) in enumerate(((near, list(range(num_blocks))), (far, [num_blocks] * -(-far // self.block_size)))):
             tokens = [(11 * i + 7 * j + 3) % self.vocab_size for j in range(length)]
-            blocks = list(range(i * per_request, (i + 1) * per_request))
             requests.append(Request(id=str(i), tokens=tokens, params=SamplingParams(), blocks=blocks))
-        first = Batch((Chunk(requests[0], 0, 3),), ())
-        second = Batch((Chunk(requests[0], 3, length), Chunk(requests[1], 0, length)), ())
+        one, deep = requests
+        first = Batch((Chunk(one, 0, near // 2), Chunk(deep, 0, min(self.block_size, far))), ())
+        second = Batch((Chunk(one, near // 2, near), Chunk(deep, max(0, far - 3), far)), ())
         logits = []
         for self._fused in (False, True):
             try:
@@ -139,8 +182,9 @@ class GenericDecoder:
                     raise
                 return False  # the model's code does not go through the interface as we read it: one by one works for it
         one_by_one, fused = logits
-        # Another order of sums is allowed; a mask, scale or position that is missed shows in the first digits.
-        return bool((one_by_one - fused).abs().max() <= 0.02 * one_by_one.std() + 1e-6)
+        # Another order of sums is allowed (24 layers in bf16: 0.06); a mask, scale or position that is missed shows in a row.
+        limit = max(0.01, 16 * torch.finfo(self.model.dtype).eps)
+        return bool(((one_by_one - fused).std(1) <= limit * one_by_one.std(1) + 1e-6).all())
 
 
 # -- Inside transformers' forward ------------------------------------------------------------------------------------------
@@ -242,6 +286,8 @@ def _caches(cache: KVCache, what: _Step | Span) -> Any:
             return keys.transpose(0, 1)[None].to(key_states.dtype), values.transpose(0, 1)[None].to(value_states.dtype)
 
         def get_seq_length(self) -> int:
+            if isinstance(what, _Step) and self.index:  # Llama 4: positions by this, not by position_ids
+                raise LookupError(f"layer {self.index} asks for the length of its cache, and in a fused forward there are several")
             return self.length
 
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

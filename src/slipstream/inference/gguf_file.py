@@ -3,6 +3,8 @@
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read here and not by the `gguf` package because that takes
 seconds for a vocabulary; the package is only asked to dequantise the kinds of blocks that are rare. A Q4 block is 32 numbers
 with one scale (and, Q4_1, one minimum): exactly a group of `Int4`, so it is kept as it is stored.
+
+`load` reads the Llama family's files so; `open_gguf` makes a live transformers model of every other that transformers knows.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .models import UnsupportedModel
 from .quantise import dequantise
 from .weights import Int4, Matrix
 
@@ -26,6 +29,15 @@ _STRING, _ARRAY = 8, 9
 _F32, _F16, _Q4_0, _Q4_1, _Q8_0, _BF16 = 0, 1, 2, 3, 8, 30
 _PLAIN = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
 _BLOCKS = {_Q4_0: (32, 18), _Q4_1: (32, 20), _Q8_0: (32, 34)}  # numbers and bytes per block
+_SAID = {  # metadata that transformers leaves out, and where its configurations have it
+    "context_length": "n_positions",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+}
 _AT_ONCE = 1 << 10  # blocks: stay in the caches, and on one thread, whose team would cost more than it gives
 
 
@@ -170,3 +182,64 @@ def _int4(kind: int, shape: tuple[int, ...], data: Tensor) -> Int4:
     rows, groups = math.prod(shape[:-1]), shape[-1] // 32
     parts = q.reshape(rows, -1), scale.reshape(rows, groups), low.reshape(rows, groups)
     return Int4(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
+
+
+# -- Through transformers --------------------------------------------------------------------------------------------------
+
+
+def open_gguf(path: Path, dtype: torch.dtype) -> Any:
+    """The file as a live transformers model, dequantised. Raises UnsupportedModel."""
+    try:
+        import gguf  # noqa: F401 (transformers reads with it)
+    except ImportError:
+        raise UnsupportedModel(f"{path} is read by transformers with the package gguf: pip install gguf") from None
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # from_pretrained wants accelerate for the same
+
+    file = read_gguf(path)
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        _complete(config, path, file)
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config)
+        state = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=empty, torch_dtype=dtype)["tensors"]
+        for name, wanted in empty.state_dict().items():
+            if name in state and state[name].shape != wanted.shape:
+                raise ValueError(f"its {name} is {list(state[name].shape)}, {type(empty).__name__}'s is {list(wanted.shape)}")
+        live, found = type(empty).from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+        if found["missing_keys"]:
+            raise ValueError(f"it lacks {', '.join(sorted(found['missing_keys'])[:5])} of {type(live).__name__}")
+    except (OSError, ValueError, LookupError, TypeError, AssertionError, NotImplementedError) as error:
+        raise UnsupportedModel(f"transformers cannot make a causal language model of {path}: {error}") from error
+    return live
+
+
+def _complete(config: Any, path: Path, file: GgufFile) -> None:
+    """Puts into transformers' `config` what the file says and it has left out; a stretch that it cannot say is refused."""
+    family = file.metadata["general.architecture"]
+    said = {key.removeprefix(f"{family}."): value for key, value in file.metadata.items()}
+    for key, name in _SAID.items():
+        if key in said and hasattr(config, name):
+            setattr(config, name, said[key] or None)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if hasattr(config, "query_pre_attn_scalar") and head_dim != 256:  # Gemma 2 and 3 of 27B, which llama.cpp knows by their size
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    if "rope_theta" in rope:
+        rope["rope_theta"] = said.get("rope.freq_base", rope["rope_theta"])
+        if said.get("rope.dimension_count", head_dim) != head_dim:
+            rope["partial_rotary_factor"] = said["rope.dimension_count"] / head_dim
+    if rope.get("rope_type", "default") != "default":
+        return
+    stretch, factors = said.get("rope.scaling.type", "none"), sorted(name for name in file.tensors if name.startswith("rope_"))
+    if factors == ["rope_factors_long.weight", "rope_factors_short.weight"]:
+        long, short = (matrix(path, name, file.tensors[name], keep=False).tolist() for name in factors)  # type: ignore[union-attr]
+        original = said.get("rope.scaling.original_context_length", config.max_position_embeddings)
+        rope |= {"rope_type": "longrope", "long_factor": long, "short_factor": short, "original_max_position_embeddings": original}
+        rope["attention_factor"] = said.get("rope.scaling.attn_factor")
+    elif stretch == "linear" and not factors:
+        rope |= {"rope_type": stretch, "factor": said["rope.scaling.factor"]}
+    elif stretch != "none" or factors:
+        how = ", ".join(factors) or stretch
+        raise ValueError(f"its rotary embedding is stretched ({how}), which is read of no such file")

