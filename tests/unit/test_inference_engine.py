@@ -385,6 +385,19 @@ def test_a_full_queue_refuses() -> None:
         assert all(done(answer).last().error is None for answer in answers)
 
 
+def test_nothing_is_made_of_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is too wide or comes to a full queue costs no schema and no n copies; the n share their stop strings' tables."""
+    engine = Engine(HashRunner(), byte_tokenizer(), token_budget=16, max_running=8, max_waiting=1)
+    monkeypatch.setattr(engine, "_constraint", lambda schema: pytest.fail("the schema was compiled"))
+    params = SamplingParams(stop=("ab" * 500,), json_schema="{}")
+    with pytest.raises(ValueError, match="n is 9"):
+        engine.submit("x", params, sink=Answer(), n=9)
+    first = engine.submit("x", SamplingParams(stop=params.stop), sink=Answer(), n=8)
+    assert len({id(sequence.stops._fallback[0]) for sequence in first.sequences}) == 1
+    with pytest.raises(QueueFullError):
+        engine.submit("x", params, sink=Answer())
+
+
 def test_closed() -> None:
     with running(HashRunner(says="z" * 190)) as engine:
         answer = ask(engine, "x", SamplingParams(temperature=0, max_tokens=190))

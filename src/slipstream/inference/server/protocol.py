@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, W
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from slipstream.inference.core import SamplingParams
+from slipstream.inference.core import MAX_STOP, SamplingParams
 
 MAX_SEQUENCES = 128  # of one request: prompts times n
 
@@ -73,6 +73,7 @@ Off = Annotated[Literal[False] | None, NOT_SERVED]
 Empty = Annotated[list[Any], Field(max_length=0)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopString = Annotated[str, Field(max_length=MAX_STOP)]
 
 
 class Strict(BaseModel):
@@ -102,7 +103,8 @@ class Sampled(Strict):
         _says("logit_bias", "has to map at most 1,024 token ids, written as strings, to numbers from -100 to 100"),
     ] = None
     stop: Annotated[
-        str | Annotated[list[str], Field(max_length=16)] | None, _says("stop", "has to be a string or a list of at most 16 strings")
+        StopString | Annotated[list[StopString], Field(max_length=16)] | None,
+        _says("stop", f"has to be a string or a list of at most 16 strings, of at most {MAX_STOP:,} characters each"),
     ] = None
     seed: Int64 | None = None
     stream: bool | None = None
@@ -111,7 +113,7 @@ class Sampled(Strict):
 
     top_k: Annotated[int | None, _told(minimum=0)] = None
     min_p: Annotated[float | None, _told(minimum=0, maximum=1)] = None
-    repetition_penalty: Annotated[float | None, _told(exclusiveMinimum=0, maximum=100)] = None
+    repetition_penalty: Annotated[float | None, _told(minimum=0.01, maximum=100)] = None
     min_tokens: Annotated[int | None, _told(minimum=0)] = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
