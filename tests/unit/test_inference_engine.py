@@ -386,7 +386,7 @@ def test_a_full_queue_refuses() -> None:
 
 
 def test_nothing_is_made_of_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that is too wide or comes to a full queue costs no schema and no n copies; the n share their stop strings' tables."""
+    """A request that is too wide or comes to a full queue costs no schema and no n copies; the n share what stops them."""
     engine = Engine(HashRunner(), byte_tokenizer(), token_budget=16, max_running=8, max_waiting=1)
     monkeypatch.setattr(engine, "_constraint", lambda schema: pytest.fail("the schema was compiled"))
     params = SamplingParams(stop=("ab" * 500,), json_schema="{}")
