@@ -220,7 +220,7 @@ class Function(Strict):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None  # a call that is forced always has its schema
+    strict: bool | None = None  # a forced call always has its schema; where none is forced, true is refused
 
 
 class Tool(Strict):
@@ -276,6 +276,7 @@ class ChatRequest(Sampled):
     moderation: Never = None
     prediction: Never = None
     prompt_cache_key: Never = None
+    prompt_cache_options: Never = None
     prompt_cache_retention: Never = None
     reasoning_effort: Annotated[Literal["none"] | None, NOT_SERVED] = None
     safety_identifier: Never = None
@@ -299,7 +300,22 @@ class ChatRequest(Sampled):
             raise ValueError("tool_choice required needs tools")
         if self.forced() and self.response_format is not None and self.response_format.type != "text":
             raise ValueError("a forced tool call and response_format exclude each other")
+        if self.told() and not self.forced():
+            if self.response_format is not None and self.response_format.type != "text":
+                raise ValueError(
+                    'tools with tool_choice "auto" and response_format exclude each other: output of a schema cannot be a call; '
+                    'leave one out, or set tool_choice to "none" or "required"'
+                )
+            if strict := [tool.function.name for tool in self.told() if tool.function.strict]:
+                raise ValueError(
+                    f'function.strict of {strict[0]} is not served with tool_choice "auto": only a forced call has its schema; '
+                    'leave strict out, or set tool_choice to "required" or a function'
+                )
         return self
+
+    def told(self) -> list[Tool]:
+        """The tools that the model hears of. With tool_choice none there are none, and so it calls none."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     def forced(self) -> list[Function]:
         """The functions of which one has to be called; none: no call is forced."""
