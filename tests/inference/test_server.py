@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -537,6 +539,21 @@ def test_connections_without_a_request_end(engine: FakeEngine) -> None:
         engine.cancel(engine.running[0])
         slow.join()
         assert replies[0].status == 200
+
+
+def test_a_last_answer_may_be_read_slowly_but_not_never() -> None:
+    kind: Any = guarded(max_connections=1, header_timeout_s=1)
+    for unread, looks in (([5000, 4000, 0], 3), ([5000, 5000], 2), ([0], 1)):
+        held, timers, aborted = kind.__new__(kind), [], []
+        held.loop = SimpleNamespace(call_later=lambda seconds, look, timers=timers: timers.append(look))
+        sizes, held.cycle = iter(unread), SimpleNamespace(response_complete=True)
+        held.transport = SimpleNamespace(
+            get_write_buffer_size=partial(next, sizes), is_closing=lambda: False, abort=partial(aborted.append, True)
+        )
+        held._begin()
+        for look in timers:
+            look()
+        assert (len(timers), aborted) == (looks, [True])
 
 
 def test_only_so_many_connections(engine: FakeEngine) -> None:

@@ -4,6 +4,7 @@ at once."""
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import sys
 import time
@@ -85,14 +86,18 @@ def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Pr
             self._timer.cancel()
             super().connection_lost(exc)
 
-        def _begin(self) -> None:
+        def _begin(self, unread: float = math.inf) -> None:
+            self._unread = unread  # bytes of what was said, when the time began
             self._timer = self.loop.call_later(header_timeout_s, self._look)
 
         def _look(self) -> None:
-            if self.transport.is_closing() or self.cycle is None or self.cycle.response_complete:
-                self.transport.abort()  # to close it would wait for the client to read
+            unread = self.transport.get_write_buffer_size()
+            if self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing():
+                self._begin()  # a request is being answered, which has limits of its own
+            elif 0 < unread < self._unread:
+                self._begin(unread)  # the client still reads the last answer
             else:
-                self._begin()
+                self.transport.abort()  # to close it would wait for the client to read
 
     return Guarded
 
