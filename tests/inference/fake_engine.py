@@ -91,8 +91,8 @@ def example(schema: Any) -> Any:
 
 
 class FakeEngine:
-    """What the prompt has in it decides: "forever" ends only when cancelled, "later" when asked again, "explode" fails, "full" and
-    "gone" are refused."""
+    """What the prompt has in it decides: "forever" ends only when cancelled, "later" when asked again, "explode" fails, "kill" ends
+    the engine, "full" and "gone" are refused."""
 
     model_name = "fake/model"
     max_context = 4096
@@ -183,6 +183,13 @@ class FakeEngine:
         if "explode" in handle.prompt and said == 3:
             del handle.left[index]
             handle.sink(Output(index, "", finish=Finish.ERROR, usage=usage, error="the sampler met a NaN"))
+            return
+        if "kill" in handle.prompt:
+            self.healthy = False
+            for other in self.running:
+                for one in list(other.left):
+                    del other.left[one]
+                    other.sink(Output(one, "", finish=Finish.ERROR, usage=usage, error="the device is lost"))
             return
         if handle.endless:
             handle.sink(Output(index, "more "))

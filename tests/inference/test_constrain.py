@@ -7,6 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer as Backend
 
+from slipstream.inference import constrain
 from slipstream.inference.core import Request, SamplingParams
 from slipstream.inference.sampler import Row, Sampler
 from slipstream.inference.text import Tokenizer
@@ -98,6 +99,7 @@ def test_a_constraint_is_its_requests_own_and_says_when_it_is_done(grammars: Gra
         ('{"type": "string", "pattern": "("}', "json_schema cannot be served"),
         ('{"$ref": "#/nowhere"}', "nowhere"),
         ('{"type": "integer", "multipleOf": 1000000007}', "multipleOf is above"),  # it would take hours, and all memory
+        ('{"type": "number", "multipleOf": 20.03}', "multipleOf is above 2000 of their smallest digit"),  # 1 MB each, and 128 kept
         ('{"anyOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}', "multipleOf is above"),
     ],
 )
@@ -112,6 +114,18 @@ def test_multiples_are_served(grammars: Grammars) -> None:
         for token in BACKEND.encode(value).ids:
             constraint.accept(token)
         assert 2 in allowed(constraint), multiple
+
+
+def test_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constrain, "MAX_KEPT", 100)
+    grammars = Grammars(Tokenizer(BACKEND, end_ids=[2]), VOCAB, keep=3)
+    few = [f'{{"const": {number}}}' for number in range(4)]
+    for schema in (*few, few[1]):
+        grammars.constraint(schema)
+    assert [*grammars._compiled] == [few[2], few[3], few[1]], "the latest used"
+    grammars.constraint(long := json.dumps({"const": "x" * 80}))
+    assert [*grammars._compiled] == [long]
+    assert grammars.constraint(json.dumps({"const": "x" * 100})).mask().any() and not grammars._compiled
 
 
 def test_a_vocabulary_without_padding(grammars: Grammars) -> None:

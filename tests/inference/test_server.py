@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,13 +29,19 @@ pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
-from slipstream.inference.server import create_app  # noqa: E402
+from openai.types import completion_create_params as openai_completion  # noqa: E402
+from openai.types.chat import completion_create_params as openai_chat  # noqa: E402
+from pydantic import BaseModel  # noqa: E402
+
+from slipstream.inference.server import DeadEngineError, create_app, serve  # noqa: E402
 from slipstream.inference.server.answers import CompletionFormat, join  # noqa: E402
 from slipstream.inference.server.protocol import ChatRequest, CompletionRequest  # noqa: E402
+from slipstream.inference.server.run import guarded  # noqa: E402
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 OTHER = {"type": "function", "function": {"name": "say", "parameters": {"type": "object", "properties": {"b": {"type": "string"}}}}}
+STRICT = {"type": "function", "function": {**OTHER["function"], "strict": True}}  # type: ignore[dict-item]
 
 
 class Reply(NamedTuple):
@@ -50,9 +58,9 @@ class Reply(NamedTuple):
 
 
 @contextmanager
-def serving(engine: FakeEngine, **options: Any) -> Iterator[str]:
+def serving(engine: FakeEngine, http: Any = "auto", **options: Any) -> Iterator[str]:
     app = create_app(engine, **options)
-    config = uvicorn.Config(app, port=0, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(app, http=http, port=0, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -239,6 +247,8 @@ def test_json_and_tools(ai: Any, engine: FakeEngine) -> None:
     required = ask(tools=[TOOL, OTHER], tool_choice="required")
     assert (required.finish_reason, required.message.tool_calls[0].function.name) == ("tool_calls", "say")
     assert required.message.tool_calls[0].function.arguments == '{"b": "said"}'
+    cut = ask(tools=[TOOL, STRICT], tool_choice="required", max_tokens=5)  # of which function, it does not say
+    assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", '{"nam', None)
     assert "add" in ask(tools=[TOOL]).message.content  # the template was told
     wish = [{"role": "user", "content": "use a tool"}]
     free = ask(tools=[TOOL, OTHER], messages=wish)
@@ -250,6 +260,7 @@ def test_json_and_tools(ai: Any, engine: FakeEngine) -> None:
     assert (unknown.finish_reason, unknown.message.tool_calls) == ("stop", None)
     assert unknown.message.content.endswith("</tool_call>")
     assert "add" not in ask(tools=[TOOL], tool_choice="none").message.content
+    assert ask(tools=[STRICT], tool_choice="none", response_format={"type": "json_object"}).message.content == "{}"
 
 
 def test_tools_that_the_template_never_reads(address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +305,7 @@ def test_errors_of_the_client(address: str, ai: Any) -> None:
         (COMPLETIONS, "echo", False, True),
         (COMPLETIONS, "suffix", "", "end"),
         *((CHAT, name, None, "x") for name in ("audio", "prediction", "prompt_cache_key", "safety_identifier")),
+        (CHAT, "prompt_cache_options", None, {"mode": "explicit"}),
         (CHAT, "web_search_options", None, {}),
         (CHAT, "functions", [], [{}]),
         (CHAT, "function_call", "none", "auto"),
@@ -313,6 +325,16 @@ def test_what_is_not_served_is_named(address: str, path: str, field: str, neutra
     assert reply.error["code"] == ("unknown_parameter" if neutral is ... else "unsupported_parameter")
     for value in () if neutral is ... else (neutral, None):
         assert post(address, path, **{field: value}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(CompletionRequest, openai_completion.CompletionCreateParamsBase), (ChatRequest, openai_chat.CompletionCreateParamsBase)],
+)
+def test_every_field_of_openais_is_known(ours: type[BaseModel], theirs: Any) -> None:
+    """When this fails, OpenAI has new fields: serve each, or add it to those that are refused by name (protocol, SERVING.md)."""
+    missing = set(theirs.__annotations__) - set(ours.model_fields)
+    assert not missing, f"openai {openai.__version__} has {sorted(missing)}"
 
 
 USER = {"role": "user", "content": "hi"}
@@ -339,6 +361,8 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
         ({"seed": 2**70}, "seed", ""),
         ({"stop": [1]}, "stop", "list of at most 16 strings"),
         ({"stop": ""}, "stop", "no empty"),
+        ({"stop": ["x", "y" * 1025]}, "stop", "1,024 characters"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty", "is 1e-40; it has to be between 0.01 and 100"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "1,024 token ids"),
         ({"min_tokens": 60}, "min_tokens", "more than max_tokens"),
         ({"top_logprobs": 2}, None, "needs logprobs"),
@@ -350,6 +374,8 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "mul"}}}, None, "not in tools"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "not served"),
         ({"tools": [TOOL, TOOL]}, None, "same name"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, None, 'tools with tool_choice "auto" and response_format'),
+        ({"tools": [TOOL, STRICT], "tool_choice": "auto"}, None, 'function.strict of say is not served with tool_choice "auto"'),
         ({"max_completion_tokens": 3}, None, "differ"),
         ({"model": None}, "model", "string"),
     ],
@@ -481,6 +507,65 @@ def test_bodies_that_drip_or_never_come(engine: FakeEngine) -> None:
         gone.close()
         until(lambda: active(address) == 0)
     assert len(engine.submitted) == submitted + 1
+
+
+def closed(raw: socket.socket) -> bool:
+    """The server closes it, without a word. Waits for it."""
+    with raw:
+        try:
+            return raw.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+
+def test_connections_without_a_request_end(engine: FakeEngine) -> None:
+    """They say nothing, or half a header, or that after an answer; who waits for an answer may take longer."""
+    guard = guarded(max_connections=100, header_timeout_s=0.3)
+    with serving(engine, http=guard) as address:
+        place = address.split(":")
+        slow = threading.Thread(target=lambda: replies.append(post(address, COMPLETIONS, prompt="forever", stream=True)))
+        replies: list[Reply] = []
+        slow.start()
+        silent, half, again = (socket.create_connection(place, timeout=10) for _ in range(3))
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-")
+        again.sendall(b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert again.recv(1000).startswith(b"HTTP/1.1 200")
+        again.sendall(b"GET ")
+        for _ in range(5):
+            half.sendall(b"a")
+            time.sleep(0.02)
+        assert all(map(closed, (silent, half, again)))
+        assert slow.is_alive() and len(engine.running) == 1
+        engine.cancel(engine.running[0])
+        slow.join()
+        assert replies[0].status == 200
+
+
+def test_a_last_answer_may_be_read_slowly_but_not_never() -> None:
+    kind: Any = guarded(max_connections=1, header_timeout_s=1)
+    for unread, looks in (([5000, 4000, 0], 3), ([5000, 5000], 2), ([0], 1)):
+        held, timers, aborted = kind.__new__(kind), [], []
+        held.loop = SimpleNamespace(call_later=lambda seconds, look, timers=timers: timers.append(look))
+        sizes, held.cycle = iter(unread), SimpleNamespace(response_complete=True)
+        held.transport = SimpleNamespace(
+            get_write_buffer_size=partial(next, sizes), is_closing=lambda: False, abort=partial(aborted.append, True)
+        )
+        held._begin()
+        for look in timers:
+            look()
+        assert (len(timers), aborted) == (looks, [True])
+
+
+def test_only_so_many_connections(engine: FakeEngine) -> None:
+    with serving(engine, http=guarded(max_connections=2, header_timeout_s=60)) as address:
+        place = address.split(":")
+        held = [socket.create_connection(place, timeout=10) for _ in range(2)]
+        with socket.create_connection(place, timeout=10) as raw:
+            said = raw.makefile("rb").read()
+        assert said.startswith(b"HTTP/1.1 503") and json.loads(said.partition(b"\r\n\r\n")[2])["error"]["type"] == "server_error"
+        for raw in held:
+            raw.close()
+        until(lambda: call(address, "GET", "/health").status == 200)
 
 
 @pytest.mark.parametrize(
@@ -644,6 +729,38 @@ def test_drains_on_sigterm() -> None:
             assert process.stderr.read() == ""
         finally:
             process.kill()
+
+
+def test_a_dead_engine_ends_its_server() -> None:
+    """When everybody has been told. Who supervises the process can start another, which no 503 would bring about."""
+    engine, ends = FakeEngine(), list[str]()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def run() -> None:
+        try:
+            serve(engine, port=port)
+        except DeadEngineError as error:
+            ends.append(str(error))
+
+    server = threading.Thread(target=run)
+    server.start()
+
+    def up() -> bool:
+        with suppress(OSError):
+            return call(f"127.0.0.1:{port}", "GET", "/health").status == 200
+        return False
+
+    until(up)
+    with client(f"127.0.0.1:{port}") as ai:
+        stream = iter(ai.completions.create(model="fake/model", prompt="forever", stream=True))
+        assert next(stream).choices[0].text == "more "
+        with pytest.raises(openai.InternalServerError, match="the device is lost"):
+            ai.completions.create(model="fake/model", prompt="kill")
+        with pytest.raises(openai.APIError, match="the device is lost"):
+            list(stream)
+        server.join(10)
+    assert ends == ["the engine of fake/model is dead; the log says why, and a new process is needed"]
 
 
 # ---- The page and the document

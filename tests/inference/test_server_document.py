@@ -26,9 +26,11 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
     status_code_conformance,
 )
 
+from slipstream.inference.engine import Engine  # noqa: E402
 from slipstream.inference.server.protocol import ChatRequest, CompletionRequest  # noqa: E402
 from tests.inference.fake_engine import FakeEngine  # noqa: E402
 from tests.inference.test_server import CHAT, COMPLETIONS, USER, call, serving  # noqa: E402
+from tests.unit.test_inference_engine import HashRunner, byte_tokenizer  # noqa: E402
 
 CHECKS = [
     status_code_conformance,
@@ -41,8 +43,17 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with serving(FakeEngine(tick=0.0001)) as address:
-        yield address
+    """The engine itself, whose model is a hash."""
+    tokenizer = byte_tokenizer()
+    tokenizer.templates = {"default": "{{ tools }}{{ messages[-1].content }}:"}
+    engine = Engine(HashRunner(1024, 16, 4096), tokenizer, max_running=128, model_name="fake/model")
+    engine.start()
+    try:
+        with serving(engine) as address:  # type: ignore[arg-type]
+            yield address
+    finally:
+        engine.close()
+        engine.check()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from slipstream.inference.core import Batch, Finish, SamplingParams  # noqa: E40
 from slipstream.inference.engine import Engine  # noqa: E402
 from slipstream.inference.server.generation import Compiling, Work  # noqa: E402
 from slipstream.inference.server.generation import running as generation  # noqa: E402
-from tests.inference.test_server import call, serving, until  # noqa: E402
+from tests.inference.test_server import USER, call, serving, until  # noqa: E402
 from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, done, running  # noqa: E402
 
 LENGTH = 12
@@ -127,6 +128,32 @@ def test_a_request_whose_forward_fails_ends_alone() -> None:
             assert "the forward failed: RuntimeError: out of memory" in str(error)
         else:
             assert (text, error) == (expected[number], None), number
+
+
+NUMBERS = [
+    *(0, 1, -1, 2, 128, 2**31, 2**63 - 1, 2**63, 2**64 + 1, -(2**63), 10**40, -(10**400)),
+    *(1e-45, 1e-40, 5e-324, -1e-45, 0.01, 0.5, 1.5, 100, 1e38, 3.5e38, 1.7e308, -1.7e308),
+    *(math.nan, math.inf, -math.inf, True, "1", [1], {"1": 1}),
+]
+FIELDS = [
+    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("top_k", "n", "max_tokens", "min_tokens", "seed", "priority", "logprobs", "top_logprobs", "stop_token_ids"),
+]
+
+
+def test_no_number_is_a_500() -> None:
+    """Every number of a request at its edges and beyond, one at a time, against the sampler itself."""
+    with served(max_running=128, token_budget=256) as (engine, address):
+        for name in FIELDS:
+            path, ask = "/v1/completions", {"model": "model", "max_tokens": 2, "seed": 1, "prompt": "hostile"}
+            if name == "top_logprobs":
+                path, ask = "/v1/chat/completions", {"model": "model", "logprobs": True, "messages": [USER]}
+            for number in NUMBERS:
+                value = {"104": number} if name == "logit_bias" else [number] if name == "stop_token_ids" else number
+                reply = call(address, "POST", path, json.dumps(ask | {name: value}))
+                assert reply.status in (200, 400), (name, number, reply.body)
+        finished = engine.stats().finished
+        assert {*finished} <= {Finish.STOP, Finish.LENGTH} and sum(finished.values()) > 300
 
 
 def test_an_engine_that_dies_tells_everybody() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from slipstream.inference.engine import MAX_FAILURES, ClosedError, Engine, Handl
 from slipstream.inference.generate import Delta, GenerationError, InferenceEngine, _sampling
 from slipstream.inference.initialize import _translated, init_inference
 from slipstream.inference.text import BYTE_OF, Tokenizer
-from slipstream.launch.cli import build_parser
-from slipstream.launch.talk import _print_in_order
+from slipstream.launch import talk
+from slipstream.launch.cli import build_parser, main
+from slipstream.launch.talk import _api_keys, _print_in_order
 
 END = 256  # after the 256 bytes
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -385,6 +387,19 @@ def test_a_full_queue_refuses() -> None:
         assert all(done(answer).last().error is None for answer in answers)
 
 
+def test_nothing_is_made_of_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is too wide or comes to a full queue costs no schema and no n copies; the n share what stops them."""
+    engine = Engine(HashRunner(), byte_tokenizer(), token_budget=16, max_running=8, max_waiting=1)
+    monkeypatch.setattr(engine, "_constraint", lambda schema: pytest.fail("the schema was compiled"))
+    params = SamplingParams(stop=("ab" * 500,), json_schema="{}")
+    with pytest.raises(ValueError, match="n is 9"):
+        engine.submit("x", params, sink=Answer(), n=9)
+    first = engine.submit("x", SamplingParams(stop=params.stop), sink=Answer(), n=8)
+    assert len({id(sequence.stops._fallback[0]) for sequence in first.sequences}) == 1
+    with pytest.raises(QueueFullError):
+        engine.submit("x", params, sink=Answer())
+
+
 def test_closed() -> None:
     with running(HashRunner(says="z" * 190)) as engine:
         answer = ask(engine, "x", SamplingParams(temperature=0, max_tokens=190))
@@ -475,8 +490,9 @@ def test_left_midway() -> None:
         with pytest.raises(KeyboardInterrupt):
             for _ in engine.generate(["x", "y"], stream=True, max_new_tokens=180):
                 raise KeyboardInterrupt
+        engine.generate("nobody reads it", stream=True, max_new_tokens=180).close()
         idle(engine.engine)
-        assert engine.engine.stats().finished == {Finish.CANCELLED: 3}
+        assert engine.engine.stats().finished == {Finish.CANCELLED: 4}
 
 
 def test_async() -> None:
@@ -488,6 +504,42 @@ def test_async() -> None:
 
     with opened(max_waiting=2) as engine:
         assert asyncio.run(gather()) == [answer.text for answer in engine.generate(PROMPTS, max_new_tokens=9)]
+
+
+def test_async_leaves_the_loop_to_others() -> None:
+    """Tokens and schemas are made in other threads, and what is left meanwhile is cancelled when it has been submitted."""
+    told: list[Delta] = []
+
+    async def one(engine: InferenceEngine) -> None:
+        async for delta in engine.agenerate(["x", "y"], max_new_tokens=180):
+            told.append(delta)
+
+    async def leave(engine: InferenceEngine) -> None:
+        task = asyncio.create_task(one(engine))
+        while not threads:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.set()
+
+    with opened(HashRunner(says="z" * 190)) as engine:
+        threads, gate, encode, submit = set[threading.Thread](), threading.Event(), engine.engine.encode, engine.engine.submit
+
+        def gated(*prompt: Any, **more: Any) -> Handle:
+            threads.add(threading.current_thread())
+            gate.wait(10)
+            return submit(*prompt, **more)
+
+        def tracked(prompt: Any) -> list[int]:
+            assert threading.current_thread() is not threading.main_thread()
+            return encode(prompt)
+
+        engine.engine.submit, engine.engine.encode = gated, tracked  # type: ignore[method-assign]
+        asyncio.run(leave(engine))
+        idle(engine.engine)
+        assert threading.main_thread() not in threads and not told
+        assert engine.engine.stats().finished == {Finish.CANCELLED: 2}
 
 
 def test_errors_come_out() -> None:
@@ -544,6 +596,33 @@ def test_command_line() -> None:
     assert (options.model, options.prompts, options.max_tokens, options.kv_cache_bytes) == ("m", ["a", "b"], 5, 3 << 29)
     options = build_parser().parse_args(["serve", "smollm2", "--port", "81", "--api-key", "a", "--api_key", "b", "--dtype", "int8"])
     assert (options.port, options.api_key, options.dtype, options.max_context) == (81, ["a", "b"], "int8", None)
+
+
+def test_keys_of_the_server(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("c\n\n d \n")
+    options = build_parser().parse_args(["serve", "m", "--api-key", "a", "--api-key-file", str(file)])
+    assert _api_keys(options, {"SLIPSTREAM_API_KEYS": "b, e,"}) == ["a", "b", "e", "c", "d"]
+    assert _api_keys(build_parser().parse_args(["serve", "m"]), {}) == []
+    with pytest.raises(ValueError, match="SLIPSTREAM_API_KEYS has no key, and without one the server is open to everybody"):
+        _api_keys(options, {"SLIPSTREAM_API_KEYS": ""})
+    file.write_text("\n")
+    for path, words in ((file, "has no key"), (tmp_path / "none", "No such file")):
+        options.api_key_file = path
+        with pytest.raises(ValueError, match=f"^--api-key-file .*{words}"):
+            _api_keys(options, {})
+
+
+def test_a_dead_engine_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    server = pytest.importorskip("slipstream.inference.server")
+
+    def die(engine: Any, **options: Any) -> None:
+        raise server.DeadEngineError("the engine of m is dead")
+
+    monkeypatch.setattr(server, "serve", die)
+    monkeypatch.setattr(talk, "_engine", lambda options: opened())
+    assert main(["serve", "m"]) == 1
+    assert capsys.readouterr().err == "slipstream serve: the engine of m is dead\n"
 
 
 def test_answers_are_printed_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:

@@ -258,10 +258,36 @@ def test_extreme_settings() -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(6)) * 1e4
     logits[0, ::2] = -torch.inf
     best = int(logits.argmax())
-    for params in ({"temperature": 1e-30}, {"temperature": 1e-3}, {"top_k": 1}, {"top_p": 1e-12}, {"min_p": 1.0}):
+    for params in ({"temperature": 1e-300}, {"top_k": 1}, {"top_p": 5e-324}, {"min_p": 1.0}, {"min_p": 1e-99}):
         assert Sampler(VOCAB).sample(logits, [Row(request(**params))])[0].token == best, params
     tokens = {Sampler(VOCAB).sample(logits * 0.01, [Row(request(seed=s, temperature=100.0))])[0].token for s in range(50)}
     assert len(tokens) > 10 and all(token % 2 for token in tokens)
+
+
+def test_a_top_k_of_any_size_is_all() -> None:
+    logits = torch.zeros(200, VOCAB)
+    drawn = [Sampler(VOCAB).sample(logits, [Row(request(seed=s, top_k=k)) for s in range(200)]) for k in (0, 2**63 + 1, 2**64 + 1)]
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        *((name, (math.nan, math.inf, -math.inf, 10**400, "1")) for name in ("temperature", "top_p", "min_p")),
+        *((name, (math.nan, math.inf, -2.001, 10**400, None)) for name in ("presence_penalty", "frequency_penalty")),
+        ("repetition_penalty", (math.nan, math.inf, 0, 1e-40, 1e-3, 101)),
+        *((name, (math.nan, math.inf, 1.5, -1, "1")) for name in ("max_tokens", "min_tokens", "top_k", "logprobs")),
+        ("seed", (math.nan, math.inf, 1.5, "1")),
+        ("logit_bias", ({1: math.nan}, {1: math.inf}, {1: -math.inf}, {1: 0, 2: 100.1})),
+        ("stop", (("",), ("x" * 1025,))),
+    ],
+)
+def test_what_cannot_be_computed_with_is_refused_where_it_is_said(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^{name} (is|has) .*; it (has to be|may have) ") as caught:
+            SamplingParams(**{name: value})
+        assert len(str(caught.value)) < 1000
+    SamplingParams(stop=("x" * 1024,), repetition_penalty=0.01, seed=-(2**63), top_k=2**70, logit_bias={1: -100})
 
 
 @pytest.mark.skipif(build.load().kernels is None, reason=f"no native kernels: {build.load().reason}")

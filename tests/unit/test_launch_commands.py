@@ -155,6 +155,7 @@ def test_what_travels() -> None:
         "CUDA_VISIBLE_DEVICES": "0",
         "CUDA_LAUNCH_BLOCKING": "1",
         "WANDB_API_KEY": "secret",
+        "SLIPSTREAM_API_KEYS": "secret,another",
         "HF_TOKEN": "secret",
         "HF_HOME": "/data",
         "TOKENIZERS_PARALLELISM": "false",

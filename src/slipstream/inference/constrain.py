@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 # Between JSON's parts: nothing, a space, or a line break with indentation. A model that is free to write blanks for ever does.
 WHITESPACE = r"( |\n {0,16})?"
 
-# llguidance bounds what it does for a schema, but makes a state of every remainder of a multipleOf: 1 s and 40 MB for 100,000.
-MAX_REMAINDERS = 100_000
+# llguidance bounds what it does for a schema, but makes a state of every remainder of a multipleOf: 1 MB for 2,000.
+MAX_REMAINDERS = 2_000
+MAX_KEPT = 1_000_000  # characters of all schemas that are kept compiled, which takes up to 120 bytes for each
 
 
 class Grammars:
@@ -50,12 +51,11 @@ class Grammars:
 
     def constraint(self, schema: str) -> Constraint:
         """`schema`: JSON text of an object. Raises ValueError with the library's reason."""
-        if schema not in self._compiled:
-            self._compiled[schema] = self._compile(schema)
-            if len(self._compiled) > self._keep:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(schema)
-        return Constraint(self._compiled[schema].deep_copy(), self._end_ids, self._words)
+        compiled = self._compiled.pop(schema, None) or self._compile(schema)
+        self._compiled[schema] = compiled
+        while len(self._compiled) > self._keep or sum(map(len, self._compiled)) > MAX_KEPT:
+            self._compiled.popitem(last=False)
+        return Constraint(compiled.deep_copy(), self._end_ids, self._words)
 
     def _compile(self, schema: str) -> LLMatcher:
         try:
@@ -108,7 +108,7 @@ class Constraint:
 
 def _remainders(schema: Any) -> int:
     """How many there are to the least common multiple of every multipleOf in it, whose unit is their smallest digit."""
-    steps = [Decimal(repr(value)) for value in _values(schema, "multipleOf") if type(value) in (int, float)]
+    steps = [Decimal(repr(value)).normalize() for value in _values(schema, "multipleOf") if type(value) in (int, float)]
     places = max((-exponent for step in steps if isinstance(exponent := step.as_tuple().exponent, int)), default=0)
     total = 1
     for step in steps:

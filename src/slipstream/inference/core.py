@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral, Real
 from typing import NamedTuple, Protocol
+
+MAX_STOP = 1024  # characters of a stop string: its automaton takes memory and time by its length, for each request
 
 
 class Finish(Enum):
@@ -50,6 +53,11 @@ class SamplingParams:
     json_schema: str | None = None  # the output is JSON text of this schema
 
     def __post_init__(self) -> None:
+        """What a sampler in fp32 could not compute with is refused here, and nowhere else: NaN is in no interval."""
+        for names, kind, word in ((_INTEGERS, Integral, "a whole number"), (_NUMBERS, Real, "a number")):
+            for name in names:
+                if not isinstance(value := getattr(self, name), kind) and not (value is None and name in _OPTIONAL):
+                    raise ValueError(f"{name} is {value!r}; it has to be {word}")
         wrong = [
             ("max_tokens", self.max_tokens, "at least 1", self.max_tokens >= 1),
             ("min_tokens", self.min_tokens, "between 0 and max_tokens", 0 <= self.min_tokens <= self.max_tokens),
@@ -57,15 +65,23 @@ class SamplingParams:
             ("top_k", self.top_k, "0 (all) or more", self.top_k >= 0),
             ("top_p", self.top_p, "above 0 and at most 1", 0 < self.top_p <= 1),
             ("min_p", self.min_p, "between 0 and 1", 0 <= self.min_p <= 1),
-            ("repetition_penalty", self.repetition_penalty, "above 0, at most 100", 0 < self.repetition_penalty <= 100),
+            ("repetition_penalty", self.repetition_penalty, "between 0.01 and 100", 0.01 <= self.repetition_penalty <= 100),
             ("presence_penalty", self.presence_penalty, "between -2 and 2", -2 <= self.presence_penalty <= 2),
             ("frequency_penalty", self.frequency_penalty, "between -2 and 2", -2 <= self.frequency_penalty <= 2),
+            *(("logit_bias", bias, "between -100 and 100", -100 <= bias <= 100) for bias in self.logit_bias.values()),
             ("logprobs", self.logprobs, "between 0 and 20", self.logprobs is None or 0 <= self.logprobs <= 20),
             ("stop", self.stop, "no empty string", all(self.stop)),
         ]
         for name, value, wanted, right in wrong:
             if not right:
                 raise ValueError(f"{name} is {value!r}; it has to be {wanted}")
+        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP:
+            raise ValueError(f"stop has a string of {longest:,} characters; it may have {MAX_STOP:,} at most")
+
+
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", "logprobs", "seed")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_OPTIONAL = ("logprobs", "seed")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -224,6 +224,9 @@ class Engine:
         Raises ValueError for what can never be served, QueueFullError if the queue is full, ClosedError if nothing is taken."""
         ids = self.encode(prompt)
         self._check(ids, params, n)
+        with self._lock:
+            self._check_open()
+            self._scheduler.check(len(ids), n)  # before the schema is compiled and n answers take memory; `add` looks again
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos or params.json_schema is not None:  # after complete JSON, only an end token is allowed
             ends |= self.end_ids
@@ -254,10 +257,7 @@ class Engine:
         first, *others = (sequence.request for sequence in handle.sequences)
         first.siblings = others
         with self._lock:
-            if os.getpid() != self._process:
-                raise ClosedError("the engine's thread stayed in the parent when this process was forked; open an engine here")
-            if self._state is not _State.SERVING:
-                raise ClosedError(f"the engine {self._state.value}{self._why and f': {self._why}'}")
+            self._check_open()
             self._scheduler.add(first)
             self._sequences |= {sequence.request: sequence for sequence in handle.sequences}
             self._work.notify()
@@ -327,6 +327,13 @@ class Engine:
         if unknown := [token for token in ids if not 0 <= token < self.runner.vocab_size]:
             raise ValueError(f"the prompt has token {unknown[0]}; this model's tokens are 0 to {self.runner.vocab_size - 1}")
         self._sampler.check(params)
+
+    def _check_open(self) -> None:
+        """Needs the lock."""
+        if os.getpid() != self._process:
+            raise ClosedError("the engine's thread stayed in the parent when this process was forked; open an engine here")
+        if self._state is not _State.SERVING:
+            raise ClosedError(f"the engine {self._state.value}{self._why and f': {self._why}'}")
 
     # ---- the loop: all of it in the engine's thread
 

@@ -142,20 +142,35 @@ class InferenceEngine:
     async def agenerate(
         self, prompts: Any, params: SamplingParams | None = None, *, n: int = 1, **settings: Any
     ) -> AsyncIterator[Delta]:
-        """`generate(stream=True)` for an event loop."""
+        """`generate(stream=True)` for an event loop, which goes on while prompts become tokens and a schema is compiled."""
         params, n = _sampling(params, n, settings)
         batch, _ = _listed(prompts)
         loop = asyncio.get_running_loop()
         told: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
-        feed = _Feed(self.engine, batch, params, n, lambda *item: loop.call_soon_threadsafe(told.put_nowait, item))
+
+        def tell(*item: Any) -> None:
+            loop.call_soon_threadsafe(told.put_nowait, item)
+
+        def abandon(submitted: asyncio.Future[None]) -> None:
+            submitted.exception()  # nobody else asks for it
+            feed.cancel()
+
+        feed = await asyncio.to_thread(_Feed, self.engine, batch, params, n, tell)
+        submitting: asyncio.Future[None] | None = None
         try:
-            while feed.submit():
+            while not feed.over:
+                if feed.can_submit:
+                    submitting = loop.run_in_executor(None, feed.submit)
+                    await asyncio.shield(submitting)  # it cannot be stopped, and its handles must not be lost
                 if feed.blocked:
                     await asyncio.sleep(_RETRY)
                 else:
                     yield feed.take(*await told.get())
         finally:
-            feed.cancel()
+            if submitting is None or submitting.done():
+                feed.cancel()
+            else:
+                submitting.add_done_callback(abandon)
 
     def _deltas(self, batch: Sequence[str | TokenIds], params: SamplingParams, n: int) -> Generator[Delta]:
         """Everything is submitted before it returns, so that what is wrong is raised here."""
@@ -165,7 +180,10 @@ class InferenceEngine:
         def follow() -> Generator[Delta]:
             owner = self  # a forgotten InferenceEngine closes its engine; not while someone reads from it
             try:
-                while feed.submit():
+                feed.submit()
+                yield Delta("", ())  # never seen: to close a generator that has not begun would skip its `finally`
+                while not feed.over:
+                    feed.submit()
                     if feed.blocked:
                         time.sleep(_RETRY)
                     else:
@@ -174,12 +192,9 @@ class InferenceEngine:
                 feed.cancel()
                 del owner
 
-        try:
-            feed.submit()
-        except BaseException:
-            feed.cancel()
-            raise
-        return follow()
+        deltas = follow()
+        next(deltas)
+        return deltas
 
     def _generate_tensor(
         self, ids: Tensor | None, params: SamplingParams | None, stream: bool, n: int, settings: dict[str, Any]
@@ -221,9 +236,18 @@ class _Feed:
         """Nothing of it will be told before something more is submitted."""
         return self.live == 0
 
-    def submit(self) -> bool:
-        """Submit what the queue takes; False when nothing is left to come."""
-        while self.pending and (self.room or not self.live):
+    @property
+    def over(self) -> bool:
+        """Nothing is left to come."""
+        return not self.pending and not self.live
+
+    @property
+    def can_submit(self) -> bool:
+        return bool(self.pending) and (self.room or not self.live)
+
+    def submit(self) -> None:
+        """Submit what the queue takes."""
+        while self.can_submit:
             number, ids = self.pending[0]
             try:
                 self.handles.append(self.engine.submit(ids, self.params, n=self.n, sink=partial(self.tell, number)))
@@ -232,7 +256,6 @@ class _Feed:
                 break
             self.pending.popleft()
             self.live += self.n
-        return bool(self.pending or self.live)
 
     def take(self, number: int, output: Output) -> Delta:
         if output.finish is not None:

@@ -90,7 +90,8 @@ class _Kernel:
     def __call__(self, logits: Floats, params: SamplingParams, u: float) -> int:
         """-1: no token can be chosen."""
         record = self._record
-        record.top_p, record.u, record.top_k, record.min_p = params.top_p, u, params.top_k, params.min_p
+        record.top_p, record.u, record.min_p = params.top_p, u, params.min_p
+        record.top_k = min(params.top_k, record.vocab_size)  # it may be of any size, the record's 64 bits would cut it
         record.temperature = max(params.temperature, 1e-30)
         return self._choose(logits.ctypes.data, self._at)
 

@@ -130,19 +130,23 @@ class Scheduler:
         QueueFullError if the queue is full now."""
         assert request.phase is Phase.WAITING and request not in self._entries, f"{request.id} was added before"
         assert all(sibling.tokens == request.tokens for sibling in request.siblings), f"{request.id}: siblings share the prompt"
-        if not request.tokens:
-            raise ValueError("the prompt is empty; it needs at least one token")
-        if len(request.tokens) >= self.max_context:
-            raise ValueError(
-                f"the prompt has {len(request.tokens)} tokens, but prompt and output together may have {self.max_context} "
-                f"(the context, and a cache of {self.pool.num_blocks} blocks of {self.pool.block_size}); shorten it"
-            )
-        if _width(request) > self.max_running:
-            raise ValueError(f"n is {_width(request)}, but at most {self.max_running} sequences run at once; ask for fewer")
-        if len(self.waiting) >= self.max_waiting:
-            raise QueueFullError(f"{len(self.waiting)} requests wait, and max_waiting is {self.max_waiting}; try again later")
+        self.check(len(request.tokens), _width(request))
         self._enter(request, request.arrival + self.patience * request.priority)
         insort(self.waiting, request, key=self._rank)
+
+    def check(self, num_prompt: int, n: int) -> None:
+        """Raises what `add` would for a request of so many tokens and answers, before anything is made of it."""
+        if not num_prompt:
+            raise ValueError("the prompt is empty; it needs at least one token")
+        if num_prompt >= self.max_context:
+            raise ValueError(
+                f"the prompt has {num_prompt} tokens, but prompt and output together may have {self.max_context} "
+                f"(the context, and a cache of {self.pool.num_blocks} blocks of {self.pool.block_size}); shorten it"
+            )
+        if n > self.max_running:
+            raise ValueError(f"n is {n}, but at most {self.max_running} sequences run at once; ask for fewer")
+        if len(self.waiting) >= self.max_waiting:
+            raise QueueFullError(f"{len(self.waiting)} requests wait, and max_waiting is {self.max_waiting}; try again later")
 
     def finish(self, request: Request, reason: Finish) -> None:
         """End a request (a stop string, the client left, an error); nothing happens if it has ended. Siblings of it that

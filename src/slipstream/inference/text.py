@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -292,15 +292,16 @@ class StopStrings:
         return held
 
 
-def _borders(text: str) -> list[int]:
-    """For each prefix the length of its longest proper prefix that is also its suffix."""
+@lru_cache(maxsize=128)
+def _borders(text: str) -> tuple[int, ...]:
+    """For each prefix the length of its longest proper prefix that is also its suffix. Computed once for a request's n answers."""
     borders = [0] * len(text)
     for i in range(1, len(text)):
         n = borders[i - 1]
         while n and text[i] != text[n]:
             n = borders[n - 1]
         borders[i] = n + (text[i] == text[n])
-    return borders
+    return tuple(borders)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import difflib
 import re
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, NoReturn
 
 from slipstream.launch.commands import LAUNCHERS
@@ -63,6 +64,16 @@ def _above_zero(text: str) -> float:
         value = 0.0
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
     return value
 
 
@@ -236,7 +247,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _bytes(text: str) -> int:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
-    size = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    size = int(Fraction(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
     if size == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 512M or 2G")
     return size
@@ -309,11 +320,14 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     group.add_argument(
         *_both("--api_key"), action="append", default=[], metavar="KEY", help="clients must send it; may be given several times"
     )
+    group.add_argument(
+        *_both("--api_key_file"), metavar="FILE", help="a key in each line; like SLIPSTREAM_API_KEYS (A,B,...), not seen in ps"
+    )
     group.add_argument(*_both("--max_body_bytes"), type=_bytes, default=4 << 20, metavar="SIZE", help="default 4M")
     group.add_argument(*_both("--max_output_tokens"), type=_positive, metavar="N", help="per answer; default: the context")
-    group.add_argument(*_both("--request_timeout"), type=float, default=600.0, metavar="SECONDS", help="default 600")
+    group.add_argument(*_both("--request_timeout"), type=_above_zero, default=600.0, metavar="SECONDS", help="default 600")
     group.add_argument(
-        *_both("--drain_timeout"), type=float, default=60.0, metavar="SECONDS", help="to finish answers after SIGTERM; default 60"
+        *_both("--drain_timeout"), type=_seconds, default=60.0, metavar="SECONDS", help="for answers, after SIGTERM; default 60"
     )
     group.add_argument(*_both("--model_name"), metavar="NAME", help="what clients call it; default: MODEL's last part")
 

@@ -36,7 +36,7 @@ PREFIXES = (
 NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TZ", "LANG", "LC_ALL")
 # Of one host or one process: wrong, or harmful, elsewhere.
 LOCAL = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_ERROR_FILE", "PYTHONSTARTUP", FAILURES)
-_SECRET = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+_SECRET = re.compile(r"(^|_)(API_?KEYS?|KEYS?|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,21 +83,44 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """OpenAI's HTTP interface and a chat page; SIGTERM lets what runs finish."""
+    """OpenAI's HTTP interface and a chat page; SIGTERM lets what runs finish. 1: the engine died, and a new process is needed."""
     from slipstream.inference import server
 
+    keys = _api_keys(options, os.environ)
     with _engine(options) as engine:
-        server.serve(
-            engine.engine,
-            host=options.host,
-            port=options.port,
-            api_keys=options.api_key,
-            max_body_bytes=options.max_body_bytes,
-            max_output_tokens=options.max_output_tokens,
-            request_timeout_s=options.request_timeout,
-            drain_timeout_s=options.drain_timeout,
-        )
+        try:
+            server.serve(
+                engine.engine,
+                host=options.host,
+                port=options.port,
+                api_keys=keys,
+                max_body_bytes=options.max_body_bytes,
+                max_output_tokens=options.max_output_tokens,
+                request_timeout_s=options.request_timeout,
+                drain_timeout_s=options.drain_timeout,
+            )
+        except server.DeadEngineError as error:
+            print(f"slipstream serve: {error}", file=sys.stderr)
+            return 1
     return 0
+
+
+def _api_keys(options: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
+    """From everywhere. ValueError for a place that should have keys and has none: the server would be open to everybody."""
+    places: dict[str, list[str]] = {}
+    if (name := "SLIPSTREAM_API_KEYS") in environment:
+        places[name] = environment[name].split(",")
+    if options.api_key_file is not None:
+        try:
+            places[f"--api-key-file {options.api_key_file}"] = Path(options.api_key_file).read_text().splitlines()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--api-key-file {options.api_key_file}: {error}") from error
+    keys = list(options.api_key)
+    for place, given in places.items():
+        if not (found := [key.strip() for key in given if key.strip()]):
+            raise ValueError(f"{place} has no key, and without one the server is open to everybody; leave it out if that is meant")
+        keys += found
+    return keys
 
 
 def _engine(options: argparse.Namespace) -> InferenceEngine:

@@ -149,6 +149,7 @@ class ChatFormat(Format):
         self._finders: dict[int, CallFinder] = {}
         self._started: set[int] = set()
         self._held: dict[int, str] = {}  # text of a call whose function is not known before its end
+        self._cut: set[int] = set()  # choices whose forced call has no end
 
     def pieces(self, part: Joined) -> list[dict[str, Any]]:
         logprobs = self._logprobs(part) if self.logprobs and part.logprobs else None
@@ -161,7 +162,9 @@ class ChatFormat(Format):
         if len(self.functions) > 1:
             self._held[part.index] = self._held.get(part.index, "") + part.text
             if part.finish is not None:
-                deltas.append({"tool_calls": [{"index": 0, **self._call(*_split(self._held.pop(part.index)))}]})
+                text, calls = self._split(part.index, self._held.pop(part.index))
+                deltas += [{"tool_calls": [{"index": 0, **self._call(*call)}]} for call in calls]
+                deltas += [{"content": text}] if text else []
         elif part.text and self.functions:
             deltas.append({"tool_calls": [{"index": 0, "function": {"arguments": part.text}}]})
         elif self.free:
@@ -183,8 +186,10 @@ class ChatFormat(Format):
         return choices
 
     def choice(self, whole: Joined) -> ChatChoice:
-        if self.functions:
-            text, calls = "", [(self.functions[0], whole.text) if len(self.functions) == 1 else _split(whole.text)]
+        if len(self.functions) == 1:
+            text, calls = "", [(self.functions[0], whole.text)]
+        elif self.functions:
+            text, calls = self._split(whole.index, whole.text)
         else:
             text, calls = self._found(whole) if self.free else (whole.text, [])
         answer: ChatChoice = {
@@ -201,13 +206,23 @@ class ChatFormat(Format):
         finder = self._finders.setdefault(part.index, CallFinder(self.free, self.most))
         return finder.push(part.text, last=part.finish is not None)
 
+    def _split(self, index: int, text: str) -> tuple[str, list[tuple[str, str]]]:
+        """The call in {"name", "arguments"}. What was cut off before its end is text: of which function, it may not say."""
+        try:
+            call = json.loads(text)
+            return "", [(call["name"], json.dumps(call["arguments"]))]
+        except (ValueError, KeyError, TypeError):
+            self._cut.add(index)
+            return text, []
+
     def _call(self, name: str, arguments: str) -> dict[str, Any]:
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _reason(self, part: Joined) -> Any:
         """A function that the client chose itself ends with "stop", one that the model chose with "tool_calls" (OpenAI's guide)."""
         reason = _reason(part.finish)
-        called = self._finders[part.index].num_calls if self.free else self.functions and not self.named
+        forced = self.functions and not self.named and part.index not in self._cut
+        called = self._finders[part.index].num_calls if self.free else forced
         return "tool_calls" if reason == "stop" and called else reason
 
     def _logprobs(self, part: Joined) -> ChatLogprobs:
@@ -233,12 +248,3 @@ def _reason(finish: Finish | None) -> Any:
 def _finite(logprob: float) -> float:
     """JSON has no infinity; OpenAI says -9999 of what cannot be."""
     return max(logprob, -9999.0)
-
-
-def _split(text: str) -> tuple[str, str]:
-    """Function and arguments of {"name", "arguments"}; cut off by the token limit, all of it is arguments of no function."""
-    try:
-        call = json.loads(text)
-        return call["name"], json.dumps(call["arguments"])
-    except (ValueError, KeyError, TypeError):
-        return "", text

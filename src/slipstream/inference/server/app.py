@@ -153,9 +153,7 @@ def create_app(
         check_model(ask.model)
         check_number(1, ask.n or 1)
         messages = [message.for_template() for message in ask.messages]
-        # With tool_choice none the model is not told of them, and so does not call them.
-        told = [] if ask.tool_choice == "none" else ask.tools or []
-        tools = [tool.model_dump(exclude_none=True) for tool in told] or None
+        tools = [tool.model_dump(exclude_none=True) for tool in ask.told()] or None
         try:
             text = await asyncio.to_thread(tokenizer.chat, messages, tools=tools)
         except (ValueError, RecursionError) as error:
@@ -168,7 +166,7 @@ def create_app(
         limit = max_tokens([prompt], ask.max_completion_tokens or ask.max_tokens, engine.max_context)
         logprobs = (ask.top_logprobs or 0) if ask.logprobs else None
         params = ask.sampling(max_tokens=limit, logprobs=logprobs, json_schema=ask.output_schema())
-        free = () if ask.output_schema() else tuple(tool.function.name for tool in told)
+        free = () if ask.output_schema() else tuple(tool.function.name for tool in ask.told())
         form = ChatFormat(
             ask.model,
             tokenizer,

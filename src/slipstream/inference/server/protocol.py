@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, W
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from slipstream.inference.core import SamplingParams
+from slipstream.inference.core import MAX_STOP, SamplingParams
 
 MAX_SEQUENCES = 128  # of one request: prompts times n
 
@@ -73,6 +73,7 @@ Off = Annotated[Literal[False] | None, NOT_SERVED]
 Empty = Annotated[list[Any], Field(max_length=0)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopString = Annotated[str, Field(max_length=MAX_STOP)]
 
 
 class Strict(BaseModel):
@@ -102,7 +103,8 @@ class Sampled(Strict):
         _says("logit_bias", "has to map at most 1,024 token ids, written as strings, to numbers from -100 to 100"),
     ] = None
     stop: Annotated[
-        str | Annotated[list[str], Field(max_length=16)] | None, _says("stop", "has to be a string or a list of at most 16 strings")
+        StopString | Annotated[list[StopString], Field(max_length=16)] | None,
+        _says("stop", f"has to be a string or a list of at most 16 strings, of at most {MAX_STOP:,} characters each"),
     ] = None
     seed: Int64 | None = None
     stream: bool | None = None
@@ -111,7 +113,7 @@ class Sampled(Strict):
 
     top_k: Annotated[int | None, _told(minimum=0)] = None
     min_p: Annotated[float | None, _told(minimum=0, maximum=1)] = None
-    repetition_penalty: Annotated[float | None, _told(exclusiveMinimum=0, maximum=100)] = None
+    repetition_penalty: Annotated[float | None, _told(minimum=0.01, maximum=100)] = None
     min_tokens: Annotated[int | None, _told(minimum=0)] = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -218,7 +220,7 @@ class Function(Strict):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None  # a call that is forced always has its schema
+    strict: bool | None = None  # a forced call always has its schema; where none is forced, true is refused
 
 
 class Tool(Strict):
@@ -274,6 +276,7 @@ class ChatRequest(Sampled):
     moderation: Never = None
     prediction: Never = None
     prompt_cache_key: Never = None
+    prompt_cache_options: Never = None
     prompt_cache_retention: Never = None
     reasoning_effort: Annotated[Literal["none"] | None, NOT_SERVED] = None
     safety_identifier: Never = None
@@ -297,7 +300,22 @@ class ChatRequest(Sampled):
             raise ValueError("tool_choice required needs tools")
         if self.forced() and self.response_format is not None and self.response_format.type != "text":
             raise ValueError("a forced tool call and response_format exclude each other")
+        if self.told() and not self.forced():
+            if self.response_format is not None and self.response_format.type != "text":
+                raise ValueError(
+                    'tools with tool_choice "auto" and response_format exclude each other: output of a schema cannot be a call; '
+                    'leave one out, or set tool_choice to "none" or "required"'
+                )
+            if strict := [tool.function.name for tool in self.told() if tool.function.strict]:
+                raise ValueError(
+                    f'function.strict of {strict[0]} is not served with tool_choice "auto": only a forced call has its schema; '
+                    'leave strict out, or set tool_choice to "required" or a function'
+                )
         return self
+
+    def told(self) -> list[Tool]:
+        """The tools that the model hears of. With tool_choice none there are none, and so it calls none."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     def forced(self) -> list[Function]:
         """The functions of which one has to be called; none: no call is forced."""

@@ -1,7 +1,11 @@
-"""`serve`: the application under uvicorn, until a signal. The first one drains, a second one stops at once."""
+"""`serve`: the application under uvicorn, until a signal or until its engine is dead. The first signal drains, a second one stops
+at once."""
 
 from __future__ import annotations
 
+import asyncio
+import math
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -9,17 +13,29 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from slipstream.inference.server.app import create_app
 from slipstream.inference.server.backend import Engine
+from slipstream.inference.server.gate import refusal
 from slipstream.inference.server.metrics import Traffic
+from slipstream.inference.server.protocol import RequestError
+
+HEADER_TIMEOUT = 30.0  # seconds from a connection, or its last answer, to the end of the next request's header
+MAX_CONNECTIONS = 4096
+OTHER_FILES = 64  # that a process has open beside connections
+
+
+class DeadEngineError(RuntimeError):
+    """The engine will never answer again; only a new process will."""
 
 
 class _Server(uvicorn.Server):
     """Listens on while it drains, so that new requests are told to come back instead of finding nobody."""
 
-    def __init__(self, config: uvicorn.Config, traffic: Traffic, drain_timeout_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: Engine, traffic: Traffic, drain_timeout_s: float) -> None:
         super().__init__(config)
+        self.engine = engine
         self.traffic = traffic
         self.drain_timeout_s = drain_timeout_s
         self.drain_until: float | None = None
@@ -40,11 +56,50 @@ class _Server(uvicorn.Server):
         self.traffic.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        if self.traffic.draining:
+        if self.traffic.draining or not self.engine.healthy:
             self.drain_until = self.drain_until or time.monotonic() + self.drain_timeout_s
             if self.traffic.active == 0 or time.monotonic() > self.drain_until:
                 self.should_exit = True
         return await super().on_tick(counter)
+
+
+def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP protocol, which waits for ever for a request's header and for its answer to be read, with limits."""
+    error = refusal(RequestError(f"{max_connections} connections are open, and no more are taken", status=503, retry_after=5))
+    full = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
+    full += b"".join(b"%b: %b\r\n" % header for header in error.raw_headers) + b"\r\n" + bytes(error.body)
+
+    class Guarded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._begin()
+            if len(self.connections) > max_connections:
+                transport.write(full)
+                transport.close()
+
+        def on_response_complete(self) -> None:
+            self._timer.cancel()
+            self._begin()
+            super().on_response_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._timer.cancel()
+            super().connection_lost(exc)
+
+        def _begin(self, unread: float = math.inf) -> None:
+            self._unread = unread  # bytes of what was said, when the time began
+            self._timer = self.loop.call_later(header_timeout_s, self._look)
+
+        def _look(self) -> None:
+            unread = self.transport.get_write_buffer_size()
+            if self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing():
+                self._begin()  # a request is being answered, which has limits of its own
+            elif 0 < unread < self._unread:
+                self._begin(unread)  # the client still reads the last answer
+            else:
+                self.transport.abort()  # to close it would wait for the client to read
+
+    return Guarded
 
 
 def serve(
@@ -58,7 +113,9 @@ def serve(
     request_timeout_s: float = 600.0,
     drain_timeout_s: float = 60.0,
 ) -> None:
-    """Returns when drained after SIGTERM or SIGINT; the engine is left to its owner. Port 0: a free one, which is printed."""
+    """Returns when drained after SIGTERM or SIGINT; the engine is left to its owner. Port 0: a free one, which is printed.
+
+    Raises DeadEngineError when the engine is dead and everybody who waited for it has been told."""
     app = create_app(
         engine,
         api_keys=api_keys,
@@ -66,8 +123,11 @@ def serve(
         max_output_tokens=max_output_tokens,
         request_timeout_s=request_timeout_s,
     )
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(files - OTHER_FILES, 1)
     config = uvicorn.Config(
         app,
+        http=guarded(max_connections=min(MAX_CONNECTIONS, room), header_timeout_s=HEADER_TIMEOUT),
         host=host,
         port=port,
         lifespan="off",
@@ -76,7 +136,9 @@ def serve(
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_keep_alive=30,
+        timeout_keep_alive=int(HEADER_TIMEOUT),
         timeout_graceful_shutdown=2,  # for what is left after draining
     )
-    _Server(config, app.state.traffic, drain_timeout_s).run()
+    _Server(config, engine, app.state.traffic, drain_timeout_s).run()
+    if not engine.healthy:
+        raise DeadEngineError(f"the engine of {engine.model_name} is dead; the log says why, and a new process is needed")
