@@ -119,7 +119,7 @@ class InferenceEngine:
         """The token ids of a conversation ({"role": ..., "content": ...}), ready for its next answer."""
         if self.tokenizer is None:
             raise ValueError("a conversation needs a tokenizer, and this engine has none")
-        if isinstance(messages, (str, Mapping)) or not all(isinstance(message, Mapping) for message in messages):
+        if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
             raise TypeError(f'messages is {messages!r:.200}; give a list of messages: [{{"role": "user", "content": "Hello"}}]')
         return self.tokenizer.encode(self.tokenizer.chat(messages, **variables), special=False)
 

