@@ -593,6 +593,7 @@ def test_what_has_no_effect_is_said_once_for_each_reason(caplog: pytest.LogCaptu
         ({"max_running": 0}, "max_running is 0; it has to be a whole number of 1 or more"),
         ({"config": {"max_running": True}}, "max_running is True; it has to be a whole number of 1 or more"),
         ({"num_draft": -1}, "num_draft is -1; it has to be a whole number of 0 or more"),
+        ({"token_interval": "0.05"}, "token_interval is '0.05'; it has to be a number of seconds"),
         ({"prefix_caching": "no"}, "prefix_caching is 'no'; it has to be True or False"),
         ({"tokenizer": 7}, "tokenizer is 7; it has to be the folder"),
         ({"tokenizer": "/nope"}, "tokenizer is '/nope', and there is no such folder"),

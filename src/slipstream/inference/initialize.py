@@ -67,6 +67,7 @@ _WHOLE = {  # numbers: at least so much, perhaps at most
 }  # fmt: skip
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "tokenizer": ((str, os.PathLike, Tokenizer), "the folder of a tokenizer.json, or a slipstream Tokenizer"),
+    "token_interval": ((int, float), "a number of seconds"),
     "prefix_caching": ((bool,), "True or False"),
     "model_name": ((str,), "a text"),
 }

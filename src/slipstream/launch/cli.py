@@ -280,7 +280,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-running", type=_positive, metavar="N", help="answers generated at once; default 64")
     group.add_argument("--max-waiting", type=_positive, metavar="N", help="length of the queue, more are refused; default 1024")
     group.add_argument("--token-budget", type=_positive, metavar="N", help="tokens per forward; default 512")
-    group.add_argument("--token-interval", type=_above_zero, metavar="SECONDS", help="a running answer's, while prompts are computed")
+    group.add_argument("--token-interval", type=_above_zero, metavar="SECONDS", help="a running answer's while prompts go on")
     group.add_argument("--num-draft", type=_count, metavar="N", help="tokens guessed ahead from the prompt; default 0")
 
 
