@@ -73,7 +73,7 @@ def test_refusals_are_counted_by_their_reason(address: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("127.0.0.1:1",), "http://127.0.0.1:1: "),
+        (("127.0.0.1:1",), "http://127.0.0.1:1: nothing answers (Connect call failed ('127.0.0.1', 1)); is the server running?"),
         (("ftp://somewhere",), "'ftp://somewhere' is not the address of a server"),
         (("--rate=0",), "'0' is not a number above 0"),
         (("--shared=1",), "'1' is not a share"),

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 SERVING = (ROOT / "docs" / "SERVING.md").read_text()
 TRAIN, SERVE, CLIENT = re.findall(r"```python\n(.*?)```", README, re.S)
+(ASYNC,) = re.findall(r"```python\n(.*?)```", SERVING, re.S)
 
 
 def run(script: Path) -> str:
@@ -62,8 +63,9 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_serving_from_python_runs_and_is_short(smollm2: Path) -> None:
     assert len([line for line in SERVE.splitlines() if line.strip()]) <= 12
     script = smollm2.with_name("serve.py")
-    script.write_text(SERVE)
-    assert len(run(script)) > 8
+    script.write_text(SERVE + ASYNC)
+    out = run(script)
+    assert len(out) > 8 and {line[:2] for line in out.splitlines()} >= {"0 ", "1 "}
 
 
 def test_the_server_and_its_client_run(smollm2: Path) -> None:
@@ -94,7 +96,7 @@ def test_serving_s_lists_are_the_code_s() -> None:
     from slipstream.inference.stats import Histogram, Stats
     from slipstream.launch.cli import build_parser
 
-    named = set(re.findall(r"`([^`]+)`", SERVING))
+    named = set(re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", SERVING, flags=re.S)))
     fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
     assert fields <= named, fields - named
 

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import tokenizers
 import torch
@@ -20,12 +21,12 @@ from hypothesis import strategies as st
 
 from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingParams
 from slipstream.inference.engine import MAX_FAILURES, ClosedError, Engine, Handle, Output
-from slipstream.inference.generate import Delta, GenerationError, InferenceEngine, _sampling
+from slipstream.inference.generate import Delta, GenerationError, InferenceEngine, _listed, _sampling
 from slipstream.inference.initialize import _translated, init_inference
 from slipstream.inference.text import BYTE_OF, Tokenizer
 from slipstream.launch import talk
 from slipstream.launch.cli import build_parser, main
-from slipstream.launch.talk import _api_keys, _print_in_order
+from slipstream.launch.talk import _api_keys, _print_in_order, chat
 
 END = 256  # after the 256 bytes
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -468,8 +469,37 @@ def test_forms_of_generate() -> None:
         assert [delta.finish_reason for delta in deltas].count(None) == len(deltas) - 3
         params = SamplingParams(temperature=0, max_tokens=9)
         assert engine.generate("prompt 1", params).text == one.text
+        for ids in (numpy.frombuffer(b"prompt 1", numpy.uint8), [numpy.int64(token) for token in b"prompt 1"]):
+            assert engine.generate(ids, params).text == one.text
+        assert [each.text for each in engine.generate(numpy.array([list(b"ab"), list(b"cd")]), params)] == [
+            engine.generate(text, params).text for text in ("ab", "cd")
+        ]
+        assert repr(engine) == "<InferenceEngine hashes>"
         chat = engine.chat_prompt([{"role": "user", "content": "x"}])
         assert engine.generate(chat, params).text == engine.generate("x:", params).text
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([{"role": "user", "content": "hi"}], r"prompts\[0\] is {'role': .*engine.chat_prompt\(messages\)"),
+        (["a", None], r"prompts\[1\] is None; give a text or a list of token ids"),
+        ([1, "a"], r"prompts is \[1, 'a'\]; give"),
+        (numpy.array([0.5]), r"prompts\[0\] is .*0.5.*; give"),
+        (5, "prompts is 5; give"),
+        (b"abc", "prompts is b'abc'; give"),
+    ],
+)
+def test_what_is_no_prompt(prompts: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        _listed(prompts)
+
+
+def test_what_is_no_conversation() -> None:
+    with opened() as engine:
+        for messages in ("hi", {"role": "user", "content": "hi"}, ["hi"], 0x6869):
+            with pytest.raises(TypeError, match=r"messages is .*(hi|26729).*; give a list of messages"):
+                engine.chat_prompt(messages)  # type: ignore[arg-type]
 
 
 def test_tensors_as_in_transformers() -> None:
@@ -565,6 +595,12 @@ def test_settings_of_sampling() -> None:
             _sampling(None, 1, wrong)
     with pytest.raises(ValueError, match="num_beams is 4; there is no beam search"):
         _sampling(None, 1, {"num_beams": 4})
+    with pytest.raises(ValueError, match=r"stream is False; agenerate\(\) is always a stream"):
+        _sampling(None, 1, {"stream": False})
+    with pytest.raises(TypeError, match=r"params is .*; give SamplingParams"):
+        _sampling({"top_k": 3}, 1, {})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"n is 1\.5; it has to be a whole number of 1 or more"):
+        _sampling(None, 1.5, {})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not both: top_k"):
         _sampling(SamplingParams(), 1, {"top_k": 3})
 
@@ -588,12 +624,48 @@ def test_deepspeed_s_arguments(tmp_path: Any) -> None:
         init_inference("x", {"dtype": "int4"}, dtype="int8")
 
 
+def test_what_has_no_effect_is_said_once_for_each_reason(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"enable_cuda_graph": True, "return_tuple": False, "injection_policy": {"x": "y"}}
+    with pytest.raises(ValueError, match="there is no"):
+        init_inference("/no/such/model", config, replace_with_kernel_inject=True, use_triton=True)
+    assert [record.getMessage().partition(" no effect")[0] for record in caplog.records] == [
+        "init_inference: enable_cuda_graph, replace_with_kernel_inject, use_triton have",
+        "init_inference: injection_policy has",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_cache_bytes": "64 mice"}, "'64 mice' is not a size; write 512M or 2G"),
+        ({"kv_cache_bytes": 1.5}, "kv_cache_bytes is 1.5; it has to be a whole number of 1 or more"),
+        ({"threads": 1.5}, "threads is 1.5; it has to be a whole number from 1 to 64"),
+        ({"threads": 65}, "threads is 65; it has to be a whole number from 1 to 64"),
+        ({"max_context": "1024"}, "max_context is '1024'; it has to be a whole number of 1 or more"),
+        ({"max_running": 0}, "max_running is 0; it has to be a whole number of 1 or more"),
+        ({"config": {"max_running": True}}, "max_running is True; it has to be a whole number of 1 or more"),
+        ({"num_draft": -1}, "num_draft is -1; it has to be a whole number of 0 or more"),
+        ({"token_interval": "0.05"}, "token_interval is '0.05'; it has to be a number of seconds"),
+        ({"prefix_caching": "no"}, "prefix_caching is 'no'; it has to be True or False"),
+        ({"tokenizer": 7}, "tokenizer is 7; it has to be the folder"),
+        ({"tokenizer": "/nope"}, "tokenizer is '/nope', and there is no such folder"),
+        ({"device": "tpu"}, "device is 'tpu'; give \"cpu\", \"cuda\", or \"cuda:1\""),
+        ({"device": "mps"}, "device is 'mps'; give"),
+        ({"device": torch.device("meta")}, "device is 'meta'; give"),
+        ({"device": "cpu:3"}, "device is 'cpu:3'; give"),
+    ],
+)
+def test_options_that_no_model_could_have(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        init_inference("smollm2", **options)
+
+
 # ---- the command line
 
 
 def test_command_line() -> None:
-    options = build_parser().parse_args(["generate", "m", "--max-tokens", "5", "--kv-cache-bytes", "1.5G", "a", "b"])
-    assert (options.model, options.prompts, options.max_tokens, options.kv_cache_bytes) == ("m", ["a", "b"], 5, 3 << 29)
+    options = build_parser().parse_args(["generate", "smollm2", "--max-tokens", "5", "--kv-cache-bytes", "1.5G", "a", "b"])
+    assert (options.model, options.prompts, options.max_tokens, options.kv_cache_bytes) == ("smollm2", ["a", "b"], 5, 3 << 29)
     options = build_parser().parse_args(["serve", "smollm2", "--port", "81", "--api-key", "a", "--api_key", "b", "--dtype", "int8"])
     assert (options.port, options.api_key, options.dtype, options.max_context) == (81, ["a", "b"], "int8", None)
 
@@ -623,6 +695,39 @@ def test_a_dead_engine_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(talk, "_engine", lambda options: opened())
     assert main(["serve", "m"]) == 1
     assert capsys.readouterr().err == "slipstream serve: the engine of m is dead\n"
+
+
+def test_a_conversation_in_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What fails leaves it as it was, what is too long for the context goes first, an answer that was cut is marked."""
+    tokenizer = byte_tokenizer()
+    tokenizer.templates["default"] = "{% for message in messages %}{{ message.content }}|{% endfor %}"
+    runner = HashRunner(says="z" * 190, max_context=80)
+    lines = iter(["/help", "/nope", "a" * 30, "fails", "b" * 30, "c" * 100, "/new", "/usr/bin", EOFError])
+
+    def said(_: str) -> str:
+        line = next(lines)
+        if line is EOFError:
+            raise EOFError
+        runner.before = (lambda batch: 1 / 0) if line == "fails" else (lambda batch: None)  # type: ignore[assignment, return-value]
+        return line
+
+    asked: list[str] = []
+    with InferenceEngine(Engine(runner, tokenizer), "hashes") as engine:
+        generate = engine.generate
+        engine.generate = lambda ids, **more: asked.append(tokenizer.decode(ids)) or generate(ids, **more)  # type: ignore[method-assign, func-returns-value]
+        monkeypatch.setattr("slipstream.launch.talk._engine", lambda options: engine)
+        monkeypatch.setattr("builtins.input", said)
+        assert chat(build_parser().parse_args(["chat", "smollm2", "--system", "S", "--max-tokens", "8"])) == 0
+    first = f"S|{'a' * 30}|"
+    assert asked == [first, f"{first}{'z' * 8}|fails|", f"S|{'b' * 30}|", f"S|{'c' * 100}|", "S|/usr/bin|"]
+    told = capsys.readouterr()
+    assert told.out.split() == ["zzzzzzzz"] * 3
+    notes = [line.partition(":")[0] for line in told.err.splitlines() if "failed" not in line or "slipstream" in line]
+    cut = "(cut after 8 tokens"
+    expected = ["Ctrl-C stops an answer", "Ctrl-C stops an answer", "there is no /nope here", cut, "slipstream chat"]
+    assert [note.partition(",")[0] for note in notes] == [
+        *expected, "(the context of 80 tokens is full", cut, "(the context of 80 tokens is full", "slipstream chat", cut,
+    ]  # fmt: skip
 
 
 def test_answers_are_printed_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:

