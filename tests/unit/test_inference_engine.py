@@ -673,9 +673,9 @@ def test_command_line() -> None:
 def test_keys_of_the_server(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("c\n\n d \n")
-    options = build_parser().parse_args(["serve", "m", "--api-key", "a", "--api-key-file", str(file)])
+    options = build_parser().parse_args(["serve", "smollm2", "--api-key", "a", "--api-key-file", str(file)])
     assert _api_keys(options, {"SLIPSTREAM_API_KEYS": "b, e,"}) == ["a", "b", "e", "c", "d"]
-    assert _api_keys(build_parser().parse_args(["serve", "m"]), {}) == []
+    assert _api_keys(build_parser().parse_args(["serve", "smollm2"]), {}) == []
     with pytest.raises(ValueError, match="SLIPSTREAM_API_KEYS has no key, and without one the server is open to everybody"):
         _api_keys(options, {"SLIPSTREAM_API_KEYS": ""})
     file.write_text("\n")
@@ -693,7 +693,7 @@ def test_a_dead_engine_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: 
 
     monkeypatch.setattr(server, "serve", die)
     monkeypatch.setattr(talk, "_engine", lambda options: opened())
-    assert main(["serve", "m"]) == 1
+    assert main(["serve", "smollm2"]) == 1
     assert capsys.readouterr().err == "slipstream serve: the engine of m is dead\n"
 
 
