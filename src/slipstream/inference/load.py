@@ -39,23 +39,38 @@ class Loaded:
     gguf: Mapping[str, Any] = field(default_factory=dict)  # a GGUF file's metadata: tokenizer.ggml.*, tokenizer.chat_template
 
 
-def load(source: str | Path | Any, *, dtype: str | torch.dtype = "auto", device: torch.device | str = "cpu") -> Loaded:
+def load(
+    source: str | Path | Any, *, dtype: str | torch.dtype = "auto", group_size: int = 32, device: torch.device | str = "cpu"
+) -> Loaded:
     """Reads a model, and puts its weights onto `device`.
 
     dtype: float32, bfloat16 or float16 (quantised blocks of a file are dequantised); "auto", the stored one (GGUF: bfloat16
     and its 4-bit blocks as they are); "int8" or "int4", quantised here, computed in bfloat16 (4-bit blocks of a file are
-    kept by "int4", dequantised for "int8").
+    kept by "int4", dequantised for "int8"). group_size: weights that share a scale in int4.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
+    loaded = _read(source, name)
+    weights = quantise(loaded.weights, name, group_size) if name in QUANTISED else loaded.weights
+
+    def place(m: Matrix) -> Matrix:
+        if isinstance(m, Tensor):
+            return m.to(loaded.dtype).to(device)
+        return type(m)(*(part.to(device) for part in m))
+
+    return replace(loaded, weights=_each(weights, place))
+
+
+def _read(source: str | Path | Any, name: str) -> Loaded:
+    """As it is stored, but for the layout."""
     if not isinstance(source, str | Path):
-        return _moved(_live(source, name), device)
+        return _live(source, name)
     path = Path(source)
     if path.is_dir():
-        return _moved(_folder(path, name), device)
+        return _folder(path, name)
     if path.suffix == ".gguf" and path.is_file():
-        return _moved(_gguf(path, name), device)
+        return _gguf(path, name)
     if path.is_file():
         raise ValueError(f"{path} is no model: give a Hugging Face folder or a .gguf file (pickled weights are never read)")
     known = "a Hugging Face folder, a .gguf file, a Slipstream checkpoint or a live model"
@@ -64,17 +79,7 @@ def load(source: str | Path | Any, *, dtype: str | torch.dtype = "auto", device:
 
 def _finish(config: DecoderConfig, state: Mapping[str, Matrix], kind: str, stored: torch.dtype, **rest: Any) -> Loaded:
     dtype = torch.bfloat16 if kind in QUANTISED else FLOATS.get(kind, stored)
-    weights = from_state(config, state)
-    if kind in QUANTISED:
-        weights = quantise(weights, kind)
-    return Loaded(config=config, weights=_each(weights, lambda m: m.to(dtype) if isinstance(m, Tensor) else m), dtype=dtype, **rest)
-
-
-def _moved(loaded: Loaded, device: torch.device | str) -> Loaded:
-    def move(m: Matrix) -> Matrix:
-        return m.to(device) if isinstance(m, Tensor) else type(m)(*(part.to(device) for part in m))
-
-    return replace(loaded, weights=_each(loaded.weights, move))
+    return Loaded(config=config, weights=from_state(config, state), dtype=dtype, **rest)
 
 
 def _each(part: Any, change: Callable[[Matrix], Matrix]) -> Any:

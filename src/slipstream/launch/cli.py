@@ -280,6 +280,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=_model, metavar="MODEL", help=_MODELS)
     group = parser.add_argument_group("model")
     group.add_argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32, int8 or int4; default: the file's own")
+    group.add_argument("--group-size", type=int, choices=(32, 64, 128), metavar="N", help="int4 weights of a scale; default 32")
     group.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; default: cuda where there is one")
     group.add_argument("--threads", type=_positive, metavar="N", help="of the CPU, 1 to 64; default: torch's (OMP_NUM_THREADS)")
     group.add_argument("--tokenizer", metavar="FOLDER", help="with tokenizer.json; where MODEL, as a checkpoint, brings none")

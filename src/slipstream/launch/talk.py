@@ -30,8 +30,8 @@ _SAMPLING = (
     "frequency_penalty", "stop", "seed", "ignore_eos",
 )  # fmt: skip
 _LOADING = (
-    "dtype", "device", "threads", "tokenizer", "kv_cache_bytes", "max_context", "max_running", "max_waiting", "token_budget",
-    "token_interval", "num_draft", "model_name",
+    "dtype", "group_size", "device", "threads", "tokenizer", "kv_cache_bytes", "max_context", "max_running", "max_waiting",
+    "token_budget", "token_interval", "num_draft", "model_name",
 )  # fmt: skip
 
 
