@@ -802,7 +802,7 @@ def test_a_dead_engine_ends_its_server() -> None:
     until(up)
     with client(f"127.0.0.1:{port}") as ai:
         stream = iter(ai.completions.create(model="fake/model", prompt="forever", stream=True))
-        assert next(stream).choices[0].text == "more "
+        assert next(stream).choices[0].text.startswith("more ")
         with pytest.raises(openai.InternalServerError, match="the device is lost"):
             ai.completions.create(model="fake/model", prompt="kill")
         with pytest.raises(openai.APIError, match="the device is lost"):

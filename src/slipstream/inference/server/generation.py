@@ -211,9 +211,11 @@ class Answer(Response):
 
         try:
             late = RequestError(f"not done within {self.timeout_s:g} s", status=504, code="timeout")
-            async with self.deadlines.within(self.timeout_s, late):
-                async with running(self.engine, self.work, receive, self.compiling) as batches:
-                    await self.write(batches, tracked)
+            async with (
+                self.deadlines.within(self.timeout_s, late),
+                running(self.engine, self.work, receive, self.compiling) as batches,
+            ):
+                await self.write(batches, tracked)
         except ClientLeftError:
             self.traffic.abandoned += 1
         except RequestError as error:
