@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from slipstream.inference.server import DeadEngineError, create_app, serve  # no
 from slipstream.inference.server.answers import CompletionFormat, join  # noqa: E402
 from slipstream.inference.server.protocol import ChatRequest, CompletionRequest  # noqa: E402
 from slipstream.inference.server.run import guarded  # noqa: E402
+from slipstream.launch.talk import _bound  # noqa: E402
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
@@ -763,6 +764,18 @@ def test_a_second_signal_answers_everybody_at_once() -> None:
         log = process.communicate(timeout=5)[1]
         assert re.fullmatch(re.escape(DRAINING.format("3 answers")) + r"3 answers cut off after 0(\.\d)? s\n", log), log
         assert process.returncode == 0
+
+
+def test_nobody_takes_the_port_while_a_model_is_loaded() -> None:
+    with ExitStack() as stack:
+        (listener,) = _bound("127.0.0.1", 0, stack)
+        with pytest.raises(OSError, match="in use"), socket.create_server(listener.getsockname()):
+            pass
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(listener.getsockname()):
+            pass
+        listener.listen()
+        with socket.create_connection(listener.getsockname(), timeout=5):
+            pass
 
 
 def test_the_end_of_a_drain_answers_everybody(caplog: pytest.LogCaptureFixture) -> None:
