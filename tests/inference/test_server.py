@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from slipstream.inference.server import DeadEngineError, create_app, serve  # no
 from slipstream.inference.server.answers import CompletionFormat, join  # noqa: E402
 from slipstream.inference.server.protocol import ChatRequest, CompletionRequest  # noqa: E402
 from slipstream.inference.server.run import guarded  # noqa: E402
+from slipstream.launch.talk import _bound  # noqa: E402
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
@@ -709,26 +711,85 @@ def test_what_nobody_expected_is_an_error_without_details(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_drains_on_sigterm() -> None:
+@contextmanager
+def serving_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "tests.inference.fake_engine"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
-            assert process.stdout is not None and process.stderr is not None
-            address = re.search(r"http://([\d.]+:\d+)", process.stdout.readline())[1]  # type: ignore[index]
-            with client(address) as ai:
-                stream = iter(ai.completions.create(model="fake/model", prompt="a b", stream=True, max_tokens=50))
-                text = next(stream).choices[0].text
-                process.send_signal(signal.SIGTERM)
-                until(lambda: b"draining" in call(address, "GET", "/health").body)
-                reply = post(address)
-                assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "draining", "5")
-                text += "".join(chunk.choices[0].text for chunk in stream)
-            assert text == "a b a b a b 0 seed None"
-            assert process.wait(5) == 0
-            assert process.stderr.read() == ""
+            assert process.stdout is not None
+            yield process, re.search(r"http://([\d.]+:\d+)", process.stdout.readline())[1]  # type: ignore[index]
         finally:
             process.kill()
+
+
+DRAINING = "draining: {} running, at most 60 s; again to stop at once\n"
+
+
+def test_drains_on_sigterm() -> None:
+    with serving_process() as (process, address):
+        with client(address) as ai:
+            stream = iter(ai.completions.create(model="fake/model", prompt="a b", stream=True, max_tokens=50))
+            text = next(stream).choices[0].text
+            process.send_signal(signal.SIGTERM)
+            until(lambda: b"draining" in call(address, "GET", "/health").body)
+            reply = post(address)
+            assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "draining", "5")
+            text += "".join(chunk.choices[0].text for chunk in stream)
+        assert text == "a b a b a b 0 seed None"
+        assert process.communicate(timeout=5)[1] == DRAINING.format("1 answer")
+        assert process.returncode == 0
+
+
+def test_a_second_signal_answers_everybody_at_once() -> None:
+    """Also who waits for a whole answer, or has not sent all of the question."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    with serving_process() as (process, address), ThreadPoolExecutor(2) as clients:
+        whole = clients.submit(post, address, COMPLETIONS, prompt="forever")
+        stream = clients.submit(post, address, COMPLETIONS, prompt="forever", stream=True)
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as half:
+            half.sendall(head)
+            until(lambda: b"requests_active 3" in call(address, "GET", "/metrics").body)
+            until(lambda: b"generated_tokens_total 0" not in call(address, "GET", "/metrics").body)
+            process.send_signal(signal.SIGTERM)
+            until(lambda: b"draining" in call(address, "GET", "/health").body)
+            process.send_signal(signal.SIGINT)
+            answer = b"".join(iter(partial(half.recv, 65536), b""))
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"the server shuts down" in answer
+        reply = whole.result()
+        assert (reply.status, reply.error["message"]) == (503, "the server shuts down")
+        *_, last, end = stream.result().body.split(b"\n\n")
+        assert b'"the server shuts down"' in last and end == b""
+        log = process.communicate(timeout=5)[1]
+        assert re.fullmatch(re.escape(DRAINING.format("3 answers")) + r"3 answers cut off after 0(\.\d)? s\n", log), log
+        assert process.returncode == 0
+
+
+def test_nobody_takes_the_port_while_a_model_is_loaded() -> None:
+    with ExitStack() as stack:
+        (listener,) = _bound("127.0.0.1", 0, stack)
+        with pytest.raises(OSError, match="in use"), socket.create_server(listener.getsockname()):
+            pass
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(listener.getsockname()):
+            pass
+        listener.listen()
+        with socket.create_connection(listener.getsockname(), timeout=5):
+            pass
+
+
+def test_the_end_of_a_drain_answers_everybody(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as threads:
+        ended = threads.submit(serve, engine, sockets=[listener], drain_timeout_s=0.3)
+        asked = threads.submit(post, "{}:{}".format(*listener.getsockname()), COMPLETIONS, prompt="forever")
+        until(lambda: bool(engine.running))
+        engine.healthy = False  # and yet it says more
+        reply = asked.result()
+        assert (reply.status, reply.error["message"]) == (503, "the server shuts down")
+        assert isinstance(ended.exception(5), DeadEngineError)
+    assert re.fullmatch(r"1 answer cut off after 0\.[3-9] s", caplog.messages[-1])
+    assert not engine.running
 
 
 def test_a_dead_engine_ends_its_server() -> None:
@@ -754,7 +815,7 @@ def test_a_dead_engine_ends_its_server() -> None:
     until(up)
     with client(f"127.0.0.1:{port}") as ai:
         stream = iter(ai.completions.create(model="fake/model", prompt="forever", stream=True))
-        assert next(stream).choices[0].text == "more "
+        assert next(stream).choices[0].text.startswith("more ")
         with pytest.raises(openai.InternalServerError, match="the device is lost"):
             ai.completions.create(model="fake/model", prompt="kill")
         with pytest.raises(openai.APIError, match="the device is lost"):

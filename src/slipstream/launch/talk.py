@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,16 +99,18 @@ def chat(options: argparse.Namespace) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     """OpenAI's HTTP interface and a chat page; SIGTERM lets what runs finish. 1: the engine died, and a new process is needed."""
-    _check_address(options.host, options.port)
-    from slipstream.inference import server
-
     keys = _api_keys(options, os.environ)
-    with _engine(options) as engine:
+    with ExitStack() as stack:
+        sockets = _bound(options.host, options.port, stack)
+        from slipstream.inference import server
+
+        engine = stack.enter_context(_engine(options))
+        for one in sockets:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # to listen beside connections of the last server
         try:
             server.serve(
                 engine.engine,
-                host=options.host,
-                port=options.port,
+                sockets=sockets,
                 api_keys=keys,
                 max_body_bytes=options.max_body_bytes,
                 max_output_tokens=options.max_output_tokens,
@@ -139,16 +141,23 @@ def _api_keys(options: argparse.Namespace, environment: Mapping[str, str]) -> li
     return keys
 
 
-def _check_address(host: str, port: int) -> None:
-    """Whether a server can listen there, before a model is loaded for it."""
+def _bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
+    """A socket for each address of the host, bound before a model is loaded and kept, so that nobody else has the port when the
+    server listens. Until then, who connects is refused."""
+    sockets = []
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, for ports of one that just ended
-            probe.bind(address)
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            sockets.append(one := stack.enter_context(socket.socket(family, kind, protocol)))
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, for ports of one that just ended
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has its own
+            one.bind(address)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # else another could bind too, and listen first
     except OSError as error:
         why = error.strerror or error
         raise ValueError(f"cannot listen on {host}, port {port}: {why}; give another --host or --port") from error
+    return sockets
 
 
 def _engine(options: argparse.Namespace) -> InferenceEngine:

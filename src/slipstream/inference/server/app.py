@@ -25,7 +25,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from slipstream.inference.server.answers import ChatFormat, CompletionFormat, Format
 from slipstream.inference.server.backend import Engine
 from slipstream.inference.server.gate import JSON, Gate, refusal
-from slipstream.inference.server.generation import Answer, Compiling, Work
+from slipstream.inference.server.generation import Answer, Compiling, Deadlines, Work
 from slipstream.inference.server.metrics import CONTENT_TYPE, Traffic, render
 from slipstream.inference.server.protocol import (
     MAX_SEQUENCES,
@@ -71,7 +71,8 @@ def create_app(
     body_timeout_s: float = 30.0,
     schema_timeout_s: float = 10.0,
 ) -> FastAPI:
-    """`app.state.traffic.draining = True` makes it refuse new generations. `max_output_tokens` bounds a request's max_tokens,
+    """`app.state.traffic.draining = True` makes it refuse new generations, `app.state.deadlines.stop()` ends those that run with an
+    error. `max_output_tokens` bounds a request's max_tokens,
     `request_timeout_s` how long its answer may take, `body_timeout_s` its body to arrive and `schema_timeout_s` its JSON schema
     to be compiled."""
     tokenizer = engine.tokenizer
@@ -81,11 +82,12 @@ def create_app(
         raise ValueError("api_keys has to be a sequence of keys, none of them empty")
     traffic = Traffic()
     compiling = Compiling(schema_timeout_s)
+    deadlines = Deadlines()
     created = int(time.time())
     page, policy = _page()
     # No /docs: FastAPI's pages load their code from elsewhere.
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, responses={status: _ERRORS[status] for status in (401, 500)})
-    app.state.traffic = traffic
+    app.state.traffic, app.state.deadlines = traffic, deadlines
     app.add_middleware(Gate, api_keys=tuple(api_keys), traffic=traffic)
 
     def model() -> ModelBody:
@@ -118,6 +120,12 @@ def create_app(
         if prompts * n > MAX_SEQUENCES:
             raise RequestError(f"{prompts} prompts times n = {n} is more than {MAX_SEQUENCES}", param="n")
 
+    async def read(request: Request) -> bytes:
+        late = RequestError(f"the body did not arrive within {body_timeout_s:g} s", status=408)
+        late.headers["Connection"] = "close"  # else the rest could drip in for ever
+        async with deadlines.within(body_timeout_s, late):
+            return await _read(request, max_body_bytes)
+
     def answer(ask: Sampled, work: Work, form: Format) -> Response:
         usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
         return Answer(
@@ -126,6 +134,7 @@ def create_app(
             form,
             traffic=traffic,
             compiling=compiling,
+            deadlines=deadlines,
             stream=bool(ask.stream),
             include_usage=usage,
             timeout_s=request_timeout_s,
@@ -133,7 +142,7 @@ def create_app(
 
     @app.post("/v1/completions", responses=_answers(CompletionBody), openapi_extra=_body("CompletionRequest"))
     async def completions(request: Request) -> Response:
-        ask = await asyncio.to_thread(parse, CompletionRequest, await _read(request, max_body_bytes, body_timeout_s))
+        ask = await asyncio.to_thread(parse, CompletionRequest, await read(request))
         check_model(ask.model)
         check_number(len(ask.prompts()), ask.n or 1)
         prompts = [
@@ -149,7 +158,7 @@ def create_app(
 
     @app.post("/v1/chat/completions", responses=_answers(ChatBody), openapi_extra=_body("ChatRequest"))
     async def chat(request: Request) -> Response:
-        ask = await asyncio.to_thread(parse, ChatRequest, await _read(request, max_body_bytes, body_timeout_s))
+        ask = await asyncio.to_thread(parse, ChatRequest, await read(request))
         check_model(ask.model)
         check_number(1, ask.n or 1)
         messages = [message.for_template() for message in ask.messages]
@@ -253,25 +262,19 @@ def _body(name: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-async def _read(request: Request, limit: int, timeout_s: float) -> bytes:
+async def _read(request: Request, limit: int) -> bytes:
     """The body. Raises RequestError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(f"content-type is {kind[:100]!r}; it has to be application/json", status=415)
     parts: list[bytes] = []
     size = 0
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for part in request.stream():
-                size += len(part)
-                if size <= limit:
-                    parts.append(part)
-                elif size > 8 * limit:
-                    break  # a little more than the limit is read and dropped: many clients read no answer before they have sent all
-    except TimeoutError:
-        error = RequestError(f"the body did not arrive within {timeout_s:g} s", status=408)
-        error.headers["Connection"] = "close"  # else the rest could drip in for ever
-        raise error from None
+    async for part in request.stream():
+        size += len(part)
+        if size <= limit:
+            parts.append(part)
+        elif size > 8 * limit:
+            break  # a little more than the limit is read and dropped: many clients read no answer before they have sent all
     if size > limit:
         raise RequestError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
     return b"".join(parts)

@@ -49,6 +49,35 @@ class Work:
     priority: int
 
 
+class Deadlines:
+    """The time limits of requests. `stop` ends them all, so that everybody is answered before the server's end."""
+
+    def __init__(self) -> None:
+        self._stopped = False
+        self._limits = set[asyncio.Timeout]()
+
+    @asynccontextmanager
+    async def within(self, timeout_s: float, late: RequestError) -> AsyncIterator[None]:
+        """Raises `late` after `timeout_s`, and a RequestError of its own when the server stops before that."""
+        try:
+            async with asyncio.timeout(0 if self._stopped else timeout_s) as limit:
+                self._limits.add(limit)
+                try:
+                    yield
+                finally:
+                    self._limits.discard(limit)
+        except TimeoutError:
+            if self._stopped:
+                late = RequestError("the server shuts down", status=503, code="draining", retry_after=5)
+            raise late from None
+
+    def stop(self) -> None:
+        self._stopped = True
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+
+
 class Compiling:
     """Requests with a JSON schema are submitted one at a time: the engine compiles it, which can take long, and holds one of
     the threads that all requests share. Nobody waits longer than `timeout_s`, for its turn or for the compiler."""
@@ -81,10 +110,12 @@ async def running(engine: Engine, work: Work, receive: Receive, compiling: Compi
     mailbox: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
     handles: list[asyncio.Future[Any]] = []
     unfinished = [work.n] * len(work.prompts)
+    over = False
 
     def submit(prompt: Sequence[int], first: int) -> Any:
         def sink(output: Output) -> None:  # where the loop was closed it raises, and the engine ends what nobody waits for
-            loop.call_soon_threadsafe(mailbox.put_nowait, (first + output.index, output))
+            if not over:
+                loop.call_soon_threadsafe(mailbox.put_nowait, (first + output.index, output))
 
         return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink)
 
@@ -134,6 +165,7 @@ async def running(engine: Engine, work: Work, receive: Receive, compiling: Compi
             raise RequestError(str(error), status=503, code="unavailable", retry_after=5) from None
         yield batches()
     finally:
+        over = True
         watcher.cancel()
         for handle, left in zip(handles, unfinished, strict=False):  # one was refused: there are fewer handles
             if left and handle.done():
@@ -153,6 +185,7 @@ class Answer(Response):
         *,
         traffic: Traffic,
         compiling: Compiling,
+        deadlines: Deadlines,
         stream: bool,
         include_usage: bool,
         timeout_s: float,
@@ -163,6 +196,7 @@ class Answer(Response):
         self.form = form
         self.traffic = traffic
         self.compiling = compiling
+        self.deadlines = deadlines
         self.write = self._stream if stream else self._whole
         self.include_usage = include_usage
         self.timeout_s = timeout_s
@@ -176,12 +210,12 @@ class Answer(Response):
             await send(message)
 
         try:
-            try:
-                async with asyncio.timeout(self.timeout_s):
-                    async with running(self.engine, self.work, receive, self.compiling) as batches:
-                        await self.write(batches, tracked)
-            except TimeoutError:
-                raise RequestError(f"not done within {self.timeout_s:g} s", status=504, code="timeout") from None
+            late = RequestError(f"not done within {self.timeout_s:g} s", status=504, code="timeout")
+            async with (
+                self.deadlines.within(self.timeout_s, late),
+                running(self.engine, self.work, receive, self.compiling) as batches,
+            ):
+                await self.write(batches, tracked)
         except ClientLeftError:
             self.traffic.abandoned += 1
         except RequestError as error:
