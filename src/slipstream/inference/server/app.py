@@ -253,7 +253,9 @@ def create_app(
 
 
 def _answers(whole: type) -> dict[int | str, dict[str, Any]]:
-    events = {"schema": {"type": "string"}}  # where stream is true
+    data = {"type": "string", "description": "A chunk as JSON, {\"error\": ...}, or [DONE]."}
+    # Where stream is true. A schema is of each event, as what reads OpenAPI 3.1 takes it.
+    events = {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
     return {200: {"model": whole, "content": {"text/event-stream": events}}, **_ERRORS}
 
 
