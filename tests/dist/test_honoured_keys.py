@@ -26,7 +26,7 @@ from tests.unit.test_honoured_keys import Dot, sgd
 
 def resting(unit: Any) -> int:
     """Elements of a unit's weights in this rank's memory between steps."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in (unit.full, unit.shard)}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in (unit.full, unit.weights.whole())}
     return sum(storages.values()) // unit.full.element_size()
 
 
@@ -35,7 +35,7 @@ def held(engine: Any) -> dict[str, int]:
     units = engine.units
     return {
         "weights": sum(resting(unit) for unit in units),
-        "gradients": sum((unit.memory.local.tensor if unit.memory.local else unit.grads).numel() for unit in units),
+        "gradients": sum((unit.memory.local.tensor if unit.memory.local else unit.grads.whole()).numel() for unit in units),
         "states": sum(engine.steps.states(unit, p)["exp_avg"].numel() for unit in units for p in engine.steps.pieces[unit.index]),
     }
 

@@ -56,7 +56,7 @@ def masters(engine: Any) -> dict[str, Tensor]:
     """Whole, by name; what `engine.optimizer_state` gives, with one collective a unit."""
     found: dict[str, Tensor] = {}
     for unit in engine.units:
-        full = full_span(unit, unit.master, bool(unit.placement.optim))
+        full = full_span(unit, unit.master.whole(), bool(unit.placement.optim))
         for name, slot in zip(unit.names, unit.layout.slots, strict=True):
             found[name] = full[slice(*slot.span)].view(slot.shape)
     return found

@@ -18,8 +18,9 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
@@ -136,21 +137,52 @@ def _words(box: Box) -> str:
     return f"the box at {list(box.offsets)} of sizes {list(box.sizes)}"
 
 
+class Rested(Protocol):
+    """Elements that are not in memory: read and written a range at a time."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def numel(self) -> int: ...
+    def get(self, start: int, stop: int) -> Tensor: ...
+    def put(self, start: int, values: Tensor) -> None: ...
+
+
+class Part(NamedTuple):
+    """Elements [start, start + length) of what rests elsewhere: one box of a slice."""
+
+    held: Rested
+    start: int
+    sizes: Shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.held.dtype
+
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def get(self, start: int, stop: int) -> Tensor:
+        return self.held.get(self.start + start, self.start + stop)
+
+    def put(self, start: int, values: Tensor) -> None:
+        self.held.put(self.start + start, values)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatSlice:
     """This rank's flat range of one tensor: `data` holds elements [start, start + data.numel()) of `shape`.
 
-    `data` is 1-D and contiguous, on any device; saving reads it and loading fills it in place. A rank that
+    `data` is 1-D and contiguous, on any device, or rests on disk; saving reads it and loading fills it in place. A rank that
     owns nothing of a tensor passes an empty `data` (any start within bounds) or leaves the name out.
     """
 
-    data: Tensor  # 1D, this rank's span
+    data: Tensor | Rested  # 1D, this rank's span
     shape: Shape  # of the whole tensor
     start: int  # in elements, row-major
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
-        if self.data.dim() != 1 or not self.data.is_contiguous():
+        if isinstance(self.data, Tensor) and (self.data.dim() != 1 or not self.data.is_contiguous()):
             raise ValueError(
                 f"FlatSlice: data must be 1-D and contiguous, has shape {tuple(self.data.shape)} "
                 f"and strides {self.data.stride()}; pass a flat view"
@@ -166,10 +198,13 @@ class FlatSlice:
     def stop(self) -> int:
         return self.start + self.data.numel()
 
-    def pieces(self) -> Iterator[tuple[Box, Tensor]]:
-        """Each box of the range with the view of `data` (N-D) that holds it."""
+    def pieces(self) -> Iterator[tuple[Box, Tensor | Part]]:
+        """Each box of the range with the view of `data` (N-D) that holds it, or where that rests."""
         position = 0
         for box in boxes(self.shape, self.start, self.stop):
             numel = math.prod(box.sizes)
-            yield box, self.data[position : position + numel].view(box.sizes)
+            if isinstance(self.data, Tensor):
+                yield box, self.data[position : position + numel].view(box.sizes)
+            else:
+                yield box, Part(self.data, position, box.sizes)
             position += numel

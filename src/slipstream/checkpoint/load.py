@@ -130,7 +130,9 @@ def load(
         ranks.gather(step, lambda: accept(loaded))
     _read(ranks, step, path, found, dict(tensors))
     for held in tensors.values():
-        torch.autograd.graph.increment_version(held.data if isinstance(held, FlatSlice) else held)
+        data = held.data if isinstance(held, FlatSlice) else held
+        if isinstance(data, Tensor):
+            torch.autograd.graph.increment_version(data)
     return loaded
 
 

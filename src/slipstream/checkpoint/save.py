@@ -140,6 +140,8 @@ def check_entry(name: str, held: FlatSlice | Tensor) -> None:
     if not isinstance(held, FlatSlice | Tensor):
         raise CheckpointError(f"tensor {name!r} is a {type(held).__name__}; pass a FlatSlice or a Tensor")
     data = held.data if isinstance(held, FlatSlice) else held
+    if not isinstance(data, Tensor):
+        return
     if data.dtype not in DTYPES.values() or data.is_meta or data.layout is not torch.strided:
         raise CheckpointError(
             f"tensor {name!r} with dtype {data.dtype}, layout {data.layout}, on {data.device}: "

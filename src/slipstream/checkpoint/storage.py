@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -59,7 +60,7 @@ from torch.futures import Future
 
 from .document import BLOCK, Document, Entry, Piece, file_name
 from .errors import ONE_PLACE, CheckpointError
-from .flat_slice import Box, FlatSlice, Shape, check_cover
+from .flat_slice import Box, FlatSlice, Part, Shape, check_cover, flat_range
 
 _ALIGN = 64  # bytes; a piece that is mapped or read later starts on a cache line
 _STAGE = 16 * BLOCK  # bytes of host memory between a file and a tensor that cannot be reached directly
@@ -70,7 +71,7 @@ class FlatSavePlanner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._views: dict[tuple[str, Shape], Tensor] = {}
+        self._views: dict[tuple[str, Shape], Tensor | Part] = {}
 
     def create_local_plan(self) -> SavePlan:
         items: list[WriteItem] = []
@@ -117,7 +118,7 @@ class FlatLoadPlanner(DefaultLoadPlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._views: dict[tuple[str, Shape], Tensor] = {}
+        self._views: dict[tuple[str, Shape], Tensor | Part] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -141,7 +142,13 @@ class FlatLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         view = self._views.get((index.fqn, tuple(index.offset or ())))
+        assert not isinstance(view, Part), f"{index.fqn} rests on disk: it is filled through part()"
         return super().lookup_tensor(index) if view is None else view
+
+    def part(self, item: ReadItem) -> Part | None:
+        """Where the item's destination rests, if not in memory."""
+        view = self._views.get((item.dest_index.fqn, tuple(item.dest_index.offset or ())))
+        return view if isinstance(view, Part) else None
 
 
 class Writer(StorageWriter):
@@ -186,7 +193,7 @@ class Writer(StorageWriter):
 
     def _append(self, file: BinaryIO, item: WriteItem, planner: SavePlanner) -> WriteResult:
         tensor = planner.resolve_data(item)
-        assert isinstance(tensor, Tensor) and item.tensor_data is not None, "only tensors become items"
+        assert isinstance(tensor, Tensor | Part) and item.tensor_data is not None, "only tensors become items"
         file.write(bytes(-file.tell() % _ALIGN))
         at, sums = file.tell(), []
         for stage in _host_bytes(tensor):
@@ -255,6 +262,10 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with torch.no_grad():
             for item in plan.items:
+                part = planner.part(item) if isinstance(planner, FlatLoadPlanner) else None
+                if part is not None:
+                    self._fill_part(part, item)
+                    continue
                 target = planner.resolve_tensor(item).detach()
                 self._fill(target, item)
                 planner.commit_tensor(item, target)
@@ -318,6 +329,19 @@ class Reader(StorageReader):
                 flat[position : position + part.numel()].copy_(part)
                 position += part.numel()
 
+    def _fill_part(self, part: Part, item: ReadItem) -> None:
+        """Into what rests on disk: in place where the item is one range of it, else with what is beside it."""
+        found = flat_range(part.sizes, Box(tuple(item.dest_offsets), tuple(item.lengths)))
+        if found is None:
+            whole = part.get(0, part.numel()).view(part.sizes)
+            self._fill(narrow_tensor_by_index(whole, item.dest_offsets, item.lengths), item)
+            part.put(0, whole.view(-1))
+            return
+        start, stop = found
+        values = torch.empty(stop - start, dtype=part.dtype)
+        self._fill(values.view(tuple(item.lengths)), item)
+        part.put(start, values)
+
     def _find(self, index: MetadataIndex) -> tuple[Entry, Piece]:
         return self._pieces[index.fqn, tuple(index.offset or ())]
 
@@ -376,8 +400,14 @@ def _runs(entry: Entry, piece: Piece, item: ReadItem) -> Iterator[tuple[int, int
         )
 
 
-def _host_bytes(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, row-major, in stages of whole blocks; from a device they are copied first."""
+def _host_bytes(tensor: Tensor | Part) -> Iterator[memoryview]:
+    """The bytes of a tensor, row-major, in stages of whole blocks; from a device or a disk they are copied first."""
+    if isinstance(tensor, Part):
+        step = _STAGE // tensor.dtype.itemsize
+        for start in range(0, tensor.numel(), step):
+            part = tensor.get(start, min(start + step, tensor.numel()))
+            yield _memory(part)
+        return
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.device.type == "cpu":
         yield _memory(flat)

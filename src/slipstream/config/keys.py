@@ -91,6 +91,19 @@ HONOURED: Mapping[str, str] = {
     "data_types.param_dtype": "test_data_types_param_dtype",
     "zero_optimization.stage": "test_zero_optimization_stage",
     "zero_optimization.mics_shard_size": "test_zero_optimization_mics_shard_size",
+    "zero_optimization.offload_optimizer.device": "test_offload_optimizer_device",
+    "zero_optimization.offload_optimizer.nvme_path": "test_offload_optimizer_device",
+    "zero_optimization.offload_optimizer.ratio": "test_offload_optimizer_ratio",
+    "zero_optimization.offload_optimizer.buffer_count": "test_offload_optimizer_buffer_count",
+    "zero_optimization.offload_param.device": "test_offload_param_device",
+    "zero_optimization.offload_param.nvme_path": "test_offload_param_device",
+    "zero_optimization.offload_param.max_in_cpu": "test_offload_param_max_in_cpu",
+    "zero_optimization.sub_group_size": "test_sub_group_size",
+    "zero_optimization.cpu_offload": "test_cpu_offload",
+    "zero_optimization.cpu_offload_param": "test_cpu_offload",
+    "aio.block_size": "test_aio",
+    "aio.queue_depth": "test_aio",
+    "aio.intra_op_parallelism": "test_aio",
     "steps_per_print": "test_steps_per_print",
     "wall_clock_breakdown": "test_wall_clock_breakdown",
     "dump_state": "test_dump_state",
@@ -106,7 +119,10 @@ HONOURED: Mapping[str, str] = {
 _UNITS = "parameters move in whole units (one per repeated block), not in buckets of this size"
 _WHOLE = "a unit is gathered whole, so the modules inside it are leaves already"
 _TRANSPORT = "the transport picks the collective; each reduction has one fixed order and sends each byte once"
-_DISK = "only offload to disk reads it, and that is not built yet"
+_PINNED = "host memory that a GPU copies from or to is always pinned"
+_STREAMED = "the optimizer always reads chunks ahead and writes them behind"
+_DIRECT = "a unit's weights are read straight into the memory that it is computed from, one unit ahead"
+_SUBMITTED = "blocks go to the disk as soon as the queue has room, and are reaped as they end"
 _WRITER = "every rank writes its own shards through torch.distributed.checkpoint, without pickles"
 _ROUNDING = (
     "gradients are summed in fp32 and scaled once at the end, so there is no order of division to choose"
@@ -134,7 +150,6 @@ NO_EFFECT: Mapping[str, str] = {
     "zero_optimization.stage3_allgather_sequential": _TRANSPORT,
     "zero_optimization.reduce_bucket_size": _UNITS,
     "zero_optimization.allgather_bucket_size": _UNITS,
-    "zero_optimization.sub_group_size": _UNITS,
     "zero_optimization.stage3_prefetch_bucket_size": _UNITS,
     "zero_optimization.stage3_param_persistence_threshold": _UNITS,
     "zero_optimization.stage3_model_persistence_threshold": _UNITS,
@@ -158,15 +173,19 @@ NO_EFFECT: Mapping[str, str] = {
     "zero_optimization.override_module_apply": "torch.nn.Module is left alone",
     "zero_optimization.log_trace_cache_warnings": "there is no trace cache",
     "zero_optimization.enable_sanity_checks": "the checks are always on",
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _DISK,
-    "zero_optimization.cpu_offload_use_pin_memory": "there is no offload yet",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon's states always stay in memory",
+    "zero_optimization.cpu_offload_use_pin_memory": _PINNED,
     "zero_optimization.grad_hooks": "gradients are always reduced from hooks",
-    "aio.block_size": _DISK,
-    "aio.queue_depth": _DISK,
-    "aio.intra_op_parallelism": _DISK,
-    "aio.single_submit": _DISK,
-    "aio.overlap_events": _DISK,
-    "aio.use_gds": _DISK,
+    "zero_optimization.offload_optimizer.pin_memory": _PINNED,
+    "zero_optimization.offload_optimizer.pipeline_read": _STREAMED,
+    "zero_optimization.offload_optimizer.pipeline_write": _STREAMED,
+    "zero_optimization.offload_optimizer.fast_init": "fresh files read as zeros, so nothing is written to begin with",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "all threads of the process step the optimizer",
+    "zero_optimization.offload_param.pin_memory": _PINNED,
+    "zero_optimization.offload_param.buffer_count": _DIRECT,
+    "zero_optimization.offload_param.buffer_size": _DIRECT,
+    "aio.single_submit": _SUBMITTED,
+    "aio.overlap_events": _SUBMITTED,
     "disable_python_gc": "Python's collector is left alone; call gc.disable() in the script",
     "memory_breakdown": "engine.explain() gives the bytes of every state",
     "timers.throughput.enabled": "steps_per_print and wall_clock_breakdown ask for times",
@@ -204,18 +223,14 @@ _COMPRESSION = (
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
-        what="offload of optimizer state",
-        remedy='set the device to "none"; zero_optimization.stage 1 to 3 shard the state over the ranks',
-        switches=("zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload"),
-        off=("none", False, None),
-        blocks=("zero_optimization.offload_optimizer",),
+        what="SuperOffload",
+        remedy="set it to false; offload_optimizer streams and overlaps as it is",
+        switches=("zero_optimization.offload_optimizer.super_offload",),
     ),
     Feature(
-        what="offload of parameters",
-        remedy='set the device to "none"; zero_optimization.stage 3 shards the parameters over the ranks',
-        switches=("zero_optimization.offload_param.device", "zero_optimization.cpu_offload_param"),
-        off=("none", False, None),
-        blocks=("zero_optimization.offload_param",),
+        what="storage that the GPU reads itself (GPUDirect)",
+        remedy="set aio.use_gds to false; transfers go through pinned host memory",
+        switches=("aio.use_gds",),
     ),
     Feature(
         what="ZenFlow",

@@ -54,6 +54,23 @@ class ZeroPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadPlan:
+    """Which memory states rest in. "cpu" is the host's; where the device is the host, that is where they are anyway."""
+
+    optimizer: Literal["none", "cpu", "nvme"]  # masters and moments
+    optimizer_path: str | None
+    ratio: float  # of each unit's masters and moments; the rest stays in memory
+    num_buffers: int  # chunks in memory at a time
+    chunk_numel: int  # at most, as the optimizer streams them
+    param: Literal["none", "cpu", "nvme"]  # sharded weights
+    param_path: str | None
+    max_in_cpu: int  # weights per rank that stay in host memory although the tier is the disk
+    block_nbytes: int
+    queue_depth: int
+    threads: int  # where the kernel refuses io_uring
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossScalePlan:
     static: float | None  # None = dynamic, by the fields below
     initial: float
@@ -108,6 +125,7 @@ class DebugPlan:
 class Plan:
     batch: BatchPlan
     zero: ZeroPlan
+    offload: OffloadPlan
     precision: PrecisionPlan
     optimizer: OptimizerPlan | None
     scheduler: SchedulerPlan | None
@@ -138,7 +156,7 @@ def describe(plan: Plan) -> str:
 
 def plan_values(plan: Plan) -> dict[str, Any]:
     """The plan under the JSON's own keys, in reading order."""
-    batch, zero, precision = plan.batch, plan.zero, plan.precision
+    batch, zero, precision, offload = plan.batch, plan.zero, plan.precision, plan.offload
     half = {dtype: precision.param_dtype is dtype for dtype in (torch.float16, torch.bfloat16)}
     values: dict[str, Any] = {
         "train_batch_size": batch.train_batch_size,
@@ -172,6 +190,28 @@ def plan_values(plan: Plan) -> dict[str, Any]:
             "fp16.hysteresis": scale.hysteresis,
             "fp16.consecutive_hysteresis": scale.consecutive_hysteresis,
             "fp16.min_loss_scale": scale.minimum,
+        }
+    if offload.optimizer != "none":
+        values["zero_optimization.offload_optimizer.device"] = offload.optimizer
+        values["zero_optimization.offload_optimizer.ratio"] = offload.ratio
+    if offload.param != "none":
+        values["zero_optimization.offload_param.device"] = offload.param
+    if offload.optimizer == "nvme":
+        values |= {
+            "zero_optimization.offload_optimizer.nvme_path": offload.optimizer_path,
+            "zero_optimization.offload_optimizer.buffer_count": offload.num_buffers,
+            "zero_optimization.sub_group_size": offload.chunk_numel,
+        }
+    if offload.param == "nvme":
+        values |= {
+            "zero_optimization.offload_param.nvme_path": offload.param_path,
+            "zero_optimization.offload_param.max_in_cpu": offload.max_in_cpu,
+        }
+    if "nvme" in (offload.optimizer, offload.param):
+        values |= {
+            "aio.block_size": offload.block_nbytes,
+            "aio.queue_depth": offload.queue_depth,
+            "aio.intra_op_parallelism": offload.threads,
         }
     for name, part in (("optimizer", plan.optimizer), ("scheduler", plan.scheduler)):
         if part is not None:

@@ -26,6 +26,7 @@ from .plan import (
     DebugPlan,
     LossScalePlan,
     ModelFacts,
+    OffloadPlan,
     OptimizerPlan,
     Plan,
     PrecisionPlan,
@@ -117,6 +118,7 @@ def resolve(
     return Plan(
         batch=batch,
         zero=_zero(values, world),
+        offload=_offload(values),
         precision=precision,
         optimizer=optimizer,
         scheduler=_scheduler(values, optimizer),
@@ -363,6 +365,53 @@ def _zero(values: _Values, world: DataWorld) -> ZeroPlan:
         transport=values.take("slipstream.transport"),
         reduce_op=values.take("gradient_allreduce_op"),
     )
+
+
+def _offload(values: _Values) -> OffloadPlan:
+    optimizer, optimizer_path = _tier(values, "offload_optimizer", "cpu_offload")
+    param, param_path = _tier(values, "offload_param", "cpu_offload_param")
+    stage = values.take("zero_optimization.stage")
+    if param != "none" and stage != 3:
+        raise ValueError(
+            f"zero_optimization.offload_param is {param}, but at stage {stage} every rank computes with weights of its own; "
+            f"set the stage to 3, or offload_param.device to none"
+        )
+    on_disk = "nvme" in (optimizer, param)
+    block, depth = values.take("aio.block_size"), values.take("aio.queue_depth")
+    if on_disk and (block < 4096 or block % 4096 or not 1 <= depth <= 4096):
+        raise ValueError(
+            f"aio.block_size ({block}) must be a multiple of 4096 and aio.queue_depth ({depth}) 1 to 4096: transfers are direct"
+        )
+    buffers = _taken(values, "offload_optimizer", "buffer_count", 4)
+    if on_disk and buffers < 2:
+        raise ValueError(
+            f"zero_optimization.offload_optimizer.buffer_count is {buffers}; one computes while another moves, so 2 or more"
+        )
+    return OffloadPlan(
+        optimizer=optimizer, optimizer_path=optimizer_path, ratio=_taken(values, "offload_optimizer", "ratio", 1.0),
+        num_buffers=buffers, chunk_numel=max(values.take("zero_optimization.sub_group_size"), 1),
+        param=param, param_path=param_path, max_in_cpu=_taken(values, "offload_param", "max_in_cpu", 1_000_000_000),
+        block_nbytes=block, queue_depth=depth, threads=max(values.take("aio.intra_op_parallelism"), 1),
+    )  # fmt: skip
+
+
+def _taken(values: _Values, block: str, key: str, default: Any) -> Any:
+    """A key of an offload block, which may be missing as a whole."""
+    path = f"zero_optimization.{block}.{key}"
+    return values.take(path) if path in values.parsed.leaves else default
+
+
+def _tier(values: _Values, block: str, older: str) -> tuple[Any, str | None]:
+    """The device of an offload block, or of its older boolean form, and the folder that the disk needs."""
+    device = _taken(values, block, "device", "none")
+    if device == "none" and values.take(f"zero_optimization.{older}"):
+        device = "cpu"
+    if device == "cpu" and values.facts.device_type == "cpu":
+        values.notes.append(f"zero_optimization.{block}: the device is the host, so its states are in host memory already")
+    path = _taken(values, block, "nvme_path", None)
+    if device == "nvme" and not path:
+        raise ValueError(f"zero_optimization.{block}.device is nvme: name a folder on the disk in {block}.nvme_path")
+    return device, path
 
 
 def _optimizer(values: _Values) -> tuple[OptimizerPlan | None, float]:

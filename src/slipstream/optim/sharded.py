@@ -4,16 +4,15 @@ The user's (or the JSON's) torch optimizer stays the one place where parameter g
 live: schedulers change `lr` there. What is stepped are *pieces*: the part of each parameter that lies in this
 rank's optimizer span.
 
-FusedAdamW   one native pass over each stretch of neighbouring pieces that share a group and a step count
-TorchSteps   any torch optimizer: elementwise ones see 1D pieces, shape-aware ones whole tensors (layout
-`whole`)
+NativeSteps  the kernels of ops, chunk by chunk, wherever the states rest (optim/native.py)
+TorchSteps   any torch optimizer, in memory: elementwise ones see 1D pieces, shape-aware ones whole tensors (layout `whole`)
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +20,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from slipstream import ops
 from slipstream.zero.layout import overlap
+from slipstream.zero.store import Chunk, Ring, Section
 from slipstream.zero.unit import Unit
 
 
@@ -62,7 +61,12 @@ def pieces_of(unit: Unit, group_of: dict[int, int]) -> list[Piece]:
 
 
 class ShardedSteps(ABC):
-    """One optimizer over the spans of all units. Abstract; the engine calls `begin`, then `step` per unit, in unit order."""
+    """One optimizer over the spans of all units. Abstract; the engine calls `begin`, then `step` for each chunk, in unit order.
+
+    `begin` takes what schedules may change before the last chunk is done.
+    """
+
+    ring: Ring | None = None  # through which chunks pass that rest on disk
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
         self.inner = inner
@@ -83,20 +87,24 @@ class ShardedSteps(ABC):
         return result
 
     @abstractmethod
-    def begin(self) -> None:
-        """A step of the engine begins."""
+    def begin(self, units: Sequence[Unit]) -> None:
+        """A step of the engine over these units begins."""
 
     @abstractmethod
-    def step(self, unit: Unit, scale: float) -> None:
-        """Update the unit's masters, and its weights where they are separate, with `unit.grads` times `scale`."""
+    def chunks(self, unit: Unit) -> Sequence[Chunk]:
+        """The unit's span in the pieces that `step` takes."""
+
+    @abstractmethod
+    def step(self, unit: Unit, chunk: Chunk, scale: float) -> None:
+        """Update the chunk's masters, and its weights where they are separate, with its gradients times `scale`."""
 
     @abstractmethod
     def state_nbytes(self, unit: Unit) -> int:
         """Bytes of optimizer state that this rank keeps for the unit."""
 
     @abstractmethod
-    def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor]:
-        """Per-element optimizer state of a piece, 1D views of this rank's memory; made on first use."""
+    def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor | Section]:
+        """Per-element optimizer state of a piece, 1D, where it rests; made on first use."""
 
     @abstractmethod
     def scalars(self, unit: Unit, piece: Piece) -> dict[str, Any]:
@@ -109,86 +117,6 @@ class ShardedSteps(ABC):
     @abstractmethod
     def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
         """Undo `scalars`."""
-
-
-class FusedAdamW(ShardedSteps):
-    """Adam and AdamW in one native pass: gradients in their own dtype, unscale and clip in the same factor.
-
-    Source: Kingma & Ba (arXiv 1412.6980); Loshchilov & Hutter (arXiv 1711.05101).
-    """
-
-    def __init__(
-        self, inner: torch.optim.Optimizer, units: Sequence[Unit], *, decoupled: bool, bias_correction: bool,
-        state_dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        super().__init__(inner, units)
-        self.decoupled, self.bias_correction, self.state_dtype = decoupled, bias_correction, state_dtype
-        self.moments: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def _moments(self, unit: Unit) -> tuple[Tensor, Tensor]:
-        if unit.index not in self.moments:
-            first = torch.zeros(unit.master.numel(), dtype=self.state_dtype, device=unit.master.device)
-            self.moments[unit.index] = (first, torch.zeros_like(first))
-            for piece in self.pieces[unit.index]:
-                given = self._given_state(piece, flat=True)
-                if given:
-                    for name, moment in zip(("exp_avg", "exp_avg_sq"), self.moments[unit.index], strict=True):
-                        moment[piece.start : piece.stop].copy_(given[name])
-                    piece.step = int(given["step"])
-        return self.moments[unit.index]
-
-    def begin(self) -> None:
-        """Steps are counted per piece."""
-
-    def step(self, unit: Unit, scale: float) -> None:
-        assert unit.grads is not None
-        exp_avg, exp_avg_sq = self._moments(unit)
-        for start, stop, group, step in _stretches(self.pieces[unit.index]):
-            options = self.inner.param_groups[group]
-            ops.adamw(
-                unit.master[start:stop], unit.grads[start:stop], exp_avg[start:stop], exp_avg_sq[start:stop],
-                None if unit.out is None else unit.out[start:stop],
-                scale=scale, lr=float(options["lr"]), beta1=options["betas"][0], beta2=options["betas"][1], eps=options["eps"],
-                weight_decay=options["weight_decay"], step=step, decoupled=self.decoupled, bias_correction=self.bias_correction,
-            )  # fmt: skip
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether the optimizer stepped first
-
-    def state_nbytes(self, unit: Unit) -> int:
-        return 2 * unit.master.numel() * self.state_dtype.itemsize
-
-    def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor]:
-        exp_avg, exp_avg_sq = self._moments(unit)
-        return {
-            "exp_avg": exp_avg[piece.start : piece.stop],
-            "exp_avg_sq": exp_avg_sq[piece.start : piece.stop],
-        }
-
-    def scalars(self, unit: Unit, piece: Piece) -> dict[str, Any]:
-        return {"step": piece.step}
-
-    def make_states(self, unit: Unit, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
-        return lambda: None  # both moments are there, or zero
-
-    def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
-        piece.step = int(values["step"])
-
-
-def _stretches(pieces: Sequence[Piece]) -> Iterator[tuple[int, int, int, int]]:
-    """(start, stop, group, step) of maximal runs of trainable neighbours; counts their steps. The zero gap between two
-    parameters belongs to the run: its gradient is zero and its weight too, so no update changes it."""
-    run: tuple[int, int, int, int] | None = None
-    for piece in pieces:
-        if not piece.param.requires_grad:
-            continue
-        piece.step += 1
-        if run is not None and (run[2], run[3]) == (piece.group, piece.step) and piece.start - run[1] < 64:
-            run = (run[0], piece.stop, piece.group, piece.step)
-        else:
-            if run is not None:
-                yield run
-            run = (piece.start, piece.stop, piece.group, piece.step)
-    if run is not None:
-        yield run
 
 
 class TorchSteps(ShardedSteps):
@@ -209,7 +137,7 @@ class TorchSteps(ShardedSteps):
         self._before: list[dict[str, Any]] = []  # each group's values as the engine's step began
         self._after: dict[int, dict[str, Any]] = {}  # of the groups that have advanced since
 
-    def begin(self) -> None:
+    def begin(self, units: Sequence[Unit]) -> None:
         self._before = [_values(group) for group in self.inner.param_groups]
         self._after.clear()
 
@@ -222,7 +150,7 @@ class TorchSteps(ShardedSteps):
     def _leaves(self, unit: Unit) -> list[Tensor]:
         if unit.index not in self.stepped:
             self.stepped[unit.index] = [
-                unit.master[piece.start : piece.stop].view(piece.shape if self.whole else (-1,)).detach()
+                _in_memory(unit)[piece.start : piece.stop].view(piece.shape if self.whole else (-1,)).detach()
                 for piece in self.pieces[unit.index]
             ]
             for piece, leaf in zip(self.pieces[unit.index], self.stepped[unit.index], strict=True):
@@ -231,8 +159,12 @@ class TorchSteps(ShardedSteps):
                     self.inner.state[leaf] = given
         return self.stepped[unit.index]
 
-    def step(self, unit: Unit, scale: float) -> None:
+    def chunks(self, unit: Unit) -> Sequence[Chunk]:
+        return [Chunk(0, unit.master.numel, {})]
+
+    def step(self, unit: Unit, chunk: Chunk, scale: float) -> None:
         assert unit.grads is not None
+        grads = unit.grads.whole()
         groups = self.inner.param_groups
         users = [group["params"] for group in groups]
         for group, values in zip(groups, self._before, strict=True):
@@ -241,7 +173,7 @@ class TorchSteps(ShardedSteps):
         leaves = self._leaves(unit)
         for piece, leaf in zip(self.pieces[unit.index], leaves, strict=True):
             if piece.param.requires_grad:
-                leaf.grad = unit.grads[piece.start : piece.stop].to(leaf.dtype).mul(scale).view(leaf.shape)
+                leaf.grad = grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape)
                 groups[piece.group]["params"].append(leaf)
         self._cast_states(leaves, None)
         self._inside = True
@@ -259,7 +191,7 @@ class TorchSteps(ShardedSteps):
             for leaf in leaves:
                 leaf.grad = None
         if unit.out is not None:
-            unit.out.copy_(unit.master)
+            unit.out.put(0, unit.master.whole())
 
     def _cast_states(self, leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
         """Per-element states to `dtype`, or (None) to their master's, where they are to be narrower than that."""
@@ -282,7 +214,7 @@ class TorchSteps(ShardedSteps):
     def _state(self, unit: Unit, piece: Piece) -> dict[str, Any]:
         return self.inner.state.get(self._leaf(unit, piece), {})
 
-    def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor]:
+    def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor | Section]:
         shape = self._leaf(unit, piece).shape
         return {
             name: value.view(-1)
@@ -309,6 +241,12 @@ class TorchSteps(ShardedSteps):
 
     def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
         self.inner.state[self._leaf(unit, piece)].update(values)
+
+
+def _in_memory(unit: Unit) -> Tensor:
+    view = unit.master.view(0, unit.master.numel)
+    assert view is not None, "torch optimizers are refused a disk tier (train/initialize.py)"
+    return view
 
 
 _PARAMS = {"params", "param_names"}

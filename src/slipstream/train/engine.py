@@ -10,6 +10,7 @@ An engine owns its units, transports, optimizer and counters; two engines in one
 
 from __future__ import annotations
 
+import errno
 import logging
 import weakref
 import zlib
@@ -24,12 +25,15 @@ from torch import Tensor
 
 from slipstream.config.plan import Plan
 from slipstream.mesh import Mesh
+from slipstream.ops.disk import DiskError
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.train import step as window
 from slipstream.train.precision import Precision
 from slipstream.train.progress import Progress
 from slipstream.zero import access
+from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import Hooks, Phase, Slots
+from slipstream.zero.store import Homes
 from slipstream.zero.unit import Comms, Unit
 from slipstream.zero.watch import PeerError, Watch
 
@@ -46,6 +50,7 @@ class Parts:
     comms: Comms
     units: list[Unit]
     slots: Slots
+    homes: Homes
     hooks: Hooks
     precision: Precision
     steps: ShardedSteps | None  # None: an engine without optimizer
@@ -61,6 +66,9 @@ class Engine(nn.Module):
         self.module = parts.model
         self.plan, self.mesh, self.comms, self.device = parts.plan, parts.mesh, parts.comms, parts.device
         self.units, self.slots, self.hooks, self.steps = parts.units, parts.slots, parts.hooks, parts.steps
+        self.homes = parts.homes
+        self.updater = window.Updater(parts.units, parts.steps) if parts.steps is not None else None
+        self.broken = ""  # why this engine can neither step nor save: its disk failed
         self.destroyed = False
         self.precision, self.watch = parts.precision, parts.watch
         self.optimizer: Any = None  # what initialize returned; set by it
@@ -106,17 +114,20 @@ class Engine(nn.Module):
         self.step_applied = False
         if not boundary:
             return
-        if self.steps is None:
+        if self.updater is None:
             raise RuntimeError("engine.step() on an engine without optimizer; give one to initialize() or in the config")
+        self._refuse_broken()
         self.watch.phase, self.watch.step = "step", self.global_steps
         with self.progress.timing("step"), torch.no_grad():
             verdict = self._finish_window()
             for unit in self.units:
                 unit.release()  # what a forward outside the engine's, or a graph of a graph, has left readable
             if verdict.finite or not self.precision.plan.check_overflow:
-                window.update(self.units, self.steps, verdict.scale)
+                self.updater.start(verdict.scale)
                 self.step_applied = True
         self._count(verdict)
+        if self.updater.is_done:
+            self._settle_disk()
         self.progress.step_done(self)
         self.watch.phase = "idle"
 
@@ -144,10 +155,33 @@ class Engine(nn.Module):
         if any(unit.placement.grads for unit in self.units if unit.trainable):
             window.reduce_leftovers(self.units, self.hooks, self.comms)
         window.settle(self.units, self.alpha, self.slots)
+        self._settle_disk()
         return window.judge(
             self.units, self.comms, self.hooks.backwards, self.precision.loss_scale, self.plan.gradient_clipping,
             self.precision.plan.check_overflow,
         )  # fmt: skip
+
+    def _settle_disk(self) -> None:
+        """Wait for what moves to and from the disk. Collective where there is one; all ranks raise the same DiskError."""
+        if self.updater is None or not self.homes.on_disk:
+            return
+        self.updater.finish()
+        try:
+            self.homes.settle()
+        except DiskError as error:
+            self.updater.failure = self.updater.failure or error
+        mine = str(self.updater.failure or "")
+        failed = [(rank, why) for rank, why in zip(self.mesh.data.ranks, gather_objects(mine, self.mesh.data), strict=True) if why]
+        if failed:
+            rank, why = failed[0]
+            self.broken = f"the disk of rank {rank} failed in step {self.global_steps}: {why}"
+            raise DiskError(errno.EIO, self.broken) from self.updater.failure
+
+    def _refuse_broken(self) -> None:
+        if self.broken:
+            raise RuntimeError(
+                f"{self.broken}. The states of this engine are lost: mend or change the disk, and go on from the last checkpoint"
+            )
 
     def _count(self, verdict: window.Verdict) -> None:
         self.global_grad_norm = verdict.norm
@@ -291,9 +325,13 @@ class Engine(nn.Module):
     def _together(self, method: str) -> Iterator[None]:
         """All ranks call a collective method, or all raise PeerError; nothing of it starts before."""
         with self.watch.guard(method):
+            if method == "save_checkpoint":
+                self._refuse_broken()
             rows = self.comms.data.exchange(torch.tensor([float(zlib.crc32(method.encode()))], dtype=torch.float64))
             if rows.min() != rows.max():
                 raise PeerError(f"this rank called engine.{method}() while others called another method; it is for all ranks")
+            if not self.broken:
+                self._settle_disk()
             yield
 
     def _find(self, name: str) -> tuple[Unit, int]:
@@ -330,10 +368,13 @@ class Engine(nn.Module):
                 access.forget(self.units)
                 self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
         finally:  # also where a rank has gone
+            if self.updater is not None:
+                self.updater.close()
             for comm in (self.comms.dp, self.comms.dp_replicate, self.comms.data):
                 comm.close()
             self.watch.stop()
-        self.units, self.steps = [], None
+            self.homes.close()
+        self.units, self.steps, self.updater = [], None, None
         self.slots = Slots({})
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
 

@@ -38,8 +38,8 @@ def count(units: Sequence[Unit], steps: ShardedSteps | None) -> Bytes:
             wire += away * item  # publish
         if unit.grads is None:
             continue
-        gradients += unit.memory.local.tensor.nbytes if unit.memory.local else unit.grads.nbytes
-        masters += unit.master.nbytes if unit.out is not None else 0
+        gradients += unit.memory.local.tensor.nbytes if unit.memory.local else unit.grads.resident_nbytes
+        masters += unit.master.resident_nbytes if unit.out is not None else 0
         states += steps.state_nbytes(unit) if steps is not None else 0
         wire += away * unit.dtypes.wire.itemsize * (1 if unit.placement.optim else 2)
         copies = unit.comms.dp_replicate  # MiCS: what was reduced here is all-reduced with the other groups

@@ -15,18 +15,20 @@ from slipstream.config import DataWorld, ModelFacts, Plan, load_config, resolve
 from slipstream.distributed import init_distributed, local_device
 from slipstream.mesh import Mesh, data_mesh
 from slipstream.optim import Resolved, is_elementwise, is_native, muon_groups, refuse_unshardable, resolve_optimizer
-from slipstream.optim.sharded import FusedAdamW, ShardedSteps, TorchSteps
+from slipstream.optim.native import AdamW, NativeSteps, Rule
+from slipstream.optim.sharded import ShardedSteps, TorchSteps
 from slipstream.train.data import StatefulLoader, distributed_loader
 from slipstream.train.engine import Engine, Parts
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.precision import Precision
 from slipstream.train.progress import introduce
 from slipstream.train.schedules import build_scheduler, check_steps_alone
+from slipstream.train.tiers import open_spaces, tiers_of
 from slipstream.zero import access
 from slipstream.zero.build import Recipe, build_units, connect, unfreeze
 from slipstream.zero.hooks import Hooks, Reducer
 from slipstream.zero.materialize import materialize
-from slipstream.zero.placement import stage_placement
+from slipstream.zero.placement import Tier, stage_placement
 from slipstream.zero.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -150,7 +152,13 @@ def _engine(
     plan: Plan, model: nn.Module, mesh: Mesh, device: torch.device, inner: torch.optim.Optimizer | None, native: bool
 ) -> Engine:
     whole = inner is not None and not native and not is_elementwise(inner)
-    precision = plan.precision
+    precision, tiers = plan.precision, tiers_of(plan.offload)
+    rule = _rule(inner) if inner is not None and native else None
+    if inner is not None and rule is None and tiers.optim is Tier.DISK:
+        raise ValueError(
+            f"offload_optimizer to disk streams {type(inner).__name__}'s states through kernels of its own, and there are some for "
+            f"Adam and AdamW; use one of them, or keep the states in memory"
+        )
     recipe = Recipe(
         placement=stage_placement(plan.zero.stage),
         weights_dtype=None if precision.param_dtype is torch.float32 else precision.param_dtype,
@@ -160,26 +168,26 @@ def _engine(
         accumulates=plan.batch.accumulation > 1 or not plan.batch.managed,
         whole=whole,
         poison=plan.debug.poison_released,
+        tiers=tiers,
+        state_itemsizes=() if rule is None else (precision.state_dtype.itemsize,) * len(rule.states),
     )
     if recipe.weights_dtype is not None:
         _convert_buffers(model, recipe.weights_dtype)
     watch = Watch(plan.debug.timeout_s)
     watch.start(mesh.data)
     with watch.guard("initialize"):
-        # shared weights cannot be poisoned: another rank may be reading them
-        comms = connect(mesh, device, "gloo" if plan.debug.poison_released else plan.zero.transport, watch)
-        units, slots = build_units(model, recipe, comms)
+        comms = connect(mesh, device, _transport(plan, device), watch)
+        units, slots, homes = build_units(model, recipe, comms, device, open_spaces(plan.offload, comms.data))
     numerics = Precision(precision, device)
     hooks = Hooks(
         model, units, Reducer(units, slots), watch, numerics.inputs, numerics.outputs,
         unfreeze=lambda unit: unfreeze(unit, recipe, slots),
     )  # fmt: skip
     steps: ShardedSteps | None = None
-    if inner is not None and native:
-        options = inner.param_groups[0]
-        steps = FusedAdamW(
-            inner, units, decoupled=bool(options.get("decoupled_weight_decay", isinstance(inner, torch.optim.AdamW))),
-            bias_correction=options.get("bias_correction", True), state_dtype=precision.state_dtype,
+    if inner is not None and rule is not None:
+        steps = NativeSteps(
+            inner, units, rule, state_dtype=precision.state_dtype, chunk_numel=plan.offload.chunk_numel,
+            num_buffers=plan.offload.num_buffers,
         )  # fmt: skip
     elif inner is not None:
         steps = TorchSteps(inner, units, whole=whole, state_dtype=precision.state_dtype)
@@ -193,6 +201,7 @@ def _engine(
             comms=comms,
             units=units,
             slots=slots,
+            homes=homes,
             hooks=hooks,
             precision=numerics,
             steps=steps,
@@ -200,6 +209,24 @@ def _engine(
             device=device,
         )
     )
+
+
+def _rule(inner: torch.optim.Optimizer) -> Rule:
+    options = inner.param_groups[0]
+    return AdamW(
+        decoupled=bool(options.get("decoupled_weight_decay", isinstance(inner, torch.optim.AdamW))),
+        bias_correction=options.get("bias_correction", True),
+    )
+
+
+def _transport(plan: Plan, device: torch.device) -> str:
+    """Weights that come and go cannot lie in memory that other ranks read, nor can poisoned ones."""
+    comes_and_goes = plan.offload.param == "nvme" and device.type == "cpu"
+    if comes_and_goes and plan.zero.transport == "shared":
+        raise ValueError(
+            '"slipstream": {"transport": "shared"} keeps all weights in memory, and offload_param puts them on disk; use "auto"'
+        )
+    return "gloo" if comes_and_goes or plan.debug.poison_released else plan.zero.transport
 
 
 def _convert_buffers(model: nn.Module, dtype: torch.dtype) -> None:

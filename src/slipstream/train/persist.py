@@ -32,6 +32,7 @@ from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.train.data import OtherDataError, StatefulLoader
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.layout import overlap
+from slipstream.zero.store import copy_store, section
 from slipstream.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -266,11 +267,11 @@ def _check_like(saved: Any, present: Any, what: str, remedy: str = "it is damage
 def _weights(engine: Engine, exclude_frozen: bool = False) -> dict[str, FlatSlice | Tensor]:
     entries: dict[str, FlatSlice | Tensor] = {}
     for unit in engine.units:
-        held, span = unit.master, unit.optim_span
+        span = unit.optim_span
         for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
             start, stop = overlap(slot.span, span)
             if not (exclude_frozen and not param.requires_grad):
-                data = held[start - span[0] : stop - span[0]]
+                data = section(unit.master, start - span[0], stop - span[0])
                 entries[f"model.{name}"] = FlatSlice(data, slot.shape, min(max(start - slot.offset, 0), slot.numel))
     return entries
 
@@ -319,7 +320,8 @@ def _spread_weights(engine: Engine) -> None:
         pending = []
         for unit in engine.units:
             if unit.out is not None:
-                unit.out.copy_(unit.master)
+                copy_store(unit.out, unit.master)
+            unit.expire_graphs()
             pending.append(unit.publish())
         for each in pending:
             each.wait()

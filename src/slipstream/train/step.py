@@ -6,17 +6,23 @@ is what allows weights in shared memory to be overwritten.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from slipstream.ops.disk import DiskError, Transfer
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.zero.comm import Pending, gather_objects
 from slipstream.zero.hooks import Hooks, Slots
+from slipstream.zero.layout import overlap
+from slipstream.zero.store import stream
 from slipstream.zero.unit import Comms, Unit
 
 logger = logging.getLogger(__name__)
@@ -101,8 +107,8 @@ def _name_culprit(units: Sequence[Unit], comms: Comms, skipped: bool) -> None:
             continue
         base = unit.optim_span[0]
         for i, slot in enumerate(unit.layout.slots):
-            piece = unit.grads[max(slot.offset - base, 0) : max(slot.offset + slot.numel - base, 0)]
-            if not bool(torch.isfinite(piece).all()):
+            start, stop = overlap(slot.span, unit.optim_span)
+            if not bool(torch.isfinite(unit.grads.get(start - base, stop - base)).all()):
                 found = (unit.index, i, unit.names[i])
                 break
     everyone = [item for item in gather_objects(found, comms.data.axis) if item is not None]
@@ -111,13 +117,91 @@ def _name_culprit(units: Sequence[Unit], comms: Comms, skipped: bool) -> None:
         logger.warning("gradient of %r is not finite (the first such parameter); %s", min(everyone)[2], what)
 
 
-def update(units: Sequence[Unit], steps: ShardedSteps, scale: float) -> None:
-    """Run the optimizer on every unit and publish each as soon as it is done."""
-    published: list[Pending[None]] = []
-    steps.begin()
-    for unit in units:
-        if unit.trainable:
-            steps.step(unit, scale)
+class Updater:
+    """Runs the optimizer over units and publishes each as soon as it is done.
+
+    Where weights are sharded and states stream through memory it does so on a thread of its own, in forward order, so that the
+    next forward begins meanwhile: a unit that is gathered waits for its own update only (`Unit.await_update`).
+
+    A disk that fails is not raised in mid-step, where other ranks would wait for this one for ever: the rest is published as it
+    is, and `failure` says why until the engine has told all ranks.
+    """
+
+    def __init__(self, units: Sequence[Unit], steps: ShardedSteps) -> None:
+        self.units, self.steps = units, steps
+        self.failure: DiskError | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+
+    def start(self, scale: float) -> None:
+        """Update all trainable units; returns when that is done, or has begun."""
+        trainable = [unit for unit in self.units if unit.trainable]
+        self.steps.begin(trainable)
+        for unit in trainable:
+            unit.expire_graphs()
+        if self.steps.ring is None or not all(unit.placement.weights for unit in trainable):
+            self._run(trainable, scale, {})
+            return
+        done: dict[int, Future[list[Transfer]]] = {unit.index: Future() for unit in trainable}
+        for unit in trainable:
+            unit.updating = Pending(functools.partial(self._await, done[unit.index]))
+        self._pool = self._pool or ThreadPoolExecutor(1, "slipstream-update")
+        self._running = self._pool.submit(self._run, trainable, scale, done)
+
+    def _await(self, done: Future[list[Transfer]]) -> None:
+        """A unit's update has been computed and its weights have arrived where they rest."""
+        for transfer in done.result():
+            try:
+                transfer.wait()
+            except DiskError as error:
+                self.failure = self.failure or error
+
+    def _run(self, trainable: Sequence[Unit], scale: float, done: Mapping[int, Future[list[Transfer]]]) -> None:
+        published: list[Pending[None]] = []
+        remaining = deque(trainable)
+
+        def finish(unit: Unit, moving: list[Transfer]) -> None:
             published.append(unit.publish())
-    for pending in published:
-        pending.wait()
+            if done:
+                done[unit.index].set_result(moving)
+
+        try:
+            with torch.no_grad():
+                self._stream(remaining, scale, finish)
+        except DiskError as error:
+            self.failure = self.failure or error
+        finally:
+            for unit in remaining:
+                finish(unit, [])
+        for pending in published:
+            pending.wait()
+
+    def _stream(self, remaining: deque[Unit], scale: float, finish: Callable[[Unit, list[Transfer]], None]) -> None:
+        work = [(unit, chunk) for unit in remaining for chunk in self.steps.chunks(unit)]
+        moving: list[Transfer] = []
+        for (unit, chunk), _ in zip(work, stream([chunk for _, chunk in work], self.steps.ring), strict=True):
+            self.steps.step(unit, chunk, scale)
+            moving += chunk.write_back()
+            if chunk.stop == unit.master.numel:
+                finish(remaining.popleft(), moving)
+                moving = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing runs on beside the caller."""
+        return self._running is None
+
+    def finish(self) -> None:
+        """Wait until everything is updated and at rest."""
+        if self._running is not None:
+            self._running.result()
+            self._running = None
+        for unit in self.units:
+            unit.await_update()
+
+    def close(self) -> None:
+        """Always safe to call twice."""
+        self.finish()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.zero.comm import broadcast_from, gather_objects, reduce_into
 from slipstream.zero.layout import overlap
+from slipstream.zero.store import fill_zero, read, write
 from slipstream.zero.unit import State, Unit
 
 # Every living unit of the process, for the one question that a parameter cannot answer: which unit is it in?
@@ -58,7 +59,7 @@ def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
         return torch.stack(pieces).sum(0).mul_(alpha).view(slot.shape).to(unit.full.device)
     if unit.grads is None or not unit.has_gradient:
         return torch.zeros(slot.shape, device=unit.full.device)
-    full = full_span(unit, unit.grads.float(), bool(unit.placement.grads))[part]
+    full = full_span(unit, unit.grads.whole().float(), bool(unit.placement.grads))[part].to(unit.full.device)
     if unit.comms.dp_replicate.size > 1:
         full = torch.stack([each.to(full.device) for each in gather_objects(full, unit.comms.dp_replicate.axis)]).sum(0)
     return full.view(slot.shape)
@@ -77,12 +78,12 @@ def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
         unit.filled.add(i)
     else:
         if not unit.has_gradient:
-            unit.grads.zero_()
+            fill_zero(unit.grads)
         start, stop = overlap(slot.span, unit.span)
         mine = value.reshape(-1)[start - slot.offset : stop - slot.offset]
-        held = unit.grads[start - unit.span[0] : stop - unit.span[0]]
-        held.copy_(mine if unit.comms.dp_replicate.rank == 0 else torch.zeros_like(mine))
-        unit.partial = reduce_into(unit.grads, [unit.grads], 1.0, accumulate=False)
+        unit.grads.put(start - unit.span[0], mine if unit.comms.dp_replicate.rank == 0 else torch.zeros_like(mine))
+        grads = unit.grads.whole()
+        unit.partial = reduce_into(grads, [grads], 1.0, accumulate=False)
     unit.has_gradient = True
     unit.hide_gradients()
 
@@ -92,10 +93,10 @@ def full_optimizer_state(unit: Unit, i: int, steps: Any) -> dict[str, Tensor]:
     slot = unit.layout.slots[i]
     part = slice(slot.offset, slot.offset + slot.numel)
     sharded = bool(unit.placement.optim)
-    result = {"master": full_span(unit, unit.master, sharded)[part].view(slot.shape).float()}
+    result = {"master": full_span(unit, unit.master.whole(), sharded)[part].view(slot.shape).float()}
     owned = steps.pieces[unit.index] if steps and unit.grads is not None else []  # frozen units have none, nor get any here
     pieces = [piece for piece in owned if piece.name == unit.names[i]]
-    mine = [(piece.offset, name, value) for piece in pieces for name, value in steps.states(unit, piece).items()]
+    mine = [(piece.offset, name, read(value)) for piece in pieces for name, value in steps.states(unit, piece).items()]
     everyone = gather_objects(mine, unit.comms.dp.axis) if sharded else [mine]
     for offset, name, value in (item for rank in everyone for item in rank):
         whole = result.setdefault(name, torch.zeros(slot.shape, dtype=value.dtype))
@@ -119,11 +120,11 @@ def set_optimizer_state(unit: Unit, i: int, steps: Any, values: Mapping[str, Ten
             unit.params[i].copy_(values["master"])
         start, stop = overlap(slot.span, unit.optim_span)
         base = unit.optim_span[0]
-        unit.master[start - base : stop - base].copy_(values["master"].view(-1)[start - slot.offset : stop - slot.offset])
+        unit.master.put(start - base, values["master"].reshape(-1)[start - slot.offset : stop - slot.offset])
     for piece in owned:
         for name, state in steps.states(unit, piece).items():
             if name in values:
-                state.copy_(values[name].reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start])
+                write(state, values[name].reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start])
 
 
 def full_span(unit: Unit, shard: Tensor, sharded: bool) -> Tensor:
@@ -206,7 +207,7 @@ def _write_back(unit: Unit, indices: list[int], values: Tensor, modifier_rank: i
                 unit.full[slice(*span)].copy_(values[slice(*span)])
             else:
                 start, stop = overlap(span, unit.span)
-                unit.shard[start - unit.span[0] : stop - unit.span[0]].copy_(values[start:stop])
+                unit.weights.put(start - unit.span[0], values[start:stop])
     _restore(unit, indices)
     if unit.memory.common:
         unit.comms.dp.publish(unit.memory.common)
@@ -218,6 +219,7 @@ def _write_masters(unit: Unit, span: tuple[int, int], values: Tensor) -> None:
         return
     start, stop = overlap(span, unit.optim_span)
     base = unit.optim_span[0]
-    master, new = unit.master[start - base : stop - base], values[start:stop]
+    master, new = unit.master.get(start - base, stop - base), values[start:stop]
+    new = new.to(master.device)
     changed = master.to(new.dtype) != new
-    master.copy_(torch.where(changed, new.to(master.dtype), master))
+    unit.master.put(start - base, torch.where(changed, new.to(master.dtype), master))

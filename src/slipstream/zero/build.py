@@ -17,8 +17,9 @@ from slipstream.zero import access
 from slipstream.zero.comm import Buffer, Comm, LocalComm, ProcessGroupComm
 from slipstream.zero.hooks import Slots
 from slipstream.zero.layout import Layout, flat_layout, whole_layout
-from slipstream.zero.placement import Placement
+from slipstream.zero.placement import Placement, Tier, Tiers
 from slipstream.zero.shared import SharedComm, hosts_agree
+from slipstream.zero.store import Homes, Needs, Spaces, disk_nbytes
 from slipstream.zero.unit import Comms, Dtypes, Memory, Unit
 from slipstream.zero.watch import Watch
 from slipstream.zero.wrap import Group, wrap
@@ -38,6 +39,8 @@ class Recipe:
     accumulates: bool  # more than one micro-batch a step, or an unknown number
     whole: bool  # the optimizer looks at shapes
     poison: bool  # debugging: released weights read as NaN, so they have memory of their own
+    tiers: Tiers
+    state_itemsizes: tuple[int, ...]  # of the states that a native optimizer keeps per element
 
 
 def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> Comms:
@@ -87,8 +90,13 @@ def _layout(group: Group, model: nn.Module, recipe: Recipe, num_shards: int) -> 
     return (whole_layout if recipe.whole else flat_layout)(shapes, num_shards)
 
 
-def build_units(model: nn.Module, recipe: Recipe, comms: Comms) -> tuple[list[Unit], Slots]:
-    """Move every parameter of `model` into units; returns them in layout order, with the gradient ring."""
+def build_units(
+    model: nn.Module, recipe: Recipe, comms: Comms, device: torch.device, open_space: Callable[[Needs], Spaces]
+) -> tuple[list[Unit], Slots, Homes]:
+    """Move every parameter of `model` into units; returns them in layout order, the gradient ring, and where states rest.
+
+    `open_space` makes the files for what rests on disk, before anything else is allocated.
+    """
     groups = wrap(model)
     place = recipe.placement
     layouts = [_layout(group, model, recipe, comms.data.size) for group in groups]
@@ -103,7 +111,9 @@ def build_units(model: nn.Module, recipe: Recipe, comms: Comms) -> tuple[list[Un
 
     everything = list(range(len(groups)))
     trainable = [i for i in everything if groups[i].trainable]
-    if place.weights and not recipe.poison:
+    homes = _homes(layouts, dtypes, trainable, recipe, comms, device, open_space)
+    in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and device.type == "cpu")
+    if place.weights and not recipe.poison and in_place:
         give("common", comms.dp, everything, lambda i: (layouts[i].numel, dtypes[i].weights), common=True)
     elif not place.weights:
         give("full", comms.dp, everything, lambda i: (layouts[i].numel, dtypes[i].weights))
@@ -122,15 +132,44 @@ def build_units(model: nn.Module, recipe: Recipe, comms: Comms) -> tuple[list[Un
     for i, group in enumerate(groups):
         unit = Unit(
             group.name, i, modules[group.module_name] if group.module_name else None,
-            [(name, params[name]) for name in group.param_names], layouts[i], place, dtypes[i], comms, memories[i],
+            [(name, params[name]) for name in group.param_names], layouts[i], place, dtypes[i], comms, memories[i], homes,
         )  # fmt: skip
         unit.poison = recipe.poison
         if group.trainable:
             unit.start_training(dtypes[i])
+        if unit.pages is not None:
+            unit.release()  # all of them together may not fit
         units.append(unit)
     comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # common weights are written before anyone reads them
     access.register(units)
-    return units, slots
+    return units, slots, homes
+
+
+def _homes(
+    layouts: Sequence[Layout], dtypes: Sequence[Dtypes], trainable: Sequence[int], recipe: Recipe, comms: Comms,
+    device: torch.device, open_space: Callable[[Needs], Spaces],
+) -> Homes:  # fmt: skip
+    tiers, place = recipe.tiers, recipe.placement
+    weights = optim = gradient = 0
+    to_keep = tiers.weights_kept
+    for i, (layout, of_unit) in enumerate(zip(layouts, dtypes, strict=True)):
+        cuts = layout.shards(comms.dp.size)
+        span = cuts[comms.dp.rank + 1] - cuts[comms.dp.rank]
+        if tiers.weights is Tier.DISK:
+            kept = min(span, to_keep)
+            to_keep -= kept
+            weights += disk_nbytes(span, of_unit.weights.itemsize, kept)
+        if i not in trainable:
+            continue
+        if tiers.grads is Tier.DISK and comms.dp_replicate.size == 1:
+            nbytes = disk_nbytes(span, of_unit.grads.itemsize)
+            optim, gradient = optim + nbytes, max(gradient, nbytes)
+        if tiers.optim is Tier.DISK:
+            numel = span if place.optim else layout.numel
+            own = [of_unit.master.itemsize] if of_unit.master != of_unit.weights else []
+            optim += sum(disk_nbytes(numel, item, round(numel * tiers.kept)) for item in [*own, *recipe.state_itemsizes])
+    spaces = open_space(Needs(weights, optim)) if weights or optim else Spaces(None, None)
+    return Homes(tiers, device, spaces, gradient)
 
 
 def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:

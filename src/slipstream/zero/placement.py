@@ -1,12 +1,14 @@
-"""Where each training state is sharded: one value says everything that tells the ZeRO stages apart.
+"""Where each training state is sharded and in which memory it rests: two values say all that tells strategies apart.
 
 Training keeps three states per parameter: weights, gradients, optimizer state. A `Placement` names, for each, the mesh
 axes over which it is sharded; `()` is replicated. Each state extends the sharding of the one before it, so shards nest.
+`Tiers` names the memory that this rank's part of each rests in between uses.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 Axes = tuple[str, ...]
 
@@ -32,3 +34,28 @@ def stage_placement(stage: int, axes: Axes = ("dp",)) -> Placement:
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage is {stage}; it must be 0, 1, 2 or 3")
     return Placement(weights=axes if stage >= 3 else (), grads=axes if stage >= 2 else (), optim=axes if stage >= 1 else ())
+
+
+class Tier(Enum):
+    """A memory."""
+
+    DEVICE = "device"
+    HOST = "host"  # where the device is the host, the same as DEVICE
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """Memories per state. The optimizer steps in host memory where its states rest there or on disk."""
+
+    weights: Tier = Tier.DEVICE  # of sharded weights
+    optim: Tier = Tier.DEVICE  # masters and moments
+    kept: float = 0.0  # the fraction of each unit's masters and moments that stays in memory all the same
+    weights_kept: int = 0  # how many of this rank's weights stay in memory all the same: the first units'
+
+    @property
+    def grads(self) -> Tier:
+        """Reduced gradients wait where the optimizer steps, on disk only where the weights rest there too."""
+        if self.weights is self.optim is Tier.DISK:
+            return Tier.DISK
+        return Tier.DEVICE if self.optim is Tier.DEVICE else Tier.HOST

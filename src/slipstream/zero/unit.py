@@ -1,11 +1,13 @@
 """Parameters that are gathered together, where their three states rest, and the four edges that move them.
 
 full       the whole unit in the weights' dtype, 1D; every parameter is a view into it. Replicated weights: always there.
-           Sharded weights: one mapping that all ranks of the host see, or a storage that is 0 bytes while released
-shard      this rank's span of the weights, 1D: a view of `full`, or memory of its own where `full` can be released
-master     this rank's span of the weights in the optimizer's dtype; the same memory as `shard` when the dtypes agree
+           Sharded weights: one mapping that all ranks of the host see, or memory that is given back while released
+weights    this rank's span of the weights at rest: a view of `full`, or a store of its own where `full` can be released
+master     this rank's span of the weights in the optimizer's dtype; the same store as `weights` when the dtypes agree
 local      this rank's unreduced gradients of the whole unit, 1D (placement.grads == ())
-grads      this rank's span of the gradients, 1D: the sum over ranks once `settle` has run
+grads      this rank's span of the gradients: the sum over ranks once `settle` has run
+
+The last four but `local` are stores (zero/store.py): tensors in memory, or ranges of a file.
 
 Invariants: a parameter is always the same Python object; the geometry is the layout's and knows no stage; gaps between
 parameters are zero in every buffer. Edges are methods; hooks only call them (zero/hooks.py).
@@ -27,7 +29,8 @@ from slipstream.ops import Partial
 from slipstream.zero.comm import Buffer, Comm, Pending
 from slipstream.zero.layout import Layout, Span
 from slipstream.zero.parameter import drop_grad, parameter_classes, raw_grad
-from slipstream.zero.placement import Placement
+from slipstream.zero.placement import Placement, Tier
+from slipstream.zero.store import Homes, MemoryStore, Pages, Store, copy_store, fill_zero, range_nbytes
 
 _preserve_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 (torch exports it to no one)
 
@@ -86,6 +89,7 @@ class Unit:
         dtypes: Dtypes,
         comms: Comms,
         memory: Memory,
+        homes: Homes,
     ) -> None:
         self.name, self.index = name, index
         self.serial = next(_serials)  # the same on all ranks for the same unit: engines are made alike everywhere
@@ -93,7 +97,7 @@ class Unit:
         self.layout, self.placement, self.dtypes, self.comms = layout, placement, dtypes, comms
         self.params = [param for _, param in params]
         self.names = [name for name, _ in params]
-        self.memory = memory
+        self.memory, self.homes = memory, homes
         self.cuts = layout.shards(comms.dp.size)
         self.span: Span = (self.cuts[comms.dp.rank], self.cuts[comms.dp.rank + 1])
         self.optim_span: Span = self.span if placement.optim else (0, layout.numel)
@@ -111,8 +115,10 @@ class Unit:
         self.filled: set[int] = set()  # parameters whose `local` holds this window's gradient
         self.has_gradient = False  # some gradient has left `.grad` since the last step
         self.partial = Partial(0.0, True)  # of this rank's finest span, after the last reduction
+        self.updating: Pending[None] | None = None  # the optimizer still has this unit in hand, on another thread
+        self.pages: Pages | None = None  # what `full` lies in where its pages come and go
         self._place_weights()
-        self.grads: Tensor | None = None  # until start_training
+        self.grads: Store | None = None  # until start_training
         self._versions = [param._version for param in self.params]
 
     # -- memory --
@@ -120,10 +126,19 @@ class Unit:
     def _place_weights(self) -> None:
         numel, dtype, device = self.layout.numel, self.dtypes.weights, self.params[0].device
         old = [param.detach() for param in self.params]
-        buffer = self.memory.common or self.memory.full
-        self.full = buffer.tensor if buffer else torch.zeros(numel, dtype=dtype, device=device)
-        self.full_nbytes = self.full.untyped_storage().nbytes()
         start, stop = self.span
+        resting = self.placement.weights and not self.memory.common
+        at_rest = self.homes.weights(stop - start, dtype) if resting else None
+        buffer = self.memory.common or self.memory.full
+        if at_rest is not None and at_rest.view(0, stop - start) is None:
+            self.pages = Pages(range_nbytes(numel, dtype.itemsize))
+        if buffer is not None:
+            self.full = buffer.tensor
+        elif self.pages is not None:
+            self.full = self.pages.memory.view(dtype)[:numel]
+        else:
+            self.full = torch.zeros(numel, dtype=dtype, device=device)
+        self.full_nbytes = self.full.untyped_storage().nbytes()
         whole = _flatten(old, self.layout, self.master_source_dtype(old))
         self.comms.data.broadcast(whole)  # every rank starts from the first one's values
         if not self.memory.common or self.comms.dp.rank == 0:
@@ -135,16 +150,18 @@ class Unit:
         # gives what this is filled with, where reading the empty storage would end the process.
         nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
         self.placeholders = [nothing.expand(slot.shape) for slot in self.layout.slots]
-        owns_shard = bool(self.placement.weights) and not self.memory.common
-        self.shard = self.full[start:stop].clone() if owns_shard else self.full[start:stop]
+        self.weights: Store = at_rest or MemoryStore(self.full[start:stop])
+        if at_rest is not None:
+            at_rest.put(0, self.full[start:stop])
         self.master = self._own_weights()
         if self.dtypes.master != dtype:
             a, b = self.optim_span
-            self.master = whole[a:b].to(self.dtypes.master, copy=True)
+            self.master = self.homes.state(b - a, self.dtypes.master)
+            self.master.put(0, whole[a:b])
 
-    def _own_weights(self) -> Tensor:
+    def _own_weights(self) -> Store:
         """The weights in the optimizer's span."""
-        return self.shard if self.placement.optim else self.full
+        return self.weights if self.placement.optim else MemoryStore(self.full)
 
     def master_source_dtype(self, tensors: Iterable[Tensor]) -> torch.dtype:
         """The widest dtype of what the user gave, so that masters start from it and not from its rounding."""
@@ -158,15 +175,16 @@ class Unit:
         self.dtypes = dtypes
         self.grads = self._place_grads()
         if dtypes.master != self.dtypes.weights and self.master.dtype != dtypes.master:
-            self.master = self._own_weights().to(dtypes.master, copy=True)
+            self.master = self.homes.state(self.master.numel, dtypes.master)
+            copy_store(self.master, self._own_weights())
 
-    def _place_grads(self) -> Tensor:
+    def _place_grads(self) -> Store:
         if self.memory.replica:
-            return self.memory.replica.tensor
+            return MemoryStore(self.memory.replica.tensor)
         if self.placement.grads:
-            return torch.zeros(self.span[1] - self.span[0], dtype=self.dtypes.grads, device=self.full.device)
+            return self.homes.gradients(self.span[1] - self.span[0], self.dtypes.grads)
         assert self.memory.local is not None
-        return self.memory.local.tensor[slice(*self.optim_span)]
+        return MemoryStore(self.memory.local.tensor[slice(*self.optim_span)])
 
     @property
     def trainable(self) -> bool:
@@ -174,7 +192,7 @@ class Unit:
             return self.grads is not None and any(param.requires_grad for param in self.params)
 
     @property
-    def out(self) -> Tensor | None:
+    def out(self) -> Store | None:
         """Where the optimizer writes new weights, or None when the master is the weights."""
         return None if self.dtypes.master == self.dtypes.weights else self._own_weights()
 
@@ -215,17 +233,32 @@ class Unit:
 
     # -- edge: gather (weights shard -> full weights) and its undoing --
 
+    def await_update(self) -> None:
+        """Wait until the optimizer is done with this unit. Raises what went wrong there."""
+        if self.updating is not None:
+            self.updating.wait()
+            self.updating = None
+
     def prefetch(self) -> None:
         """Start gathering, where that moves bytes. Advisory: `gather` and `release` are right with and without it."""
-        if self.state is State.RELEASED and self.arriving is None and not self.memory.common:
+        if self.updating is None and self.state is State.RELEASED and self.arriving is None and not self.memory.common:
+            self.arriving = self._start_gather()
+
+    def _start_gather(self) -> Pending[None]:
+        if self.pages is None:
             self.full.untyped_storage().resize_(self.full_nbytes)
-            with _preserve_version(self.full):
-                self.arriving = self.comms.dp.gather_into(self.full, self.shard, self.cuts)
+        shard = self.weights.view(0, self.weights.numel)
+        if self.homes.tiers.weights is Tier.DISK and (shard is None or self.comms.dp.size > 1):
+            return self.homes.fetch(self.weights, self.pages, self.full, self.comms.dp, self.cuts)
+        assert shard is not None
+        with _preserve_version(self.full):
+            return self.comms.dp.gather_into(self.full, shard.to(self.full.device, non_blocking=True), self.cuts)
 
     def gather(self) -> None:
         """Make the weights readable. Safe to call when they are."""
         if self.state is State.GATHERED:
             return
+        self.await_update()
         if self.memory.common:
             self.comms.dp.await_published(self.memory.common)
         else:
@@ -258,7 +291,10 @@ class Unit:
         elif not self.memory.common:
             self._set_class(nn.Parameter)
             self._point_at(self.placeholders)
-            self.full.untyped_storage().resize_(0)
+            if self.pages is None:
+                self.full.untyped_storage().resize_(0)
+            else:
+                self.pages.free()
         self._set_class(self.released_class)
         self.state, self.pinned = State.RELEASED, False
 
@@ -309,11 +345,13 @@ class Unit:
         self.kept.clear()
         for start, stop in self.gaps:
             flat[start:stop].zero_()
-        pending = self.comms.dp.reduce_scatter(buffer, self.cuts, self.grads, alpha=alpha, accumulate=self.has_gradient)
+        target, rest = self.homes.open(self.grads, self.full.device, read=self.has_gradient)
+        pending = self.comms.dp.reduce_scatter(buffer, self.cuts, target, alpha=alpha, accumulate=self.has_gradient)
         self.has_gradient = True
 
         def finish() -> None:
             self.partial = pending.wait()
+            rest()
 
         return Pending(finish)
 
@@ -339,7 +377,7 @@ class Unit:
             out = local.tensor[slice(*self.span)]
             scattered = dp.reduce_scatter(wire or local, self.cuts, out, alpha=alpha, accumulate=False)
         elif not self.has_gradient:
-            self.grads.zero_()
+            fill_zero(self.grads)
             self.partial = Partial(0.0, True)
 
         def finish() -> None:
@@ -361,10 +399,13 @@ class Unit:
 
     # -- edge: publish (optimizer shard -> weights shard) --
 
-    def publish(self) -> Pending[None]:
-        """Offer this rank's new weights to the others. Every graph from before now refuses its backward."""
+    def expire_graphs(self) -> None:
+        """The weights are about to change: every graph from before now refuses its backward."""
         torch.autograd.graph.increment_version(self.params)
         self._versions = [version + 1 for version in self._versions]
+
+    def publish(self) -> Pending[None]:
+        """Offer this rank's new weights to the others."""
         if self.memory.common:
             self.comms.dp.publish(self.memory.common)
         elif self.placement.optim and not self.placement.weights:
@@ -427,7 +468,7 @@ class Unit:
         slot = self.layout.slots[i]
         start, stop = max(slot.offset, self.optim_span[0]), min(slot.offset + slot.numel, self.optim_span[1])
         if start < stop:
-            self.master[start - self.optim_span[0] : stop - self.optim_span[0]].copy_(self.full[start:stop])
+            self.master.put(start - self.optim_span[0], self.full[start:stop])
 
     def close(self) -> None:
         """Hand parameters back as ordinary ones with memory of their own. The unit is unusable afterwards."""
@@ -438,8 +479,9 @@ class Unit:
             param.grad = None
         self.views = []
         self.memory = Memory(full=None, common=None, local=None, replica=None)
-        self.full = self.shard = self.master = torch.empty(0)
-        self.grads = None
+        self.full = torch.empty(0)
+        self.weights = self.master = MemoryStore(self.full)
+        self.grads = self.pages = None
 
 
 def _gaps(layout: Layout) -> list[Span]:

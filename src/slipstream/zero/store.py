@@ -1,0 +1,540 @@
+"""Where a flat state of a unit rests, and how states that rest on disk pass through memory.
+
+A state (weights, gradients, master, a moment) of one unit is one flat array over this rank's span. Where it rests is its
+`Store`; what computes with it sees plain tensors:
+
+MemoryStore  device or host memory: the tensor itself, nothing moves
+DiskStore    a range of one anonymous file, after `head` elements that stay in memory (a partial offload is a cut in the flat range)
+
+chunk        as much of a unit's span as the optimizer takes at a time; chunks never straddle a store's head
+Ring         a few aligned host buffers: `stream` reads chunks ahead into them and writes behind out of them
+Pages        host memory whose pages can be given back and filled again at the same address: gathered weights
+
+Disk ranges start on `PAGE` bytes and chunks on `GRAIN` elements, so that every transfer is direct (O_DIRECT), whatever the dtype.
+"""
+
+from __future__ import annotations
+
+import mmap
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.ops.disk import Disk, Transfer, aligned
+from slipstream.zero.comm import Comm, Pending
+from slipstream.zero.placement import Tier, Tiers
+
+PAGE = 4096  # bytes
+GRAIN = 4096  # elements: a page of the narrowest dtype
+
+Parts = list[tuple[int, Tensor]]  # (byte offset in the file, memory)
+
+
+class Store(ABC):
+    """One flat state of one unit at rest."""
+
+    numel: int
+    dtype: torch.dtype
+
+    @abstractmethod
+    def view(self, start: int, stop: int) -> Tensor | None:
+        """Elements [start, stop) in place, or None where some of them rest on disk."""
+
+    @abstractmethod
+    def get(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop): in place, or read into memory of the caller's. Waits; not for the hot path."""
+
+    @abstractmethod
+    def put(self, start: int, values: Tensor) -> None:
+        """Overwrite from `start` on, casting. Waits; not for the hot path."""
+
+    @property
+    @abstractmethod
+    def resident_nbytes(self) -> int:
+        """Bytes of memory that it takes between steps."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state, wherever."""
+        return self.numel * self.dtype.itemsize
+
+    def whole(self) -> Tensor:
+        """All of it, as `get`."""
+        return self.get(0, self.numel)
+
+
+class MemoryStore(Store):
+    """A tensor, 1D."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.numel, self.dtype = tensor, tensor.numel(), tensor.dtype
+
+    def view(self, start: int, stop: int) -> Tensor:
+        return self.tensor[start:stop]
+
+    def get(self, start: int, stop: int) -> Tensor:
+        return self.tensor[start:stop]
+
+    def put(self, start: int, values: Tensor) -> None:
+        self.tensor[start : start + values.numel()].copy_(values)
+
+    @property
+    def resident_nbytes(self) -> int:
+        return self.tensor.nbytes
+
+
+class DiskStore(Store):
+    """A range of the file. Fresh ranges read as zeros."""
+
+    def __init__(self, disk: Disk, offset: int, numel: int, dtype: torch.dtype, head: int = 0) -> None:
+        self.disk, self.offset, self.numel, self.dtype = disk, offset, numel, dtype
+        self.head = torch.zeros(head, dtype=dtype)
+
+    def view(self, start: int, stop: int) -> Tensor | None:
+        return self.head[start:stop] if stop <= self.head.numel() else None
+
+    def part(self, start: int, memory: Tensor) -> tuple[int, Tensor]:
+        """What a transfer of elements from `start` (a multiple of GRAIN) takes: where in the file, and the memory."""
+        return self.offset + (start - self.head.numel()) * self.dtype.itemsize, memory
+
+    def get(self, start: int, stop: int) -> Tensor:
+        head = self.head.numel()
+        if stop <= head:
+            return self.head[start:stop]
+        result = torch.empty(stop - start, dtype=self.dtype)
+        if start < head:
+            result[: head - start].copy_(self.head[start:])
+        for first, last, low in self._pieces(max(start, head), stop):
+            buffer = self._buffer(first, last)
+            self.disk.read([self.part(first, buffer)]).wait()
+            taken = buffer.view(self.dtype)[low - first : min(last, stop) - first]
+            result[low - start : low - start + taken.numel()].copy_(taken)
+        return result
+
+    def put(self, start: int, values: Tensor) -> None:
+        head, stop = self.head.numel(), start + values.numel()
+        if start < head:
+            self.head[start : min(stop, head)].copy_(values[: head - start])
+        for first, last, low in self._pieces(max(start, head), stop):
+            buffer, high = self._buffer(first, last), min(last, stop)
+            if low > first or high < min(last, self.numel):  # what is beside it stays
+                self.disk.read([self.part(first, buffer)]).wait()
+            buffer.view(self.dtype)[low - first : high - first].copy_(values[low - start : high - start])
+            self.disk.write([self.part(first, buffer)]).wait()
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(first, last, low) of bounded transfers: elements [first, last) hold [low, ...), both on grains after the head."""
+        head = self.head.numel()
+        while start < stop:
+            first = head + (start - head) // GRAIN * GRAIN
+            last = min(first + _PIECE, head + _up(stop - head, GRAIN))
+            yield first, last, start
+            start = last
+
+    def _buffer(self, first: int, last: int) -> Tensor:
+        return aligned((last - first) * self.dtype.itemsize)
+
+    @property
+    def resident_nbytes(self) -> int:
+        return self.head.nbytes
+
+
+_PIECE = 1 << 21  # elements of one slow-path transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Elements [start, start + length) of a store: what a checkpoint reads and fills of states that rest on disk."""
+
+    store: Store
+    start: int
+    length: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.store.dtype
+
+    def numel(self) -> int:
+        return self.length
+
+    def get(self, start: int, stop: int) -> Tensor:
+        return self.store.get(self.start + start, self.start + stop)
+
+    def put(self, start: int, values: Tensor) -> None:
+        self.store.put(self.start + start, values)
+
+
+def section(store: Store, start: int, stop: int) -> Tensor | Section:
+    """A view where the elements rest in memory, else a section."""
+    view = store.view(start, stop)
+    return Section(store, start, stop - start) if view is None else view
+
+
+def read(part: Tensor | Section) -> Tensor:
+    """The elements: in place, or from disk in memory of the caller's."""
+    return part if isinstance(part, Tensor) else part.get(0, part.length)
+
+
+def write(part: Tensor | Section, values: Tensor) -> None:
+    """Overwrite the elements, casting."""
+    if isinstance(part, Tensor):
+        part.copy_(values)
+    else:
+        part.put(0, values)
+
+
+def copy_store(to: Store, source: Store) -> None:
+    """to = source, cast, a bounded piece at a time."""
+    for start in range(0, source.numel, _PIECE):
+        stop = min(start + _PIECE, source.numel)
+        to.put(start, source.get(start, stop))
+
+
+def fill_zero(store: Store) -> None:
+    """store = 0, a bounded piece at a time."""
+    for start in range(0, store.numel, _PIECE):
+        stop = min(start + _PIECE, store.numel)
+        view = store.view(start, stop)
+        if view is None:
+            store.put(start, torch.zeros(stop - start, dtype=store.dtype))
+        else:
+            view.zero_()
+
+
+def range_nbytes(numel: int, itemsize: int) -> int:
+    """Bytes of file, or of a ring's buffer, for so many elements."""
+    return _up(numel, GRAIN) * itemsize
+
+
+def disk_nbytes(numel: int, itemsize: int, head: int = 0) -> int:
+    """Bytes of file for a store whose first `head` elements stay in memory."""
+    return range_nbytes(numel - min(_up(head, GRAIN), numel), itemsize)
+
+
+class Needs(NamedTuple):
+    """Bytes of disk, per rank."""
+
+    weights: int
+    optim: int  # and gradients
+
+
+class Space:
+    """One rank's file, handed out in ranges. Where more is asked for than it was made for (a unit is unfrozen): another file."""
+
+    def __init__(self, make: Callable[[int], Disk], nbytes: int) -> None:
+        self._make = make
+        self.disks = [make(nbytes)]
+        self._free, self._end = 0, nbytes
+
+    def store(self, numel: int, dtype: torch.dtype, head: int = 0) -> DiskStore:
+        """A fresh store; the first `head` elements, rounded up to grains, stay in memory."""
+        head, nbytes = min(_up(head, GRAIN), numel), disk_nbytes(numel, dtype.itemsize, head)
+        if self._free + nbytes > self._end:
+            self.disks.append(self._make(nbytes))
+            self._free, self._end = 0, nbytes
+        store = DiskStore(self.disks[-1], self._free, numel, dtype, head)
+        self._free += nbytes
+        return store
+
+    def close(self) -> None:
+        for disk in self.disks:
+            disk.close()
+
+
+class Spaces(NamedTuple):
+    """The files of a rank; both may be one."""
+
+    weights: Space | None
+    optim: Space | None
+
+
+# -- streaming --
+
+
+class Use(NamedTuple):
+    """What a chunk needs of one state."""
+
+    store: Store
+    read: bool
+    write: bool
+
+
+@dataclass(slots=True)
+class Slot:
+    """One buffer of the ring and what still moves in or out of it."""
+
+    memory: Tensor  # uint8, aligned
+    moving: list[Transfer] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """Wait until nothing moves. Raises the first DiskError, after everything has ended."""
+        errors: list[OSError] = []
+        while self.moving:
+            try:
+                self.moving.pop().wait()
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+class Ring:
+    """Buffers of `nbytes` each, used in turn."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.slots = [Slot(aligned(nbytes)) for _ in range(count)]
+        self._turn = 0
+
+    def next(self) -> Slot:
+        """The buffer that was used longest ago, once nothing moves in it any more."""
+        slot = self.slots[self._turn]
+        self._turn = (self._turn + 1) % len(self.slots)
+        slot.settle()
+        return slot
+
+    def drain(self) -> None:
+        """Wait until nothing moves. Raises the first DiskError, after everything has ended."""
+        everything = Slot(self.slots[0].memory, [transfer for slot in self.slots for transfer in slot.moving])
+        for slot in self.slots:
+            slot.moving = []
+        everything.settle()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.memory.nbytes for slot in self.slots)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Elements [start, stop) of a unit's span, and the states that a step uses of them."""
+
+    start: int
+    stop: int
+    uses: Mapping[str, Use]
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # while it is in memory
+    slot: Slot | None = None
+
+    def _moved(self) -> list[tuple[str, Use]]:
+        return [(name, use) for name, use in self.uses.items() if use.store.view(self.start, self.stop) is None]
+
+    def nbytes(self) -> int:
+        """Bytes of ring that it takes."""
+        return sum(range_nbytes(self.stop - self.start, use.store.dtype.itemsize) for _, use in self._moved())
+
+    def fetch(self, take: Callable[[], Slot]) -> None:
+        """Put its states into `tensors`: views where they rest in memory, a started read where not."""
+        moved = self._moved()
+        for name, use in self.uses.items():
+            view = use.store.view(self.start, self.stop)
+            if view is not None:
+                self.tensors[name] = view
+        if not moved:
+            return
+        self.slot = take()
+        self.slot.moving = _move(Disk.read, self._placed(), self.start, lambda use: use.read)
+        for name, (use, memory) in self._placed().items():
+            self.tensors[name] = memory.view(use.store.dtype)[: self.stop - self.start]
+
+    def _placed(self) -> dict[str, tuple[Use, Tensor]]:
+        """Where each moved state lies in the slot: whole pages."""
+        assert self.slot is not None
+        result, at = {}, 0
+        for name, use in self._moved():
+            nbytes = range_nbytes(self.stop - self.start, use.store.dtype.itemsize)
+            result[name] = (use, self.slot.memory[at : at + nbytes])
+            at += nbytes
+        return result
+
+    def write_back(self) -> list[Transfer]:
+        """Start writing what was written to; returns what then moves."""
+        moving: list[Transfer] = []
+        if self.slot is not None:
+            moving = self.slot.moving = _move(Disk.write, self._placed(), self.start, lambda use: use.write)
+        self.tensors, self.slot = {}, None
+        return moving
+
+
+def _move(
+    move: Callable[[Disk, Parts], Transfer], placed: Mapping[str, tuple[Use, Tensor]], start: int, wanted: Callable[[Use], bool]
+) -> list[Transfer]:
+    """Start one transfer per file."""
+    parts: dict[Disk, Parts] = {}
+    for use, memory in placed.values():
+        assert isinstance(use.store, DiskStore), "what rests in memory does not move"
+        if wanted(use):
+            parts.setdefault(use.store.disk, []).append(use.store.part(start, memory))
+    return [move(disk, each) for disk, each in parts.items()]
+
+
+def chunks(numel: int, uses: Mapping[str, Use], most: int) -> list[Chunk]:
+    """A span cut into chunks of at most `most` elements; one chunk where all of it rests in memory."""
+    if all(use.store.view(0, numel) is not None for use in uses.values()):
+        return [Chunk(0, numel, uses)]
+    heads = {use.store.head.numel() for use in uses.values() if isinstance(use.store, DiskStore)}
+    result, start = [], 0
+    for edge in sorted({*(head for head in heads if 0 < head < numel), numel}):
+        while start < edge:
+            stop = min(start + _up(most, GRAIN), edge)
+            result.append(Chunk(start, stop, uses))
+            start = stop
+    return result
+
+
+def stream(work: Sequence[Chunk], ring: Ring | None) -> Iterator[Chunk]:
+    """Each chunk with its states in `tensors`, in order, while the next are being read and the last written.
+
+    The caller calls `write_back`. When the stream ends, also by an exception, nothing moves any more.
+    """
+    ahead: deque[Chunk] = deque()
+    upcoming = iter(work)
+    room = max(1, len(ring.slots) - 1) if ring else 1  # one is being written
+    try:
+        while True:
+            while len(ahead) < room and (chunk := next(upcoming, None)) is not None:
+                chunk.fetch(ring.next if ring else _no_slot)
+                ahead.append(chunk)
+            if not ahead:
+                return
+            chunk = ahead.popleft()
+            if chunk.slot is not None:
+                chunk.slot.settle()
+            yield chunk
+    finally:
+        if ring is not None:
+            ring.drain()
+
+
+def _no_slot() -> Slot:
+    raise AssertionError("a state on disk and no ring to read it into")
+
+
+# -- an engine's --
+
+
+class Homes:
+    """Where an engine's states rest, and the memory through which gradients reach the disk."""
+
+    def __init__(self, tiers: Tiers, device: torch.device, spaces: Spaces, gradient_nbytes: int = 0) -> None:
+        self.tiers, self.device, self.spaces = tiers, device, spaces
+        self._gradients = Ring(2, gradient_nbytes) if gradient_nbytes else None
+        self._weights_to_keep = tiers.weights_kept
+        self._writing: dict[int, Slot] = {}  # store -> the slot that it was last written from
+
+    def _make(self, tier: Tier, space: Space | None, numel: int, dtype: torch.dtype, head: int = 0) -> Store:
+        if tier is Tier.DISK and head < numel:
+            assert space is not None, "a plan with a disk tier opens a file"
+            return space.store(numel, dtype, head)
+        if tier is Tier.HOST and self.device.type == "cuda":
+            return MemoryStore(torch.zeros(numel, dtype=dtype, pin_memory=True))
+        return MemoryStore(torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def state(self, numel: int, dtype: torch.dtype) -> Store:
+        """A store of zeros for a state that the optimizer keeps."""
+        return self._make(self.tiers.optim, self.spaces.optim, numel, dtype, head=round(numel * self.tiers.kept))
+
+    def gradients(self, numel: int, dtype: torch.dtype) -> Store:
+        """A store of zeros for reduced gradients."""
+        return self._make(self.tiers.grads, self.spaces.optim, numel, dtype)
+
+    def weights(self, numel: int, dtype: torch.dtype) -> Store:
+        """A store of zeros for sharded weights; of the first units', as many as are to be kept stay in memory."""
+        kept = min(numel, self._weights_to_keep)
+        self._weights_to_keep -= kept
+        return self._make(self.tiers.weights, self.spaces.weights, numel, dtype, head=kept)
+
+    def open(self, store: Store, device: torch.device, read: bool) -> tuple[Tensor, Callable[[], None]]:
+        """Memory on `device` to hold a unit's gradients, with what they are so far (`read`), and what puts it to rest."""
+        view = store.view(0, store.numel)
+        if view is None:
+            return self._open_on_disk(store, read)
+        if view.device == device:
+            return view, _nothing
+        memory = view.to(device) if read else torch.empty_like(view, device=device)
+        return memory, lambda: store.put(0, memory)
+
+    def _open_on_disk(self, store: Store, read: bool) -> tuple[Tensor, Callable[[], None]]:
+        assert isinstance(store, DiskStore) and self._gradients is not None, "gradients on disk pass through a ring"
+        earlier = self._writing.pop(id(store), None)
+        if earlier is not None:
+            earlier.settle()
+        slot = self._gradients.next()
+        memory = slot.memory[: range_nbytes(store.numel, store.dtype.itemsize)]
+        if read:
+            store.disk.read([store.part(0, memory)]).wait()
+
+        def rest() -> None:
+            slot.moving.append(store.disk.write([store.part(0, memory)]))
+            self._writing[id(store)] = slot
+
+        return memory.view(store.dtype)[: store.numel], rest
+
+    def fetch(self, store: Store, pages: Pages | None, full: Tensor, dp: Comm, cuts: Sequence[int]) -> Pending[None]:
+        """Start reading this rank's weights, and gather the others' once they are there. One rank reads into `full` itself.
+
+        The collective is launched by `wait`: ranks whose weights happen to rest in memory must not be ahead of others.
+        """
+        memory, reading = store.view(0, store.numel), None
+        if memory is None:
+            assert isinstance(store, DiskStore) and pages is not None, "weights on disk are gathered into pages"
+            raw = pages.memory if dp.size == 1 else aligned(range_nbytes(store.numel, store.dtype.itemsize))
+            memory, kept = raw.view(store.dtype)[: store.numel], store.head.numel()
+            memory[:kept].copy_(store.head)
+            rest = raw[kept * store.dtype.itemsize :][: range_nbytes(store.numel - kept, store.dtype.itemsize)]
+            reading = store.disk.read([store.part(kept, rest)])
+
+        def finish() -> None:
+            if reading is not None:
+                reading.wait()
+            if dp.size > 1:
+                dp.gather_into(full, memory, cuts).wait()
+
+        return Pending(finish)
+
+    @property
+    def on_disk(self) -> bool:
+        return any(self.spaces)
+
+    def settle(self) -> None:
+        """Wait until all gradients rest."""
+        self._writing.clear()
+        if self._gradients is not None:
+            self._gradients.drain()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory through which gradients pass."""
+        return self._gradients.nbytes if self._gradients is not None else 0
+
+    def close(self) -> None:
+        for space in {*self.spaces} - {None}:
+            assert space is not None
+            space.close()
+
+
+# -- memory that comes and goes --
+
+
+class Pages:
+    """Page-aligned host memory of a fixed address, which `free` gives back to the system. Read after that: zeros."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._map = mmap.mmap(-1, max(_up(nbytes, PAGE), PAGE), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def free(self) -> None:
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,164 @@
+"""States that rest on disk: the same numbers as in memory, bit for bit, in every stage; and everything else still works on them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slipstream.zero.store import DiskStore
+from tests import toy
+from tests.pool import distributed
+
+DIM = 48  # blocks of 14,208 weights: several chunks of one grain
+TIERS = {"optimizer": ("nvme", "none"), "weights": ("none", "nvme"), "everything": ("nvme", "nvme")}
+
+
+def model() -> Any:
+    return toy.seeded(lambda: toy.Lm(DIM, 2))
+
+
+def make(folder: Path | None, stage: int, tiers: str = "everything", **blocks: Any) -> Any:
+    """An engine of the toy whose states rest in `folder`; None: in memory."""
+    zero: dict[str, Any] = {"sub_group_size": 4096}
+    if folder is not None:
+        optimizer, weights = TIERS[tiers]
+        zero["offload_optimizer"] = {"device": optimizer, "nvme_path": str(folder), "buffer_count": 3}
+        if stage == 3:
+            zero["offload_param"] = {"device": weights, "nvme_path": str(folder), "max_in_cpu": 0}
+    zero |= blocks.pop("zero_optimization", {})
+    return toy.make(model(), stage, zero_optimization=zero, gradient_clipping=0.5, **blocks)
+
+
+def train(engine: Any, steps: int = 3, micros: int = 1) -> list[float]:
+    """Losses and norms, and one number of all the weights."""
+    found = []
+    for i in range(steps):
+        for micro in range(micros):
+            found.append(float(toy.step(engine, toy.tokens(engine.rank, i, micro))))
+        found.append(engine.global_grad_norm)
+    return [*found, int(toy.checksum(engine))]
+
+
+def compare(folder: Path, stage: int, dtype: str, micros: int, transport: str, tiers: str) -> None:
+    found = []
+    for where in (None, folder):
+        engine = make(where, stage, tiers, dtype=dtype, gradient_accumulation_steps=micros, slipstream={"transport": transport})
+        found.append(train(engine, micros=micros))
+        if where is not None:
+            assert any(isinstance(unit.master, DiskStore) or isinstance(unit.weights, DiskStore) for unit in engine.units) or (
+                tiers == "optimizer" and dtype == "fp32"
+            )
+        engine.destroy()
+    assert found[0] == found[1], f"stage {stage}, {dtype}, {micros} micro-batches, {tiers}"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@distributed(world_size=(1, 2), timeout=120)
+def test_disk_equals_memory_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    cases = [(stage, "optimizer") for stage in range(4)] + [(3, "weights"), (3, "everything")]
+    for (stage, tiers), micros in itertools.product(cases, (1, 2)):
+        # weights on disk go over gloo, and bits are compared within one transport
+        compare(tmp_path, stage, dtype, micros, "gloo" if dist.get_world_size() > 1 and tiers != "optimizer" else "auto", tiers)
+
+
+@distributed(world_size=2, timeout=60)
+def test_checkpoints_do_not_know_tiers(tmp_path: Path) -> None:
+    """Saved from disk and loaded into memory, and the other way round: both go on as if nothing had happened."""
+    saved = make(tmp_path, 3, dtype="bf16")
+    train(saved)
+    saved.save_checkpoint(str(tmp_path / "a"))
+    expected = train(saved, 2)
+    saved.destroy()
+    for where, stage in ((None, 1), (tmp_path, 3), (tmp_path, 2)):
+        engine = make(where, stage, dtype="bf16", slipstream={"transport": "gloo"})
+        engine.load_checkpoint(str(tmp_path / "a"))
+        assert train(engine, 2) == expected, f"stage {stage}, disk {where is not None}"
+        engine.save_checkpoint(str(tmp_path / f"b{stage}"))
+        engine.destroy()
+    back = make(tmp_path, 3, dtype="bf16")
+    back.load_checkpoint(str(tmp_path / "b1"))
+    assert int(toy.checksum(back)) == expected[-1]
+    back.destroy()
+
+
+def test_offload_optimizer_device(tmp_path: Path) -> None:
+    """On disk masters and moments take no memory, and nothing is left in the folder."""
+    engine = make(tmp_path, 2, dtype="bf16")
+    train(engine, 1)
+    stores = [store for unit in engine.units for store in (unit.master, *engine.steps.stores[unit.index].values())]
+    assert all(isinstance(store, DiskStore) and store.resident_nbytes == 0 for store in stores)
+    assert all(Path(store.disk.folder) == tmp_path.resolve() for store in stores) and not list(tmp_path.iterdir())
+    engine.destroy()
+
+
+def test_offload_optimizer_ratio(tmp_path: Path) -> None:
+    sums = set()
+    for ratio in (0.0, 0.3, 1.0):
+        engine = make(tmp_path, 1, dtype="bf16", zero_optimization={
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "ratio": ratio, "buffer_count": 2}})  # fmt: skip
+        sums.add(train(engine)[-1])
+        kept = sum(unit.master.resident_nbytes for unit in engine.units) / sum(unit.master.nbytes for unit in engine.units)
+        assert abs(kept - (1 - ratio)) < 0.2, f"{kept} of the masters in memory at ratio {ratio}"
+        engine.destroy()
+    assert len(sums) == 1
+
+
+def test_offload_optimizer_buffer_count_and_sub_group_size(tmp_path: Path) -> None:
+    for count, numel in ((2, 4096), (5, 8192)):
+        engine = make(tmp_path, 1, dtype="bf16", zero_optimization={
+            "sub_group_size": numel, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": count}})  # fmt: skip
+        train(engine, 1)
+        assert len(engine.steps.ring.slots) == count and engine.steps.ring.slots[0].memory.numel() == 12 * numel
+        engine.destroy()
+
+
+def test_offload_param_device(tmp_path: Path) -> None:
+    """Between forward and backward no weights are in memory."""
+    engine = make(tmp_path, 3, "weights")
+    train(engine, 1)
+    assert all(unit.weights.resident_nbytes == 0 and unit.pages is not None for unit in engine.units)
+    engine.destroy()
+
+
+def test_offload_param_max_in_cpu(tmp_path: Path) -> None:
+    sums = set()
+    for numel in (0, 20_000, 1_000_000):
+        engine = make(tmp_path, 3, "weights", zero_optimization={
+            "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": numel}})  # fmt: skip
+        sums.add(train(engine)[-1])
+        kept = sum(unit.weights.resident_nbytes for unit in engine.units) // 4
+        assert kept == min(numel, sum(unit.weights.numel for unit in engine.units)) or numel <= kept < numel + 4096
+        engine.destroy()
+    assert len(sums) == 1
+
+
+def test_aio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.train import tiers
+
+    given: list[dict[str, Any]] = []
+    real = tiers.Disk
+    monkeypatch.setattr(tiers, "Disk", lambda *args, **options: given.append(options) or real(*args, **options))
+    engine = make(tmp_path, 1, dtype="bf16", aio={"block_size": 8192, "queue_depth": 3, "thread_count": 4})
+    train(engine, 1)
+    engine.destroy()
+    assert given == [{"block_nbytes": 8192, "queue_depth": 3, "threads": 4}]
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "message"),
+    [
+        (1, {"offload_optimizer": {"device": "nvme"}}, "nvme_path"),
+        (2, {"offload_param": {"device": "nvme", "nvme_path": "/tmp"}}, "set the stage to 3"),
+        (1, {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "buffer_count": 1}}, "2 or more"),
+        (1, {"offload_optimizer": {"device": "nvme", "nvme_path": "/no/such/folder"}}, "no folder '/no/such/folder'"),
+        (1, {"offload_optimizer": {"device": "cpu", "super_offload": True}}, "SuperOffload"),
+    ],
+)
+def test_refusals(stage: int, zero: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        toy.make(model(), stage, dtype="bf16", zero_optimization=zero)
