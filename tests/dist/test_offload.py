@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slipstream.config import DataWorld, ModelFacts, resolve
+from slipstream.ops.disk import DiskError
+from slipstream.train.tiers import tiers_of
+from slipstream.zero.placement import Tier
 from slipstream.zero.store import DiskStore
 from tests import toy
 from tests.pool import distributed
@@ -108,13 +113,22 @@ def test_offload_optimizer_ratio(tmp_path: Path) -> None:
     assert len(sums) == 1
 
 
-def test_offload_optimizer_buffer_count_and_sub_group_size(tmp_path: Path) -> None:
-    for count, numel in ((2, 4096), (5, 8192)):
-        engine = make(tmp_path, 1, dtype="bf16", zero_optimization={
-            "sub_group_size": numel, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": count}})  # fmt: skip
-        train(engine, 1)
-        assert len(engine.steps.ring.slots) == count and engine.steps.ring.slots[0].memory.numel() == 12 * numel
-        engine.destroy()
+def slots(folder: Path, count: int, numel: int) -> list[int]:
+    """Bytes of each buffer that chunks pass through."""
+    offload = {"device": "nvme", "nvme_path": str(folder), "buffer_count": count}
+    engine = make(folder, 1, dtype="bf16", zero_optimization={"sub_group_size": numel, "offload_optimizer": offload})
+    train(engine, 1)
+    found = [slot.memory.numel() for slot in engine.steps.ring.slots]
+    engine.destroy()
+    return found
+
+
+def test_offload_optimizer_buffer_count(tmp_path: Path) -> None:
+    assert [len(slots(tmp_path, count, 4096)) for count in (2, 5)] == [2, 5]
+
+
+def test_sub_group_size(tmp_path: Path) -> None:
+    assert [slots(tmp_path, 2, numel)[0] for numel in (4096, 8192)] == [12 * 4096, 12 * 8192]
 
 
 def test_offload_param_device(tmp_path: Path) -> None:
@@ -147,6 +161,40 @@ def test_aio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(engine, 1)
     engine.destroy()
     assert given == [{"block_nbytes": 8192, "queue_depth": 3, "threads": 4}]
+
+
+def test_cpu_offload() -> None:
+    """The older names of device "cpu": on a GPU the states leave it. (On a CPU they are there already, which is said.)"""
+    facts = ModelFacts(device_type="cuda", supports_bf16=True)
+    for key, found in (("cpu_offload", lambda tiers: tiers.optim), ("cpu_offload_param", lambda tiers: tiers.weights)):
+        raw = toy.settings(3, zero_optimization={key: True})
+        tiers = tiers_of(resolve(raw, world=DataWorld(data_parallel=1), facts=facts).offload)
+        assert found(tiers) is Tier.HOST, key
+        assert found(tiers_of(resolve(toy.settings(3), world=DataWorld(data_parallel=1), facts=facts).offload)) is Tier.DEVICE
+
+
+@distributed(world_size=2, timeout=60)
+def test_a_disk_that_fails_in_mid_step(tmp_path: Path) -> None:
+    """Rank 1's file is cut: both ranks raise the same error, refuse to step and save, and the last checkpoint is whole."""
+    for stage in (1, 3):
+        engine = make(tmp_path, stage, "optimizer", dtype="bf16")
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        if engine.rank == 1:
+            _, _, (_, file, *_), _ = engine.homes.spaces.optim.disks[0]._closing.peek()
+            os.ftruncate(file, 0)
+        words: list[Any] = [None, None]
+        with pytest.raises(DiskError, match=r"disk of rank 1 failed in step \d.*end of file") as raised:
+            train(engine, 2)
+        dist.all_gather_object(words, str(raised.value))
+        assert words[0] == words[1]
+        for refused in (engine.step, lambda: engine.save_checkpoint(str(tmp_path / "saved"))):
+            with pytest.raises(RuntimeError, match="go on from the last checkpoint"):
+                refused()
+        engine.destroy()
+        engine = make(None, stage, dtype="bf16")
+        assert engine.load_checkpoint(str(tmp_path / "saved"))[0] is not None
+        engine.destroy()
 
 
 @pytest.mark.parametrize(

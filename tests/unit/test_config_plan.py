@@ -416,6 +416,11 @@ FULL = {
     "fp16": {"enabled": True},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
+        "offload_param": {"device": "nvme", "nvme_path": "/disk"},
+    },
 }
 
 
@@ -493,6 +498,19 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "data_types.param_dtype": dtypes,
     "zero_optimization.stage": st.integers(0, 3),
     "zero_optimization.mics_shard_size": st.sampled_from([-1, 1, 2, 3]),
+    "zero_optimization.offload_optimizer.device": st.sampled_from(["none", "cpu", "NVMe"]),
+    "zero_optimization.offload_optimizer.nvme_path": st.sampled_from(["/disk", None]),
+    "zero_optimization.offload_optimizer.ratio": st.floats(0, 1),
+    "zero_optimization.offload_optimizer.buffer_count": st.integers(0, 5),
+    "zero_optimization.offload_param.device": st.sampled_from(["none", "cpu", "nvme"]),
+    "zero_optimization.offload_param.nvme_path": st.sampled_from(["/disk", None]),
+    "zero_optimization.offload_param.max_in_cpu": st.sampled_from([0, 1e9]),
+    "zero_optimization.sub_group_size": st.sampled_from([1, 1e9]),
+    "zero_optimization.cpu_offload": flags,
+    "zero_optimization.cpu_offload_param": flags,
+    "aio.block_size": st.sampled_from([1 << 20, 1000]),
+    "aio.queue_depth": st.integers(0, 32),
+    "aio.intra_op_parallelism": st.integers(0, 4),
     "steps_per_print": st.sampled_from([0, 10, math.inf, "inf"]),
     "wall_clock_breakdown": flags,
     "dump_state": flags,

@@ -403,8 +403,8 @@ def _taken(values: _Values, block: str, key: str, default: Any) -> Any:
 
 def _tier(values: _Values, block: str, older: str) -> tuple[Any, str | None]:
     """The device of an offload block, or of its older boolean form, and the folder that the disk needs."""
-    device = _taken(values, block, "device", "none")
-    if device == "none" and values.take(f"zero_optimization.{older}"):
+    device, asked_for_cpu = _taken(values, block, "device", "none"), values.take(f"zero_optimization.{older}")
+    if device == "none" and asked_for_cpu:
         device = "cpu"
     if device == "cpu" and values.facts.device_type == "cpu":
         values.notes.append(f"zero_optimization.{block}: the device is the host, so its states are in host memory already")
