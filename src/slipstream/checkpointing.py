@@ -93,6 +93,11 @@ class CudaTransfer:
         return Arrival(target, lambda: torch.cuda.current_stream(self.device).wait_event(copied))
 
 
+def transfer_of(device: torch.device) -> Transfer | None:
+    """None where what is saved stays: the host itself, and devices other than CUDA's."""
+    return CudaTransfer(device) if device.type == "cuda" else None
+
+
 class HostMemory:
     """The host's part of one model's activations. Make one and use it in every step.
 
@@ -102,7 +107,7 @@ class HostMemory:
 
     def __init__(
         self, keep: Iterable[Tensor] = (), min_bytes: int = MIN_BYTES,
-        transfer: Callable[[torch.device], Transfer | None] = lambda device: CudaTransfer(device) if device.type == "cuda" else None,
+        transfer: Callable[[torch.device], Transfer | None] = transfer_of,
     ) -> None:  # fmt: skip
         self.keep = {ref.cdata: ref for ref in (StorageWeakRef(tensor.untyped_storage()) for tensor in keep)}
         self.min_bytes, self.transfer = min_bytes, transfer

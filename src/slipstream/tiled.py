@@ -35,7 +35,7 @@ def fused_linear_cross_entropy(
     tile     tokens whose logits exist at a time; by default so many that those are as large as `hidden`, or a quarter of `weight`
 
     The gradients are computed with the loss, tile by tile, each time that it is computed under autograd, so that the logits
-    are made once and the weight is read in the forward alone (under ZeRO-3 it need not be gathered for the backward). They
+    are made once and the weight is read in the forward alone (under ZeRO-3 it is not gathered again for the backward). They
     wait for the backward without the loss's own factor, so that small ones do not vanish in fp16: the hidden states' in
     their dtype, the weight's and the bias's in fp32, because a sum over many tiles would lose bits in bf16. That is
     V x H x 4 bytes between forward and backward, whatever N. There is no second derivative.
@@ -44,7 +44,8 @@ def fused_linear_cross_entropy(
         raise ValueError(f'reduction is {reduction!r}; it is "mean" or "sum" here, a loss per token would need its gradient first')
     if hidden.shape[:-1] != target.shape:
         raise ValueError(
-            f"hidden states of shape {tuple(hidden.shape)} need a target of shape {tuple(hidden.shape[:-1])}, got {tuple(target.shape)}"
+            f"hidden states of shape {tuple(hidden.shape)} need a target of shape {tuple(hidden.shape[:-1])}, "
+            f"got {tuple(target.shape)}"
         )
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -52,11 +53,9 @@ def fused_linear_cross_entropy(
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if tile is None:
         tile = max(target.numel() * hidden.shape[-1] // weight.shape[0], hidden.shape[-1] // 4)
-    # A released parameter is gathered by the first function that reads it, and for good only where gradients are on: here.
     loss: Tensor = _FusedLoss.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight.view_as(weight), None if bias is None else bias.view_as(bias),
-        target.reshape(-1), ignore_index, label_smoothing, softcap, max(1, tile),
-    )  # fmt: skip
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1), ignore_index, label_smoothing, softcap, max(1, tile)
+    )
     return loss / (target != ignore_index).sum() if reduction == "mean" else loss
 
 
@@ -77,7 +76,9 @@ class _FusedLoss(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(target), tile):
                 part = slice(start, start + tile)
-                d_logits = _tile_loss(hidden[part], weight, bias, target[part], ignore_index, smoothing, softcap, total, any(wanted))
+                d_logits = _tile_loss(
+                    hidden[part], weight, bias, target[part], ignore_index, smoothing, softcap, total, any(wanted)
+                )
                 if d_logits is None:
                     continue
                 if d_bias is not None:
@@ -207,11 +208,14 @@ class TiledLinear(nn.Module):
             for tile, weight in zip(self.tiles, weights, strict=True):
                 tile.weight.copy_(weight)
             if other.bias is not None:
-                for tile, bias in zip(self.tiles[self.in_splits - 1 :: self.in_splits], other.bias.split(self.out_sizes), strict=True):
+                for tile, bias in zip(
+                    self.tiles[self.in_splits - 1 :: self.in_splits], other.bias.split(self.out_sizes), strict=True
+                ):
                     tile.bias.copy_(bias)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, in_splits={self.in_splits}, out_splits={self.out_splits}"
+        names = ("in_features", "out_features", "in_splits", "out_splits")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
 def _even(features: int, splits: int) -> list[int]:

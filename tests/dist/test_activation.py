@@ -104,6 +104,11 @@ def test_the_fused_loss_in_every_stage(transport: str) -> None:
     for stage in (0, 2, 3):
         expected, found = (train(kind, stage, transport)[0] for kind in (Plain, Fused))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    for kind, again in ((Plain, True), (Fused, False)):
+        engine = toy.make(toy.seeded(kind), 3, transport)
+        engine(toy.tokens(engine.rank, 0)).backward()
+        assert [unit.direct for unit in engine.units if unit.name == "blocks.1"] == [again], "gathered for the whole backward"
+        engine.destroy()
 
 
 class Tiled(toy.Lm):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import logging
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -131,7 +130,11 @@ def kept(model: Net, **blocks: Any) -> int:
 
 
 def test_what_is_kept_falls_block_by_block() -> None:
-    sizes = [kept(net()), *(kept(net(), activation_checkpointing={"number_checkpoints": n}) for n in (1, 2, 3)), kept(net(), **RECOMPUTE)]
+    sizes = [
+        kept(net()),
+        *(kept(net(), activation_checkpointing={"number_checkpoints": n}) for n in (1, 2, 3)),
+        kept(net(), **RECOMPUTE),
+    ]
     assert sizes[0] - sizes[1] == sizes[1] - sizes[2] > 64 * 16 * 4 * 4 and sizes[2] > sizes[3] == sizes[4]
     assert sizes[4] <= 7 * 64 * 16 * 4, "the input, what the blocks are given, and what the loss keeps"
 

@@ -151,7 +151,9 @@ def test_a_call_s_memory_is_free_when_the_next_ends_and_the_one_before_is_fetche
         assert fake.log.count("send 32") == 2 * call + 2 and fake.log.count("left") == 2 * call
     fake.log.clear()
     torch.autograd.backward(h.sum())
-    assert fake.log[:5] == ["fetch 32"] * 4 + ["back"], "the fourth is here, and two calls are on their way before the third's is read"
+    assert fake.log[:5] == ["fetch 32"] * 4 + ["back"], (
+        "the fourth is here, and two calls are on their way before the third's is read"
+    )
     assert fake.log.count("fetch 32") == 6
 
 

@@ -432,7 +432,7 @@ def test_activations_follow_either_block() -> None:
 
 @pytest.mark.parametrize("ours", ["keep", "offload"])
 def test_activations_that_contradict_each_other(ours: str) -> None:
-    with pytest.raises(ValueError, match=rf"activations is '{ours}', but .*number_checkpoints \(2\) and .*cpu_checkpointing \(true\)"):
+    with pytest.raises(ValueError, match=rf"activations is '{ours}', but .*_checkpoints \(2\) and .*cpu_checkpointing \(true\)"):
         activations({"number_checkpoints": 2, "cpu_checkpointing": True}, ours)
 
 

@@ -442,9 +442,9 @@ def _activations(values: _Values) -> ActivationPlan:
         values.sources["slipstream.activations"] = f"derived: {block}"
     cuda = values.facts.device_type == "cuda"
     for path, idle, why in (
-        ("slipstream.activations = offload", way == "offload" and not cuda, "without a CUDA device, activations are in host memory"),
-        (f"{block}.cpu_checkpointing", on_host and not cuda, "without a CUDA device, kept inputs are in host memory"),
-        (f"{block}.{names[2]}", synchronize and not cuda, "without a CUDA device, an operation is over when it returns"),
+        ("slipstream.activations = offload", way == "offload" and not cuda, "without a CUDA device they are in host memory"),
+        (f"{block}.cpu_checkpointing", on_host and not cuda, "without a CUDA device kept inputs are in host memory"),
+        (f"{block}.{names[2]}", synchronize and not cuda, "without a CUDA device an operation is over when it returns"),
         (f"{block}.{names[2]}", synchronize and cuda and way != "recompute", "no block is computed again"),
         (f"{block}.profile", profile and way != "recompute", "no block is computed again"),
     ):

@@ -97,7 +97,9 @@ class Recomputed(Shadow):
         if torch.compiler.is_compiling():  # the compiled graph computes again, by itself
             return checkpoint(self.own, *args, **kwargs)
         if inside_checkpoint() or any(module.gradient_checkpointing and module.training for module in self.flagged):
-            self.say("the model checkpoints block %s itself: activation checkpointing by config leaves such blocks to it", self.name)
+            self.say(
+                "the model checkpoints block %s itself: activation checkpointing by config leaves such blocks to it", self.name
+            )
             return self.own(*args, **kwargs)
         times = itertools.count()
 
