@@ -1,7 +1,7 @@
 """`python -m benchmarks [LEG ...]`: ours beside the peers; writes the legs' sections of benchmarks/RESULTS.md (not with --quick).
 
-Legs: step, memory, wire, start, activations, quality, or all of them (the default). `parts` prints where our own step goes and writes nothing.
-`python benchmarks/ops.py` compares the native kernels by themselves.
+Legs: step, memory, wire, start, activations, quality, or all of them (the default). `parts` prints where our own step goes and
+writes nothing. `python benchmarks/ops.py` compares the native kernels by themselves.
 """
 
 from __future__ import annotations
