@@ -127,6 +127,8 @@ class HostMemory:
         self.last = call
 
     def _pack(self, tensor: Tensor, call: _Call) -> Tensor | _Packed:
+        if tensor.grad_fn is not None:
+            tensor = tensor.detach()  # an operation's own output, kept by the operation, would keep both alive for ever
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:  # a parameter, or what has no storage
             return tensor
         storage = tensor.untyped_storage()

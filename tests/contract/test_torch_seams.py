@@ -101,7 +101,12 @@ def test_a_saved_tensor_shares_its_storage_and_version() -> None:
     """checkpointing.py: a storage's address is its name while a weak reference to it lives, and writes are counted."""
     seen: list[Tensor] = []
     x = torch.ones(4, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (seen.append(tensor), tensor)[1], lambda tensor: tensor):
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.detach())
+        return seen[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = x.exp()
     ref = checkpointing.StorageWeakRef(y.untyped_storage())
     assert ref.cdata == y.untyped_storage()._cdata == seen[0].untyped_storage()._cdata and not ref.expired()

@@ -126,7 +126,7 @@ def test_tiles_are_gathered_one_at_a_time() -> None:
     assert len(tiles) == 6
     most: list[int] = []
     for tile in engine.module.head.tiles:
-        tile.register_forward_hook(lambda *_: most.append(sum(unit.state is State.GATHERED for unit in tiles)))
+        tile.register_forward_pre_hook(lambda *_: most.append(sum(unit.state is State.GATHERED for unit in tiles)))
     toy.step(engine, toy.tokens(engine.rank, 0))
     assert most == [1] * 6
     linear = toy.seeded(lambda: nn.Linear(16, toy.VOCABULARY), 5)

@@ -79,8 +79,8 @@ def quiet_tqdm() -> None:
     tqdm.set_lock(threading.RLock())
 
 
-def check(way: Way, before: bool, transport: str, backend: str, stages: tuple[int, ...] = STAGES, **blocks: Any) -> None:
-    """`blocks`: of the config that the compiled model trains with."""
+def check(way: Way, before: bool, transport: str, backend: str, stages: tuple[int, ...] = STAGES, **config: Any) -> None:
+    """`config`: more of what the compiled model trains with."""
     quiet_tqdm()
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # dynamo's own look
     for stage in stages:
@@ -92,7 +92,7 @@ def check(way: Way, before: bool, transport: str, backend: str, stages: tuple[in
         model = toy.seeded(toy.Net)
         if before:
             way(model, recorder)
-        engine = toy.make(model, stage, transport, **blocks)
+        engine = toy.make(model, stage, transport, **config)
         if not before:
             way(model, recorder)
         found = train(engine)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from slipstream import checkpointing
@@ -168,6 +169,17 @@ def test_a_retained_graph_can_be_used_twice() -> None:
         y = y.exp()
     first, second = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
     assert first.equal(second)
+
+
+@pytest.mark.parametrize("min_bytes", [1, 1 << 20])
+def test_a_forward_without_a_backward_leaves_nothing(min_bytes: int) -> None:
+    host = HostMemory(min_bytes=min_bytes, transfer=Fake())
+    x = torch.randn(8, requires_grad=True)
+    with host.saving():
+        y = x.exp().sin().exp()
+    storage = StorageWeakRef(y.untyped_storage())
+    del y
+    assert storage.expired()
 
 
 def test_what_is_changed_in_place_while_it_leaves_raises() -> None:
