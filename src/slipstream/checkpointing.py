@@ -143,7 +143,7 @@ class HostMemory:
             parcel = self.parcels[key] = _Parcel(tensor, storage, transfer, call)
             call.parcels.append(weakref.ref(parcel))
         parcel.uses += 1
-        return _Packed(parcel, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Packed(parcel, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 class _Packed(NamedTuple):
