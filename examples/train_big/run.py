@@ -30,8 +30,8 @@ HERE = Path(__file__).parent
 MIB, GB = 1 << 20, 1e9
 PERIOD_S = 0.2
 STATE_BYTES = 2 + 2 + 4 + 4 + 4  # per parameter: bf16 weights and gradients, fp32 master and two moments
-# Per parameter and step: weights for forward and backward, gradient, master and moments read; gradient, weights, master and moments written
-READ_BYTES, WRITE_BYTES = 2 + 2 + 2 + 12, 2 + 2 + 12
+READ_BYTES = 2 + 2 + 2 + 12  # per parameter and step: weights for forward and backward, gradient, master and moments
+WRITE_BYTES = 2 + 2 + 12  # gradient, weights, master and moments
 
 
 @dataclass(slots=True)
@@ -68,7 +68,8 @@ def main() -> None:
         baseline = watch([sys.executable, "-c", "import torch, slipstream.train.initialize, time; time.sleep(1)"], group, None).peak
         limit = baseline + args.budget * MIB
         console.print(f"A process with torch imported takes {baseline / MIB:.0f} MiB; the limit is {args.budget} MiB more.")
-        script = [sys.executable, "-m", "slipstream", "run", "--nproc", "1", str(HERE / "train.py"), "--out", str(args.out), *passed]
+        launcher = [sys.executable, "-m", "slipstream", "run", "--nproc", "1"]
+        script = [*launcher, str(HERE / "train.py"), "--out", str(args.out), *passed]
         run = watch(script, group, limit, console)
         if run.status:
             raise SystemExit(f"the training ended with status {run.status}:\n{run.tail}")
@@ -174,9 +175,9 @@ def table(run: Run, baseline: int, budget: int) -> Table:
     result = Table(title=f"{numel / 1e6:.0f} million parameters in {budget} MiB")
     for column in ("", "formula", "measured by the kernel", "ratio"):
         result.add_column(column, justify="left" if not column else "right")
-    states, peak = STATE_BYTES * numel, run.peak - baseline
-    result.add_row("states, over the budget", f"{states / GB:.2f} GB", f"{budget * MIB / GB:.2f} GB", f"{states / budget / MIB:.1f}")
-    result.add_row("states, over the peak", f"{states / GB:.2f} GB", f"{peak / GB:.2f} GB", f"{states / peak:.1f}")
+    states = STATE_BYTES * numel
+    for name, memory in (("states, over the budget", budget * MIB), ("states, over the peak", run.peak - baseline)):
+        result.add_row(name, f"{states / GB:.2f} GB", f"{memory / GB:.2f} GB", f"{states / memory:.1f}")
     for name, per_parameter, measured in (("read a step", READ_BYTES, read), ("written a step", WRITE_BYTES, written)):
         formula = per_parameter * numel
         result.add_row(name, f"{formula / GB:.2f} GB", f"{measured / GB:.2f} GB", f"{measured / formula:.2f}")

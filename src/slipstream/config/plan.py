@@ -106,6 +106,17 @@ class SchedulerPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationPlan:
+    """What becomes of what the repeated blocks save for their backward."""
+
+    way: Literal["keep", "recompute", "offload"]
+    num_blocks: int | None  # recompute: the first so many of them; None = all
+    inputs_on_host: bool  # recompute: where the kept inputs wait
+    synchronize: bool  # with the device, before and after each block's forward and recompute
+    profile: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlan:
     drop_last: bool
 
@@ -130,6 +141,7 @@ class Plan:
     optimizer: OptimizerPlan | None
     scheduler: SchedulerPlan | None
     gradient_clipping: float  # 0 = off
+    activations: ActivationPlan
     data: DataPlan
     checkpoint: CheckpointPlan
     steps_per_print: int | None  # None = never
@@ -219,6 +231,11 @@ def plan_values(plan: Plan) -> dict[str, Any]:
             values |= {f"{name}.params.{key}": value for key, value in part.params.items()}
     return values | {
         "gradient_clipping": plan.gradient_clipping,
+        "slipstream.activations": plan.activations.way,
+        "activation_checkpointing.number_checkpoints": plan.activations.num_blocks,
+        "activation_checkpointing.cpu_checkpointing": plan.activations.inputs_on_host,
+        "activation_checkpointing.synchronize_checkpoint_boundary": plan.activations.synchronize,
+        "activation_checkpointing.profile": plan.activations.profile,
         "dataloader_drop_last": plan.data.drop_last,
         "checkpoint.tag_validation": plan.checkpoint.tag_validation,
         "steps_per_print": plan.steps_per_print,

@@ -237,6 +237,7 @@ class Slipstream(Block):
     timeout_s: Positive = 1800.0
     poison_released: bool = False
     seed: Int = 0
+    activations: Annotated[Literal["keep", "recompute", "offload"], BeforeValidator(lower)] = "keep"
 
 
 class Config(Block):

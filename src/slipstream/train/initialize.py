@@ -17,6 +17,7 @@ from slipstream.mesh import Mesh, data_mesh
 from slipstream.optim import Resolved, is_elementwise, is_native, muon_groups, refuse_unshardable, resolve_optimizer
 from slipstream.optim.native import AdamW, NativeSteps, Rule
 from slipstream.optim.sharded import ShardedSteps, TorchSteps
+from slipstream.train import activation
 from slipstream.train.data import StatefulLoader, distributed_loader
 from slipstream.train.engine import Engine, Parts
 from slipstream.train.handle import OptimizerHandle
@@ -92,6 +93,9 @@ def initialize(
     inner, native = _optimizer(named, model, optimizer, model_parameters)
     scheduler = _scheduler(plan, lr_scheduler, inner)
     engine = _engine(plan, model, mesh, device, inner, native)
+    engine.hooks.handles += activation.apply(
+        plan.activations, model, [unit.full for unit in engine.units], engine.progress.timing, speaks=engine.rank == 0
+    )
     handle = OptimizerHandle(engine, inner) if inner is not None else None
     engine.optimizer = handle
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader
