@@ -125,6 +125,7 @@ def run(*, quick: bool) -> str:
     head = ["access, block x depth", "fio, GB/s", *(f"{name}, of fio" for name in others), "processor s per GB, all five"]
     text = (
         f"O_DIRECT, a file of {SPAN >> 20} MiB read, written, or both until both are done (the rate is of their sum), a queue of "
-        f"the given depth in each direction, 2 threads each for the engine `threads`. fio against itself: {Spread.of(noise).show(2)}."
+        "the given depth in each direction, 2 threads each for the engine `threads`. fio against itself: "
+        f"{Spread.of(noise).show(2)}."
     )
     return "\n\n".join((host("fio with io_uring"), text, table(head, rows), verdicts(judged)))
