@@ -11,6 +11,7 @@ import signal
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_parts_come_back_as_they_were_written(start: Open, seed: int) -> None:
     disk, choose, pages = start(), random.Random(seed), 512
     model = noise(pages)
@@ -75,7 +76,7 @@ def test_any_parts_come_back_as_they_were_written(start: Open, seed: int) -> Non
     buffers = [aligned(64 * PAGE) for _ in range(2)]
     if seed:
         disk.register(buffers)
-    for _ in range(20):
+    for _ in range(10):
         cuts = sorted(choose.sample(range(pages + 1), 2 * choose.randint(1, 30)))
         spans = list(zip(cuts[::2], cuts[1::2], strict=True))  # apart from one another
         choose.shuffle(spans)
@@ -100,8 +101,8 @@ def test_any_parts_come_back_as_they_were_written(start: Open, seed: int) -> Non
 
 
 def test_batches_far_beyond_the_queue(start: Open) -> None:
-    disk, model, back = start(block_nbytes=PAGE, queue_depth=2), noise(400), aligned(400 * PAGE)
-    order = random.Random(0).sample(range(400), 400)
+    disk, model, back = start(block_nbytes=PAGE, queue_depth=2), noise(200), aligned(200 * PAGE)
+    order = random.Random(0).sample(range(200), 200)
     for transfer in [disk.write([(at * PAGE, model[at * PAGE : (at + 1) * PAGE])]) for at in order]:
         transfer.wait()
     for transfer in [disk.read([(at * PAGE, back[at * PAGE : (at + 1) * PAGE])]) for at in order]:
@@ -111,6 +112,12 @@ def test_batches_far_beyond_the_queue(start: Open) -> None:
 
 def test_what_is_dropped_under_way_is_kept_alive_and_written(start: Open) -> None:
     disk, model = start(), noise(512)
+    last = aligned(PAGE)
+    alive, transfer = weakref.ref(last), disk.read([(0, last)])
+    del last
+    assert alive() is not None
+    transfer.wait()
+    assert alive() is None
     for at in range(0, model.numel(), 64 * PAGE):
         disk.write([(at, aligned(64 * PAGE).copy_(model[at : at + 64 * PAGE]))])  # neither is kept here
     assert disk.register([model]) in (True, False)  # waits for all
@@ -315,9 +322,9 @@ def test_a_fork_is_told_and_does_no_harm(start: Open) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_nothing_is_left_after_a_kill(start: Open, folder: str) -> None:
     def be_killed() -> None:
-        disk = start(64 << 20)
+        disk = start(16 << 20, block_nbytes=64 * PAGE)
         disk.write([(0, noise(1024))]).wait()
-        for at in range(0, 64 << 20, 4 << 20):
+        for at in range(0, 16 << 20, 4 << 20):
             disk.write([(at, noise(1024))])
         os.kill(os.getpid(), signal.SIGKILL)
 
