@@ -188,6 +188,7 @@ def _sgd(p: Tensor, g: Tensor, m: Tensor | None, c: Coefficients, flags: int) ->
 def _lamb_update(p: Tensor, m: Tensor, v: Tensor, c: Coefficients, flags: int) -> Tensor:
     corrected = v * c.correction2
     denominator = sqrt(corrected.add_(c.eps)) if flags & EPS_INSIDE else sqrt(corrected).add_(c.eps)
+    denominator.clamp_min_(2.0**-126)  # also where eps is 0: zeros stay zeros
     return (m * c.correction1).div_(denominator).add_(p * c.l2)
 
 

@@ -100,9 +100,9 @@ SLIPSTREAM_API double slipstream_sum_ranks(void *out, const void *const *sources
  * BLOCK of the whole array. */
 SLIPSTREAM_API void slipstream_step(int rule, const struct step *step, int64_t start, int64_t stop, double *sums)
 {
-    const struct passes *passes = kernels()->passes;
+    const struct kernels *table = kernels();
     for (; start < stop; start += BLOCK)
-        passes->pass[rule](step, start, stop - start < BLOCK ? stop : start + BLOCK, sums ? sums + 2 * (start / BLOCK) : 0);
+        table->step(rule, step, start, stop - start < BLOCK ? stop : start + BLOCK, sums ? sums + 2 * (start / BLOCK) : 0);
 }
 
 /* memcpy past the caches. The ranges do not overlap. */

@@ -6,7 +6,7 @@
 #include "kernels.h"
 #include "optim_body.h"
 
-static const struct kernels table = {"avx2", sum_block, copy, &passes};
+static const struct kernels table = {"avx2", sum_block, copy, step};
 const struct kernels *const kernels_avx2 = &table;
 #else
 const struct kernels *const kernels_avx2 = 0;

@@ -24,10 +24,4 @@ struct step {
     int32_t flags;
 };
 
-/* By rule: elements [start, stop), at most one BLOCK; start is a multiple of CODED. LAMB_UPDATE leaves the sums of squares of the
- * weights and of the update in sums[0] and sums[1]. */
-struct passes {
-    void (*pass[NUM_RULES])(const struct step *step, int64_t start, int64_t stop, double *sums);
-};
-
 #endif

@@ -33,37 +33,23 @@ INLINE words random_words(int64_t number, const uint32_t *keys)
 
 INLINE int64_t bytes_of(int64_t kind) { return kind == DTYPE_F32 ? 4 : kind == CODES ? 1 : 2; }
 
-/* Elements [i, i + width) of an array that is no codes; lanes past the width are zero. */
-INLINE vec get(struct array from, int64_t i, int64_t width)
-{
-    padded_group padded;
-    const char *p = (const char *)from.data + i * bytes_of(from.kind);
-    return load_vec(width < 16 ? pad(padded, p, width * bytes_of(from.kind)) : p, (int)from.kind);
-}
+/* 16 elements from i of an array that is no codes. */
+INLINE vec get(struct array from, int64_t i) { return load_vec((const char *)from.data + i * bytes_of(from.kind), (int)from.kind); }
 
 /* unit: the block's scale over the square of the largest code. Of a sum of squares this is the root. */
-INLINE vec get_codes(struct array from, int64_t i, int64_t width, vec unit, int negative)
+INLINE vec get_codes(struct array from, int64_t i, vec unit, int negative)
 {
-    padded_group padded;
     const char *p = (const char *)from.data + i;
-    if (width < 16)
-        p = pad(padded, p, width);
     const vec c = negative ? load_i8(p) : load_u8(p);
     return vec_mul(vec_mul(c, vec_abs(c)), unit);
 }
 
 /* Returns the values as they read back. below: 16 random bits. */
-INLINE vec put(struct array to, int64_t i, int64_t width, vec x, int stochastic, words below, int stream)
+INLINE vec put(struct array to, int64_t i, vec x, int stochastic, words below, int stream)
 {
-    padded_group padded;
-    char *p = (char *)to.data + i * bytes_of(to.kind);
     if (stochastic && to.kind == DTYPE_BF16)
         x = vec_cut_bf16(x, below);
-    if (width == 16)
-        return store_vec(p, x, (int)to.kind, stream);
-    x = store_vec(padded, x, (int)to.kind, 0);
-    memcpy(p, padded, (size_t)(width * bytes_of(to.kind)));
-    return x;
+    return store_vec((char *)to.data + i * bytes_of(to.kind), x, (int)to.kind, stream);
 }
 
 typedef struct {
@@ -99,13 +85,10 @@ TARGET __attribute__((noinline)) static void encode(struct array to, int64_t i, 
             c = vec_add(c, vec_sub(vec_mul(random, vec_set(0x1p-16f)), vec_set(0.5f - 0x1p-17f)));
         }
         c = vec_max(vec_min(c, full), least);
-        char codes[16], *data = (char *)to.data + i + k, *p = count - k < 16 ? codes : data;
         if (negative)
-            store_i8(p, vec_sign_like(c, x));
+            store_i8((char *)to.data + i + k, vec_sign_like(c, x));
         else
-            store_u8(p, c);
-        if (count - k < 16)
-            memcpy(data, codes, (size_t)(count - k));
+            store_u8((char *)to.data + i + k, c);
     }
 }
 
@@ -171,19 +154,21 @@ INLINE vec lamb_update(lanes x, const vec *c, int flags)
 {
     const vec v = vec_mul(x.v, c[CORRECTION2]);
     const vec denominator = flags & EPS_INSIDE ? vec_sqrt(vec_add(v, c[EPS])) : vec_add(vec_sqrt(v), c[EPS]);
-    return vec_add(vec_div(vec_mul(x.m, c[CORRECTION1]), denominator), vec_mul(c[L2], x.p));
+    const vec divisor = vec_max(vec_set(0x1p-126f), denominator); /* also where eps is 0: zeros stay zeros */
+    return vec_add(vec_div(vec_mul(x.m, c[CORRECTION1]), divisor), vec_mul(c[L2], x.p));
 }
 
 /* ---- the pass ---- */
 
-INLINE vec scale_of(struct array a, int64_t i, float full)
+/* Elements [start, stop), a multiple of 16 of them. weights, states: the kinds of the master and of both states where the compiler
+ * is to know them, else ANY. */
+enum { ANY = -1 };
+INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t stop, double *sums, int weights, int states)
 {
-    return vec_set(a.kind == CODES ? a.scales[i / CODED] / (full * full) : 0.0f);
-}
-
-INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t stop, double *sums)
-{
-    const struct step s = *step;
+    struct step s = *step;
+    s.master.kind = weights == ANY ? s.master.kind : weights;
+    s.first.kind = states == ANY ? s.first.kind : states;
+    s.second.kind = states == ANY ? s.second.kind : states;
     const int stochastic = s.flags & STOCHASTIC, has_l2 = s.coefficients[L2] != 0.0f;
     const int reads_grad = rule != LAMB_APPLY, writes_states = rule != LAMB_APPLY, writes_weights = rule != LAMB_UPDATE;
     const int adds_l2 = rule == ADAMW || rule == SGD || rule == ADAGRAD;
@@ -198,21 +183,19 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
     block first, second;
     for (int64_t at = start; at < stop; at += CODED) {
         const int64_t end = stop - at < CODED ? stop : at + CODED;
-        const vec first_unit = scale_of(s.first, at, 127.0f), second_unit = scale_of(s.second, at, 255.0f);
+        const vec first_unit = codes_first ? vec_set(s.first.scales[at / CODED] / (127.0f * 127.0f)) : vec_set(0.0f);
+        const vec second_unit = codes_second ? vec_set(s.second.scales[at / CODED] / (255.0f * 255.0f)) : vec_set(0.0f);
         first.most = second.most = vec_set(0.0f);
         for (int64_t i = at; i < end; i += 16) {
-            const int64_t width = end - i < 16 ? end - i : 16;
-            lanes x = {get(s.master, i, width), vec_set(0.0f), vec_set(0.0f), vec_set(0.0f)};
-            vec g = vec_set(0.0f);
-            if (reads_grad)
-                g = vec_mul(get(s.grad, i, width), c[SCALE]);
+            lanes x = {get(s.master, i), vec_set(0.0f), vec_set(0.0f), vec_set(0.0f)};
+            vec g = reads_grad ? vec_mul(get(s.grad, i), c[SCALE]) : vec_set(0.0f);
             if (has_first)
-                x.m = codes_first ? get_codes(s.first, i, width, first_unit, 1) : get(s.first, i, width);
+                x.m = codes_first ? get_codes(s.first, i, first_unit, 1) : get(s.first, i);
             if (codes_second) {
-                x.root = get_codes(s.second, i, width, second_unit, 0);
+                x.root = get_codes(s.second, i, second_unit, 0);
                 x.v = vec_mul(x.root, x.root);
             } else if (has_second) {
-                x.v = get(s.second, i, width);
+                x.v = get(s.second, i);
             }
 
             if (adds_l2 && has_l2)
@@ -236,26 +219,22 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
                 weight_bits = words_right(random, 16);
                 state_bits = words_and(random, words_set(0xffff));
             }
-            if (writes_states && has_first) {
-                if (codes_first)
-                    keep(&first, i, x.m);
-                else
-                    x.m = put(s.first, i, width, x.m, stochastic, state_bits, 0);
-            }
-            if (writes_states && has_second) {
-                if (codes_second)
-                    keep(&second, i, x.root);
-                else
-                    x.v = put(s.second, i, width, x.v, stochastic, state_bits, 0);
-            }
+            if (codes_first)
+                keep(&first, i, x.m);
+            else if (writes_states && has_first)
+                x.m = put(s.first, i, x.m, stochastic, state_bits, 0);
+            if (codes_second)
+                keep(&second, i, x.root);
+            else if (writes_states && has_second)
+                x.v = put(s.second, i, x.v, stochastic, state_bits, 0);
             if (rule == LAMB_UPDATE) {
                 weight_squares = vec64_add_squares(weight_squares, x.p);
                 update_squares = vec64_add_squares(update_squares, lamb_update(x, c, s.flags));
             }
             if (writes_weights) {
-                x.p = put(s.master, i, width, x.p, stochastic, weight_bits, 0);
+                x.p = put(s.master, i, x.p, stochastic, weight_bits, 0);
                 if (s.out.data)
-                    put(s.out, i, width, x.p, 0, weight_bits, s.flags & STREAM);
+                    put(s.out, i, x.p, 0, weight_bits, s.flags & STREAM);
             }
         }
         if (codes_first)
@@ -266,15 +245,26 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
     if (s.flags & STREAM)
         fence_streams();
     if (rule == LAMB_UPDATE) {
-        sums[0] = folded(weight_squares);
-        sums[1] = folded(update_squares);
+        sums[0] += folded(weight_squares);
+        sums[1] += folded(update_squares);
     }
 }
 
-#define PASS(name, rule)                                                                            \
-    TARGET static void name(const struct step *step, int64_t start, int64_t stop, double *sums)     \
-    {                                                                                               \
-        pass(rule, step, start, stop, sums);                                                        \
+#define PASS(name, rule)                                                                                              \
+    TARGET static void name(const struct step *step, int64_t start, int64_t stop, double *sums)                       \
+    {                                                                                                                 \
+        const int64_t weights = step->master.kind, first = rule == ADAGRAD ? step->second.kind : step->first.kind;    \
+        const int64_t second = rule == LION || rule == SGD ? first : step->second.kind;                               \
+        if (weights == DTYPE_F32 && first == DTYPE_F32 && second == DTYPE_F32)                                        \
+            pass(rule, step, start, stop, sums, DTYPE_F32, DTYPE_F32);                                                \
+        else if (rule == ADAMW && weights == DTYPE_F32 && first == CODES && second == CODES)                          \
+            pass(rule, step, start, stop, sums, DTYPE_F32, CODES);                                                    \
+        else if (rule == ADAMW && weights == DTYPE_BF16 && first == CODES && second == CODES)                         \
+            pass(rule, step, start, stop, sums, DTYPE_BF16, CODES);                                                   \
+        else if (rule == ADAMW && weights == DTYPE_BF16 && first == DTYPE_BF16 && second == DTYPE_BF16)               \
+            pass(rule, step, start, stop, sums, DTYPE_BF16, DTYPE_BF16);                                              \
+        else                                                                                                          \
+            pass(rule, step, start, stop, sums, ANY, ANY);                                                            \
     }
 PASS(adamw_pass, ADAMW)
 PASS(lion_pass, LION)
@@ -283,4 +273,33 @@ PASS(adagrad_pass, ADAGRAD)
 PASS(lamb_update_pass, LAMB_UPDATE)
 PASS(lamb_apply_pass, LAMB_APPLY)
 
-static const struct passes passes = {{adamw_pass, lion_pass, sgd_pass, adagrad_pass, lamb_update_pass, lamb_apply_pass}};
+static void (*const passes[NUM_RULES])(const struct step *, int64_t, int64_t, double *) = {
+    adamw_pass, lion_pass, sgd_pass, adagrad_pass, lamb_update_pass, lamb_apply_pass};
+
+/* What is left of a last block goes through a copy with zeros behind it. */
+TARGET static void step(int rule, const struct step *whole, int64_t start, int64_t stop, double *sums)
+{
+    const int64_t rest = stop % 16 ? stop % CODED : 0;
+    if (sums)
+        sums[0] = sums[1] = 0.0;
+    passes[rule](whole, start, stop - rest, sums);
+    if (rest == 0)
+        return;
+    struct step s = *whole;
+    struct array *const arrays[] = {&s.master, &s.grad, &s.first, &s.second, &s.out};
+    char padded[5][CODED * sizeof(float)] = {0}, *from[5];
+    for (int k = 0; k < 5; ++k)
+        if ((from[k] = arrays[k]->data)) {
+            from[k] += (stop - rest) * bytes_of(arrays[k]->kind);
+            memcpy(padded[k], from[k], (size_t)(rest * bytes_of(arrays[k]->kind)));
+            arrays[k]->data = padded[k];
+            if (arrays[k]->scales)
+                arrays[k]->scales += (stop - rest) / CODED;
+        }
+    s.offset += stop - rest;
+    s.flags &= ~STREAM;
+    passes[rule](&s, 0, (rest + 15) / 16 * 16, sums);
+    for (int k = 0; k < 5; ++k)
+        if (from[k] && k != 1)
+            memcpy(from[k], padded[k], (size_t)(rest * bytes_of(arrays[k]->kind)));
+}

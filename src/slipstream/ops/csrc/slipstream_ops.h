@@ -33,13 +33,17 @@ struct sum_args {
     int stream;     /* write out past the caches; out is 64-byte aligned */
 };
 
+struct step; /* optim.h */
+
 struct kernels {
     const char *name;
     /* Elements [start, stop), at most one BLOCK; returns the sum of squares of what it wrote. */
     double (*sum_block)(const struct sum_args *args, int64_t start, int64_t stop, int source, int target);
     /* nbytes is a multiple of 256 and dst is 64-byte aligned. */
     void (*copy)(char *dst, const char *src, int64_t nbytes);
-    const struct passes *passes; /* of the optimizers: optim.h */
+    /* A step by one of optim.h's rules. Elements [start, stop), at most one BLOCK; start is a multiple of 256. Where `sums` is
+     * given, the rule's two sums of squares. */
+    void (*step)(int rule, const struct step *step, int64_t start, int64_t stop, double *sums);
 };
 
 enum isa { PORTABLE, AVX2, AVX512, AVX512BF16 };
