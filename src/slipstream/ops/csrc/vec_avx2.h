@@ -35,6 +35,21 @@ INLINE __m256 pow2(__m256 n)
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 INLINE vec vec_pow2(vec n) { return (vec){pow2(n.low), pow2(n.high)}; }
+INLINE vec vec_abs(vec a)
+{
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return (vec){_mm256_andnot_ps(sign, a.low), _mm256_andnot_ps(sign, a.high)};
+}
+INLINE vec vec_sign_like(vec a, vec b)
+{
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return (vec){_mm256_or_ps(a.low, _mm256_and_ps(sign, b.low)), _mm256_or_ps(a.high, _mm256_and_ps(sign, b.high))};
+}
+INLINE __m256 larger(__m256 a, __m256 b)
+{
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+}
+INLINE vec vec_larger(vec a, vec b) { return (vec){larger(a.low, b.low), larger(a.high, b.high)}; }
 
 INLINE vec load_f32(const void *p)
 {
@@ -70,6 +85,9 @@ INLINE vec load_f16(const void *p)
 INLINE float lanes_sum(vec a) { return halves_sum(a.low, a.high); }
 INLINE float lanes_max(vec a) { return halves_max(a.low, a.high); }
 INLINE void store_i8(void *p, vec a) { halves_store_i8(p, a.low, a.high); }
+INLINE void store_u8(void *p, vec a) { halves_store_u8(p, a.low, a.high); }
+INLINE vec load_i8(const void *p) { return (vec){widen_i8(p), widen_i8((const char *)p + 8)}; }
+INLINE vec load_u8(const void *p) { return (vec){widen_u8(p), widen_u8((const char *)p + 8)}; }
 
 INLINE vec ivec_to_vec(ivec a) { return (vec){_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
 INLINE vec pairs_to_vec(ivec a)
@@ -119,6 +137,32 @@ INLINE vec store_f16(void *p, vec a, int stream)
     store_halves(p, _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1), stream);
     return (vec){_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)};
 }
+
+typedef struct {
+    __m256i low, high;
+} words;
+INLINE words words_set(uint32_t x) { return (words){_mm256_set1_epi32((int32_t)x), _mm256_set1_epi32((int32_t)x)}; }
+INLINE words words_from(uint32_t x)
+{
+    const words all = words_set(x);
+    return (words){_mm256_add_epi32(all.low, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)),
+                   _mm256_add_epi32(all.high, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15))};
+}
+INLINE words words_xor(words a, words b) { return (words){_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)}; }
+INLINE words words_and(words a, words b) { return (words){_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)}; }
+INLINE words words_mul(words a, words b) { return (words){_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)}; }
+INLINE words words_right(words a, int bits)
+{
+    return (words){_mm256_srli_epi32(a.low, bits), _mm256_srli_epi32(a.high, bits)};
+}
+INLINE vec words_to_vec(words a) { return (vec){_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
+INLINE __m256 cut_bf16(__m256 a, __m256i below)
+{
+    const __m256i sum = _mm256_add_epi32(_mm256_castps_si256(a), below);
+    const __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+    return _mm256_or_ps(_mm256_castsi256_ps(_mm256_and_si256(sum, _mm256_set1_epi32((int32_t)0xffff0000))), is_nan);
+}
+INLINE vec vec_cut_bf16(vec a, words below) { return (vec){cut_bf16(a.low, below.low), cut_bf16(a.high, below.high)}; }
 
 INLINE vec64 vec64_zero(void)
 {
