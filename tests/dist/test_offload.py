@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ def test_a_disk_that_fails_in_mid_step(tmp_path: Path) -> None:
             train(engine, 2)
         dist.all_gather_object(words, str(raised.value))
         assert words[0] == words[1]
-        for refused in (engine.step, lambda: engine.save_checkpoint(str(tmp_path / "saved"))):
+        for refused in (engine.step, partial(engine.save_checkpoint, str(tmp_path / "saved"))):
             with pytest.raises(RuntimeError, match="go on from the last checkpoint"):
                 refused()
         engine.destroy()

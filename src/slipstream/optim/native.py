@@ -1,6 +1,6 @@
 """Optimizers in native passes, chunk by chunk, wherever master, moments, gradients and weights rest.
 
-A rule (optim/rules.py) is one optimizer's arithmetic; `NativeSteps` knows where the states are and which hyperparameters hold for which
+A rule (optim/rules.py) is one optimizer's arithmetic; `NativeSteps` knows where states are and which hyperparameters hold for which
 elements. Resident and offloaded states go through the same calls, so a tier changes when things move and never what is computed.
 
 run   a stretch of neighbouring pieces that share a parameter group and a step count, cut at chunks
@@ -145,9 +145,8 @@ class NativeSteps(ShardedSteps):
         return Stochastic(self.form.stochastic_seed, step, (unit.index << 40) + unit.optim_span[0] + start)
 
     def state_nbytes(self, unit: Unit) -> int:
-        if self.form.coded:
-            return sum(store.nbytes for store in self._stores(unit).values()) + sum(s.nbytes for s in self.scales[unit.index].values())
-        return len(self.rule.states) * unit.master.numel * self.form.dtype.itemsize
+        each = unit.master.numel * self.form.dtype.itemsize + (-(-unit.master.numel // _CODED) * 4 if self.form.coded else 0)
+        return len(self.rule.states) * each
 
     def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor | Section]:
         stores = self._stores(unit)
