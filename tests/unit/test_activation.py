@@ -283,7 +283,7 @@ def test_transformers_models(name: str, caplog: pytest.LogCaptureFixture) -> Non
         runs: list[int] = []
         for module in model.modules():
             if type(module).__name__ in ("LlamaMLP", "GPT2MLP", "T5LayerFF"):
-                module.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+                module.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
         engine = toy.make(model, 3, slipstream={"activations": "keep" if way == "keep" else "recompute"})
         torch.manual_seed(1)
         found = losses[way, cache] = []
@@ -296,9 +296,8 @@ def test_transformers_models(name: str, caplog: pytest.LogCaptureFixture) -> Non
         forwards[way, cache] = len(runs)
         engine.destroy()
     plain = losses.pop(("keep", False))
-    assert losses["recompute", False] == plain
-    for found in losses.values():
-        assert found == pytest.approx(plain, rel=1e-5)  # a model that has made a cache masks in another way, and rounds so
+    for found in losses.values():  # products round by where their operands lie in memory, and masks differ where a cache was made
+        assert found == pytest.approx(plain, rel=1e-6)
     times = forwards.pop(("keep", False))
     assert set(forwards.values()) == {2 * times} and times > 0
     assert any("itself" in message for message in caplog.messages)
