@@ -41,9 +41,12 @@ class Measured(NamedTuple):
 
 def fio(file: int, block: int, depth: int, kind: str, *, huge: bool = True) -> Measured:
     """Reading and writing at once are two jobs, each with the queue depth."""
-    env = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if huge else None  # transparent ones, from glibc 2.35 on
     command = ["fio", "--output-format=json", f"--filename=/proc/{os.getpid()}/fd/{file}", f"--io_size={SPAN}", "--direct=1"]
     command += ["--ioengine=io_uring", f"--bs={block}", f"--iodepth={depth}"]
+    env = dict(os.environ)
+    if huge:  # transparent ones, from glibc 2.35 on: near --mem=shmhuge, which needs pages set aside
+        command += [f"--iomem_align={2 << 20}"]
+        env["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     for name, offset, wanted in zip(("read", "write"), (0, SPAN // 2), KINDS[kind], strict=True):
         command += [f"--name={name}", f"--rw={name}", f"--offset={offset}", f"--size={SPAN - offset}"] if wanted else []
     done = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -291,6 +291,15 @@ def test_a_buffer_that_cannot_be_registered(start: Open) -> None:
     assert torch.equal(back, memory)
 
 
+def test_registered_memory_stays_until_it_is_registered_no_more(start: Open) -> None:
+    disk, memory = start(), noise(512)
+    alive, registered = weakref.ref(memory), disk.register([memory])
+    del memory
+    assert (alive() is not None) == registered
+    disk.register([])
+    assert alive() is None
+
+
 def in_a_fork(run: Callable[[], object]) -> int:
     """How a forked child that calls `run` ends: 0, a signal as a negative number, or 1."""
     child = os.fork()

@@ -121,6 +121,7 @@ class _Ring:
         if handle is None:
             raise OSError(error.value, f"the kernel refuses it: {os.strerror(error.value)}")
         self._native, self._handle = native, ctypes.c_void_p(handle)
+        self._registered: Sequence[Tensor] = ()  # kept: the kernel would write to these pages whoever has the addresses next
 
     def submit(self, batch: _Batch) -> None:
         self._native.slipstream_disk_submit(self._handle, ctypes.byref(batch))
@@ -128,9 +129,10 @@ class _Ring:
     def register(self, buffers: Sequence[Tensor]) -> bool:
         array = (_Buffer * len(buffers))(*(_Buffer(buffer.data_ptr(), buffer.nbytes) for buffer in buffers))
         refused = self._native.slipstream_disk_register(self._handle, array, len(buffers))
+        self._registered = () if refused else tuple(buffers)
         if refused:
             logger.debug("buffers are not registered with io_uring: %s", os.strerror(refused))
-        return bool(buffers) and not refused
+        return bool(self._registered)
 
     def close(self) -> None:
         self._native.slipstream_disk_close(self._handle)
