@@ -245,6 +245,27 @@ def test_what_waits_on_the_host_trains_the_same(transfer: Fake, way: str, on_hos
     assert not transfer.log
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_stay_on_the_device_in_every_stage(transfer: Fake, stage: int) -> None:
+    """Also those whose storage is empty between the forward and the backward."""
+    results = []
+    for way in ("keep", "offload"):
+        model = net()
+        engine = toy.make(model, stage)
+        if way == "offload":
+            plan = ActivationPlan(way="offload", num_blocks=None, inputs_on_host=False, synchronize=False, profile=False)
+            resident = [unit.full for unit in engine.units]
+            engine.hooks.handles += activation.apply(plan, model, resident, engine.progress.timing)
+        torch.manual_seed(1)
+        losses = [float(toy.step(engine, toy.floats(0, i))) for i in range(3)]
+        results.append((losses, int(toy.checksum(engine))))
+        weights = {f"send {unit.full_nbytes}" for unit in engine.units}
+        engine.destroy()
+    assert results[0] == results[1]
+    assert transfer.log and not weights & set(transfer.log)
+    assert all("forward" not in block.__dict__ for block in model.blocks)
+
+
 def test_boundaries_are_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(1))
