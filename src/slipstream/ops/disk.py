@@ -59,8 +59,8 @@ class _Part(ctypes.Structure):
     _fields_ = [("memory", ctypes.c_void_p), ("offset", ctypes.c_int64), ("nbytes", ctypes.c_int64)]
 
 
-class _Buffer(ctypes.Structure):
-    _fields_ = [("memory", ctypes.c_void_p), ("nbytes", ctypes.c_uint64)]
+class _Buffer(ctypes.Structure):  # struct iovec
+    _fields_ = [("memory", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
 
 
 class _Batch(ctypes.Structure):
