@@ -22,7 +22,8 @@ from tests.unit.test_ops import DTYPES, available, equal_bits, one_thread, run, 
 
 ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "step": 3, "bias_correction": True}
 LAMB: dict[str, Any] = {**ADAM, "eps_inside_sqrt": False, "weight_decay": 0.1}
-RULES = ("adamw", "lion", "sgd", "adagrad", "lamb")
+CODED_RULES = ("adamw", "lion", "sgd")
+RULES = (*CODED_RULES, "adagrad", "lamb")
 SIGNED, UNSIGNED = torch.int8, torch.uint8  # codes of a first and of a second state
 BF16 = torch.bfloat16
 
@@ -94,7 +95,7 @@ def test_all_implementations_give_the_same_bits(
     if bad is not None and numel:
         grad[numel // 2] = bad
     states = [first, second]
-    if rule in ("adamw", "lion", "sgd"):
+    if rule in CODED_RULES:
         for i, kind in enumerate((SIGNED, UNSIGNED)):
             if codes[i]:
                 states[i] = Blocks.of(states[i].float(), kind)  # type: ignore[call-overload]
@@ -121,7 +122,7 @@ def test_neither_threads_nor_shards_change_a_bit(run: Callable[..., Any], rule: 
     numel = 2 * cpu.THREAD_NUMEL + 12345
     master, grad = torch.randn(numel).to(BF16), torch.randn(numel).to(BF16)
     states = [torch.randn(numel), torch.rand(numel)]
-    coded = rule in ("adamw", "lion", "sgd")
+    coded = rule in CODED_RULES
     made = [Blocks.of(x, kind) if coded else x for x, kind in zip(states, (SIGNED, UNSIGNED), strict=True)]
 
     def whole() -> tuple[Any, list[Tensor]]:
@@ -200,11 +201,10 @@ def test_the_formulas_are_the_peers(run: Callable[..., Any], peer: str) -> None:
 def test_codes_are_near_and_no_sum_of_squares_is_lost() -> None:
     torch.manual_seed(0)
     x = torch.randn(1000) * torch.randn(1000).exp2()
-    most = x.abs().view(-1, 250).amax()
+    most = torch.cat([part.abs().amax().expand(len(part)) for part in x.split(256)])
     signed, unsigned = Blocks.of(x, SIGNED).float(), Blocks.of(x.square(), UNSIGNED).float()
-    root = (x.abs() / most).sqrt()
-    assert ((signed - x).abs() <= most * (root / 127 + 1 / 127**2)).all()
-    assert ((unsigned.sqrt() - x.abs()).abs() <= most * (root / 255 + 1 / 255**2)).all()
+    assert ((signed - x).abs() <= most / 253).all()
+    assert ((unsigned.sqrt() - x.abs()).abs() <= torch.where(x.abs() < most / 255, most / 254, most / 509)).all()
     assert (unsigned > 0).all()
     assert Blocks.of(torch.zeros(300), SIGNED).float().eq(0).all()
     assert Blocks.of(torch.zeros(300), UNSIGNED).float().eq(0).all()
@@ -231,7 +231,7 @@ def test_rounding_is_right_on_average(run: Callable[..., Any]) -> None:  # noqa:
         for tensor, wanted in ((master, value - lr * exact), (buffer, exact)):
             assert len(tensor.unique()) == 2
             assert abs(float(tensor.double().mean()) - wanted) < 5 * float(tensor.double().std()) / math.sqrt(numel)
-    exact, codes = 0.3, Blocks.zeros(numel, UNSIGNED)
+    exact, codes = 0.3017, Blocks.zeros(numel, UNSIGNED)
     grad = torch.full((numel,), exact)
     grad[::256] = 1.0  # makes every block's scale 1
     adam: dict[str, Any] = {**ADAM, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0, "lr": 0.0, "decoupled": True}
@@ -240,7 +240,7 @@ def test_rounding_is_right_on_average(run: Callable[..., Any]) -> None:  # noqa:
         run(lambda m=momentum: ops.adamw(grad.clone(), grad, m, codes, None, scale=1.0, rounding=Stochastic(3, 1, 0), **adam))
         roots = first.codes[grad < 1].double().abs()
         assert len(roots.unique()) == 2
-        wanted = math.sqrt(exact) * (127 if first is not codes else 255)
+        wanted = exact * (127 if first is not codes else 255)
         assert abs(float(roots.mean()) - wanted) < 5 * float(roots.std()) / math.sqrt(numel) + 1e-4
 
 
