@@ -1,6 +1,7 @@
 """`python -m benchmarks [LEG ...]`: ours beside the peers; writes the legs' sections of benchmarks/RESULTS.md (not with --quick).
 
-Legs: step, memory, wire, start, optimizer, quality, or all of them (the default). `parts` prints where our own step goes and writes nothing.
+Legs: step, memory, wire, start, optimizer, quality, or all of them (the default). `parts` prints where our own step goes and
+writes nothing.
 `python benchmarks/ops.py` compares the native kernels by themselves.
 """
 
@@ -24,7 +25,7 @@ from benchmarks.workloads import WORKLOADS
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("legs", nargs="*", metavar="LEG", help="step, memory, wire, start, optimizer, quality, all (default) or parts")
+    parser.add_argument("legs", nargs="*", metavar="LEG", help=f"{', '.join(LEGS)}, all (default) or parts")
     parser.add_argument("--quick", action="store_true", help="a few contenders, few steps: under three minutes in all")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers" / "bin" / "python", metavar="PYTHON",
                         help="the interpreter that has DeepSpeed (default: the one `make bench` builds)")  # fmt: skip

@@ -21,8 +21,8 @@ from slipstream.observe.host import cpu_flags
 from slipstream.ops import build, cpu
 from tests.inference import test_native
 from tests.inference.test_native import Requests, weights_of
-from tests.unit.test_inference_sampler import test_the_kernel_draws_what_its_twin_draws as check_sampling
 from tests.unit import test_ops_optim as optim
+from tests.unit.test_inference_sampler import test_the_kernel_draws_what_its_twin_draws as check_sampling
 from tests.unit.test_ops import equal_bits
 
 SHIM = Path(__file__).with_name("emulated_avx512.h")

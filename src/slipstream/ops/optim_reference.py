@@ -65,7 +65,7 @@ class Blocks(NamedTuple):
     def span(self, start: int, stop: int) -> "Blocks":
         """Elements [start, stop), as views. A block is never cut: `start` is a multiple of 256, and `stop` is too or is the end."""
         if start % CODED or (stop % CODED and stop != self.codes.numel()):
-            raise ValueError(f"elements {start} to {stop} of {self.codes.numel()} cut a block of {CODED} codes, which share a scale")
+            raise ValueError(f"elements {start} to {stop} of {self.codes.numel()} cut a block of {CODED} codes with one scale")
         return Blocks(self.codes[start:stop], self.scales[start // CODED : -(-stop // CODED)])
 
     def float(self) -> Tensor:

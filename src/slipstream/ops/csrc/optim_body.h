@@ -1,8 +1,8 @@
 /* The optimizers: one pass over gradient, master, states and weights, written once over 16 fp32 lanes.
  *
  * Each array is fp32, bf16 or fp16, the states also 8-bit codes; all is computed in fp32. A rule is a function of 16 elements;
- * the pass around it is one text, compiled once per rule. The torch twins in ops/optim_reference.py do the same operations in
- * the same order, and ops/optim.py gives the rules' coefficients their values.
+ * the pass around it is one text, compiled for each rule, and for AdamW's common recipes by themselves. The torch twins in
+ * ops/optim_reference.py do the same operations in the same order, and ops/optim.py gives the coefficients their values.
  *
  * [Note: Codes] A block of 256 elements has one fp32 scale, the largest magnitude in it, and a code counts 127ths of it in a
  * momentum. Of a sum of squares the root is kept, in 255ths, and never less than one, because what divides a step must not become
@@ -16,9 +16,7 @@
 
 #include "optim.h"
 
-#ifndef AHEAD
 #define AHEAD 512 /* elements */
-#endif
 
 /* ---- what rests narrow ---- */
 
@@ -47,7 +45,10 @@ INLINE vec get_codes(struct array from, int64_t i, vec unit, int negative)
 }
 
 /* The processor's own prefetching stops at each page. */
-INLINE void prefetch(struct array from, int64_t i) { __builtin_prefetch((const char *)from.data + (i + AHEAD) * bytes_of(from.kind)); }
+INLINE void prefetch(struct array from, int64_t i)
+{
+    __builtin_prefetch((const char *)from.data + (i + AHEAD) * bytes_of(from.kind));
+}
 
 /* Returns the values as they read back. below: 16 random bits. */
 INLINE vec put(struct array to, int64_t i, vec x, int stochastic, words below, int stream)
@@ -218,8 +219,10 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
                 weight_bits = words_right(random, 16);
                 state_bits = words_and(random, words_set(0xffff));
             }
-            if (stochastic && (codes_first || codes_second))
-                store_f32(dither + (i - at), vec_sub(vec_mul(words_to_vec(state_bits), vec_set(0x1p-16f)), vec_set(0.5f - 0x1p-17f)), 0);
+            if (stochastic && (codes_first || codes_second)) {
+                const vec unit = vec_mul(words_to_vec(state_bits), vec_set(0x1p-16f));
+                store_f32(dither + (i - at), vec_sub(unit, vec_set(0.5f - 0x1p-17f)), 0);
+            }
             if (codes_first) {
                 store_f32(first + (i - at), x.m, 0);
                 first_most = vec_larger(first_most, vec_abs(x.m));
@@ -253,21 +256,27 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
     }
 }
 
-#define PASS(name, rule)                                                                                              \
-    TARGET static void name(const struct step *step, int64_t start, int64_t stop, double *sums)                       \
-    {                                                                                                                 \
-        const int64_t weights = step->master.kind, first = rule == ADAGRAD ? step->second.kind : step->first.kind;    \
-        const int64_t second = rule == LION || rule == SGD ? first : step->second.kind;                               \
-        if (weights == DTYPE_F32 && first == DTYPE_F32 && second == DTYPE_F32)                                        \
-            pass(rule, step, start, stop, sums, DTYPE_F32, DTYPE_F32);                                                \
-        else if (rule == ADAMW && weights == DTYPE_F32 && first == CODES && second == CODES)                          \
-            pass(rule, step, start, stop, sums, DTYPE_F32, CODES);                                                    \
-        else if (rule == ADAMW && weights == DTYPE_BF16 && first == CODES && second == CODES)                         \
-            pass(rule, step, start, stop, sums, DTYPE_BF16, CODES);                                                   \
-        else if (rule == ADAMW && weights == DTYPE_BF16 && first == DTYPE_BF16 && second == DTYPE_BF16)               \
-            pass(rule, step, start, stop, sums, DTYPE_BF16, DTYPE_BF16);                                              \
-        else                                                                                                          \
-            pass(rule, step, start, stop, sums, ANY, ANY);                                                            \
+/* The kinds are those of the recipe, which the compiler then knows. */
+#define RECIPE(rule, weights, states)                                                               \
+    if (step->master.kind == (weights) && first == (states) && second == (states)) {                \
+        pass(rule, step, start, stop, sums, weights, states);                                       \
+        return;                                                                                     \
+    }
+#define PASS(name, rule)                                                                            \
+    TARGET static void name(const struct step *step, int64_t start, int64_t stop, double *sums)     \
+    {                                                                                               \
+        const int64_t first = rule == ADAGRAD ? step->second.kind : step->first.kind;               \
+        const int64_t second = rule == LION || rule == SGD ? first : step->second.kind;             \
+        if (KNOW_RECIPES) {                                                                         \
+            RECIPE(rule, DTYPE_F32, DTYPE_F32)                                                      \
+            if (rule == ADAMW) {                                                                    \
+                RECIPE(rule, DTYPE_F32, DTYPE_BF16)                                                 \
+                RECIPE(rule, DTYPE_F32, CODES)                                                      \
+                RECIPE(rule, DTYPE_BF16, DTYPE_BF16)                                                \
+                RECIPE(rule, DTYPE_BF16, CODES)                                                     \
+            }                                                                                       \
+        }                                                                                           \
+        pass(rule, step, start, stop, sums, ANY, ANY);                                              \
     }
 PASS(adamw_pass, ADAMW)
 PASS(lion_pass, LION)

@@ -3,6 +3,7 @@
 
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
+#define KNOW_RECIPES 1 /* of the optimizers: optim_body.h */
 
 /* The decoder's tiles: see decoder_products.h. */
 #define WIDE 2

@@ -5,6 +5,7 @@
 #define TARGET __attribute__((target("avx512f,avx2,fma,f16c")))
 #endif
 #define INLINE static inline __attribute__((always_inline)) TARGET
+#define KNOW_RECIPES 1 /* of the optimizers: optim_body.h */
 
 #define WIDE 4 /* panels of a decoder's tile: see decoder_products.h */
 

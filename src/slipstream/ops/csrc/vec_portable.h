@@ -11,6 +11,7 @@
 #define DOTS_BF16 0
 #define CODE_ROWS 4
 #define INT8_OFFSET 0
+#define KNOW_RECIPES 0 /* of the optimizers: conversions are calls here, and more text would buy little */
 
 typedef float vec __attribute__((vector_size(64)));
 typedef double vec64 __attribute__((vector_size(128)));
