@@ -134,7 +134,7 @@ def step(
         if rule is Rule.LAMB_UPDATE:
             for found, x in zip(squares, (p, _lamb_update(p, m, v, c, flags)), strict=True):
                 square = x.double().square_()
-                found.extend(part.sum() for part in square.split(CPU_SUM)) if x.is_cpu else found.append(square.sum())
+                found += [part.sum() for part in square.split(CPU_SUM)] if x.is_cpu else [square.sum()]
             continue
         p = _write(master, span, p, None if bits is None else bits >> 16)
         if out is not None:
