@@ -136,7 +136,8 @@ class DeepSpeed:
         command = [str(peers.python), str(script), *map(str, (numel, threads, FACTOR, LR))]
         env = {**os.environ, **peers.environment(), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
         env.pop("PYTHONPATH", None)
-        self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         self.read()
 
     def read(self) -> str:
@@ -258,9 +259,9 @@ def run(peers: Peers, *, quick: bool) -> str:
     return "\n\n".join(
         [
             host(who),
-            f"{numel:,} parameters, {rounds} rounds in turns, {found.implementation}. Bytes are per parameter: what a step must move, and what "
-            "is kept of states and weights. `of the stream`: the bytes moved over the rate of the in-place stream of the same round, "
-            "that is the floor over the time. Codes are one byte and a scale for 256.",
+            f"{numel:,} parameters, {rounds} rounds in turns, {found.implementation}. Bytes are per parameter: what a step must "
+            "move, and what is kept of states and weights. `of the stream`: the floor over the time, where the floor is the bytes "
+            "moved at the rate of the in-place stream of the same round. 8-bit codes have a scale for every 256.",
             table(head, [row for rows, _ in parts for row in rows]),
             verdicts([row for _, rows in parts for row in rows] + sizes),
         ]

@@ -4,6 +4,7 @@ formulas are those of the optimizers that they stand for; what rests narrow is r
 `tests/unit/test_ops.py` has more of AdamW in fp32.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,8 @@ from tests.unit.test_ops import DTYPES, available, equal_bits, one_thread, run, 
 
 ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "step": 3, "bias_correction": True}
 LAMB: dict[str, Any] = {**ADAM, "eps_inside_sqrt": False, "weight_decay": 0.1}
-RULES = ("adamw", "lion", "sgd", "adagrad", "lamb")
+CODED_RULES = ("adamw", "lion", "sgd")
+RULES = (*CODED_RULES, "adagrad", "lamb")
 SIGNED, UNSIGNED = torch.int8, torch.uint8  # codes of a first and of a second state
 BF16 = torch.bfloat16
 
@@ -94,7 +96,7 @@ def test_all_implementations_give_the_same_bits(
     if bad is not None and numel:
         grad[numel // 2] = bad
     states = [first, second]
-    if rule in ("adamw", "lion", "sgd"):
+    if rule in CODED_RULES:
         for i, kind in enumerate((SIGNED, UNSIGNED)):
             if codes[i]:
                 states[i] = Blocks.of(states[i].float(), kind)  # type: ignore[call-overload]
@@ -121,7 +123,7 @@ def test_neither_threads_nor_shards_change_a_bit(run: Callable[..., Any], rule: 
     numel = 2 * cpu.THREAD_NUMEL + 12345
     master, grad = torch.randn(numel).to(BF16), torch.randn(numel).to(BF16)
     states = [torch.randn(numel), torch.rand(numel)]
-    coded = rule in ("adamw", "lion", "sgd")
+    coded = rule in CODED_RULES
     made = [Blocks.of(x, kind) if coded else x for x, kind in zip(states, (SIGNED, UNSIGNED), strict=True)]
 
     def whole() -> tuple[Any, list[Tensor]]:
@@ -159,6 +161,26 @@ PEERS: dict[str, Callable[[Tensor], torch.optim.Optimizer]] = {
 }
 
 
+def advance(peer: str, group: dict[str, Any], master: Tensor, grad: Tensor, state: Tensor, out: Tensor, count: int) -> None:
+    """Our step with the peer's hyperparameters, on four times its gradient."""
+    common: dict[str, Any] = {"weight_decay": group["weight_decay"], "lr": 1e-2}
+    if peer == "lion":
+        ops.lion(master, grad, state[0], out, scale=0.25, beta1=0.9, beta2=0.99, **common)
+    elif peer == "adagrad":
+        ops.adagrad(master, grad, state[1], out, scale=0.25, lr_decay=0.1, eps=1e-10, step=count, **common)
+    elif "lamb" in peer:
+        kind = {name: group[name] for name in ("eps", "eps_inside_sqrt", "bias_correction", "weight_decay")}
+        kind |= {"beta1": 0.9, "beta2": 0.95, "step": count}
+        halves = [(master[part], grad[part], *state[:, part]) for part in (slice(0, 512), slice(512, 1003))]
+        sums = [ops.lamb_update(*half, scale=0.25, **kind) for half in halves]
+        norms = [torch.tensor([math.sqrt(sum(parts))]) for parts in zip(*sums, strict=True)]
+        lr = 1e-2 * float(trust_ratio(norms[0], norms[1], group["min_coeff"], group["max_coeff"]))
+        ops.lamb_apply(master, *state, out, lr=lr, **kind)
+    else:
+        common |= {name: group[name] for name in ("momentum", "dampening", "nesterov")}
+        ops.sgd(master, grad, state[0] if group["momentum"] else None, out, scale=0.25, first=count == 1, **common)
+
+
 @pytest.mark.parametrize("peer", PEERS)
 def test_the_formulas_are_the_peers(run: Callable[..., Any], peer: str) -> None:  # noqa: F811
     torch.manual_seed(0)
@@ -168,30 +190,15 @@ def test_the_formulas_are_the_peers(run: Callable[..., Any], peer: str) -> None:
     master, state, out = param.detach().clone(), torch.zeros(2, 1003), torch.zeros(1003, dtype=BF16)
     if peer == "adagrad":
         state[1] = 0.1
-    shared: dict[str, Any] = {"weight_decay": group["weight_decay"], "lr": 1e-2}
     for count in range(1, 6):
         grad = torch.randn(1003)
         param.grad = grad / 4
         optimizer.step()
-        if peer == "lion":
-            run(lambda g=grad: ops.lion(master, g, state[0], out, scale=0.25, beta1=0.9, beta2=0.99, **shared))
-        elif "lamb" in peer:
-            kind = {"eps": group["eps"], "eps_inside_sqrt": group["eps_inside_sqrt"], "bias_correction": group["bias_correction"]}
-            kind |= {"beta1": 0.9, "beta2": 0.95, "step": count, "weight_decay": group["weight_decay"]}
-            halves = (slice(0, 512), slice(512, 1003))
-            sums = [run(lambda g=grad, h=half: ops.lamb_update(master[h], g[h], *state[:, h], scale=0.25, **kind)) for half in halves]
-            norms = [torch.tensor([math.sqrt(sum(parts))]) for parts in zip(*sums, strict=True)]
-            lr = 1e-2 * float(trust_ratio(*norms, group["min_coeff"], group["max_coeff"]))
-            run(lambda rate=lr: ops.lamb_apply(master, *state, out, lr=rate, **kind))
-        elif peer == "adagrad":
-            run(lambda g=grad, c=count: ops.adagrad(master, g, state[1], out, scale=0.25, lr_decay=0.1, eps=1e-10, step=c, **shared))
-        else:
-            shared |= {name: group[name] for name in ("momentum", "dampening", "nesterov")}
-            buffer = state[0] if group["momentum"] else None
-            run(lambda g=grad, c=count: ops.sgd(master, g, buffer, out, scale=0.25, first=c == 1, **shared))
+        run(functools.partial(advance, peer, group, master, grad, state, out, count))
         assert torch.allclose(master, param.detach(), rtol=2e-6, atol=1e-7)
         assert equal_bits(out, master.to(BF16))
-    names = {"lion": ("exp_avg",), "adagrad": ("", "sum")}.get(peer, ("exp_avg", "exp_avg_sq") if "lamb" in peer else ("momentum_buffer",))
+    names = ("exp_avg", "exp_avg_sq") if "lamb" in peer else ("momentum_buffer",)
+    names = {"lion": ("exp_avg",), "adagrad": ("", "sum")}.get(peer, names)
     for name, ours in zip(names, state, strict=False):
         if name and group.get("momentum") != 0:
             assert torch.allclose(ours, optimizer.state[param][name], rtol=2e-6, atol=1e-7)
@@ -200,11 +207,10 @@ def test_the_formulas_are_the_peers(run: Callable[..., Any], peer: str) -> None:
 def test_codes_are_near_and_no_sum_of_squares_is_lost() -> None:
     torch.manual_seed(0)
     x = torch.randn(1000) * torch.randn(1000).exp2()
-    most = x.abs().view(-1, 250).amax()
+    most = torch.cat([part.abs().amax().expand(len(part)) for part in x.split(256)])
     signed, unsigned = Blocks.of(x, SIGNED).float(), Blocks.of(x.square(), UNSIGNED).float()
-    root = (x.abs() / most).sqrt()
-    assert ((signed - x).abs() <= most * (root / 127 + 1 / 127**2)).all()
-    assert ((unsigned.sqrt() - x.abs()).abs() <= most * (root / 255 + 1 / 255**2)).all()
+    assert ((signed - x).abs() <= most / 253).all()
+    assert ((unsigned.sqrt() - x.abs()).abs() <= torch.where(x.abs() < most / 255, most / 254, most / 509)).all()
     assert (unsigned > 0).all()
     assert Blocks.of(torch.zeros(300), SIGNED).float().eq(0).all()
     assert Blocks.of(torch.zeros(300), UNSIGNED).float().eq(0).all()
@@ -231,7 +237,7 @@ def test_rounding_is_right_on_average(run: Callable[..., Any]) -> None:  # noqa:
         for tensor, wanted in ((master, value - lr * exact), (buffer, exact)):
             assert len(tensor.unique()) == 2
             assert abs(float(tensor.double().mean()) - wanted) < 5 * float(tensor.double().std()) / math.sqrt(numel)
-    exact, codes = 0.3, Blocks.zeros(numel, UNSIGNED)
+    exact, codes = 0.3017, Blocks.zeros(numel, UNSIGNED)
     grad = torch.full((numel,), exact)
     grad[::256] = 1.0  # makes every block's scale 1
     adam: dict[str, Any] = {**ADAM, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0, "lr": 0.0, "decoupled": True}
@@ -240,7 +246,7 @@ def test_rounding_is_right_on_average(run: Callable[..., Any]) -> None:  # noqa:
         run(lambda m=momentum: ops.adamw(grad.clone(), grad, m, codes, None, scale=1.0, rounding=Stochastic(3, 1, 0), **adam))
         roots = first.codes[grad < 1].double().abs()
         assert len(roots.unique()) == 2
-        wanted = math.sqrt(exact) * (127 if first is not codes else 255)
+        wanted = exact * (127 if first is not codes else 255)
         assert abs(float(roots.mean()) - wanted) < 5 * float(roots.std()) / math.sqrt(numel) + 1e-4
 
 
@@ -291,7 +297,7 @@ def test_refusals_name_the_tensor() -> None:
     refused(r"sgd: momentum is 0.9 and momentum_buffer is None", "sgd", x, x, None, None, None)
     refused(r"lion: betas \(1.0, 0.99\)", "lion", x, x, x, None, None, beta=1.0)
     refused(r"adamw: rounding.offset \(8\)", "adamw", x, x, first, second, None, rounding=Stochastic(0, 1, 8))
-    refused(r"adamw: exp_avg is torch.float16, which is rounded to nearest only", "adamw", x, x, x.half(), x, None,
+    refused(r"adamw: exp_avg is torch.float16, rounded to nearest only", "adamw", x, x, x.half(), x, None,
             rounding=Stochastic(0, 1, 0))  # fmt: skip
     with pytest.raises(ValueError, match=r"elements 64 to 512 of 512 cut a block of 256 codes"):
         first.span(64, 512)

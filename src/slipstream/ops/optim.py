@@ -221,7 +221,7 @@ def _check_rounding(op: str, names: tuple[str, ...], arrays: tuple[Tensor | Bloc
     for i in (0, 2, 3):
         array = arrays[i]
         if isinstance(array, Tensor) and array.dtype is torch.float16:
-            raise ValueError(f"{op}: {names[i]} is {array.dtype}, which is rounded to nearest only; use torch.bfloat16 or no `rounding`")
+            raise ValueError(f"{op}: {names[i]} is {array.dtype}, rounded to nearest only; use torch.bfloat16 or no `rounding`")
 
 
 def _refusal(op: str, names: tuple[str, ...], arrays: tuple[Tensor | Blocks | None, ...]) -> ValueError:

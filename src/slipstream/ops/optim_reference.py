@@ -65,7 +65,7 @@ class Blocks(NamedTuple):
     def span(self, start: int, stop: int) -> "Blocks":
         """Elements [start, stop), as views. A block is never cut: `start` is a multiple of 256, and `stop` is too or is the end."""
         if start % CODED or (stop % CODED and stop != self.codes.numel()):
-            raise ValueError(f"elements {start} to {stop} of {self.codes.numel()} cut a block of {CODED} codes, which share a scale")
+            raise ValueError(f"elements {start} to {stop} of {self.codes.numel()} cut a block of {CODED} codes with one scale")
         return Blocks(self.codes[start:stop], self.scales[start // CODED : -(-stop // CODED)])
 
     def float(self) -> Tensor:
@@ -134,7 +134,7 @@ def step(
         if rule is Rule.LAMB_UPDATE:
             for found, x in zip(squares, (p, _lamb_update(p, m, v, c, flags)), strict=True):
                 square = x.double().square_()
-                found.extend(part.sum() for part in square.split(CPU_SUM)) if x.is_cpu else found.append(square.sum())
+                found += [part.sum() for part in square.split(CPU_SUM)] if x.is_cpu else [square.sum()]
             continue
         p = _write(master, span, p, None if bits is None else bits >> 16)
         if out is not None:
@@ -232,22 +232,21 @@ def _random_words(rounding: Stochastic, start: int, numel: int, device: torch.de
 def _decoded(state: Blocks, span: slice) -> Tensor:
     """Of a sum of squares this is the root."""
     x = state.codes[span].float()
-    unit = state.scales[span.start // CODED : -(-span.stop // CODED)] / FULL[state.codes.dtype] ** 2
-    return x.mul_(x.abs()).mul_(unit.repeat_interleave(CODED)[: len(x)])
+    unit = state.scales[span.start // CODED : -(-span.stop // CODED)] / FULL[state.codes.dtype]
+    return x.mul_(unit.repeat_interleave(CODED)[: len(x)])
 
 
 def _encode(state: Blocks, span: slice, x: Tensor, bits: Tensor | None) -> None:
-    full, signed = FULL[state.codes.dtype], state.codes.dtype is torch.int8
+    full = FULL[state.codes.dtype]
+    least = -full if state.codes.dtype is torch.int8 else 1.0
     rows = torch.nn.functional.pad(x, (0, -len(x) % CODED)).view(-1, CODED)
-    size = rows.abs()
-    most = size.view(torch.int32).amax(1).view(torch.float32)  # as whole numbers, among which a NaN is above infinity
+    most = rows.abs().view(torch.int32).amax(1).view(torch.float32)  # as whole numbers, among which a NaN is above infinity
     most = torch.where(most.isfinite(), most, math.nan)
     state.scales[span.start // CODED : span.start // CODED + len(rows)] = most
-    tiny = torch.full_like(most, 2.0**-100)
-    inverse = torch.ones_like(most).div_(torch.where(most > tiny, most, tiny))
-    code = sqrt(size.mul_(inverse[:, None])).mul_(full).view(-1)[: len(x)]
+    tiny = 2.0**-100
+    inverse = torch.full_like(most, full).div_(torch.where(most > tiny, most, tiny))
+    code = (rows * inverse[:, None]).view(-1)[: len(x)]
     if bits is not None:
         code.add_((bits.float() * 2.0**-16).sub_(0.5 - 2.0**-17))
     code = torch.where(code < full, code, full)
-    code = torch.where(code > 1 - signed, code, 1 - signed).round_()
-    state.codes[span] = torch.copysign(code, x) if signed else code
+    state.codes[span] = torch.where(code > least, code, least).round_()

@@ -1,4 +1,5 @@
-"""The torch twins of the native kernels (the optimizers' in `optim_reference.py`): the same results without a compiler, on any device.
+"""The torch twins of the native kernels: the same results without a compiler, on any device. The optimizers' are in
+`optim_reference.py`.
 
 Elementwise results equal the kernels' bit for bit: each operation below is one IEEE operation there too, in
 the same order. So nothing here may use an op that torch fuses or reorders (`add(alpha=)`, `addcmul`, `lerp`).

@@ -1,14 +1,13 @@
 /* The optimizers: one pass over gradient, master, states and weights, written once over 16 fp32 lanes.
  *
  * Each array is fp32, bf16 or fp16, the states also 8-bit codes; all is computed in fp32. A rule is a function of 16 elements;
- * the pass around it is one text, compiled once per rule. The torch twins in ops/optim_reference.py do the same operations in
- * the same order, and ops/optim.py gives the rules' coefficients their values.
+ * the pass around it is one text, compiled for each rule, and for AdamW's common recipes by themselves. The torch twins in
+ * ops/optim_reference.py do the same operations in the same order, and ops/optim.py gives the coefficients their values.
  *
- * [Note: Codes] A block of 256 elements has one fp32 scale, the largest magnitude m in it. A momentum x is sign(c) (c/127)^2 m;
- * of a sum of squares the root is kept, (c/255)^2 m, and c is at least 1, because what divides a step must not become zero.
- * Squares because values spread over orders of magnitude: the smallest step is 1/65025 of the largest value, and no table has to
- * be searched. A block's new values stay in first-level cache until its new scale is known. What is not finite makes the scale
- * NaN, and so the whole block.
+ * [Note: Codes] A block of 256 elements has one fp32 scale, the largest magnitude in it, and a code counts 127ths of it in a
+ * momentum. Of a sum of squares the root is kept, in 255ths, and never less than one, because what divides a step must not become
+ * zero: such an element is stepped too little, not too far. A block's new values stay in first-level cache until its new scale is
+ * known. What is not finite makes the scale NaN, and so the whole block.
  *
  * [Note: Random bits] With STOCHASTIC, what rests narrow is rounded up with the probability that makes it right on average, so
  * that updates below half a unit of the last place are not lost. The bits are a hash of the keys (seed and step) and of the
@@ -16,6 +15,8 @@
  */
 
 #include "optim.h"
+
+#define AHEAD 512 /* elements */
 
 /* ---- what rests narrow ---- */
 
@@ -36,59 +37,51 @@ INLINE int64_t bytes_of(int64_t kind) { return kind == DTYPE_F32 ? 4 : kind == C
 /* 16 elements from i of an array that is no codes. */
 INLINE vec get(struct array from, int64_t i) { return load_vec((const char *)from.data + i * bytes_of(from.kind), (int)from.kind); }
 
-/* unit: the block's scale over the square of the largest code. Of a sum of squares this is the root. */
+/* unit: the block's scale over the largest code. Of a sum of squares this is the root. */
 INLINE vec get_codes(struct array from, int64_t i, vec unit, int negative)
 {
     const char *p = (const char *)from.data + i;
-    const vec c = negative ? load_i8(p) : load_u8(p);
-    return vec_mul(vec_mul(c, vec_abs(c)), unit);
+    return vec_mul(negative ? load_i8(p) : load_u8(p), unit);
+}
+
+/* The processor's own prefetching stops at each page. */
+INLINE void prefetch(struct array from, int64_t i)
+{
+    __builtin_prefetch((const char *)from.data + (i + AHEAD) * bytes_of(from.kind));
 }
 
 /* Returns the values as they read back. below: 16 random bits. */
 INLINE vec put(struct array to, int64_t i, vec x, int stochastic, words below, int stream)
 {
-    if (stochastic && to.kind == DTYPE_BF16)
-        x = vec_cut_bf16(x, below);
-    return store_vec((char *)to.data + i * bytes_of(to.kind), x, (int)to.kind, stream);
+    char *p = (char *)to.data + i * bytes_of(to.kind);
+    return stochastic && to.kind == DTYPE_BF16 ? store_bf16_up(p, x, below) : store_vec(p, x, (int)to.kind, stream);
 }
 
-typedef struct {
-    float values[CODED]; /* new values of a block */
-    vec most;            /* the largest magnitude, lane by lane */
-} block;
-
-INLINE void keep(block *to, int64_t i, vec x)
+/* A block's new values to codes and scale. most: the largest magnitudes, lane by lane. dither: what is added before a code is
+ * rounded to nearest, or NULL. */
+TARGET __attribute__((noinline)) static void encode(struct array to, int64_t i, int64_t count, const float *values, vec most,
+                                                    const float *dither, int negative)
 {
-    store_f32(to->values + i % CODED, x, 0);
-    to->most = vec_larger(to->most, vec_abs(x));
-}
-
-/* A block's new values to codes and scale. Elements [i, i + count). */
-TARGET __attribute__((noinline)) static void encode(struct array to, int64_t i, int64_t count, const block *from,
-                                                    const struct step *s, int negative)
-{
-    const vec full = vec_set(negative ? 127.0f : 255.0f), least = vec_set(negative ? 0.0f : 1.0f);
-    int32_t lanes[16], most = 0;
+    const vec full = vec_set(negative ? 127.0f : 255.0f), least = vec_set(negative ? -127.0f : 1.0f);
+    char *codes = (char *)to.data + i;
+    int32_t lanes[16], largest = 0;
     float scale;
-    store_f32(lanes, from->most, 0);
+    store_f32(lanes, most, 0);
     for (int lane = 0; lane < 16; ++lane) /* as whole numbers, among which a NaN is above infinity */
-        most = lanes[lane] > most ? lanes[lane] : most;
-    most = most < 0x7f800000 ? most : 0x7fc00000;
-    memcpy(&scale, &most, sizeof scale);
+        largest = lanes[lane] > largest ? lanes[lane] : largest;
+    largest = largest < 0x7f800000 ? largest : 0x7fc00000;
+    memcpy(&scale, &largest, sizeof scale);
     to.scales[i / CODED] = scale;
-    const vec inverse = vec_div(vec_set(1.0f), vec_max(vec_set(scale), vec_set(0x1p-100f)));
+    const vec inverse = vec_div(full, vec_max(vec_set(scale), vec_set(0x1p-100f)));
     for (int64_t k = 0; k < count; k += 16) {
-        const vec x = load_f32(from->values + k);
-        vec c = vec_mul(vec_sqrt(vec_mul(vec_abs(x), inverse)), full);
-        if (s->flags & STOCHASTIC) { /* -1/2 to 1/2, and then to the nearest whole number */
-            const vec random = words_to_vec(words_and(random_words(s->offset + i + k, s->keys), words_set(0xffff)));
-            c = vec_add(c, vec_sub(vec_mul(random, vec_set(0x1p-16f)), vec_set(0.5f - 0x1p-17f)));
-        }
+        vec c = vec_mul(load_f32(values + k), inverse);
+        if (dither)
+            c = vec_add(c, load_f32(dither + k));
         c = vec_max(vec_min(c, full), least);
         if (negative)
-            store_i8((char *)to.data + i + k, vec_sign_like(c, x));
+            store_i8(codes + k, c);
         else
-            store_u8((char *)to.data + i + k, c);
+            store_u8(codes + k, c);
     }
 }
 
@@ -180,13 +173,20 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
     for (int k = 0; k < NUM_COEFFICIENTS; ++k)
         c[k] = vec_set(s.coefficients[k]);
     vec64 weight_squares = vec64_zero(), update_squares = vec64_zero();
-    block first, second;
+    float first[CODED], second[CODED], dither[CODED]; /* of a block with codes: new values, random numbers from -1/2 to 1/2 */
     for (int64_t at = start; at < stop; at += CODED) {
         const int64_t end = stop - at < CODED ? stop : at + CODED;
-        const vec first_unit = codes_first ? vec_set(s.first.scales[at / CODED] / (127.0f * 127.0f)) : vec_set(0.0f);
-        const vec second_unit = codes_second ? vec_set(s.second.scales[at / CODED] / (255.0f * 255.0f)) : vec_set(0.0f);
-        first.most = second.most = vec_set(0.0f);
+        const vec first_unit = codes_first ? vec_set(s.first.scales[at / CODED] / 127.0f) : vec_set(0.0f);
+        const vec second_unit = codes_second ? vec_set(s.second.scales[at / CODED] / 255.0f) : vec_set(0.0f);
+        vec first_most = vec_set(0.0f), second_most = vec_set(0.0f);
         for (int64_t i = at; i < end; i += 16) {
+            prefetch(s.master, i);
+            if (reads_grad)
+                prefetch(s.grad, i);
+            if (has_first && !codes_first)
+                prefetch(s.first, i);
+            if (has_second && !codes_second)
+                prefetch(s.second, i);
             lanes x = {get(s.master, i), vec_set(0.0f), vec_set(0.0f), vec_set(0.0f)};
             vec g = reads_grad ? vec_mul(get(s.grad, i), c[SCALE]) : vec_set(0.0f);
             if (has_first)
@@ -219,13 +219,19 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
                 weight_bits = words_right(random, 16);
                 state_bits = words_and(random, words_set(0xffff));
             }
-            if (codes_first)
-                keep(&first, i, x.m);
-            else if (writes_states && has_first)
+            if (stochastic && (codes_first || codes_second)) {
+                const vec unit = vec_mul(words_to_vec(state_bits), vec_set(0x1p-16f));
+                store_f32(dither + (i - at), vec_sub(unit, vec_set(0.5f - 0x1p-17f)), 0);
+            }
+            if (codes_first) {
+                store_f32(first + (i - at), x.m, 0);
+                first_most = vec_larger(first_most, vec_abs(x.m));
+            } else if (writes_states && has_first)
                 x.m = put(s.first, i, x.m, stochastic, state_bits, 0);
-            if (codes_second)
-                keep(&second, i, x.root);
-            else if (writes_states && has_second)
+            if (codes_second) {
+                store_f32(second + (i - at), x.root, 0);
+                second_most = vec_larger(second_most, vec_abs(x.root));
+            } else if (writes_states && has_second)
                 x.v = put(s.second, i, x.v, stochastic, state_bits, 0);
             if (rule == LAMB_UPDATE) {
                 weight_squares = vec64_add_squares(weight_squares, x.p);
@@ -238,9 +244,9 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
             }
         }
         if (codes_first)
-            encode(s.first, at, end - at, &first, &s, 1);
+            encode(s.first, at, end - at, first, first_most, stochastic ? dither : 0, 1);
         if (codes_second)
-            encode(s.second, at, end - at, &second, &s, 0);
+            encode(s.second, at, end - at, second, second_most, stochastic ? dither : 0, 0);
     }
     if (s.flags & STREAM)
         fence_streams();
@@ -250,21 +256,27 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
     }
 }
 
-#define PASS(name, rule)                                                                                              \
-    TARGET static void name(const struct step *step, int64_t start, int64_t stop, double *sums)                       \
-    {                                                                                                                 \
-        const int64_t weights = step->master.kind, first = rule == ADAGRAD ? step->second.kind : step->first.kind;    \
-        const int64_t second = rule == LION || rule == SGD ? first : step->second.kind;                               \
-        if (weights == DTYPE_F32 && first == DTYPE_F32 && second == DTYPE_F32)                                        \
-            pass(rule, step, start, stop, sums, DTYPE_F32, DTYPE_F32);                                                \
-        else if (rule == ADAMW && weights == DTYPE_F32 && first == CODES && second == CODES)                          \
-            pass(rule, step, start, stop, sums, DTYPE_F32, CODES);                                                    \
-        else if (rule == ADAMW && weights == DTYPE_BF16 && first == CODES && second == CODES)                         \
-            pass(rule, step, start, stop, sums, DTYPE_BF16, CODES);                                                   \
-        else if (rule == ADAMW && weights == DTYPE_BF16 && first == DTYPE_BF16 && second == DTYPE_BF16)               \
-            pass(rule, step, start, stop, sums, DTYPE_BF16, DTYPE_BF16);                                              \
-        else                                                                                                          \
-            pass(rule, step, start, stop, sums, ANY, ANY);                                                            \
+/* The kinds are those of the recipe, which the compiler then knows. */
+#define RECIPE(rule, weights, states)                                                               \
+    if (step->master.kind == (weights) && first == (states) && second == (states)) {                \
+        pass(rule, step, start, stop, sums, weights, states);                                       \
+        return;                                                                                     \
+    }
+#define PASS(name, rule)                                                                            \
+    TARGET static void name(const struct step *step, int64_t start, int64_t stop, double *sums)     \
+    {                                                                                               \
+        const int64_t first = rule == ADAGRAD ? step->second.kind : step->first.kind;               \
+        const int64_t second = rule == LION || rule == SGD ? first : step->second.kind;             \
+        if (KNOW_RECIPES) {                                                                         \
+            RECIPE(rule, DTYPE_F32, DTYPE_F32)                                                      \
+            if (rule == ADAMW) {                                                                    \
+                RECIPE(rule, DTYPE_F32, DTYPE_BF16)                                                 \
+                RECIPE(rule, DTYPE_F32, CODES)                                                      \
+                RECIPE(rule, DTYPE_BF16, DTYPE_BF16)                                                \
+                RECIPE(rule, DTYPE_BF16, CODES)                                                     \
+            }                                                                                       \
+        }                                                                                           \
+        pass(rule, step, start, stop, sums, ANY, ANY);                                              \
     }
 PASS(adamw_pass, ADAMW)
 PASS(lion_pass, LION)

@@ -3,6 +3,7 @@
 
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
+#define KNOW_RECIPES 1 /* of the optimizers: optim_body.h */
 
 /* The decoder's tiles: see decoder_products.h. */
 #define WIDE 2
@@ -39,11 +40,6 @@ INLINE vec vec_abs(vec a)
 {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return (vec){_mm256_andnot_ps(sign, a.low), _mm256_andnot_ps(sign, a.high)};
-}
-INLINE vec vec_sign_like(vec a, vec b)
-{
-    const __m256 sign = _mm256_set1_ps(-0.0f);
-    return (vec){_mm256_or_ps(a.low, _mm256_and_ps(sign, b.low)), _mm256_or_ps(a.high, _mm256_and_ps(sign, b.high))};
 }
 INLINE __m256 larger(__m256 a, __m256 b)
 {
@@ -156,13 +152,18 @@ INLINE words words_right(words a, int bits)
     return (words){_mm256_srli_epi32(a.low, bits), _mm256_srli_epi32(a.high, bits)};
 }
 INLINE vec words_to_vec(words a) { return (vec){_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
-INLINE __m256 cut_bf16(__m256 a, __m256i below)
+/* The bits of a + below without their low halves: bf16, rounded up where `below` (16 bits) carries. A NaN stays one. */
+INLINE __m256i carried(__m256 a, __m256i below)
 {
-    const __m256i sum = _mm256_add_epi32(_mm256_castps_si256(a), below);
-    const __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
-    return _mm256_or_ps(_mm256_castsi256_ps(_mm256_and_si256(sum, _mm256_set1_epi32((int32_t)0xffff0000))), is_nan);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_or_si256(_mm256_add_epi32(_mm256_castps_si256(a), below), is_nan), 16);
 }
-INLINE vec vec_cut_bf16(vec a, words below) { return (vec){cut_bf16(a.low, below.low), cut_bf16(a.high, below.high)}; }
+INLINE vec store_bf16_up(void *p, vec a, words below)
+{
+    const __m256i low = carried(a.low, below.low), high = carried(a.high, below.high);
+    store_halves(p, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8), 0);
+    return (vec){_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+}
 
 INLINE vec64 vec64_zero(void)
 {

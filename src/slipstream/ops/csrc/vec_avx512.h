@@ -5,6 +5,7 @@
 #define TARGET __attribute__((target("avx512f,avx2,fma,f16c")))
 #endif
 #define INLINE static inline __attribute__((always_inline)) TARGET
+#define KNOW_RECIPES 1 /* of the optimizers: optim_body.h */
 
 #define WIDE 4 /* panels of a decoder's tile: see decoder_products.h */
 
@@ -32,9 +33,10 @@ INLINE vec vec_pow2(vec n)
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
 
-INLINE __m512i sign_bits(vec a) { return _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(INT32_MIN)); }
-INLINE vec vec_abs(vec a) { return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a), sign_bits(a))); }
-INLINE vec vec_sign_like(vec a, vec b) { return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(a), sign_bits(b))); }
+INLINE vec vec_abs(vec a)
+{
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(INT32_MAX)));
+}
 INLINE vec vec_larger(vec a, vec b)
 {
     return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
@@ -127,11 +129,13 @@ INLINE words words_and(words a, words b) { return _mm512_and_si512(a, b); }
 INLINE words words_mul(words a, words b) { return _mm512_mullo_epi32(a, b); }
 INLINE words words_right(words a, const unsigned bits) { return _mm512_srli_epi32(a, bits); }
 INLINE vec words_to_vec(words a) { return _mm512_cvtepi32_ps(a); }
-INLINE vec vec_cut_bf16(vec a, words below)
+INLINE vec store_bf16_up(void *p, vec a, words below)
 {
-    const __m512i sum = _mm512_add_epi32(_mm512_castps_si512(a), below);
-    const __m512i cut = _mm512_and_si512(sum, _mm512_set1_epi32((int32_t)0xffff0000));
-    return _mm512_castsi512_ps(_mm512_mask_set1_epi32(cut, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), -1));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    const __m512i sum = _mm512_mask_set1_epi32(_mm512_add_epi32(_mm512_castps_si512(a), below), is_nan, -1);
+    const __m512i bits = _mm512_srli_epi32(sum, 16);
+    store_halves(p, _mm512_cvtepi32_epi16(bits), 0);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
 INLINE vec64 vec64_zero(void) { return (vec64){_mm512_setzero_pd(), _mm512_setzero_pd()}; }

@@ -11,6 +11,7 @@
 #define DOTS_BF16 0
 #define CODE_ROWS 4
 #define INT8_OFFSET 0
+#define KNOW_RECIPES 0 /* of the optimizers: conversions are calls here, and more text would buy little */
 
 typedef float vec __attribute__((vector_size(64)));
 typedef double vec64 __attribute__((vector_size(128)));
@@ -37,7 +38,6 @@ INLINE vec vec_min(vec a, vec b) { return vec_select(a < b, a, b); }
 INLINE vec vec_max(vec a, vec b) { return vec_select(a > b, a, b); }
 INLINE vec vec_pick(vec a, vec least, vec yes, vec no) { return vec_select(a >= least, yes, no); }
 INLINE vec vec_abs(vec a) { return (vec)((mask)a & INT32_MAX); }
-INLINE vec vec_sign_like(vec a, vec b) { return (vec)((mask)a | ((mask)b & INT32_MIN)); }
 INLINE vec vec_larger(vec a, vec b) { return vec_select((mask)a > (mask)b, a, b); }
 INLINE vec vec_pow2(vec n)
 {
@@ -218,7 +218,16 @@ INLINE words words_and(words a, words b) { return a & b; }
 INLINE words words_mul(words a, words b) { return a * b; }
 INLINE words words_right(words a, int bits) { return a >> bits; }
 INLINE vec words_to_vec(words a) { return __builtin_convertvector((mask)a, vec); }
-INLINE vec vec_cut_bf16(vec a, words below) { return (vec)((((words)a + below) & 0xffff0000u) | (words)(a != a)); }
+/* The bits of a + below without their low halves: bf16, rounded up where `below` (16 bits) carries. A NaN stays one. */
+INLINE vec store_bf16_up(void *p, vec a, words below)
+{
+    const words sum = ((words)a + below) | (words)(a != a), bits = sum >> 16;
+    uint16_t halves[16];
+    for (int lane = 0; lane < 16; ++lane)
+        halves[lane] = (uint16_t)bits[lane];
+    memcpy(p, halves, sizeof halves);
+    return (vec)(bits << 16);
+}
 /* 16 pairs of bf16, next to each other: the first of each, and the second. */
 INLINE vec load_even_bf16(const char *p)
 {
