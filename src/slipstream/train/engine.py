@@ -254,7 +254,10 @@ class Engine(nn.Module):
     # -- states by name --
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's complete `state_dict`, whatever is sharded, in tensors of the caller's own. Collective."""
+        """The model's complete `state_dict`, whatever is sharded, in tensors of the caller's own. Collective.
+
+        So every rank holds the whole model, twice while it is made; `save_checkpoint` never does.
+        """
         with access.gathered_units(self._all_params(), None, write=False):
             state = self.module.state_dict(*args, **kwargs)
         copies: dict[tuple[int, Any], Any] = {}
@@ -389,11 +392,21 @@ class Engine(nn.Module):
             raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self.asleep.kinds))} are away); call engine.wake() first")
 
     def destroy(self) -> None:
-        """Give everything back: the model's parameters become ordinary whole ones again, the rest is freed. Collective."""
+        """Give everything back: the model's parameters become ordinary whole ones again, the rest is freed. Collective.
+
+        Parameters whose weights rest on disk (offload_param) are not brought into memory, which they may not fit: they are on meta
+        afterwards. Save them before.
+        """
         if self.destroyed:
             return
         self.wake()
         self.destroyed = True
+        on_disk = sum(len(unit.params) for unit in self.units if unit.pages is not None)
+        if on_disk and self.rank == 0:
+            logger.info(
+                "destroy: the weights of %d parameters rested on disk and go with the engine, so these are on meta now; to keep "
+                "them, call save_checkpoint() or state_dict() before destroy()", on_disk,
+            )  # fmt: skip
         try:
             with self._together("destroy"):
                 self.hooks.remove()

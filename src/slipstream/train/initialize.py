@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from slipstream.checkpoint.errors import Ranks
+from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.config import DataWorld, ModelFacts, Plan, load_config, resolve
 from slipstream.distributed import init_distributed, local_device
 from slipstream.mesh import Mesh, data_mesh
@@ -29,7 +32,8 @@ from slipstream.train.tiers import open_spaces, tiers_of
 from slipstream.zero import access
 from slipstream.zero.build import Recipe, build_units, connect, unfreeze
 from slipstream.zero.hooks import Hooks, Reducer
-from slipstream.zero.materialize import materialize
+from slipstream.zero.init import asked, forget
+from slipstream.zero.materialize import FirstValues
 from slipstream.zero.placement import Tier, stage_placement
 from slipstream.zero.watch import Watch
 
@@ -87,13 +91,13 @@ def initialize(
     mesh = data_mesh(plan.zero.shard_size, group)
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
-    if any(tensor.is_meta for tensor in model.parameters()):
-        materialize(model, device)
-    else:
+    values = FirstValues(model, device, weights := _weights(model, mesh))
+    if weights is None and not any(param.is_meta for param in model.parameters()):
         model.to(device)
     inner, rule = _optimizer(named, model, optimizer, model_parameters)
     scheduler = _scheduler(plan, lr_scheduler, inner)
-    engine = _engine(plan, model, mesh, device, inner, rule)
+    engine = _engine(plan, model, mesh, device, inner, rule, values)
+    forget(model)  # a later engine starts from what this one has trained
     engine.hooks.handles += activation.apply(
         plan.activations, model, [unit.full for unit in engine.units], engine.progress.timing, speaks=engine.rank == 0
     )
@@ -142,6 +146,25 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
     )  # fmt: skip
 
 
+def _weights(model: nn.Module, mesh: Mesh) -> WeightFiles | None:
+    """The files that `zero.load` has named for the model, known to fit it on every rank. Collective."""
+    load = asked(model)
+    if load is None:
+        return None
+    found: list[WeightFiles] = []
+
+    def open_files() -> str:
+        found.append(open_weights(load.path, model, rename=load.rename, strict=load.strict))
+        return found[0].fingerprint
+
+    ranks, step = Ranks(mesh.data.group), "slipstream.zero.load: nothing was loaded"
+    prints = ranks.gather(step, open_files)
+    ranks.decide(step, lambda: check_same(prints))
+    if ranks.rank == 0 and found[0].left_out:
+        logger.warning("slipstream.zero.load: %s", found[0].left_out)
+    return found[0]
+
+
 def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data: Any) -> ModelFacts:
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     rates = {float(group["lr"]) for group in groups if isinstance(group.get("lr"), (int, float, torch.Tensor))}
@@ -154,8 +177,9 @@ def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data
 
 
 def _engine(
-    plan: Plan, model: nn.Module, mesh: Mesh, device: torch.device, inner: torch.optim.Optimizer | None, rule: Rule | None
-) -> Engine:
+    plan: Plan, model: nn.Module, mesh: Mesh, device: torch.device, inner: torch.optim.Optimizer | None, rule: Rule | None,
+    values: FirstValues,
+) -> Engine:  # fmt: skip
     whole = inner is not None and rule is None and not is_elementwise(inner)
     precision, tiers = plan.precision, tiers_of(plan.offload)
     form = Form(dtype=precision.state_dtype, stochastic_seed=plan.seed if precision.stochastic_rounding else None)
@@ -187,13 +211,17 @@ def _engine(
         tiers=tiers,
         state_itemsizes=() if rule is None else (precision.state_dtype.itemsize,) * len(rule.states),
     )
+    transport, watch = _transport(plan, device), Watch(plan.debug.timeout_s)
+    watch.start(mesh.data)
+    with ExitStack() as failed, watch.guard("initialize"):
+        failed.callback(watch.stop)
+        comms = connect(mesh, device, transport, watch)
+        for comm in (comms.dp, comms.dp_replicate, comms.data):
+            failed.callback(comm.close)
+        units, slots, homes = build_units(model, recipe, comms, device, open_spaces(plan.offload, comms.data), values)
+        failed.pop_all()
     if recipe.weights_dtype is not None:
         _convert_buffers(model, recipe.weights_dtype)
-    watch = Watch(plan.debug.timeout_s)
-    watch.start(mesh.data)
-    with watch.guard("initialize"):
-        comms = connect(mesh, device, _transport(plan, device), watch)
-        units, slots, homes = build_units(model, recipe, comms, device, open_spaces(plan.offload, comms.data))
     numerics = Precision(precision, device)
     hooks = Hooks(
         model, units, Reducer(units, slots), watch, numerics.inputs, numerics.outputs,
@@ -206,8 +234,6 @@ def _engine(
         )
     elif inner is not None:
         steps = TorchSteps(inner, units, whole=whole, state_dtype=precision.state_dtype)
-    for unit in units:
-        unit.release()
     return Engine(
         Parts(
             model=model,
