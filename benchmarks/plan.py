@@ -1,0 +1,183 @@
+"""The leg `plan`: what `engine.explain` and `slipstream plan` predict, beside what the kernel counts.
+
+One process per case, with a model whose noise is small beside it. Memory: the process's high-water mark over two steps, above
+what it had after the same steps of a tiny model of the same config. Disk: `read_bytes` and `write_bytes` of /proc/self/io.
+
+    python -m benchmarks.plan CASE      one case in this process, as JSON
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import slipstream
+from benchmarks.memory import MALLOC
+from benchmarks.ranks import ROOT
+from benchmarks.report import host, table, verdict, verdicts
+from benchmarks.workloads import Workload, build_batch, build_model
+from slipstream.train import explain
+
+WORK = Workload(name="planned", width=512, depth=12, heads=8, vocab=8192, batch=2, length=128)
+TINY = dataclasses.replace(WORK, name="tiny", depth=1, vocab=64)  # of the same width: the matrix library's scratch memory is there
+STEPS = 2
+MEMORY, TRAFFIC = 1.10, 1.02  # the larger of predicted and measured over the other, at most
+
+Case = dict[str, Any]
+
+
+def _case(stage: int, dtype: str, *, disk: str = "", micros: int = 1, activations: str = "keep", **zero: Any) -> Case:
+    return {"stage": stage, "dtype": dtype, "disk": disk, "micros": micros, "activations": activations, **zero}
+
+
+CASES = (
+    *(_case(stage, "fp32") for stage in (0, 1, 2, 3)),
+    _case(0, "bf16"),
+    _case(3, "bf16"),
+    _case(1, "fp32", activations="recompute"),
+    _case(3, "bf16", micros=2, activations="recompute"),
+    _case(1, "fp32", disk="optimizer"),
+    _case(2, "bf16", disk="optimizer", ratio=0.5),
+    _case(3, "fp32", disk="weights"),
+    _case(3, "bf16", disk="everything"),
+    _case(3, "fp32", disk="everything", activations="recompute"),
+    _case(3, "bf16", disk="everything", micros=2, activations="recompute"),
+)
+
+
+def config(case: Case, folder: str, batch: int) -> dict[str, Any]:
+    """The case's JSON."""
+    zero: dict[str, Any] = {"stage": case["stage"], "sub_group_size": 1 << 20}
+    if case["disk"] in ("optimizer", "everything"):
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder, "ratio": case.get("ratio", 1.0)}
+    if case["disk"] in ("weights", "everything"):
+        zero["offload_param"] = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": case["micros"],
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": case["dtype"] == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": zero,
+        "slipstream": {"activations": case["activations"]},
+    }
+
+
+def measure(case: Case, folder: str, work: Workload = WORK) -> dict[str, float]:
+    """Predicted and measured bytes of a case, in this process."""
+    _train(case, folder, TINY).destroy()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = _status("VmRSS")
+    engine = _train(case, folder, work)
+    batch = build_batch(work, 0)
+    forecast = explain.of_engine(engine, *batch)
+    assert forecast.peak is not None
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # begin the high-water mark again
+    moved, began = _moved(engine), time.perf_counter()
+    _steps(engine, case, batch)
+    read, written = (after - start for after, start in zip(_moved(engine), moved, strict=True))
+    seconds = (time.perf_counter() - began) / STEPS
+    found = {
+        "memory": forecast.peak.memory,
+        "memory measured": _status("VmHWM") - before,
+        "read": forecast.flow.disk_read,
+        "read measured": read / STEPS,
+        "written": forecast.flow.disk_written,
+        "written measured": written / STEPS,
+        "seconds measured": seconds,
+    }
+    engine.destroy()
+    return found
+
+
+def _train(case: Case, folder: str, work: Workload) -> Any:
+    """An engine that has made its first steps: everything that it will ever allocate is there."""
+    engine, *_ = slipstream.initialize(model=build_model(work), config=config(case, folder, work.batch))
+    _steps(engine, case, build_batch(work, 0))
+    return engine
+
+
+def _steps(engine: Any, case: Case, batch: Any) -> None:
+    for _ in range(STEPS * case["micros"]):
+        engine.backward(engine(*batch))
+        engine.step()
+
+
+def _status(name: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _moved(engine: Any) -> tuple[int, int]:
+    """Bytes that this process has read from and written to disks, once nothing moves."""
+    engine._settle_disk()
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
+def name_of(case: Case) -> str:
+    where = {"": "in memory", "optimizer": "optimizer on disk", "weights": "weights on disk", "everything": "everything on disk"}
+    rest = [f"half of the {where[case['disk']]}" if case.get("ratio") else where[case["disk"]]]
+    rest += ["recompute"] if case["activations"] == "recompute" else []
+    rest += [f"{case['micros']} micro-batches"] if case["micros"] > 1 else []
+    return f"stage {case['stage']}, {case['dtype']}, {', '.join(rest)}"
+
+
+def run(*, quick: bool) -> str:
+    rows, judged = [], []
+    folder = ROOT / "runs"
+    folder.mkdir(exist_ok=True)
+    for case in (CASES[0], CASES[-1]) if quick else CASES:
+        for malloc in (MALLOC, {}):
+            env = {**os.environ, **malloc, "OMP_NUM_THREADS": str(os.cpu_count())}
+            command = [sys.executable, "-m", "benchmarks.plan", json.dumps(case)]
+            done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{name_of(case)} ended with {done.returncode}:\n{done.stderr}")
+            found = json.loads(done.stdout.splitlines()[-1])
+            if malloc:
+                exact = found
+        assert exact is not None
+        row = [name_of(case), *(f"{exact[key] / 1e6:.1f}" for key in ("memory", "memory measured"))]
+        ratio = exact["memory"] / exact["memory measured"]
+        row += [f"{ratio:.3f}", f"{found['memory'] / found['memory measured']:.3f}"]
+        judged.append((max(ratio, 1 / ratio), "memory", name_of(case)))
+        for key in ("read", "written"):
+            if exact[key]:
+                moved = exact[key] / exact[f"{key} measured"]
+                judged.append((max(moved, 1 / moved), "traffic", name_of(case)))
+            row.append(f"{exact[key] / 1e6:.1f} ({moved:.4f})" if exact[key] else "")
+        print(f"  plan {' | '.join(row)}", flush=True)
+        rows.append(row)
+    head = ["case", "peak predicted, MB", "measured, MB", "predicted over measured", "with glibc's own settings",
+            "read a step, MB (predicted over measured)", "written a step, MB (predicted over measured)"]  # fmt: skip
+    targets = []
+    for kind, target in (("memory", MEMORY), ("traffic", TRAFFIC)):
+        worst, _, where = max((each for each in judged if each[1] == kind), default=(1.0, kind, "none"))
+        targets.append(verdict(f"{kind}: prediction and measurement apart, worst ({where})", worst, target, digits=3))
+    text = (
+        f"{WORK.describe()}, AdamW, clipping, one process with all cores. The peak is VmHWM over {STEPS} steps, above the same "
+        f"process after a tiny model; freed blocks of 128 KiB and more go back at once ({', '.join(MALLOC)}), so that what is "
+        f"counted is what is alive. Beside it the ratio with glibc's own settings: it keeps freed blocks of up to 32 MiB."
+    )
+    return "\n\n".join((host("torch alone"), text, table(head, rows), verdicts(targets)))
+
+
+if __name__ == "__main__":
+    (ROOT / "runs").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as made:
+        print(json.dumps(measure(json.loads(sys.argv[1]), made)))
