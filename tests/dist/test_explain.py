@@ -47,7 +47,8 @@ def test_bytes_follow_the_formulas(world_size: int, transport: str) -> None:
         for stage in range(4):
             model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(BLOCKS)])
             engine = toy.make(model, stage, transport, dtype=dtype)
-            found, case = explain.of_engine(engine, torch.zeros(2, 64)), f"stage {stage}, {dtype}"
+            case, batch = f"stage {stage}, {dtype}", torch.zeros(2, 64, dtype=engine.units[0].dtypes.weights)
+            found = explain.of_engine(engine, batch)
             states = tuple(sum(line.nbytes for line in found.rest if line.what == what) for what in WHAT)
             assert states == formula(stage, weight_bytes, world_size) == resident(engine), case
             assert found.flow.wire == (0 if transport == "shared" else sent(stage, weight_bytes, world_size)), case

@@ -59,6 +59,8 @@ def parts_of(model: nn.Module, plan: Plan, world: int) -> list[Part]:
         if world > shards and precision.comm_dtype is not None:
             kept = torch.promote_types(kept, precision.comm_dtype)
         wire = precision.comm_dtype or (weights if place.grads else kept)
+        if not group.trainable:
+            kept = wire = weights
         found.append(
             Part(
                 name=group.name,

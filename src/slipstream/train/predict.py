@@ -230,7 +230,7 @@ def at_rest(parts: Sequence[Part], setting: Setting) -> tuple[Line, ...]:
         found[state, what, tier] = found.get((state, what, tier), 0) + nbytes
 
     groups = {"weights": ("weights", "weights"), "grads": ("gradients", "gradients"), "master": ("optimizer", "masters")}
-    rings: dict[tuple[int, bool], int] = {}
+    rings: dict[int, int] = {}
     chunk = disk_gradient = 0
     by_part = states_of(parts, setting)
     for part, states in zip(parts, by_part, strict=True):
@@ -241,7 +241,7 @@ def at_rest(parts: Sequence[Part], setting: Setting) -> tuple[Line, ...]:
                 Tier.HOST if state.tier is Tier.DISK else state.tier, state.resident)  # fmt: skip
         if part.trainable:
             if setting.placement.grads or part.casts:  # one ring for each dtype on the wire, each buffer long enough for any part
-                rings[part.wire, part.casts] = max(rings.get((part.wire, part.casts), 0), part.numel * part.wire)
+                rings[part.wire] = max(rings.get(part.wire, 0), part.numel * part.wire)
             if setting.streams:
                 chunk = max([chunk, *(each.buffer for each in chunks_of(part, states, setting))])
             disk_gradient = max(disk_gradient, states["grads"].on_disk)
