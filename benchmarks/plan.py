@@ -21,12 +21,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import slipstream
+from benchmarks import memory, systems
 from benchmarks.memory import MALLOC
+from benchmarks.peers import Peers
 from benchmarks.ranks import ROOT
 from benchmarks.report import host, table, verdict, verdicts
+from benchmarks.worker import DTYPES
 from benchmarks.workloads import Workload, build_batch, build_model
+from slipstream.config import DataWorld, ModelFacts, resolve
 from slipstream.train import explain
+from slipstream.train.dry_run import dry_run
 
 WORK = Workload(name="planned", width=512, depth=12, heads=8, vocab=8192, batch=2, length=128)
 TINY = dataclasses.replace(WORK, name="tiny", depth=1, vocab=64)  # of the same width: the matrix library's scratch memory is there
@@ -53,6 +60,10 @@ CASES = (
     _case(3, "fp32", disk="everything", activations="recompute"),
     _case(3, "bf16", disk="everything", micros=2, activations="recompute"),
 )
+
+
+RANKS = (("slipstream:1", "fp32"), ("slipstream:1:gloo", "fp32"), ("slipstream:2:gloo", "bf16"), ("slipstream:3", "bf16"),
+         ("slipstream:3:gloo", "bf16"))  # fmt: skip
 
 
 def config(case: Case, folder: str, batch: int) -> dict[str, Any]:
@@ -137,21 +148,42 @@ def name_of(case: Case) -> str:
     return f"stage {case['stage']}, {case['dtype']}, {', '.join(rest)}"
 
 
+def several(system: str, dtype: str) -> tuple[float, float]:
+    """Bytes per rank at the peak of two ranks, predicted and measured by a memory cgroup: WORK's above TINY's."""
+    _, stage, *how = system.split(":")
+    predicted, measured = [], []
+    for work in (TINY, WORK):
+        raw = systems._config(DTYPES[dtype], work.batch, int(stage)) | {"slipstream": {"transport": how[0] if how else "shared"}}
+        plan = resolve(raw, world=DataWorld(data_parallel=2), facts=ModelFacts(device_type="cpu", supports_bf16=True))
+        with torch.device("meta"):
+            model = build_model(work)
+        forecast = explain.Forecast(
+            parts=explain.parts_of(model, plan, 2),
+            setting=explain.setting_of(plan, 2, "cpu"),
+            profile=dry_run(model, plan, build_batch(work, 0), {}, micro_batch_size=work.batch),
+            rates=None,
+        )
+        assert forecast.peak is not None
+        predicted.append(forecast.peak.memory)
+        found, _ = memory.peak_of(system, work, dtype, 2, Peers(python=None))
+        measured.append(max(found.sampled, found.marked or 0) / 2)
+    return predicted[1] - predicted[0], measured[1] - measured[0]
+
+
 def run(*, quick: bool) -> str:
     rows, judged = [], []
     folder = ROOT / "runs"
     folder.mkdir(exist_ok=True)
     for case in (CASES[0], CASES[-1]) if quick else CASES:
+        figures = []
         for malloc in (MALLOC, {}):
             env = {**os.environ, **malloc, "OMP_NUM_THREADS": str(os.cpu_count())}
             command = [sys.executable, "-m", "benchmarks.plan", json.dumps(case)]
             done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"{name_of(case)} ended with {done.returncode}:\n{done.stderr}")
-            found = json.loads(done.stdout.splitlines()[-1])
-            if malloc:
-                exact = found
-        assert exact is not None
+            figures.append(json.loads(done.stdout.splitlines()[-1]))
+        exact, found = figures
         row = [name_of(case), *(f"{exact[key] / 1e6:.1f}" for key in ("memory", "memory measured"))]
         ratio = exact["memory"] / exact["memory measured"]
         row += [f"{ratio:.3f}", f"{found['memory'] / found['memory measured']:.3f}"]
@@ -163,6 +195,13 @@ def run(*, quick: bool) -> str:
             row.append(f"{exact[key] / 1e6:.1f} ({moved:.4f})" if exact[key] else "")
         print(f"  plan {' | '.join(row)}", flush=True)
         rows.append(row)
+    for system, dtype in () if quick else RANKS:
+        expected, seen = several(system, dtype)
+        ratio = expected / seen
+        name = f"2 ranks, {systems.label(system)}, {dtype}"
+        judged.append((max(ratio, 1 / ratio), "memory", name))
+        rows.append([name, f"{expected / 1e6:.1f}", f"{seen / 1e6:.1f}", f"{ratio:.3f}", "", "", ""])
+        print(f"  plan {' | '.join(rows[-1])}", flush=True)
     head = ["case", "peak predicted, MB", "measured, MB", "predicted over measured", "with glibc's own settings",
             "read a step, MB (predicted over measured)", "written a step, MB (predicted over measured)"]  # fmt: skip
     targets = []
@@ -172,7 +211,8 @@ def run(*, quick: bool) -> str:
     text = (
         f"{WORK.describe()}, AdamW, clipping, one process with all cores. The peak is VmHWM over {STEPS} steps, above the same "
         f"process after a tiny model; freed blocks of 128 KiB and more go back at once ({', '.join(MALLOC)}), so that what is "
-        f"counted is what is alive. Beside it the ratio with glibc's own settings: it keeps freed blocks of up to 32 MiB."
+        f"counted is what is alive. Beside it the ratio with glibc's own settings: it keeps freed blocks of up to 32 MiB. "
+        f"Two ranks: a memory cgroup's peak, per rank, above that of a model of {TINY.num_params / 1e6:.1f}M parameters."
     )
     return "\n\n".join((host("torch alone"), text, table(head, rows), verdicts(targets)))
 
