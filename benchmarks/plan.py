@@ -33,6 +33,7 @@ from benchmarks.worker import DTYPES
 from benchmarks.workloads import Workload, build_batch, build_model
 from slipstream.config import DataWorld, ModelFacts, resolve
 from slipstream.train import explain
+from slipstream.train.calibrate import calibrate
 from slipstream.train.dry_run import dry_run
 
 WORK = Workload(name="planned", width=512, depth=12, heads=8, vocab=8192, batch=2, length=128)
@@ -85,15 +86,18 @@ def config(case: Case, folder: str, batch: int) -> dict[str, Any]:
 
 
 def measure(case: Case, folder: str, work: Workload = WORK) -> dict[str, float]:
-    """Predicted and measured bytes of a case, in this process."""
-    _train(case, folder, TINY).destroy()
+    """Predicted and measured bytes and seconds of a case, in this process."""
+    tiny = _train(case, folder, TINY)
+    explain.of_engine(tiny, *build_batch(TINY, 0))  # what a dry run imports is no part of a step
+    rates = calibrate(tiny.plan.precision.param_dtype, "cpu", folder if case["disk"] else None, {})
+    tiny.destroy()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = _status("VmRSS")
     engine = _train(case, folder, work)
     batch = build_batch(work, 0)
-    forecast = explain.of_engine(engine, *batch)
-    assert forecast.peak is not None
+    forecast = dataclasses.replace(explain.of_engine(engine, *batch), rates=rates)
+    assert forecast.peak is not None and forecast.times is not None
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # begin the high-water mark again
     moved, began = _moved(engine), time.perf_counter()
@@ -107,6 +111,7 @@ def measure(case: Case, folder: str, work: Workload = WORK) -> dict[str, float]:
         "read measured": read / STEPS,
         "written": forecast.flow.disk_written,
         "written measured": written / STEPS,
+        "seconds": forecast.times.seconds,
         "seconds measured": seconds,
     }
     engine.destroy()
@@ -193,6 +198,7 @@ def run(*, quick: bool) -> str:
                 moved = exact[key] / exact[f"{key} measured"]
                 judged.append((max(moved, 1 / moved), "traffic", name_of(case)))
             row.append(f"{exact[key] / 1e6:.1f} ({moved:.4f})" if exact[key] else "")
+        row.append(f"{found['seconds']:.2f} / {found['seconds measured']:.2f}")
         print(f"  plan {' | '.join(row)}", flush=True)
         rows.append(row)
     for system, dtype in () if quick else RANKS:
@@ -200,10 +206,11 @@ def run(*, quick: bool) -> str:
         ratio = expected / seen
         name = f"2 ranks, {systems.label(system)}, {dtype}"
         judged.append((max(ratio, 1 / ratio), "memory", name))
-        rows.append([name, f"{expected / 1e6:.1f}", f"{seen / 1e6:.1f}", f"{ratio:.3f}", "", "", ""])
+        rows.append([name, f"{expected / 1e6:.1f}", f"{seen / 1e6:.1f}", f"{ratio:.3f}", "", "", "", ""])
         print(f"  plan {' | '.join(rows[-1])}", flush=True)
     head = ["case", "peak predicted, MB", "measured, MB", "predicted over measured", "with glibc's own settings",
-            "read a step, MB (predicted over measured)", "written a step, MB (predicted over measured)"]  # fmt: skip
+            "read a step, MB (predicted over measured)", "written a step, MB (predicted over measured)",
+            "step predicted / measured, s"]  # fmt: skip
     targets = []
     for kind, target in (("memory", MEMORY), ("traffic", TRAFFIC)):
         worst, _, where = max((each for each in judged if each[1] == kind), default=(1.0, kind, "none"))
