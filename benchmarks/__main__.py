@@ -62,7 +62,8 @@ def main() -> None:
         "wire": lambda: wire.run(peers, quick=quick),
         "start": lambda: start.run(peers, quick=quick),
         "activations": lambda: activations.run(quick=quick),
-        "plan": lambda: plan.run(quick=quick),
+        "plan, one process": lambda: plan.one_process(quick=quick),
+        "plan, two ranks": lambda: plan.two_ranks(quick=quick),
         "quality": lambda: quality.run(quick=quick),
         "disk": lambda: disk.run(quick=quick),
     }

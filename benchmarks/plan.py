@@ -49,20 +49,18 @@ def _case(stage: int, dtype: str, *, disk: str = "", micros: int = 1, activation
 
 
 CASES = (
-    *(_case(stage, "fp32") for stage in (0, 1, 2, 3)),
-    _case(0, "bf16"),
-    _case(3, "bf16"),
+    _case(0, "fp32"),
     _case(1, "fp32", activations="recompute"),
+    _case(3, "fp32"),
+    _case(0, "bf16"),
     _case(3, "bf16", micros=2, activations="recompute"),
     _case(1, "fp32", disk="optimizer"),
     _case(2, "bf16", disk="optimizer", ratio=0.5),
-    _case(3, "fp32", disk="weights"),
+    _case(3, "bf16", disk="weights"),
     _case(3, "bf16", disk="everything"),
     _case(3, "fp32", disk="everything", activations="recompute"),
     _case(3, "bf16", disk="everything", micros=2, activations="recompute"),
 )
-
-
 RANKS = (("slipstream:1", "fp32"), ("slipstream:1:gloo", "fp32"), ("slipstream:2:gloo", "bf16"), ("slipstream:3", "bf16"),
          ("slipstream:3:gloo", "bf16"))  # fmt: skip
 
@@ -175,53 +173,75 @@ def several(system: str, dtype: str) -> tuple[float, float]:
     return predicted[1] - predicted[0], measured[1] - measured[0]
 
 
-def run(*, quick: bool) -> str:
-    rows, judged = [], []
-    folder = ROOT / "runs"
-    folder.mkdir(exist_ok=True)
+Judged = list[tuple[float, str]]  # how far prediction and measurement are apart, and where
+
+
+def apart(predicted: float, measured: float) -> float:
+    """The larger over the smaller."""
+    return max(predicted / measured, measured / predicted)
+
+
+def targets(memory: Judged, traffic: Judged) -> str:
+    rows = []
+    for kind, target, judged in (("memory", MEMORY, memory), ("disk traffic", TRAFFIC, traffic)):
+        if judged:
+            worst, where = max(judged)
+            rows.append(verdict(f"{kind}, prediction and measurement apart, worst ({where})", worst, target, digits=3))
+    return verdicts(rows)
+
+
+def measure_apart(case: Case, malloc: dict[str, str]) -> dict[str, float]:
+    """`measure` in a process of its own."""
+    env = {**os.environ, **malloc, "OMP_NUM_THREADS": str(os.cpu_count())}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.plan", json.dumps(case)], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{name_of(case)} ended with {done.returncode}:\n{done.stderr}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def one_process(*, quick: bool) -> str:
+    rows, in_memory, on_disk = [], [], []
     for case in (CASES[0], CASES[-1]) if quick else CASES:
-        figures = []
-        for malloc in (MALLOC, {}):
-            env = {**os.environ, **malloc, "OMP_NUM_THREADS": str(os.cpu_count())}
-            command = [sys.executable, "-m", "benchmarks.plan", json.dumps(case)]
-            done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"{name_of(case)} ended with {done.returncode}:\n{done.stderr}")
-            figures.append(json.loads(done.stdout.splitlines()[-1]))
-        exact, found = figures
-        row = [name_of(case), *(f"{exact[key] / 1e6:.1f}" for key in ("memory", "memory measured"))]
-        ratio = exact["memory"] / exact["memory measured"]
-        row += [f"{ratio:.3f}", f"{found['memory'] / found['memory measured']:.3f}"]
-        judged.append((max(ratio, 1 / ratio), "memory", name_of(case)))
+        name, found, kept = name_of(case), measure_apart(case, MALLOC), measure_apart(case, {})
+        in_memory.append((apart(found["memory"], found["memory measured"]), name))
+        row = [name, *(f"{found[key] / 1e6:.1f}" for key in ("memory", "memory measured"))]
+        row += [f"{each['memory'] / each['memory measured']:.3f}" for each in (found, kept)]
         for key in ("read", "written"):
-            if exact[key]:
-                moved = exact[key] / exact[f"{key} measured"]
-                judged.append((max(moved, 1 / moved), "traffic", name_of(case)))
-            row.append(f"{exact[key] / 1e6:.1f} ({moved:.4f})" if exact[key] else "")
-        row.append(f"{found['seconds']:.2f} / {found['seconds measured']:.2f}")
+            if found[key]:
+                on_disk.append((apart(found[key], found[f"{key} measured"]), name))
+            row.append(f"{found[key] / 1e6:.2f} / {found[f'{key} measured'] / 1e6:.2f}" if found[key] else "")
+        row.append(f"{kept['seconds']:.2f} / {kept['seconds measured']:.2f}")
         print(f"  plan {' | '.join(row)}", flush=True)
         rows.append(row)
-    for system, dtype in () if quick else RANKS:
-        expected, seen = several(system, dtype)
-        ratio = expected / seen
-        name = f"2 ranks, {systems.label(system)}, {dtype}"
-        judged.append((max(ratio, 1 / ratio), "memory", name))
-        rows.append([name, f"{expected / 1e6:.1f}", f"{seen / 1e6:.1f}", f"{ratio:.3f}", "", "", "", ""])
-        print(f"  plan {' | '.join(rows[-1])}", flush=True)
     head = ["case", "peak predicted, MB", "measured, MB", "predicted over measured", "with glibc's own settings",
-            "read a step, MB (predicted over measured)", "written a step, MB (predicted over measured)",
-            "step predicted / measured, s"]  # fmt: skip
-    targets = []
-    for kind, target in (("memory", MEMORY), ("traffic", TRAFFIC)):
-        worst, _, where = max((each for each in judged if each[1] == kind), default=(1.0, kind, "none"))
-        targets.append(verdict(f"{kind}: prediction and measurement apart, worst ({where})", worst, target, digits=3))
+            "read a step, predicted / measured, MB", "written", "step, predicted / measured, s"]  # fmt: skip
     text = (
         f"{WORK.describe()}, AdamW, clipping, one process with all cores. The peak is VmHWM over {STEPS} steps, above the same "
-        f"process after a tiny model; freed blocks of 128 KiB and more go back at once ({', '.join(MALLOC)}), so that what is "
-        f"counted is what is alive. Beside it the ratio with glibc's own settings: it keeps freed blocks of up to 32 MiB. "
-        f"Two ranks: a memory cgroup's peak, per rank, above that of a model of {TINY.num_params / 1e6:.1f}M parameters."
+        f"process after a model of the same width and one block; freed blocks of 128 KiB and more go back at once "
+        f"({', '.join(MALLOC)}), so that what is counted is what is alive. Beside it the ratio with glibc's own settings, which keep "
+        f"freed blocks of up to 32 MiB; the seconds are with those, from rates measured in the same process for half a second, on a "
+        f"machine that others use."
     )
-    return "\n\n".join((host("torch alone"), text, table(head, rows), verdicts(targets)))
+    return "\n\n".join((host("torch alone"), text, table(head, rows), targets(in_memory, on_disk)))
+
+
+def two_ranks(*, quick: bool) -> str:
+    rows, judged = [], []
+    for system, dtype in RANKS[:1] if quick else RANKS:
+        predicted, measured = several(system, dtype)
+        name = f"{systems.label(system)}, {dtype}"
+        judged.append((apart(predicted, measured), name))
+        rows.append([name, f"{predicted / 1e6:.1f}", f"{measured / 1e6:.1f}", f"{predicted / measured:.3f}"])
+        print(f"  plan {' | '.join(rows[-1])}", flush=True)
+    text = (
+        f"{WORK.describe()}, 2 ranks of one thread. What the memory cgroup of all ranks counts at the peak, per rank, above that of "
+        f"the same run with a model of {TINY.num_params / 1e6:.1f}M parameters; glibc gives freed blocks back at once."
+    )
+    head = ["contender", "peak predicted, MB", "measured, MB", "predicted over measured"]
+    return "\n\n".join((host("torch alone"), text, table(head, rows), targets(judged, [])))
 
 
 if __name__ == "__main__":

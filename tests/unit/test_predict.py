@@ -40,7 +40,7 @@ def test_peak_and_traffic_are_what_the_kernel_counts(tmp_path: Path) -> None:
         "for case in json.loads(sys.argv[1]):\n"
         "    print(json.dumps(plan.measure(case, sys.argv[2], work)))"
     )
-    cases = [leg.CASES[1], leg.CASES[-2]]  # in memory; everything on disk
+    cases = [leg.CASES[0], leg.CASES[-2]]  # in memory; everything on disk
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(cases), str(tmp_path)], cwd=ROOT, env={**os.environ, **MALLOC},
         capture_output=True, text=True, timeout=120,
@@ -177,3 +177,17 @@ def test_the_command_proposes_a_config_that_resolves(
     ):
         assert main([*command, *wrong]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_the_command_reads_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model of a folder that holds nothing but a config, with the loss that transformers computes."""
+    values = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "ds.json").write_text(json.dumps(toy.settings(3, dtype="bf16")))
+    command = ["plan", str(tmp_path / "ds.json"), "--model", str(tmp_path), "--batch-shape", "2x16", "--device", "cpu", "--json"]
+    assert main([*command, "--world", "2", "--rate", "flops=1T", "--rate", "memory=10G"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    states = sum(line["nbytes"] for line in found["memory"] if line["what"] in ("weights", "gradients", "masters", "moments"))
+    assert states == pytest.approx(16 * found["parameters"] / 2, rel=0.05)
+    assert found["limited_by"] == "compute" and found["traffic_per_step"]["wire"] == 0
