@@ -221,9 +221,9 @@ def one_process(*, quick: bool) -> str:
     text = (
         f"{WORK.describe()}, AdamW, clipping, one process with all cores. The peak is VmHWM over {STEPS} steps, above the same "
         f"process after a model of the same width and one block; freed blocks of 128 KiB and more go back at once "
-        f"({', '.join(MALLOC)}), so that what is counted is what is alive. Beside it the ratio with glibc's own settings, which keep "
-        f"freed blocks of up to 32 MiB; the seconds are with those, from rates measured in the same process for half a second, on a "
-        f"machine that others use."
+        f"({', '.join(MALLOC)}), so that what is counted is what is alive. Beside it the ratio with glibc's own settings, which "
+        f"keep freed blocks of up to 32 MiB; the seconds are with those, from rates measured in the same process for half a second, "
+        f"on a machine that others use."
     )
     return "\n\n".join((host("torch alone"), text, table(head, rows), targets(in_memory, on_disk)))
 
@@ -237,8 +237,8 @@ def two_ranks(*, quick: bool) -> str:
         rows.append([name, f"{predicted / 1e6:.1f}", f"{measured / 1e6:.1f}", f"{predicted / measured:.3f}"])
         print(f"  plan {' | '.join(rows[-1])}", flush=True)
     text = (
-        f"{WORK.describe()}, 2 ranks of one thread. What the memory cgroup of all ranks counts at the peak, per rank, above that of "
-        f"the same run with a model of {TINY.num_params / 1e6:.1f}M parameters; glibc gives freed blocks back at once."
+        f"{WORK.describe()}, 2 ranks of one thread. What the memory cgroup of all ranks counts at the peak, per rank, above that "
+        f"of the same run with a model of {TINY.num_params / 1e6:.1f}M parameters; glibc gives freed blocks back at once."
     )
     head = ["contender", "peak predicted, MB", "measured, MB", "predicted over measured"]
     return "\n\n".join((host("torch alone"), text, table(head, rows), targets(judged, [])))
