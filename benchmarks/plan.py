@@ -222,8 +222,8 @@ def one_process(*, quick: bool) -> str:
         f"{WORK.describe()}, AdamW, clipping, one process with all cores. The peak is VmHWM over {STEPS} steps, above the same "
         f"process after a model of the same width and one block; freed blocks of 128 KiB and more go back at once "
         f"({', '.join(MALLOC)}), so that what is counted is what is alive. Beside it the ratio with glibc's own settings, which "
-        f"keep freed blocks of up to 32 MiB; the seconds are with those, from rates measured in the same process for half a second, "
-        f"on a machine that others use."
+        f"keep freed blocks of up to 32 MiB; the seconds are with those, from rates measured in the same process for half a "
+        f"second, on a machine that others use."
     )
     return "\n\n".join((host("torch alone"), text, table(head, rows), targets(in_memory, on_disk)))
 
