@@ -32,8 +32,7 @@ from benchmarks.report import host, table, verdict, verdicts
 from benchmarks.worker import DTYPES
 from benchmarks.workloads import Workload, build_batch, build_model
 from slipstream.config import DataWorld, ModelFacts, resolve
-from slipstream.train import explain
-from slipstream.train.calibrate import calibrate
+from slipstream.train import calibrate, explain
 from slipstream.train.dry_run import dry_run
 
 WORK = Workload(name="planned", width=512, depth=12, heads=8, vocab=8192, batch=2, length=128)
@@ -87,7 +86,7 @@ def measure(case: Case, folder: str, work: Workload = WORK) -> dict[str, float]:
     """Predicted and measured bytes and seconds of a case, in this process."""
     tiny = _train(case, folder, TINY)
     explain.of_engine(tiny, *build_batch(TINY, 0))  # what a dry run imports is no part of a step
-    rates = calibrate(tiny.plan.precision.param_dtype, "cpu", folder if case["disk"] else None, {})
+    rates = calibrate.rates(tiny.plan.precision.param_dtype, "cpu", folder if case["disk"] else None, {})
     tiny.destroy()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

@@ -52,6 +52,7 @@ def test_bytes_follow_the_formulas(world_size: int, transport: str) -> None:
             states = tuple(sum(line.nbytes for line in found.rest if line.what == what) for what in WHAT)
             assert states == formula(stage, weight_bytes, world_size) == resident(engine), case
             assert found.flow.wire == (0 if transport == "shared" else sent(stage, weight_bytes, world_size)), case
+            assert found.peak is not None
             gathered = sum(line.nbytes for line in found.peak.lines if line.what == "gathered weights")
             assert gathered <= (2 * NUMEL * weight_bytes if stage == 3 and transport == "gloo" else 0), case
             assert explain.parts_of(engine.module, engine.plan, world_size) == list(found.parts), case

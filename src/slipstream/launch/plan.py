@@ -58,14 +58,14 @@ def per_parameter(plan: Plan) -> StateBytes:
     """Bytes per parameter and copy of each state. Without an optimizer in the config: AdamW's."""
     import torch
 
-    from slipstream.train.explain import moments_of
+    from slipstream.train import explain
 
     precision = plan.precision
     grad_dtype = precision.grad_accum_dtype
     if grad_dtype is None:
         grad_dtype = precision.param_dtype if plan.batch.accumulation == 1 else torch.float32
     master = 0 if precision.master_dtype is precision.param_dtype else precision.master_dtype.itemsize
-    moments = 2 if plan.optimizer is None else moments_of(plan.optimizer.type, plan.optimizer.params)
+    moments = 2 if plan.optimizer is None else explain.moments_of(plan.optimizer.type, plan.optimizer.params)
     states = precision.state_dtype.itemsize * moments
     return StateBytes(precision.param_dtype.itemsize, grad_dtype.itemsize, master + states)
 
@@ -225,8 +225,7 @@ def execute(options: argparse.Namespace) -> int:
 
 def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     """The forecast of a model under the plan and, where there is a budget, the configurations that fit it."""
-    from slipstream.train import explain, propose
-    from slipstream.train.calibrate import calibrate
+    from slipstream.train import calibrate, explain, propose
 
     model = build_on_meta(options.model)
     device = options.device or facts(None).device_type
@@ -236,7 +235,7 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     rates = None
     if profile_of is not None:
         dtype = plan.precision.autocast_dtype or plan.precision.param_dtype
-        rates = calibrate(dtype, device, folder, rates_of(options.rate))
+        rates = calibrate.rates(dtype, device, folder, rates_of(options.rate))
     forecast = explain.Forecast(
         parts=parts,
         setting=explain.setting_of(plan, options.world, device),
@@ -250,11 +249,11 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
         found = propose.propose(model, plan, options.world, device, folder, options.memory, rates, profile_of)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     if options.json:
-        fitting = None if found is None else [] if isinstance(found, propose.Least) else found[:_SHOWN]
+        fitting = found[:_SHOWN] if isinstance(found, list) else []
         print(json.dumps({
             "parameters": num_params,
             **explain.as_dict(forecast),
-            "proposals": fitting and [{"changes": each.changes, **explain.as_dict(each.forecast)} for each in fitting],
+            "proposals": [{"changes": each.changes, **explain.as_dict(each.forecast)} for each in fitting],
         }))  # fmt: skip
     else:
         print(f"{num_params:,} parameters\n\n{explain.table(forecast)}")
@@ -270,12 +269,12 @@ def _profiles(
 ) -> Callable[[bool, int], Any] | None:
     """What a micro-batch takes, by (recompute, size): from an example, or as stated."""
     if options.activations:
-        from slipstream.train.predict import stated
+        from slipstream.train import predict
 
-        return lambda recompute, size: stated(parts, options.activations * size // plan.batch.micro_batch_size)
+        return lambda recompute, size: predict.stated(parts, options.activations * size // plan.batch.micro_batch_size)
     batch = batch_of(options, plan)
     if batch is None:
         return None
-    from slipstream.train.dry_run import profiles
+    from slipstream.train import dry_run
 
-    return profiles(model, plan, options.world, batch.args, batch.kwargs)
+    return dry_run.profiles(model, plan, options.world, batch.args, batch.kwargs)

@@ -19,20 +19,20 @@ _ETHERNET = 1.25e9  # bytes per second of 10 Gbit/s: what is assumed of the wire
 _BUS = 25e9  # PCIe 4.0 x16, as it is reached: between host and device
 
 
-def calibrate(dtype: torch.dtype, device: str, folder: str | None, stated: Mapping[str, float]) -> Rates:
+def rates(dtype: torch.dtype, device: str, folder: str | None, stated: Mapping[str, float]) -> Rates:
     """Measured rates, but those that are stated. `folder`: on the disk, where one is used.
 
     Raises ValueError where a device that is not here is to be measured, and where the folder will not do.
     """
-    rates = {"wire": _ETHERNET, "host": _BUS}
+    found = {"wire": _ETHERNET, "host": _BUS}
     if not {"flops", "memory"} <= stated.keys():
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("there is no CUDA device here to be measured; state --rate flops=300T --rate memory=3T")
-        rates |= {"flops": _products(dtype, device), "memory": _copies(device)}
+        found |= {"flops": _products(dtype, device), "memory": _copies(device)}
     if folder is not None and not {"disk_read", "disk_write"} <= stated.keys():
         facts = preflight(folder, _PROBE)
-        rates |= {"disk_read": facts.read_bytes_per_s, "disk_write": facts.write_bytes_per_s}
-    return Rates(**(rates | stated))
+        found |= {"disk_read": facts.read_bytes_per_s, "disk_write": facts.write_bytes_per_s}
+    return Rates(**{**found, **stated})
 
 
 def _products(dtype: torch.dtype, device: str) -> float:

@@ -149,8 +149,8 @@ def of_engine(engine: Engine, *args: Any, **kwargs: Any) -> Forecast:
     plan, world, steps = engine.plan, engine.mesh.data.size, engine.steps
     transport = "shared" if isinstance(engine.comms.data, SharedComm) else "gloo"
     setting = setting_of(plan, world, engine.device.type, transport=transport)
-    native = isinstance(steps, NativeSteps)
-    moments = (plan.precision.state_dtype.itemsize,) * (len(steps.rule.states) if native else _num_moments(steps))
+    num_moments = len(steps.rule.states) if isinstance(steps, NativeSteps) else _num_moments(steps)
+    moments = (plan.precision.state_dtype.itemsize,) * num_moments
     profile = None
     if args or kwargs:
         from slipstream.train.dry_run import dry_run  # torch's fake tensors take a while to import
@@ -158,7 +158,7 @@ def of_engine(engine: Engine, *args: Any, **kwargs: Any) -> Forecast:
         profile = dry_run(engine.module, plan, args, kwargs, micro_batch_size=plan.batch.micro_batch_size)
     return Forecast(
         parts=[part_of(unit) for unit in engine.units],
-        setting=dataclasses.replace(setting, moments=moments, streams=native),
+        setting=dataclasses.replace(setting, moments=moments, streams=isinstance(steps, NativeSteps)),
         profile=profile,
         rates=None,
     )

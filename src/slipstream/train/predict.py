@@ -413,7 +413,8 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
     """How long a step takes, and each resource of it.
 
     Disk and host links run beside compute, reads beside writes; collectives do not hide (gloo's take the processor). Where weights
-    are sharded and states stream, the update also runs beside the next forward (train/step.py: Updater).
+    are sharded and states stream, the update also runs beside the next forward (train/step.py: Updater): where both are the
+    processor's work, only what the update waits for is hidden.
     """
     flows, k = traffic(parts, setting), setting.accumulation
     step = flows.step(k)
@@ -432,7 +433,8 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
     backward = max(compute["backward"], moved(flows.backward)) + flows.backward.wire / rates.wire
     later = max(compute["backward"], moved(flows.backward.plus(flows.again))) + flows.backward.wire / rates.wire
     update = max(updated / rates.memory, moved(flows.update)) + flows.update.wire / rates.wire
-    hidden = min(update, forward) if setting.placement.weights and (flows.update.disk_read or flows.update.disk_written) else 0.0
+    streams = setting.placement.weights and (flows.update.disk_read or flows.update.disk_written)
+    hidden = min(forward, update - (updated / rates.memory if setting.on_host else 0.0)) if streams else 0.0
     flops = k * (profile.forward.flops + profile.backward.flops)
     costs = (
         Cost("compute", flops, k * (compute["forward"] + compute["backward"])),

@@ -90,7 +90,9 @@ def _variants(plan: Plan, model: nn.Module, world: int, device: str, folder: str
     """The plans to choose from, each with what changes in the config."""
     total = plan.batch.train_batch_size // world
     sizes = [size for size in range(1, total + 1) if total % size == 0]
-    stages = {plan.zero.stage, *((0, 3) if world == 1 else (0, 1, 2, 3))} if plan.zero.shard_size is None else {3}
+    stages: set[Literal[0, 1, 2, 3]] = {plan.zero.stage}
+    if plan.zero.shard_size is None:
+        stages |= {0, 3} if world == 1 else {0, 1, 2, 3}
     native = setting_of(plan, world, device).streams
     numel = sum(param.numel() for param in model.parameters()) // (plan.zero.shard_size or world)
     here: tuple[Device, ...] = ("none", "cpu") if device != "cpu" else ("none",)  # where the device is the host, "cpu" is the same
