@@ -51,14 +51,12 @@ CASES = (
     _case(0, "fp32"),
     _case(1, "fp32", activations="recompute"),
     _case(3, "fp32"),
-    _case(0, "bf16"),
     _case(3, "bf16", micros=2, activations="recompute"),
     _case(1, "fp32", disk="optimizer"),
     _case(2, "bf16", disk="optimizer", ratio=0.5),
     _case(3, "bf16", disk="weights"),
-    _case(3, "bf16", disk="everything"),
-    _case(3, "fp32", disk="everything", activations="recompute"),
     _case(3, "bf16", disk="everything", micros=2, activations="recompute"),
+    _case(3, "fp32", disk="everything", activations="recompute"),
 )
 RANKS = (("slipstream:1", "fp32"), ("slipstream:1:gloo", "fp32"), ("slipstream:2:gloo", "bf16"), ("slipstream:3", "bf16"),
          ("slipstream:3:gloo", "bf16"))  # fmt: skip
