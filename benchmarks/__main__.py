@@ -1,7 +1,7 @@
 """`python -m benchmarks [LEG ...]`: ours beside the peers; writes the legs' sections of benchmarks/RESULTS.md (not with --quick).
 
-Legs: step, memory, wire, start, activations, optimizer, quality, disk, or all of them (the default). `parts` prints where our own
-step goes and writes nothing. `python benchmarks/ops.py` compares the native kernels by themselves.
+Legs: step, memory, wire, start, activations, optimizer, plan, quality, disk, or all of them (the default). `parts` prints where our
+own step goes and writes nothing. `python benchmarks/ops.py` compares the native kernels by themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import activations, disk, memory, optimizer, parts, quality, start, step, wire
+from benchmarks import activations, disk, memory, optimizer, parts, plan, quality, start, step, wire
 from benchmarks.peers import Peers, prepare
 from benchmarks.ranks import ROOT
 from benchmarks.report import LEGS, RESULTS, write_section
@@ -48,7 +48,7 @@ def main() -> None:
     if chosen == ("parts",):
         parts.run(works[0], dtypes[0], options.only)
         return
-    alone = set(chosen) <= {"activations", "quality", "disk"}  # they have no peers
+    alone = set(chosen) <= {"activations", "plan", "quality", "disk"}  # they have no peers
     peers = Peers(python=None) if alone else prepare(options.peers)
     if peers.missing:
         print(peers.missing)
@@ -63,6 +63,8 @@ def main() -> None:
         "start": lambda: start.run(peers, quick=quick),
         "activations": lambda: activations.run(quick=quick),
         "optimizer": lambda: optimizer.run(peers, quick=quick),
+        "plan, one process": lambda: plan.one_process(quick=quick),
+        "plan, two ranks": lambda: plan.two_ranks(quick=quick),
         "quality": lambda: quality.run(quick=quick),
         "disk": lambda: disk.run(quick=quick),
     }

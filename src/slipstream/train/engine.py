@@ -356,12 +356,11 @@ class Engine(nn.Module):
     def _all_params(self) -> dict[Unit, list[int]]:
         return {unit: list(range(len(unit.params))) for unit in self.units}
 
-    def explain(self) -> str:
-        """Bytes per rank of each state and bytes sent per step, as a table. Activations are not in it."""
+    def explain(self, *args: Any, **kwargs: Any) -> str:
+        """Bytes per rank of each state and over each link, as a table; with a batch, as `forward` takes it, the peak of a step."""
         from slipstream.train import explain
 
-        counted = explain.count(self.units, self.steps)
-        return explain.table(counted, self.slots.nbytes, sum(param.numel() for param in self.module.parameters()))
+        return explain.table(explain.of_engine(self, *args, **kwargs))
 
     # -- life --
 
