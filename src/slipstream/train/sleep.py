@@ -97,7 +97,8 @@ class Asleep:
         """Empty the memory of these (the tensor, whether its content counts); returns its bytes. All are saved before any goes."""
         if self.folder is not None:
             self._spaces = [self._open(sum(range_nbytes(t.numel(), t.element_size()) for t, counts in tensors if counts))]
-        self._gone = [(tensor, tensor.untyped_storage().nbytes(), self._save(tensor) if counts else None) for tensor, counts in tensors]
+        for tensor, counts in tensors:
+            self._gone.append((tensor, tensor.untyped_storage().nbytes(), self._save(tensor) if counts else None))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return sum(tensor.nbytes for tensor, _, _ in self._gone)
