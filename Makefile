@@ -1,6 +1,7 @@
 # Every target does all its own set-up, from nothing: `make train` in a fresh clone is enough.
 #
 #   make train    train the example on the standard library's source (ARGS="--resume" goes on)
+#   make train-big  a model ten times the memory, its states on disk, held to a budget by the kernel (ARGS="--budget 512")
 #   make serve    serve a model over HTTP (ARGS="--port 8080 --dtype int8"); open the page that it names
 #   make chat     talk to a model in the terminal
 #   make test     all tests            (ARGS="-k placement" for some)
@@ -41,11 +42,14 @@ READY := $(VENV)/.ready
 TRITONED := $(VENV)/.tritoned
 
 .DELETE_ON_ERROR:
-.PHONY: train serve chat test lint bench bench-serve clean setup
+.PHONY: train train-big serve chat test lint bench bench-serve clean setup
 
 train: $(READY)
 	$(BIN)/slipstream run --nproc $${NPROC:-$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')} \
 		examples/pretrain/train.py $(ARGS)
+
+train-big: $(READY)
+	$(BIN)/python examples/train_big/run.py $(ARGS)
 
 serve chat: $(READY)
 	$(BIN)/slipstream $@ $(MODEL) $(ARGS)

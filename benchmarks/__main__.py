@@ -1,7 +1,7 @@
 """`python -m benchmarks [LEG ...]`: ours beside the peers; writes the legs' sections of benchmarks/RESULTS.md (not with --quick).
 
-Legs: step, memory, wire, start, quality, or all of them (the default). `parts` prints where our own step goes and writes nothing.
-`python benchmarks/ops.py` compares the native kernels by themselves.
+Legs: step, memory, wire, start, activations, optimizer, plan, quality, disk, or all of them (the default). `parts` prints where our
+own step goes and writes nothing. `python benchmarks/ops.py` compares the native kernels by themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import memory, parts, quality, start, step, wire
+from benchmarks import activations, disk, memory, optimizer, parts, plan, quality, start, step, wire
 from benchmarks.peers import Peers, prepare
 from benchmarks.ranks import ROOT
 from benchmarks.report import LEGS, RESULTS, write_section
@@ -24,7 +24,7 @@ from benchmarks.workloads import WORKLOADS
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("legs", nargs="*", metavar="LEG", help="step, memory, wire, start, quality, all (default) or parts")
+    parser.add_argument("legs", nargs="*", metavar="LEG", help=f"{', '.join(LEGS)}, all (default) or parts")
     parser.add_argument("--quick", action="store_true", help="a few contenders, few steps: under three minutes in all")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers" / "bin" / "python", metavar="PYTHON",
                         help="the interpreter that has DeepSpeed (default: the one `make bench` builds)")  # fmt: skip
@@ -48,7 +48,7 @@ def main() -> None:
     if chosen == ("parts",):
         parts.run(works[0], dtypes[0], options.only)
         return
-    alone = set(chosen) <= {"quality"}  # it has no peers
+    alone = set(chosen) <= {"activations", "plan", "quality", "disk"}  # they have no peers
     peers = Peers(python=None) if alone else prepare(options.peers)
     if peers.missing:
         print(peers.missing)
@@ -61,7 +61,12 @@ def main() -> None:
         "memory": lambda: memory.run(peers, quick=quick, dtypes=dtypes),
         "wire": lambda: wire.run(peers, quick=quick),
         "start": lambda: start.run(peers, quick=quick),
+        "activations": lambda: activations.run(quick=quick),
+        "optimizer": lambda: optimizer.run(peers, quick=quick),
+        "plan, one process": lambda: plan.one_process(quick=quick),
+        "plan, two ranks": lambda: plan.two_ranks(quick=quick),
         "quality": lambda: quality.run(quick=quick),
+        "disk": lambda: disk.run(quick=quick),
     }
     for leg, run in legs.items():
         if leg.split(",")[0] in chosen:

@@ -30,6 +30,11 @@ class ModelConfig:
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
 
+    @property
+    def residual_std(self) -> float:
+        """GPT-2's normal(0.02), smaller where a block writes to the residual stream."""
+        return 0.02 / (2 * self.layers) ** 0.5
+
 
 def arithmetic_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
     """What to compute in where weights are `stored` so: the same, or fp32 where a CPU would emulate it."""
@@ -42,20 +47,35 @@ def arithmetic_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias that computes in its input's dtype."""
+    """A linear layer without bias that computes in its input's dtype; its weights begin as normal(0, std)."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, std: float = 0.02) -> None:
+        self.std = std
         super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
 
+class Embedding(nn.Embedding):
+    """Wider than GPT-2's, so that a fast rate moves it as far relative to its size."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.3)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
@@ -66,7 +86,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.qkv = Linear(config.dim, 3 * config.dim)
-        self.out = Linear(config.dim, config.dim)
+        self.out = Linear(config.dim, config.dim, config.residual_std)
 
     def forward(self, x_BTD: Tensor, rotation_TK: tuple[Tensor, Tensor]) -> Tensor:
         batch, time, dim = x_BTD.shape
@@ -81,7 +101,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.up = Linear(config.dim, 2 * config.hidden)
-        self.down = Linear(config.hidden, config.dim)
+        self.down = Linear(config.hidden, config.dim, config.residual_std)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate, value = self.up(x_BTD).chunk(2, dim=-1)
@@ -107,23 +127,10 @@ class LanguageModel(nn.Module):
         if config.dim % (2 * config.heads):
             raise ValueError(f"dim ({config.dim}) must be a multiple of 2 x heads ({config.heads}) for rotary pairs")
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.embedding = Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = Linear(config.dim, config.vocab_size)
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        """GPT-2's normal(0.02), smaller by sqrt(2 x layers) where a block writes to the residual stream. The
-        embedding is wider, so that a fast rate moves it as far relative to its size."""
-        residual_std = 0.02 / (2 * self.config.layers) ** 0.5
-        nn.init.normal_(self.embedding.weight, std=0.3)
-        nn.init.normal_(self.head.weight, std=0.02)
-        for block in self.blocks.children():
-            for name, parameter in block.named_parameters():
-                if parameter.dim() == 2:
-                    into_residual = name in ("attention.out.weight", "mlp.down.weight")
-                    nn.init.normal_(parameter, std=residual_std if into_residual else 0.02)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats where targets are given, else the logits in fp32 (B, T, V)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream import zero
+    from slipstream import checkpointing, tiled, zero
     from slipstream.config.arguments import add_config_arguments
     from slipstream.distributed import init_distributed
     from slipstream.inference import InferenceEngine, SamplingParams, init_inference, pipeline
@@ -25,10 +25,12 @@ __all__ = [
     "SamplingParams",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
     "init_distributed",
     "init_inference",
     "initialize",
     "pipeline",
+    "tiled",
     "zero",
 ]
 
@@ -48,8 +50,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name == "zero":
-        return importlib.import_module("slipstream.zero")
+    if name in ("checkpointing", "tiled", "zero"):
+        return importlib.import_module(f"slipstream.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

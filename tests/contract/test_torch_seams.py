@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slipstream import checkpointing
 from slipstream.zero import comm, hooks, parameter, unit
 
 
@@ -73,6 +74,47 @@ def test_a_callback_runs_once_at_the_end_of_backward() -> None:
     assert not hooks._in_backward()
     torch.autograd.backward(middle.sum())
     assert events == ["first", "last gradient", "end"]
+
+
+def test_a_checkpoint_shows_in_the_hooks_of_saved_tensors() -> None:
+    """checkpointing.py: `inside_checkpoint`; also that what torch's keeps of the inputs passes through the hooks around it."""
+    packed: list[int] = []
+    inside: list[bool] = []
+
+    def fn(x: Tensor) -> Tensor:
+        inside.append(checkpointing.inside_checkpoint())
+        return x.exp()
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.data_ptr())
+        return tensor
+
+    x = torch.ones(2, requires_grad=True) * 2
+    assert not checkpointing.inside_checkpoint()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        assert not checkpointing.inside_checkpoint()
+        checkpointing.checkpoint(fn, x)
+    assert inside == [True] and packed == [x.data_ptr()]
+
+
+def test_a_saved_tensor_shares_its_storage_and_version() -> None:
+    """checkpointing.py: a storage's address is its name while a weak reference to it lives, and writes are counted."""
+    seen: list[Tensor] = []
+    x = torch.ones(4, requires_grad=True)
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.detach())
+        return seen[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = x.exp()
+    ref = checkpointing.StorageWeakRef(y.untyped_storage())
+    assert ref.cdata == y.untyped_storage()._cdata == seen[0].untyped_storage()._cdata and not ref.expired()
+    y.detach().add_(1)
+    assert seen[0]._version == y._version == 1
+    seen.clear()
+    del y
+    assert ref.expired()
 
 
 def test_the_gradient_slot_can_be_read_past_the_class() -> None:

@@ -38,7 +38,8 @@ class Recorder:
         self.graphs: list[list[str]] = []
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # what is checkpointed is one below
+        calls = [str(node.target) for part in parts for node in part.graph.nodes if node.op == "call_function"]
         self.graphs.append(calls)
         return self.compile(graph, inputs)
 
@@ -78,7 +79,8 @@ def quiet_tqdm() -> None:
     tqdm.set_lock(threading.RLock())
 
 
-def check(way: Way, before: bool, transport: str, backend: str, stages: tuple[int, ...] = STAGES) -> None:
+def check(way: Way, before: bool, transport: str, backend: str, stages: tuple[int, ...] = STAGES, **config: Any) -> None:
+    """`config`: more of what the compiled model trains with."""
     quiet_tqdm()
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # dynamo's own look
     for stage in stages:
@@ -90,7 +92,7 @@ def check(way: Way, before: bool, transport: str, backend: str, stages: tuple[in
         model = toy.seeded(toy.Net)
         if before:
             way(model, recorder)
-        engine = toy.make(model, stage, transport)
+        engine = toy.make(model, stage, transport, **config)
         if not before:
             way(model, recorder)
         found = train(engine)

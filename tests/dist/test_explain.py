@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
+import torch
 import torch.nn as nn
 
 from slipstream.train import explain
 from tests import toy
 from tests.pool import distributed
 
+WHAT = ("weights", "gradients", "masters", "moments")
 NUMEL, BLOCKS = 64 * 64, 3  # of a block: divides by 4 ranks without padding
 
 
@@ -25,6 +28,18 @@ def sent(stage: int, weight_bytes: int, world: int) -> Fraction:
     return Fraction(world - 1, world) * (3 if stage == 3 else 2) * NUMEL * BLOCKS * weight_bytes
 
 
+def resident(engine: Any) -> tuple[int, ...]:
+    """What the units' stores say that they hold."""
+    found = [0, 0, 0, 0]
+    for unit in engine.units:
+        common = unit.memory.common or unit.memory.full
+        found[0] += common.tensor.nbytes // (engine.world_size if unit.placement.weights else 1) if common else unit.weights.nbytes
+        found[1] += unit.memory.local.tensor.nbytes if unit.memory.local else unit.grads.resident_nbytes
+        found[2] += unit.master.resident_nbytes if unit.out is not None else 0
+        found[3] += engine.steps.state_nbytes(unit)
+    return tuple(found)
+
+
 @distributed(world_size=(2, 4), transports=("shared", "gloo"))
 def test_bytes_follow_the_formulas(world_size: int, transport: str) -> None:
     kinds = {"bf16": 2} if world_size == 4 else {"bf16": 2, "fp32": 4}
@@ -32,11 +47,13 @@ def test_bytes_follow_the_formulas(world_size: int, transport: str) -> None:
         for stage in range(4):
             model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(BLOCKS)])
             engine = toy.make(model, stage, transport, dtype=dtype)
-            counted = explain.count(engine.units, engine.steps)
-            states = (counted.weights, counted.gradients, counted.masters, counted.states)
-            assert states == formula(stage, weight_bytes, world_size), f"stage {stage}, {dtype}"
-            wire = 0 if transport == "shared" else sent(stage, weight_bytes, world_size)
-            assert counted.wire == wire, f"stage {stage}, {dtype}"
-            one_block = NUMEL * weight_bytes if stage == 3 and transport == "gloo" else 0
-            assert counted.gathered == one_block, f"stage {stage}, {dtype}"
+            case, batch = f"stage {stage}, {dtype}", torch.zeros(2, 64, dtype=engine.units[0].dtypes.weights)
+            found = explain.of_engine(engine, batch)
+            states = tuple(sum(line.nbytes for line in found.rest if line.what == what) for what in WHAT)
+            assert states == formula(stage, weight_bytes, world_size) == resident(engine), case
+            assert found.flow.wire == (0 if transport == "shared" else sent(stage, weight_bytes, world_size)), case
+            assert found.peak is not None
+            gathered = sum(line.nbytes for line in found.peak.lines if line.what == "gathered weights")
+            assert gathered <= (2 * NUMEL * weight_bytes if stage == 3 and transport == "gloo" else 0), case
+            assert explain.parts_of(engine.module, engine.plan, world_size) == list(found.parts), case
             engine.destroy()

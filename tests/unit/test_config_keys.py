@@ -157,7 +157,6 @@ def test_a_key_without_effect_is_said_when_it_is_set(key: str) -> None:
     special: dict[str, Any] = {
         "zero_optimization.overlap_comm": False,
         "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
-        "activation_checkpointing.number_checkpoints": 4,
         "checkpoint.writer.type": "python",
         "checkpoint.writer.data_parallel": "replica",
         "seq_parallel_communication_data_type": "bf16",

@@ -411,6 +411,41 @@ def test_a_plan_of_what_accelerate_hands_over() -> None:
     assert plan.optimizer is not None and plan.optimizer.params == {"lr": 1e-3, "weight_decay": 0.0}
 
 
+CUDA = dataclasses.replace(FACTS, device_type="cuda")
+
+
+def activations(block: dict[str, Any], ours: str | None = None, facts: ModelFacts = CUDA) -> Plan:
+    return plan_of({"activation_checkpointing": block} | ({"slipstream": {"activations": ours}} if ours else {}), facts=facts)
+
+
+def test_activations_follow_either_block() -> None:
+    for block, ours, way, on_host in (
+        ({}, None, "keep", False), ({"cpu_checkpointing": False, "number_checkpoints": None}, None, "keep", False),
+        ({"number_checkpoints": 2}, None, "recompute", False), ({"cpu_checkpointing": True}, None, "recompute", True),
+        ({}, "recompute", "recompute", False), ({"cpu_checkpointing": True}, "recompute", "recompute", True),
+        ({}, "offload", "offload", False), ({"number_checkpoints": 2}, "auto", "recompute", False),
+    ):  # fmt: skip
+        plan = activations(block, ours)
+        assert (plan.activations.way, plan.activations.inputs_on_host) == (way, on_host) and plan.notes == ()
+    assert activations({"number_checkpoints": 2}).sources["slipstream.activations"] == "derived: activation_checkpointing"
+
+
+@pytest.mark.parametrize("ours", ["keep", "offload"])
+def test_activations_that_contradict_each_other(ours: str) -> None:
+    with pytest.raises(ValueError, match=rf"activations is '{ours}', but .*_checkpoints \(2\) and .*cpu_checkpointing \(true\)"):
+        activations({"number_checkpoints": 2, "cpu_checkpointing": True}, ours)
+
+
+def test_activations_where_the_device_is_the_host() -> None:
+    plan = activations({"cpu_checkpointing": True}, facts=FACTS)
+    assert plan.activations.way == "recompute" and not plan.activations.inputs_on_host
+    (note,) = plan.notes
+    assert note.startswith("activation_checkpointing.cpu_checkpointing has no effect")
+    plan = activations({}, "offload", facts=FACTS)
+    assert plan.activations.way == "keep" and len(plan.notes) == 1
+    assert len(activations({"profile": True, "synchronize_checkpoint_boundary": True}).notes) == 2, "nothing is recomputed"
+
+
 FULL = {
     "train_batch_size": 8,
     "fp16": {"enabled": True},
@@ -517,7 +552,14 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "log_level": st.sampled_from(["info", "ERROR", None]),
     "dataloader_drop_last": flags,
     "checkpoint.tag_validation": st.sampled_from(["Warn", "ignore", "Fail"]),
+    "activation_checkpointing.number_checkpoints": st.integers(0, 9) | st.none(),
+    "activation_checkpointing.cpu_checkpointing": flags,
+    "activation_checkpointing.synchronize_checkpoint_boundary": flags,
+    "activation_checkpointing.profile": flags,
+    "slipstream.activations": st.sampled_from(["keep", "recompute", "Offload"]),
     "slipstream.seed": st.integers(0, 2**63),
+    "slipstream.optimizer_states": st.sampled_from(["default", "INT8"]),
+    "slipstream.stochastic_rounding": flags,
     "slipstream.transport": st.sampled_from(["auto", "shared", "gloo"]),
     "slipstream.timeout_s": st.floats(1e-3, 1e6) | st.just(math.inf),
     "slipstream.poison_released": flags,

@@ -20,6 +20,7 @@ README = (ROOT / "README.md").read_text()
 SERVING = (ROOT / "docs" / "SERVING.md").read_text()
 TRAIN, SERVE, CLIENT = re.findall(r"```python\n(.*?)```", README, re.S)
 (ASYNC,) = re.findall(r"```python\n(.*?)```", SERVING, re.S)
+(ACTIVATIONS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ACTIVATIONS.md").read_text(), re.S)
 
 
 def run(script: Path) -> str:
@@ -34,6 +35,12 @@ def test_quick_start_runs_and_is_short(tmp_path: Path) -> None:
     script.write_text("import torch; torch.manual_seed(0)\n" + TRAIN + "\nassert loss < 8, loss  # the variance of the target\n")
     run(script)
     assert (tmp_path / "checkpoints" / "latest").is_file()
+
+
+def test_activations_by_hand_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ACTIVATIONS + "\nassert x.grad is not None and wide(h).shape == (2, 32, 1000)\n")
+    run(script)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 import torch.nn as nn
 
 import slipstream
@@ -14,8 +15,8 @@ from tests.pool import distributed
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("bf16", "expected"), [(False, 16.0), (True, 16.0)])
-def test_total_is_sixteen_bytes_per_parameter(stage: int, bf16: bool, expected: float) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_at_rest_is_sixteen_bytes_per_parameter(stage: int, bf16: bool) -> None:
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -24,11 +25,13 @@ def test_total_is_sixteen_bytes_per_parameter(stage: int, bf16: bool, expected: 
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     engine, *_ = slipstream.initialize(model=model, config=config)
-    text = engine.explain()
-    per_parameter = {name.strip(): float(value) for name, value in re.findall(r"^([a-z ]+?)\s+[\d.]+ MiB\s+([\d.]+) B", text, re.M)}
-    ring = per_parameter.pop("gradient ring")
-    assert per_parameter.pop("total per rank") == pytest.approx(expected + ring, abs=0.02)
-    assert sum(per_parameter.values()) == pytest.approx(expected, abs=0.02)
+    kib = dict(re.findall(r"^  ([a-z ]+?) +([\d.]+) KiB", engine.explain(), re.M))
+    states = sum(float(kib[name]) for name in ("weights", "gradients", "optimizer"))
+    assert states == pytest.approx(16 * 3 * 4096 / 1024, abs=0.2)
+    ring = float(kib["buffers"])
+    assert ring == pytest.approx(0 if stage < 2 else 2 * 4096 * (2 if bf16 else 4) / 1024, abs=0.1)
+    assert float(kib["at rest"]) == pytest.approx(states + ring, abs=0.2)
+    assert "limited by" not in engine.explain() and "peak" in engine.explain(torch.zeros(1, 64, dtype=model[0].weight.dtype))
     engine.destroy()
 
 
@@ -37,5 +40,5 @@ def test_copies_are_all_reduced_on_the_wire() -> None:
     """MiCS with shards of one rank: half the gradients are sent to be added, half come back, as with plain copies."""
     engine = toy.make(toy.seeded(toy.Net), 3, "gloo", zero_optimization={"stage": 3, "mics_shard_size": 1})
     numel = sum(unit.layout.numel for unit in engine.units)
-    assert explain.count(engine.units, engine.steps).wire == 2 * numel * 4 // 2
+    assert explain.of_engine(engine).flow.wire == 2 * numel * 4 // 2
     engine.destroy()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.config import DataWorld, ModelFacts, resolve
 from slipstream.train.precision import MAX_SKIPPED
 from tests import toy
 
@@ -308,6 +309,83 @@ def test_data_types_param_dtype() -> None:
     for name, dtype in ((None, torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)):
         engine = dot(steps=1, data_types={"param_dtype": name})
         assert engine.module.dtypes[0][0] is dtype
+
+
+# ---- activations
+
+
+class Counting(nn.Module):
+    """Three blocks that count their forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.runs = [0, 0, 0]
+        for i, block in enumerate(self.blocks):
+            own = block.forward
+
+            def forward(x: Tensor, i: int = i, own: Any = own) -> Tensor:
+                self.runs[i] += 1
+                return own(x).exp()
+
+            block.forward = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def runs(**blocks: Any) -> list[int]:
+    """Of each block in one step."""
+    engine = sgd(toy.seeded(Counting), **blocks)
+    toy.step(engine, torch.ones(2, 4))
+    found: list[int] = engine.module.runs
+    return found
+
+
+def test_slipstream_activations(caplog: pytest.LogCaptureFixture) -> None:
+    """What "offload" does on a CUDA device is in `tests/unit/test_activation.py`."""
+    for way, expected in (("keep", 1), ("recompute", 2), ("offload", 1)):
+        assert runs(slipstream={"activations": way}) == [expected] * 3
+    (said,) = [message for message in caplog.messages if "no effect" in message]
+    assert "slipstream.activations = offload" in said
+
+
+def test_number_checkpoints() -> None:
+    for number, expected in ((None, [1, 1, 1]), (0, [1, 1, 1]), (1, [2, 1, 1]), (2, [2, 2, 1]), (3, [2, 2, 2]), (9, [2, 2, 2])):
+        assert runs(activation_checkpointing={"number_checkpoints": number}) == expected
+    assert runs(activation_checkpointing={"number_checkpoints": 1}, slipstream={"activations": "recompute"}) == [2, 1, 1]
+
+
+def test_cpu_checkpointing(caplog: pytest.LogCaptureFixture) -> None:
+    """It asks for recomputing; where the inputs wait is in `tests/unit/test_activation.py`."""
+    assert runs(activation_checkpointing={"cpu_checkpointing": False}) == [1, 1, 1]
+    assert runs(activation_checkpointing={"cpu_checkpointing": True}) == [2, 2, 2]
+    (said,) = [message for message in caplog.messages if "no effect" in message]
+    assert "activation_checkpointing.cpu_checkpointing" in said
+
+
+def test_synchronize_checkpoint_boundary() -> None:
+    """The calls themselves are counted in `tests/unit/test_activation.py`."""
+    for device, ask, way, expected in (
+        ("cuda", True, "recompute", True), ("cuda", False, "recompute", False), ("cuda", True, "keep", False),
+        ("cpu", True, "recompute", False),
+    ):  # fmt: skip
+        raw = toy.settings(0, activation_checkpointing={"synchronize_checkpoint_boundary": ask}, slipstream={"activations": way})
+        plan = resolve(raw, world=DataWorld(data_parallel=1), facts=ModelFacts(device_type=device, supports_bf16=True))
+        assert plan.activations.synchronize is expected
+        assert any("synchronize_checkpoint_boundary has no effect" in note for note in plan.notes) is (ask and not expected)
+
+
+def test_profile(caplog: pytest.LogCaptureFixture) -> None:
+    for ask in (False, True):
+        caplog.clear()
+        logging.getLogger("slipstream").setLevel(logging.NOTSET)
+        caplog.set_level(logging.INFO, "slipstream")
+        runs(activation_checkpointing={"profile": ask, "number_checkpoints": 3})
+        timed = [message for message in caplog.messages if "recompute" in message and message.startswith("step 1:")]
+        assert len(timed) == ask and all("checkpointed forward" in message for message in timed)
 
 
 # ---- what is said

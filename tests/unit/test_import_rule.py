@@ -21,13 +21,13 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "slipstream"
 
 BASE = ("config", "mesh", "ops", "discover", "distributed")
 CORE = (*BASE, "zero", "optim")
-FEATURES = (*CORE, "parallel", "checkpoint", "attention", "compression")
+FEATURES = (*CORE, "parallel", "checkpoint", "checkpointing", "tiled", "attention", "compression")
 OUTSIDE = ("launch", "observe")
 ROOMS = (*FEATURES, "train", *OUTSIDE, "inference", "__init__")
 SEES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, BASE),
     **dict.fromkeys(("zero", "optim"), CORE),
-    **dict.fromkeys(("parallel", "checkpoint", "attention", "compression"), FEATURES),
+    **dict.fromkeys(("parallel", "checkpoint", "checkpointing", "tiled", "attention", "compression"), FEATURES),
     "train": (*FEATURES, "observe"),
     "inference": (*BASE, "checkpoint"),
     "launch": ROOMS,

@@ -110,7 +110,14 @@ HONOURED: Mapping[str, str] = {
     "log_level": "test_log_level",
     "dataloader_drop_last": "test_dataloader_drop_last",
     "checkpoint.tag_validation": "test_checkpoint_tag_validation",
+    "activation_checkpointing.number_checkpoints": "test_number_checkpoints",
+    "activation_checkpointing.cpu_checkpointing": "test_cpu_checkpointing",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "test_synchronize_checkpoint_boundary",
+    "activation_checkpointing.profile": "test_profile",
+    "slipstream.activations": "test_slipstream_activations",
     "slipstream.seed": "test_slipstream_seed",
+    "slipstream.optimizer_states": "test_slipstream_optimizer_states",
+    "slipstream.stochastic_rounding": "test_slipstream_stochastic_rounding",
     "slipstream.transport": "test_slipstream_transport",
     "slipstream.timeout_s": "test_slipstream_timeout_s",
     "slipstream.poison_released": "test_slipstream_poison_released",
@@ -127,7 +134,6 @@ _WRITER = "every rank writes its own shards through torch.distributed.checkpoint
 _ROUNDING = (
     "gradients are summed in fp32 and scaled once at the end, so there is no order of division to choose"
 )
-_RECOMPUTE = "torch.utils.checkpoint works as it is and keeps no such buffers"
 
 NO_EFFECT: Mapping[str, str] = {
     "zero_allow_untested_optimizer": "there is no whitelist: every optimizer is allowed at every stage",
@@ -190,10 +196,8 @@ NO_EFFECT: Mapping[str, str] = {
     "memory_breakdown": "engine.explain() gives the bytes of every state",
     "timers.throughput.enabled": "steps_per_print and wall_clock_breakdown ask for times",
     "timers.throughput.synchronized": "times are taken where the step synchronises anyway",
-    "activation_checkpointing.contiguous_memory_optimization": _RECOMPUTE,
-    "activation_checkpointing.number_checkpoints": _RECOMPUTE,
-    "activation_checkpointing.synchronize_checkpoint_boundary": _RECOMPUTE,
-    "activation_checkpointing.profile": _RECOMPUTE,
+    "activation_checkpointing.contiguous_memory_optimization": "a kept input is the tensor that the block was given, never a "
+    "copy that could be put elsewhere; PYTORCH_ALLOC_CONF=expandable_segments:True keeps CUDA memory in one piece",
     "checkpoint.load_universal": "every checkpoint is universal",
     "checkpoint.parallel_write.pipeline_stage": _WRITER,
     "checkpoint.checkpoint_serialization": _WRITER,
@@ -347,11 +351,6 @@ FEATURES: tuple[Feature, ...] = (
         what="partitioning of checkpointed activations",
         remedy="set it to false; it needs tensor parallelism",
         switches=("activation_checkpointing.partition_activations",),
-    ),
-    Feature(
-        what="checkpointed activations in host memory",
-        remedy="set it to false; torch.autograd.graph.save_on_cpu does it around a forward",
-        switches=("activation_checkpointing.cpu_checkpointing",),
     ),
     Feature(
         what="block-sparse attention",

@@ -84,7 +84,8 @@ class LossScalePlan:
 class PrecisionPlan:
     param_dtype: torch.dtype
     master_dtype: torch.dtype
-    state_dtype: torch.dtype
+    state_dtype: torch.dtype  # int8: codes of 8 bits
+    stochastic_rounding: bool  # of bf16 weights that have no master
     grad_accum_dtype: torch.dtype | None  # None = the gradient's own at accumulation 1, fp32 above
     comm_dtype: torch.dtype | None  # None = the gradient's own
     autocast_dtype: torch.dtype | None
@@ -103,6 +104,17 @@ class OptimizerPlan:
 class SchedulerPlan:
     type: str
     params: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationPlan:
+    """What becomes of what the repeated blocks save for their backward."""
+
+    way: Literal["keep", "recompute", "offload"]
+    num_blocks: int | None  # recompute: the first so many of them; None = all
+    inputs_on_host: bool  # recompute: where the kept inputs wait
+    synchronize: bool  # with the device, before and after each block's forward and recompute
+    profile: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +142,7 @@ class Plan:
     optimizer: OptimizerPlan | None
     scheduler: SchedulerPlan | None
     gradient_clipping: float  # 0 = off
+    activations: ActivationPlan
     data: DataPlan
     checkpoint: CheckpointPlan
     steps_per_print: int | None  # None = never
@@ -219,12 +232,19 @@ def plan_values(plan: Plan) -> dict[str, Any]:
             values |= {f"{name}.params.{key}": value for key, value in part.params.items()}
     return values | {
         "gradient_clipping": plan.gradient_clipping,
+        "slipstream.activations": plan.activations.way,
+        "activation_checkpointing.number_checkpoints": plan.activations.num_blocks,
+        "activation_checkpointing.cpu_checkpointing": plan.activations.inputs_on_host,
+        "activation_checkpointing.synchronize_checkpoint_boundary": plan.activations.synchronize,
+        "activation_checkpointing.profile": plan.activations.profile,
         "dataloader_drop_last": plan.data.drop_last,
         "checkpoint.tag_validation": plan.checkpoint.tag_validation,
         "steps_per_print": plan.steps_per_print,
         "wall_clock_breakdown": plan.wall_clock_breakdown,
         "dump_state": plan.dump_state,
         "log_level": plan.log_level,
+        "slipstream.optimizer_states": "int8" if precision.state_dtype is torch.int8 else "default",
+        "slipstream.stochastic_rounding": precision.stochastic_rounding,
         "slipstream.seed": plan.seed,
         "slipstream.transport": zero.transport,
         "slipstream.timeout_s": plan.debug.timeout_s,

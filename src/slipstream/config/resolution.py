@@ -19,6 +19,7 @@ import torch
 from . import keys
 from .plan import (
     DTYPES,
+    ActivationPlan,
     BatchPlan,
     CheckpointPlan,
     DataPlan,
@@ -123,6 +124,7 @@ def resolve(
         optimizer=optimizer,
         scheduler=_scheduler(values, optimizer),
         gradient_clipping=clipping,
+        activations=_activations(values),
         data=DataPlan(drop_last=values.take("dataloader_drop_last")),
         checkpoint=CheckpointPlan(tag_validation=values.take("checkpoint.tag_validation")),
         steps_per_print=values.take("steps_per_print"),
@@ -300,7 +302,17 @@ def _precision(values: _Values) -> PrecisionPlan:
     for half, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if values.take(f"{half}.{half}_master_weights_and_grads") and param is dtype:
             master = dtype
-    states = values.take("bf16.bf16_optimizer_states") and param is torch.bfloat16
+    stochastic = values.take("slipstream.stochastic_rounding")
+    if stochastic:
+        if param is not torch.bfloat16:
+            raise ValueError(
+                '"slipstream": {"stochastic_rounding": true} trains bf16 weights without fp32 masters; write '
+                '{"bf16": {"enabled": true}} too, or drop it'
+            )
+        master = torch.bfloat16
+    states = torch.bfloat16 if values.take("bf16.bf16_optimizer_states") and param is torch.bfloat16 else torch.float32
+    if values.take("slipstream.optimizer_states") == "int8":
+        states = torch.int8
     autocast: torch.dtype | None = DTYPES[values.take("torch_autocast.dtype")]
     if not values.take("torch_autocast.enabled"):
         autocast = None
@@ -311,14 +323,15 @@ def _precision(values: _Values) -> PrecisionPlan:
         if param is not dtype:
             values.idle(half, f"derived: the weights are not {half}")
     accumulated = values.take("data_types.grad_accum_dtype")
-    if accumulated is None and master is not torch.float32:
+    if accumulated is None and master is not torch.float32 and not stochastic:
         values.sources["data_types.grad_accum_dtype"] = "derived: master_weights_and_grads"
     comm = values.take("communication_data_type")
     return PrecisionPlan(
         param_dtype=param,
         master_dtype=master,
-        state_dtype=torch.bfloat16 if states else torch.float32,
-        grad_accum_dtype=DTYPES[accumulated] if accumulated else None if master is torch.float32 else master,
+        state_dtype=states,
+        stochastic_rounding=stochastic,
+        grad_accum_dtype=DTYPES[accumulated] if accumulated else None if stochastic or master is torch.float32 else master,
         comm_dtype=DTYPES[comm] if comm else None,
         autocast_dtype=autocast,
         auto_cast_inputs=auto_cast and fp16,
@@ -467,6 +480,46 @@ def _learning_rate(optimizer: OptimizerPlan | None, facts: ModelFacts) -> float 
     if rate is not None and (isinstance(rate, bool) or not isinstance(rate, (int, float))):
         raise ValueError(f"optimizer.params.lr ({rate!r}) must be a number")
     return None if rate is None else float(rate)
+
+
+def _activations(values: _Values) -> ActivationPlan:
+    """DeepSpeed's block asks for recomputing by `number_checkpoints` or `cpu_checkpointing`; where neither is set, models
+    that call checkpoint() themselves do so, and nothing else. Our own key may ask for the same or, alone, for another way."""
+    block = "activation_checkpointing"
+    way, stated = values.take("slipstream.activations"), values.parsed.leaves["slipstream.activations"].given
+    names = ("number_checkpoints", "cpu_checkpointing", "synchronize_checkpoint_boundary", "profile")
+    number, on_host, synchronize, profile = (values.take(f"{block}.{name}") for name in names)
+    asking = [
+        f"{block}.{name} ({str(value).lower()})" for name, value in zip(names[:2], (number, on_host), strict=True) if value
+    ]
+    if asking and stated and way != "recompute":
+        raise ValueError(
+            f"slipstream.activations is {way!r}, but {' and '.join(asking)} asks for blocks that are computed again; "
+            f'drop one of the two, or set slipstream.activations to "recompute"'
+        )
+    if asking and not stated:
+        way = "recompute"
+        values.sources["slipstream.activations"] = f"derived: {block}"
+    cuda = values.facts.device_type == "cuda"
+    for path, idle, why in (
+        ("slipstream.activations = offload", way == "offload" and not cuda, "without a CUDA device they are in host memory"),
+        (f"{block}.cpu_checkpointing", on_host and not cuda, "without a CUDA device kept inputs are in host memory"),
+        (f"{block}.{names[2]}", synchronize and not cuda, "without a CUDA device an operation is over when it returns"),
+        (f"{block}.{names[2]}", synchronize and cuda and way != "recompute", "no block is computed again"),
+        (f"{block}.profile", profile and way != "recompute", "no block is computed again"),
+    ):
+        if idle:
+            values.notes.append(f"{path} has no effect here: {why}")
+    if way == "offload" and not cuda:
+        way, values.sources["slipstream.activations"] = "keep", "derived: there is no CUDA device"
+    recomputes = way == "recompute"
+    return ActivationPlan(
+        way=way,
+        num_blocks=number or None,
+        inputs_on_host=on_host and cuda,
+        synchronize=synchronize and cuda and recomputes,
+        profile=profile and recomputes,
+    )
 
 
 def _params(values: _Values, block: str, name: str) -> dict[str, Any]:

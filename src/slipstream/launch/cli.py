@@ -247,23 +247,32 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "plan",
         help="what a configuration comes to",
-        description="Print the resolved configuration, and bytes per rank.",
+        description="Print the resolved configuration, and memory, traffic and time per rank; with a budget, what fits it.",
         allow_abbrev=False,
     )
     parser.add_argument("config", help="a JSON file in DeepSpeed's format")
-    parser.add_argument(
-        "--world", type=_positive, default=1, metavar="N", help="data-parallel ranks; default 1"
-    )
+    parser.add_argument("--world", type=_positive, default=1, metavar="N", help="data-parallel ranks; default 1")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: what this host has")
+    parser.add_argument("--json", action="store_true", help="for machines: bytes and seconds")
     size = parser.add_mutually_exclusive_group()
+    size.add_argument("--num-params", metavar="N", help="parameters of the model: 7e9, 1.3B, 350M")
     size.add_argument(
-        "--num-params",
-        metavar="N",
-        help="parameters of the model: 7e9, 1.3B, 350M",
+        "--model", metavar="MODULE:FUNCTION", help="a function that builds the model, or a folder with a Hugging Face config.json"
     )
-    size.add_argument(
-        "--model", metavar="MODULE:FUNCTION", help="a function that builds the model; run on the meta device"
+    run = parser.add_argument_group("a micro-batch, for the peak (nothing is allocated, and no numbers are computed)")
+    example = run.add_mutually_exclusive_group()
+    example.add_argument("--batch-shape", metavar="2x128", help="token ids of this shape; 2x128,2x128 for two arguments")
+    example.add_argument("--batch", metavar="MODULE:FUNCTION", help="returns what the model is called with: a tuple or a dict")
+    example.add_argument("--activations", type=_bytes, metavar="SIZE", help="of a model that cannot run without numbers: 300M")
+    limit = parser.add_argument_group("a budget")
+    limit.add_argument(
+        "--memory", type=_bytes, metavar="SIZE", help="per rank, beside Python and torch: 1G; find the fastest configuration"
     )
+    limit.add_argument("--disk", metavar="FOLDER", help="on a disk that states may rest on; default: the config's nvme_path")
+    limit.add_argument(
+        "--rate", action="append", default=[], metavar="NAME=X",
+        help="per second, instead of measuring here: flops=20T, memory, wire, host, disk_read or disk_write=2G",
+    )  # fmt: skip
 
 
 def _bytes(text: str) -> int:

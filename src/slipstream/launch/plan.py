@@ -1,6 +1,7 @@
-"""`slipstream plan`: the resolved configuration with the source of each value, and the bytes per rank it will take.
+"""`slipstream plan`: the resolved configuration with the source of each value, and what it will take.
 
-The bytes are those of the model states alone (weights, gradients, optimizer), per stage:
+Of a model (`--model`): memory at the peak, traffic and time per step (train/predict.py), and what fits a budget (train/propose.py).
+Of a number of parameters (`--num-params`): the states alone (weights, gradients, optimizer), per stage:
 
     stage 0   (w + g + o) P
     stage 1   (w + g) P + o P/N
@@ -16,10 +17,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["StateBytes", "execute", "parse_count", "per_parameter", "per_rank", "sizes_text"]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-# Full-size moments of each optimizer, by lower-case name; those that are not listed have Adam's two.
-_MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1, "muon": 1, "rmsprop": 1, "adafactor": 0, "rprop": 2}
+_RATES = ("flops", "memory", "wire", "host", "disk_read", "disk_write")
+_SHOWN = 4  # proposals
 
 
 class StateBytes(NamedTuple):
@@ -43,35 +46,27 @@ class StateBytes(NamedTuple):
         return self.weights + self.grads + self.optim
 
 
-def parse_count(text: str) -> int:
-    """`7e9`, `1.3B`, `350M`, `46_300_000` -> a number of parameters."""
+def parse_count(text: str, option: str = "--num_params ") -> int:
+    """`7e9`, `1.3B`, `350M`, `46_300_000` -> a number, of parameters for instance."""
     found = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]*)?(?:e[0-9]+)?)([kmbgt]?)", text.strip().lower())
     if found is None:
-        raise ValueError(f"--num_params {text!r} is not a number; write 7e9, 1.3B or 350M")
+        raise ValueError(f"{option}{text!r} is not a number; write 7e9, 1.3B or 350M")
     return round(float(found[1]) * _UNITS[found[2]])
-
-
-def _num_moments(plan: Plan) -> int | None:
-    """Moments of the configured optimizer; None without one."""
-    if plan.optimizer is None:
-        return None
-    name = plan.optimizer.type.lower()
-    if name == "sgd":
-        return 1 if plan.optimizer.params.get("momentum") else 0
-    return _MOMENTS.get(name, 2)
 
 
 def per_parameter(plan: Plan) -> StateBytes:
     """Bytes per parameter and copy of each state. Without an optimizer in the config: AdamW's."""
     import torch
 
+    from slipstream.train import explain
+
     precision = plan.precision
     grad_dtype = precision.grad_accum_dtype
     if grad_dtype is None:
         grad_dtype = precision.param_dtype if plan.batch.accumulation == 1 else torch.float32
     master = 0 if precision.master_dtype is precision.param_dtype else precision.master_dtype.itemsize
-    moments = _num_moments(plan)
-    states = precision.state_dtype.itemsize * (2 if moments is None else moments)
+    moments = 2 if plan.optimizer is None else explain.moments_of(plan.optimizer.type, plan.optimizer.params)
+    states = precision.state_dtype.itemsize * moments
     return StateBytes(precision.param_dtype.itemsize, grad_dtype.itemsize, master + states)
 
 
@@ -110,29 +105,75 @@ def sizes_text(plan: Plan, num_params: int, world: int) -> str:
     return "\n".join(lines)
 
 
-def build_on_meta(where: str) -> torch.nn.Module:
-    """The module that `MODULE:FUNCTION` returns, without memory for its parameters."""
-    import torch
-
+def load(option: str, where: str) -> Any:
+    """What MODULE:FUNCTION names."""
     name, colon, function = where.partition(":")
     if not colon or not name or not function:
-        raise ValueError(f"--model {where!r} is not MODULE:FUNCTION, such as train:build_model")
+        raise ValueError(f"{option} {where!r} is not MODULE:FUNCTION, such as train:build_model")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        build = getattr(importlib.import_module(name), function)
+        return getattr(importlib.import_module(name), function)
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"--model {where}: {error}; it is looked for here and where Python finds modules"
-        ) from None
+        raise ValueError(f"{option} {where}: {error}; it is looked for here and where Python finds modules") from None
     except AttributeError:
-        raise ValueError(f"--model {where}: module {name} has no {function}") from None
-    with torch.device("meta"):
-        model = build()
+        raise ValueError(f"{option} {where}: module {name} has no {function}") from None
+
+
+def build_on_meta(where: str) -> torch.nn.Module:
+    """The module that `MODULE:FUNCTION` returns, or the causal language model of a Hugging Face config, without memory."""
+    import torch
+
+    if ":" in where or not (Path(where) / "config.json").is_file():
+        if ":" not in where:
+            raise ValueError(
+                f"--model {where!r} is not MODULE:FUNCTION, such as train:build_model, and no folder with a config.json"
+            )
+        with torch.device("meta"):
+            model = load("--model", where)()
+    else:
+        try:
+            from transformers import AutoConfig, AutoModelForCausalLM
+        except ImportError:
+            raise ValueError(f"--model {where}: a config.json is read by transformers; pip install transformers") from None
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, local_files_only=True))
     if not isinstance(model, torch.nn.Module):
-        raise ValueError(
-            f"--model {where} returned {type(model).__name__}; it has to return a torch.nn.Module"
-        )
+        raise ValueError(f"--model {where} returned {type(model).__name__}; it has to return a torch.nn.Module")
     return model
+
+
+class Batch(NamedTuple):
+    """What the model is called with, of one micro-batch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def batch_of(options: argparse.Namespace, plan: Plan) -> Batch | None:
+    """The example batch that the options state: token ids of a shape, or what a function returns."""
+    import torch
+
+    if options.batch:
+        found = load("--batch", options.batch)()
+        if isinstance(found, Mapping):
+            return Batch((), dict(found))
+        return Batch(tuple(found) if isinstance(found, (tuple, list)) else (found,), {})
+    if not options.batch_shape:
+        return None
+    tokens = []
+    for text in options.batch_shape.split(","):
+        if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", text):
+            raise ValueError(f"--batch-shape {text!r} is not a shape of token ids; write 2x128, or 2x128,2x128 for two arguments")
+        shape = [int(number) for number in text.split("x")]
+        if shape[0] != plan.batch.micro_batch_size:
+            raise ValueError(
+                f"--batch-shape {text} begins with {shape[0]}, and the micro-batch is {plan.batch.micro_batch_size}; write "
+                f"{'x'.join(map(str, [plan.batch.micro_batch_size, *shape[1:]]))}, or change train_micro_batch_size_per_gpu"
+            )
+        tokens.append(torch.empty(shape, dtype=torch.int64, device="meta"))
+    if ":" not in options.model:  # transformers' models compute their own loss
+        return Batch((), {"input_ids": tokens[0], "labels": tokens[-1]})
+    return Batch(tuple(tokens), {})
 
 
 def facts(device: str | None) -> ModelFacts:
@@ -148,23 +189,92 @@ def facts(device: str | None) -> ModelFacts:
     )
 
 
+def rates_of(stated: Sequence[str]) -> dict[str, float]:
+    """`flops=20T`, `wire=1.2G`: what --rate states."""
+    found = {}
+    for text in stated:
+        name, equals, value = text.partition("=")
+        if not equals or name not in _RATES:
+            raise ValueError(f"--rate {text!r} is not NAME=NUMBER, such as wire=1.2G; names are {', '.join(_RATES)}")
+        found[name] = float(parse_count(value, f"--rate {name}="))
+    return found
+
+
 def execute(options: argparse.Namespace) -> int:
     from slipstream.config import DataWorld, describe, resolve
     from slipstream.config.arguments import load_config
     from slipstream.train import rehearse
 
-    num_params = parse_count(options.num_params) if options.num_params else 0
-    if options.model:
-        num_params = sum(parameter.numel() for parameter in build_on_meta(options.model).parameters())
-    plan = resolve(
-        load_config(options.config),
-        world=DataWorld(data_parallel=options.world),
-        facts=facts(options.device),
-    )
+    raw = load_config(options.config)
+    plan = resolve(raw, world=DataWorld(data_parallel=options.world), facts=facts(options.device))
     rehearse(plan)
-    print(describe(plan))
-    if num_params:
-        print(f"\n{sizes_text(plan, num_params, options.world)}")
+    if not options.json:
+        print(describe(plan) + "\n")
+    if options.model:
+        return _forecast(options, plan)
+    for option in ("memory", "batch_shape", "batch", "activations", "json"):
+        if getattr(options, option):
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} needs the model: give --model MODULE:FUNCTION or a folder with a config.json")
+    if options.num_params:
+        print(sizes_text(plan, parse_count(options.num_params), options.world))
     else:
-        print("\nbytes per rank: give --num_params 1.3B or --model MODULE:FUNCTION")
+        print("bytes per rank: give --model MODULE:FUNCTION, a folder with a config.json, or --num-params 1.3B")
     return 0
+
+
+def _forecast(options: argparse.Namespace, plan: Plan) -> int:
+    """The forecast of a model under the plan and, where there is a budget, the configurations that fit it."""
+    from slipstream.train import calibrate, explain, propose
+
+    model = build_on_meta(options.model)
+    device = options.device or facts(None).device_type
+    folder = options.disk or plan.offload.optimizer_path or plan.offload.param_path
+    parts = explain.parts_of(model, plan, options.world)
+    profile_of = _profiles(options, plan, model, parts)
+    rates = None
+    if profile_of is not None:
+        dtype = plan.precision.autocast_dtype or plan.precision.param_dtype
+        rates = calibrate.rates(dtype, device, folder, rates_of(options.rate))
+    forecast = explain.Forecast(
+        parts=parts,
+        setting=explain.setting_of(plan, options.world, device),
+        profile=profile_of and profile_of(plan.activations.way == "recompute", plan.batch.micro_batch_size),
+        rates=rates,
+    )
+    found: list[propose.Proposal] | propose.Least | None = None
+    if options.memory:
+        if profile_of is None or rates is None:
+            raise ValueError("--memory needs to know the activations: give --batch-shape 2x128, --batch or --activations 300M")
+        found = propose.propose(model, plan, options.world, device, folder, options.memory, rates, profile_of)
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    if options.json:
+        fitting = found[:_SHOWN] if isinstance(found, list) else []
+        print(json.dumps({
+            "parameters": num_params,
+            **explain.as_dict(forecast),
+            "proposals": [{"changes": each.changes, **explain.as_dict(each.forecast)} for each in fitting],
+        }))  # fmt: skip
+    else:
+        print(f"{num_params:,} parameters\n\n{explain.table(forecast)}")
+        if options.activations:
+            print("\nThe model was not run: its activations are those stated, and no time is counted for compute.")
+        if found is not None:
+            print(f"\n{propose.table(found, options.memory, _SHOWN)}")
+    return 1 if isinstance(found, propose.Least) else 0
+
+
+def _profiles(
+    options: argparse.Namespace, plan: Plan, model: torch.nn.Module, parts: Sequence[Any]
+) -> Callable[[bool, int], Any] | None:
+    """What a micro-batch takes, by (recompute, size): from an example, or as stated."""
+    if options.activations:
+        from slipstream.train import predict
+
+        return lambda recompute, size: predict.stated(parts, options.activations * size // plan.batch.micro_batch_size)
+    batch = batch_of(options, plan)
+    if batch is None:
+        return None
+    from slipstream.train import dry_run
+
+    return dry_run.profiles(model, plan, options.world, batch.args, batch.kwargs)

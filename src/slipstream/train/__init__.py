@@ -1,4 +1,7 @@
-"""Training: the engine, its step, precision, schedules and data."""
+"""Training: the engine, its step, precision, schedules and data.
+
+For the command line: `rehearse`, and the modules `explain`, `propose`, `predict`, `dry_run` and `calibrate` (docs/PLANNING.md).
+"""
 
 from __future__ import annotations
 

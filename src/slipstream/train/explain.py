@@ -1,66 +1,254 @@
-"""Where the bytes of an engine's states are, per rank, and what a step sends: counted from the units, not estimated."""
+"""The numbers that train/predict.py asks for, of an engine or of a model on meta under a plan; and its answers as a table.
+
+`of_engine` looks at the units that there are; `parts_of` works them out before anything is allocated. A test holds them equal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn as nn
+
+from slipstream.config.plan import Plan
+from slipstream.optim import is_elementwise, resolve_optimizer
+from slipstream.optim.native import NativeSteps
 from slipstream.optim.sharded import ShardedSteps
+from slipstream.train import predict
+from slipstream.train.predict import Flow, Line, Part, Peak, Profile, Rates, Setting, Times
+from slipstream.train.tiers import tiers_of
+from slipstream.zero.layout import flat_layout, whole_layout
+from slipstream.zero.placement import Tier, stage_placement
 from slipstream.zero.shared import SharedComm
 from slipstream.zero.unit import Unit
+from slipstream.zero.wrap import wrap
+
+if TYPE_CHECKING:
+    from slipstream.train.engine import Engine
+
+# Full-size moments of each optimizer, by lower-case name; those that are not listed have Adam's two.
+_MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1, "muon": 1, "rmsprop": 1, "adafactor": 0, "rprop": 2}
 
 
-class Bytes(NamedTuple):
-    """One rank's bytes. Activations are the model's and not in here."""
-
-    weights: int  # resident between steps; a mapping that ranks share counts once, split over them
-    gathered: int  # at most, while a forward or backward runs, beyond the resident
-    gradients: int
-    masters: int  # 0 where the weights are their own
-    states: int  # two moments in fp32 for Adam; what other optimizers have made so far
-    wire: int  # sent per step with one micro-batch; 0 over shared memory
+def moments_of(optimizer: str, options: Mapping[str, Any]) -> int:
+    """How many full-size moments an optimizer keeps."""
+    name = optimizer.lower()
+    return 1 if name == "sgd" and options.get("momentum") else _MOMENTS.get(name, 2)
 
 
-def count(units: Sequence[Unit], steps: ShardedSteps | None) -> Bytes:
-    """Bytes of this rank's states."""
-    weights = gradients = masters = states = wire = 0
-    transient = [0]
-    for unit in units:
-        numel, size = unit.layout.numel, unit.comms.dp.size
-        item = unit.dtypes.weights.itemsize
-        weights += (unit.span[1] - unit.span[0] if unit.placement.weights else numel) * item
-        if unit.placement.weights and unit.memory.common is None:
-            transient.append(numel * item)
-        away = 0 if isinstance(unit.comms.dp, SharedComm) else numel * (size - 1) // size
-        if unit.placement.weights:
-            wire += away * item * (2 if unit.trainable else 1)  # forward and backward
-        elif unit.placement.optim and unit.trainable:
-            wire += away * item  # publish
-        if unit.grads is None:
-            continue
-        gradients += unit.memory.local.tensor.nbytes if unit.memory.local else unit.grads.resident_nbytes
-        masters += unit.master.resident_nbytes if unit.out is not None else 0
-        states += steps.state_nbytes(unit) if steps is not None else 0
-        wire += away * unit.dtypes.wire.itemsize * (1 if unit.placement.optim else 2)
-        copies = unit.comms.dp_replicate  # MiCS: what was reduced here is all-reduced with the other groups
-        if unit.memory.replica is not None and not isinstance(copies, SharedComm):
-            wire += 2 * (unit.memory.replica.tensor.nbytes * (copies.size - 1) // copies.size)
-    return Bytes(weights, max(transient), gradients, masters, states, wire)
+# -- from a plan --
 
 
-def table(counted: Bytes, ring: int, num_parameters: int) -> str:
-    """The counts as text, with bytes per parameter."""
-    rows = [
-        ("weights", counted.weights),
-        ("weights gathered at a time", counted.gathered),
-        ("gradients", counted.gradients),
-        ("gradient ring", ring),
-        ("masters", counted.masters),
-        ("optimizer states", counted.states),
-    ]
-    total = sum(nbytes for _, nbytes in rows)
-    lines = [
-        f"{name:<28}{nbytes / 2**20:>12.2f} MiB{nbytes / max(num_parameters, 1):>9.2f} B/parameter"
-        for name, nbytes in [*rows, ("total per rank", total)]
-    ]
-    return "\n".join([*lines, f"{'sent per step and rank':<28}{counted.wire / 2**20:>12.2f} MiB"])
+def parts_of(model: nn.Module, plan: Plan, world: int) -> list[Part]:
+    """The units that `initialize` would make of the model, with their dtypes (zero/build.py)."""
+    shards, params, found = plan.zero.shard_size or world, dict(model.named_parameters()), []
+    place, precision = stage_placement(plan.zero.stage), plan.precision
+    for group in wrap(model):
+        shapes = [(name, tuple(params[name].shape)) for name in group.param_names]
+        layout = (whole_layout if _whole(plan) else flat_layout)(shapes, world)
+        cuts = layout.shards(shards)
+        weights = group.dtype
+        if weights.is_floating_point and precision.param_dtype is not torch.float32:
+            weights = precision.param_dtype
+        accumulates = plan.batch.accumulation > 1 or not plan.batch.managed
+        kept = precision.grad_accum_dtype or (torch.promote_types(weights, torch.float32) if accumulates else weights)
+        if world > shards and precision.comm_dtype is not None:
+            kept = torch.promote_types(kept, precision.comm_dtype)
+        wire = precision.comm_dtype or (weights if place.grads else kept)
+        if not group.trainable:
+            kept = wire = weights
+        found.append(
+            Part(
+                name=group.name,
+                block=group.module_name,
+                trainable=group.trainable,
+                numel=layout.numel,
+                span=max(b - a for a, b in itertools.pairwise(cuts)),  # the longest of any rank
+                weights=weights.itemsize,
+                master=max(weights.itemsize, precision.master_dtype.itemsize) if group.trainable else weights.itemsize,
+                local=kept.itemsize,
+                wire=wire.itemsize,
+                grads=kept.itemsize,
+                casts=wire is not kept,
+            )
+        )
+    return found
+
+
+def _whole(plan: Plan) -> bool:
+    """Whether the plan's optimizer looks at shapes."""
+    if plan.optimizer is None:
+        return False
+    named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params)
+    return not named.native and not is_elementwise(named.cls)
+
+
+def setting_of(plan: Plan, world: int, device: str, *, transport: str | None = None) -> Setting:
+    """How the plan trains its parts. `transport`: what the ranks found; None: what they find where all share this host."""
+    native, moments = True, 2
+    if plan.optimizer is not None:
+        native = resolve_optimizer(plan.optimizer.type, plan.optimizer.params).native
+        moments = moments_of(plan.optimizer.type, plan.optimizer.params)
+    tiers, on_host = tiers_of(plan.offload), device == "cpu"
+    private = plan.debug.poison_released or tiers.weights is Tier.DISK  # weights that come and go (train/initialize.py)
+    transport = transport or ("gloo" if private or not on_host or plan.zero.transport == "gloo" else "shared")
+    return Setting(
+        placement=stage_placement(plan.zero.stage),
+        tiers=tiers,
+        on_host=on_host,
+        ranks=plan.zero.shard_size or world,
+        copies=world // (plan.zero.shard_size or world),
+        shared=transport == "shared" or world == 1,
+        poison=plan.debug.poison_released,
+        moments=(plan.precision.state_dtype.itemsize,) * moments,
+        streams=native,
+        chunk_numel=min(plan.offload.chunk_numel, predict.MOST_CHUNK),
+        num_buffers=plan.offload.num_buffers,
+        accumulation=plan.batch.accumulation,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What is known of a run before it runs. `peak` and `times` are None where the activations are not known."""
+
+    parts: Sequence[Part]
+    setting: Setting
+    profile: Profile | None
+    rates: Rates | None
+
+    @property
+    def rest(self) -> tuple[Line, ...]:
+        return predict.at_rest(self.parts, self.setting)
+
+    @property
+    def peak(self) -> Peak | None:
+        return None if self.profile is None else predict.peak(self.parts, self.setting, self.profile)
+
+    @property
+    def flow(self) -> Flow:
+        """Of one step."""
+        return predict.traffic(self.parts, self.setting).step(self.setting.accumulation)
+
+    @property
+    def times(self) -> Times | None:
+        if self.profile is None or self.rates is None:
+            return None
+        return predict.times(self.parts, self.setting, self.profile, self.rates)
+
+
+# -- of an engine --
+
+
+def of_engine(engine: Engine, *args: Any, **kwargs: Any) -> Forecast:
+    """The forecast of an engine; with a batch, as the model takes it, also of its peak."""
+    plan, world, steps = engine.plan, engine.mesh.data.size, engine.steps
+    transport = "shared" if isinstance(engine.comms.data, SharedComm) else "gloo"
+    setting = setting_of(plan, world, engine.device.type, transport=transport)
+    num_moments = len(steps.rule.states) if isinstance(steps, NativeSteps) else _num_moments(steps)
+    moments = (plan.precision.state_dtype.itemsize,) * num_moments
+    profile = None
+    if args or kwargs:
+        from slipstream.train.dry_run import dry_run  # torch's fake tensors take a while to import
+
+        profile = dry_run(engine.module, plan, args, kwargs, micro_batch_size=plan.batch.micro_batch_size)
+    return Forecast(
+        parts=[part_of(unit) for unit in engine.units],
+        setting=dataclasses.replace(setting, moments=moments, streams=isinstance(steps, NativeSteps)),
+        profile=profile,
+        rates=None,
+    )
+
+
+def part_of(unit: Unit) -> Part:
+    """The sizes of a unit."""
+    dtypes = unit.dtypes
+    return Part(
+        name=unit.name,
+        block="" if unit.block is None else unit.name.removesuffix(" (frozen)"),
+        trainable=unit.trainable,
+        numel=unit.layout.numel,
+        span=unit.span[1] - unit.span[0],
+        weights=dtypes.weights.itemsize,
+        master=dtypes.master.itemsize,
+        local=dtypes.local.itemsize,
+        wire=dtypes.wire.itemsize,
+        grads=dtypes.grads.itemsize,
+        casts=dtypes.wire != dtypes.local,
+    )
+
+
+def _num_moments(steps: ShardedSteps | None) -> int:
+    """Moments of a torch optimizer, by its class."""
+    return 0 if steps is None else moments_of(type(steps.inner).__name__, steps.inner.defaults)
+
+
+# -- as text --
+
+
+def size(nbytes: float) -> str:
+    for name, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {name}"
+    return f"{nbytes / 1024:.1f} KiB"
+
+
+_STATES = ("weights", "gradients", "optimizer", "activations", "buffers")
+_LINKS = {
+    "wire": "sent to other ranks", "to_host": "device to host", "to_device": "host to device", "disk_read": "read from disk",
+    "disk_written": "written to disk",
+}  # fmt: skip
+
+
+def table(forecast: Forecast) -> str:
+    """What a person reads: memory by state and tier, traffic by link, time by resource."""
+    peak = forecast.peak
+    lines = forecast.rest if peak is None else peak.lines
+    num_parameters = max(sum(part.numel for part in forecast.parts), 1)
+    tiers = [tier for tier in Tier if any(line.tier is tier for line in lines)] or [Tier.DEVICE]
+    names = {Tier.DEVICE: "memory" if forecast.setting.on_host else "device", Tier.HOST: "host", Tier.DISK: "disk"}
+    text = [f"{'per rank':<24}" + "".join(f"{names[tier]:>12}" for tier in tiers)]
+
+    def row(name: str, chosen: Sequence[Line], remark: str) -> None:
+        cells = "".join(f"{size(sum(line.nbytes for line in chosen if line.tier is tier)):>12}" for tier in tiers)
+        text.append(f"  {name:<22}{cells}  {remark}".rstrip())
+
+    for state in _STATES:
+        chosen = [line for line in lines if line.state == state]
+        details = ", ".join(f"{line.what} {size(line.nbytes)}" for line in chosen if line.what != state)
+        if state == "activations" and peak is None:
+            details = "give a batch, as the model takes it, to know them and the peak"
+        row(state, chosen, details)
+    total = f"{sum(line.nbytes for line in lines) / num_parameters:.2f} B per parameter"
+    row("at rest" if peak is None else "peak", lines, total if peak is None else f"in {peak.when}; {total}")
+    moved = [(what, getattr(forecast.flow, link)) for link, what in _LINKS.items() if getattr(forecast.flow, link)]
+    text += ["", "per step and rank"] + [f"  {what:<22}{size(nbytes):>12}" for what, nbytes in moved or [("sent or read", 0)]]
+    times = forecast.times
+    if times is not None:
+        text += ["", "busy per step"]
+        for cost in times.costs:
+            amount = f"{cost.amount / 1e9:.1f} GFLOP" if cost.resource == "compute" else size(cost.amount)
+            text.append(f"  {cost.resource:<22}{amount:>14}{seconds(cost.seconds):>12}")
+        text.append(f"  {'step, overlapped':<22}{'':>14}{seconds(times.seconds):>12}  limited by {times.limit}")
+    return "\n".join(text)
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def as_dict(forecast: Forecast) -> dict[str, Any]:
+    """What a machine reads: bytes and seconds."""
+    peak, times = forecast.peak, forecast.times
+    return {
+        "memory": [line._asdict() | {"tier": line.tier.value} for line in (forecast.rest if peak is None else peak.lines)],
+        "peak": None if peak is None else {"memory_bytes": peak.memory, "disk_bytes": peak.total(Tier.DISK), "when": peak.when},
+        "traffic_per_step": forecast.flow._asdict(),
+        "busy_per_step": None if times is None else [cost._asdict() for cost in times.costs],
+        "step_seconds": None if times is None else times.seconds,
+        "limited_by": None if times is None else times.limit,
+    }

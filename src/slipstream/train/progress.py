@@ -39,7 +39,7 @@ class Progress:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.every = plan.steps_per_print if rank == 0 else None
-        self.times = plan.wall_clock_breakdown and rank == 0
+        self.times = (plan.wall_clock_breakdown or plan.activations.profile) and rank == 0
         self.seconds: dict[str, float] = {}
         self.since = time.perf_counter()
 

@@ -40,6 +40,7 @@ class Recipe:
     accumulates: bool  # more than one micro-batch a step, or an unknown number
     whole: bool  # the optimizer looks at shapes
     poison: bool  # debugging: released weights read as NaN, so they have memory of their own
+    align: int  # elements that parameters and shards start on a multiple of
     tiers: Tiers
     state_itemsizes: tuple[int, ...]  # of the states that a native optimizer keeps per element
 
@@ -88,7 +89,7 @@ def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms) -> Dty
 def _layout(group: Group, model: nn.Module, recipe: Recipe, num_shards: int) -> Layout:
     params = dict(model.named_parameters())
     shapes = [(name, tuple(params[name].shape)) for name in group.param_names]
-    return (whole_layout if recipe.whole else flat_layout)(shapes, num_shards)
+    return (whole_layout if recipe.whole else flat_layout)(shapes, num_shards, recipe.align)
 
 
 def build_units(

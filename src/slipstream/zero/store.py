@@ -15,7 +15,9 @@ Disk ranges start on `PAGE` bytes and chunks on `GRAIN` elements, so that every 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -523,13 +525,12 @@ class Pages:
     """Page-aligned host memory of a fixed address, which `free` gives back to the system. Read after that: zeros."""
 
     def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, max(_up(nbytes, PAGE), PAGE), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.memory = aligned(_up(nbytes, PAGE))
 
     def free(self) -> None:
-        self._map.madvise(mmap.MADV_DONTNEED)
+        address, nbytes = ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_size_t(self.memory.numel())
+        refused = ctypes.CDLL(None, use_errno=True).madvise(address, nbytes, mmap.MADV_DONTNEED)
+        assert refused == 0, os.strerror(ctypes.get_errno())
 
 
 def _nothing() -> None:

@@ -109,6 +109,7 @@ class Unit:
         self.state = State.GATHERED
         self.arriving: Pending[None] | None = None  # a gather that has been started
         self.poison = False  # debugging: fill released weights with NaN instead of freeing them
+        self.asleep = False  # its weights are away (train/sleep.py)
         self.pinned = False  # gathered on demand: stays until the end of this forward or backward
         self.direct = False  # some graph since the last step has used it outside its block: every backward needs it whole
         self.may_gather_on_demand = False  # set by the hooks while the engine's forward runs
@@ -258,6 +259,8 @@ class Unit:
         """Make the weights readable. Safe to call when they are."""
         if self.state is State.GATHERED:
             return
+        if self.asleep:
+            raise RuntimeError(f"the weights of {self.names[0]!r} are away: call engine.wake() first")
         self.await_update()
         if self.memory.common:
             self.comms.dp.await_published(self.memory.common)
@@ -297,6 +300,25 @@ class Unit:
                 self.pages.free()
         self._set_class(self.released_class)
         self.state, self.pinned = State.RELEASED, False
+
+    def fall_asleep(self) -> None:
+        """Parameters raise until `wake_up`, also where weights are replicated."""
+        self.release()
+        if self.state is State.GATHERED:
+            self.check_writes()
+            self._set_class(nn.Parameter)
+            self._point_at(self.placeholders)
+            self._set_class(self.released_class)
+            self.state = State.RELEASED
+        self.asleep = True
+
+    def wake_up(self) -> None:
+        self.asleep = False
+        if not self.placement.weights:
+            self._set_class(nn.Parameter)
+            self._point_at(self.views)
+            self.state = State.GATHERED
+            self.hide_gradients()
 
     # -- edge: reduce (full gradients -> grads shard) --
 

@@ -1,0 +1,215 @@
+"""Train a model whose states are ten times the memory that the kernel lets it have, and show where the bytes were.
+
+    make train-big                                     # a budget of 1 GiB, states in runs/train-big
+    make train-big ARGS="--budget 512 --layers 12"     # MiB; a smaller one
+
+What is held: a memory cgroup limits the training to what a process with torch imported takes by itself, plus the budget; swap is
+forbidden. (`ulimit` does not count shared mappings.) What is shown: memory and traffic over time in memory.png, and the kernel's
+own counters beside the formula's. Then the same script under DistributedDataParallel, in the same limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from held import Group, Unheld, open_group
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+MIB, GB = 1 << 20, 1e9
+PERIOD_S = 0.2
+STATE_BYTES = 2 + 2 + 4 + 4 + 4  # per parameter: bf16 weights and gradients, fp32 master and two moments
+READ_BYTES = 2 + 2 + 2 + 12  # per parameter and step: weights for forward and backward, gradient, master and moments
+WRITE_BYTES = 2 + 2 + 12  # gradient, weights, master and moments
+
+
+@dataclass(slots=True)
+class Sample:
+    seconds: float
+    memory: int
+    read: int
+    written: int
+
+
+@dataclass(slots=True)
+class Run:
+    """What was seen of one training run from outside."""
+
+    samples: list[Sample] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    marks: list[Sample] = field(default_factory=list)  # the counters at each event
+    peak: int = 0
+    status: int = 0
+    tail: str = ""
+
+
+def main() -> None:
+    args, passed = parse_arguments()
+    console = Console(soft_wrap=True, highlight=False)
+    args.out.mkdir(parents=True, exist_ok=True)
+    sys.path.insert(0, str(HERE.parent / "pretrain"))
+    import data
+
+    data.prepare(data.standard_library(), args.out, 8192)  # outside of the limits: the tokenizer is not what is shown
+    with open_group() as group:
+        if isinstance(group, Unheld):
+            console.print("[yellow]No memory cgroup can be made here: the run is watched, and nothing holds it.[/yellow]")
+        baseline = watch([sys.executable, "-c", "import torch, slipstream.train.initialize, time; time.sleep(1)"], group, None).peak
+        limit = baseline + args.budget * MIB
+        console.print(f"A process with torch imported takes {baseline / MIB:.0f} MiB; the limit is {args.budget} MiB more.")
+        launcher = [sys.executable, "-m", "slipstream", "run", "--nproc", "1"]
+        script = [*launcher, str(HERE / "big.py"), "--out", str(args.out), *passed]
+        run = watch(script, group, limit, console)
+        if run.status:
+            raise SystemExit(f"the training ended with status {run.status}:\n{run.tail}")
+        plain = None if args.no_plain else watch([*script, "--plain"], group, limit)
+    draw(run, baseline, limit, args.out / "memory.png")
+    console.print(table(run, baseline, args.budget))
+    if plain is not None:
+        steps = sum(event["event"] == "step" for event in plain.events)
+        end = "was killed by the kernel" if plain.status in (-9, 137) else f"ended with status {plain.status}"
+        console.print(f"The same script under DistributedDataParallel, in the same limits, {end} after {steps} steps.")
+    console.print(f"\nWritten: {args.out}/memory.png")
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=int, default=1024, help="MiB above a process with torch imported")
+    parser.add_argument("--out", type=Path, default=Path("runs/train-big"), help="where states rest and results are written")
+    parser.add_argument("--no-plain", action="store_true", help="leave DistributedDataParallel out")
+    return parser.parse_known_args()
+
+
+def watch(command: list[str], group: Group, limit: int | None, console: Console | None = None) -> Run:
+    """Run a command in the group, with its counters sampled from outside until it ends."""
+    run, began, over = Run(), time.perf_counter(), threading.Event()
+    group.limit(limit)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=group.enter,
+        env=os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())},
+    )  # fmt: skip
+    traffic = Traffic(process.pid)
+
+    def look() -> Sample:
+        return Sample(time.perf_counter() - began, group.usage(), *traffic.read())
+
+    def sample() -> None:
+        while not over.wait(PERIOD_S):
+            run.samples.append(look())
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        event = parse_event(line)
+        if event is None:
+            run.tail = (run.tail + line)[-4000:]
+            continue
+        run.events.append(event)
+        run.marks.append(look())
+        if console is not None and event["event"] == "step":
+            console.print(f"step {event['step']}: loss {event['loss']:.3f}, {event['seconds']:.1f} s")
+        elif console is not None and event["event"] == "ready":
+            console.print(f"{event['parameters'] / 1e6:.0f} million parameters, {run.marks[-1].seconds:.0f} s to initialise")
+    run.status = process.wait()
+    over.set()
+    sampler.join()
+    run.peak = group.peak() or max((sample.memory for sample in run.samples), default=0)
+    return run
+
+
+def parse_event(line: str) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line[line.index("{") :])
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
+class Traffic:
+    """What the block layer has read and written for a process and its descendants, those that have ended included."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.seen: dict[int, tuple[int, int]] = {}
+
+    def read(self) -> tuple[int, int]:
+        for pid in self._family(self.pid):
+            try:
+                fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+            except (OSError, ValueError):
+                continue
+            self.seen[pid] = (int(fields["read_bytes"]), int(fields["write_bytes"]))
+        return sum(read for read, _ in self.seen.values()), sum(written for _, written in self.seen.values())
+
+    def _family(self, pid: int) -> list[int]:
+        found = [pid]
+        try:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                for child in (task / "children").read_text().split():
+                    found += self._family(int(child))
+        except OSError:
+            pass
+        return found
+
+
+def table(run: Run, baseline: int, budget: int) -> Table:
+    """The kernel's counters beside the formulas."""
+    steps = [mark for event, mark in zip(run.events, run.marks, strict=True) if event["event"] in ("ready", "step")]
+    numel = next(event["parameters"] for event in run.events if event["event"] == "ready")
+    # the first step finds no moments to read and nothing behind it; the last's writes may still be under way
+    read, written = (
+        (getattr(steps[-1], name) - getattr(steps[1], name)) / max(len(steps) - 2, 1) for name in ("read", "written")
+    )
+    result = Table(title=f"{numel / 1e6:.0f} million parameters in {budget} MiB")
+    for column in ("", "formula", "measured by the kernel", "ratio"):
+        result.add_column(column, justify="left" if not column else "right")
+    states = STATE_BYTES * numel
+    for name, memory in (("states, over the budget", budget * MIB), ("states, over the peak", run.peak - baseline)):
+        result.add_row(name, f"{states / GB:.2f} GB", f"{memory / GB:.2f} GB", f"{states / memory:.1f}")
+    for name, per_parameter, measured in (("read a step", READ_BYTES, read), ("written a step", WRITE_BYTES, written)):
+        formula = per_parameter * numel
+        result.add_row(name, f"{formula / GB:.2f} GB", f"{measured / GB:.2f} GB", f"{measured / formula:.2f}")
+    return result
+
+
+def draw(run: Run, baseline: int, limit: int, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    times = [sample.seconds for sample in run.samples]
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6), layout="constrained")
+    above.plot(times, [sample.memory / MIB for sample in run.samples], label="in use")
+    above.axhline(limit / MIB, color="tab:red", label="the kernel's limit")
+    above.axhline(baseline / MIB, color="tab:gray", linestyle=":", label="a process with torch imported")
+    above.set_ylabel("memory, MiB")
+    above.set_ylim(bottom=0)
+    above.legend(loc="lower right")
+    for name in ("read", "written"):
+        totals = [getattr(sample, name) for sample in run.samples]
+        rates = [(b - a) / PERIOD_S / GB for a, b in itertools.pairwise(totals)]
+        below.plot(times[1:], rates, label=name)
+    for event, mark in zip(run.events, run.marks, strict=True):
+        if event["event"] == "step":
+            below.axvline(mark.seconds, color="tab:gray", linewidth=0.5)
+    below.set_ylabel("disk, GB/s")
+    below.set_xlabel("seconds (grey: the end of a step)")
+    below.legend(loc="upper right")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

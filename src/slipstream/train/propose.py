@@ -1,0 +1,179 @@
+"""Given a budget of memory, the fastest configuration that fits it. Pure but for the dry runs: the same answer every time.
+
+What is varied: the stage, recompute, where optimizer and weights rest and how much of them, and how the global batch is split into
+micro-batches. Everything else is the config's, and none of it changes what is computed beyond rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch.nn as nn
+
+from slipstream.config.plan import Plan
+from slipstream.train.explain import Forecast, parts_of, seconds, setting_of, size
+from slipstream.train.predict import Part, Peak, Profile, Rates
+from slipstream.zero.placement import Tier
+
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # of what goes to the disk
+_ALIKE = 0.02  # step times that differ by less are one: the smaller change of the config wins
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+class Proposal(NamedTuple):
+    changes: dict[str, Any]  # of the config, by dotted key
+    plan: Plan
+    forecast: Forecast
+    peak: Peak
+    seconds: float  # of a step
+
+
+class Least(NamedTuple):
+    """The configuration that takes least, where none fits."""
+
+    proposal: Proposal
+    budget: int
+
+    def __str__(self) -> str:
+        peak = self.proposal.peak
+        most = sorted((line for line in peak.lines if line.tier is not Tier.DISK), key=lambda line: -line.nbytes)[:3]
+        reasons = ", ".join(f"{line.what} {size(line.nbytes)}" for line in most)
+        return (
+            f"nothing fits into {size(self.budget)}: the least is {size(_used(self.proposal.forecast, peak))}, because of "
+            f"{reasons} (in {peak.when})"
+        )
+
+
+def propose(
+    model: nn.Module, plan: Plan, world: int, device: str, folder: str | None, budget: int, rates: Rates,
+    profile_of: Callable[[bool, int], Profile],
+) -> list[Proposal] | Least:  # fmt: skip
+    """Configurations that fit, the fastest first; or the one that takes least.
+
+    folder      on a disk that may be used; None: no disk
+    budget      bytes of memory per rank, beside what the process takes by itself; of the device, where that is not the host
+    profile_of  (recompute, micro-batch size) -> what a micro-batch takes
+    """
+    fitting, least = [], None
+    parts: dict[tuple[bool, bool], list[Part]] = {}
+    for changes, changed in _variants(plan, model, world, device, folder):
+        key = (changed.zero.stage >= 2, changed.batch.accumulation > 1)  # all that dtypes depend on
+        if key not in parts:
+            parts[key] = parts_of(model, changed, world)
+        profile = profile_of(changed.activations.way == "recompute", changed.batch.micro_batch_size)
+        forecast = Forecast(parts=parts[key], setting=setting_of(changed, world, device), profile=profile, rates=rates)
+        peak, times = forecast.peak, forecast.times
+        assert peak is not None and times is not None, "a profile and rates are given"
+        proposal = Proposal(changes, changed, forecast, peak, times.seconds)
+        if _used(forecast, peak) <= budget:
+            fitting.append(proposal)
+        if least is None or _used(forecast, peak) < _used(least.forecast, least.peak):
+            least = proposal
+    assert least is not None, "the config itself is among the variants"
+    return sorted(fitting, key=_rank) or Least(least, budget)
+
+
+def _used(forecast: Forecast, peak: Peak) -> int:
+    return peak.memory if forecast.setting.on_host else peak.total(Tier.DEVICE)
+
+
+def _rank(proposal: Proposal) -> tuple[int, int, int]:
+    return round(math.log(proposal.seconds) / _ALIKE), len(proposal.changes), proposal.peak.memory
+
+
+def _variants(plan: Plan, model: nn.Module, world: int, device: str, folder: str | None) -> Iterator[tuple[dict[str, Any], Plan]]:
+    """The plans to choose from, each with what changes in the config."""
+    total = plan.batch.train_batch_size // world
+    sizes = [size for size in range(1, total + 1) if total % size == 0]
+    stages: set[Literal[0, 1, 2, 3]] = {plan.zero.stage}
+    if plan.zero.shard_size is None:
+        stages |= {0, 3} if world == 1 else {0, 1, 2, 3}
+    native = setting_of(plan, world, device).streams
+    numel = sum(param.numel() for param in model.parameters()) // (plan.zero.shard_size or world)
+    here: tuple[Device, ...] = ("none", "cpu") if device != "cpu" else ("none",)  # where the device is the host, "cpu" is the same
+    optimizers: list[tuple[Device, float]] = [(each, 1.0) for each in here]
+    weights: list[tuple[Device, int]] = [(each, 0) for each in here]
+    if folder is not None and native:
+        optimizers += [("nvme", share) for share in _SHARES]
+    if folder is not None and device == "cpu" and plan.zero.transport != "shared":
+        weights += [("nvme", round(numel * (1 - share))) for share in _SHARES]
+    for stage in sorted(stages):
+        for optimizer, ratio in optimizers:
+            for param, kept in weights if stage == 3 else weights[:1]:
+                for way in ("keep", "recompute"):
+                    for micro in sizes:
+                        changed = dataclasses.replace(
+                            plan,
+                            batch=dataclasses.replace(plan.batch, micro_batch_size=micro, accumulation=total // micro),
+                            zero=dataclasses.replace(plan.zero, stage=stage),
+                            activations=dataclasses.replace(plan.activations, way=way),
+                            offload=dataclasses.replace(
+                                plan.offload, optimizer=optimizer, optimizer_path=folder, ratio=ratio, param=param,
+                                param_path=folder, max_in_cpu=kept,
+                            ),
+                        )  # fmt: skip
+                        yield _changes(plan, changed), changed
+
+
+def _changes(plan: Plan, changed: Plan) -> dict[str, Any]:
+    """What has to be written into the config, by dotted key."""
+    before, after = plan.offload, changed.offload
+    found: dict[str, Any] = {}
+    if changed.zero.stage != plan.zero.stage:
+        found["zero_optimization.stage"] = changed.zero.stage
+    if (after.optimizer, after.ratio) != (before.optimizer, before.ratio if before.optimizer == "nvme" else 1.0):
+        found["zero_optimization.offload_optimizer"] = (
+            {"device": "nvme", "nvme_path": after.optimizer_path, "ratio": after.ratio} if after.optimizer == "nvme" else
+            {"device": after.optimizer}
+        )  # fmt: skip
+    if (after.param, after.max_in_cpu) != (before.param, before.max_in_cpu if before.param == "nvme" else 0):
+        found["zero_optimization.offload_param"] = (
+            {"device": "nvme", "nvme_path": after.param_path, "max_in_cpu": after.max_in_cpu} if after.param == "nvme" else
+            {"device": after.param}
+        )  # fmt: skip
+    if changed.activations.way != plan.activations.way:
+        found["slipstream.activations"] = changed.activations.way
+    if changed.batch != plan.batch:
+        found["train_micro_batch_size_per_gpu"] = changed.batch.micro_batch_size
+        found["gradient_accumulation_steps"] = changed.batch.accumulation
+    return found
+
+
+# -- as text --
+
+
+def table(found: list[Proposal] | Least, budget: int, most: int) -> str:
+    """The fastest with the lines to change, and the next ones."""
+    if isinstance(found, Least):
+        return f"{found}\nthe config for that:\n{lines(found.proposal.changes)}"
+    head = f"fits into {size(budget)}, beside what Python and torch take: {len(found)} configurations, the fastest first"
+    rows = [f"  {'step':>10}{'peak':>12}{'disk':>12}  change"]
+    for each in found[:most]:
+        what = ", ".join(_short(key, value) for key, value in each.changes.items()) or "nothing"
+        disk = each.peak.total(Tier.DISK)
+        rows.append(
+            f"  {seconds(each.seconds):>10}{size(_used(each.forecast, each.peak)):>12}{size(disk) if disk else '-':>12}  {what}"
+        )
+    return "\n".join([head, *rows, "", "the fastest, in the config:", lines(found[0].changes)])
+
+
+def _short(key: str, value: Any) -> str:
+    name = key.rsplit(".", 1)[-1]
+    if not isinstance(value, dict):
+        return f"{name} {value}"
+    share = [f"{part} {value[part]:g}" for part in ("ratio", "max_in_cpu") if value.get(part, 1.0) not in (0, 1.0)]
+    return " ".join([name, value["device"], *share])
+
+
+def lines(changes: dict[str, Any]) -> str:
+    """The changes as JSON."""
+    nested: dict[str, Any] = {}
+    for key, value in changes.items():
+        block, _, name = key.rpartition(".")
+        (nested.setdefault(block, {}) if block else nested)[name] = value
+    return json.dumps(nested, indent=2)
