@@ -83,8 +83,9 @@ def config(case: Case, folder: str, batch: int) -> dict[str, Any]:
 def measure(case: Case, folder: str, work: Workload = WORK) -> dict[str, float]:
     """Predicted and measured bytes and seconds of a case, in this process."""
     tiny = _train(case, folder, TINY)
-    explain.of_engine(tiny, *build_batch(TINY, 0))  # what a dry run imports is no part of a step
-    rates = calibrate.rates(tiny.plan.precision.param_dtype, "cpu", folder if case["disk"] else None, {})
+    profile = explain.of_engine(tiny, *build_batch(TINY, 0)).profile  # what a dry run imports is no part of a step
+    assert profile is not None
+    rates = calibrate.rates(profile.dtype, "cpu", folder if case["disk"] else None, {})
     tiny.destroy()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

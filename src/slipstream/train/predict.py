@@ -91,6 +91,7 @@ class Profile(NamedTuple):
     moments: tuple[Moment, ...]  # in time order
     forward: Work
     backward: Work
+    dtype: str  # torch's name of what most products are computed in: processors differ in it by a factor of a hundred
 
 
 def stated(parts: Sequence[Part], activations: int) -> Profile:
@@ -100,7 +101,7 @@ def stated(parts: Sequence[Part], activations: int) -> Profile:
     moments = [
         Moment("backward", part.block, activations, activations + root + (own[part.name] if part.block else 0)) for part in parts
     ]
-    return Profile(tuple(moments), Work(0, 0), Work(0, 0))
+    return Profile(tuple(moments), Work(0, 0), Work(0, 0), "float32")
 
 
 # -- where states rest --
