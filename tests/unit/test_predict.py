@@ -40,7 +40,7 @@ def test_peak_and_traffic_are_what_the_kernel_counts(tmp_path: Path) -> None:
         "for case in json.loads(sys.argv[1]):\n"
         "    print(json.dumps(plan.measure(case, sys.argv[2], work)))"
     )
-    cases = [leg.CASES[0], leg.CASES[-1]]  # in memory; everything on disk
+    cases = [leg.IN_MEMORY[0], leg.ON_DISK[-1]]  # in memory; everything on disk
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(cases), str(tmp_path)], cwd=ROOT, env={**os.environ, **MALLOC},
         capture_output=True, text=True, timeout=120,
