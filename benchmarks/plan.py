@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,13 @@ def _case(stage: int, dtype: str, *, disk: str = "", micros: int = 1, activation
     return {"stage": stage, "dtype": dtype, "disk": disk, "micros": micros, "activations": activations, **zero}
 
 
-CASES = (
+IN_MEMORY = (
     _case(0, "fp32"),
     _case(1, "fp32", activations="recompute"),
     _case(3, "fp32"),
     _case(3, "bf16", micros=2, activations="recompute"),
+)
+ON_DISK = (
     _case(1, "fp32", disk="optimizer"),
     _case(2, "bf16", disk="optimizer", ratio=0.5),
     _case(3, "bf16", disk="weights"),
@@ -83,8 +86,9 @@ def config(case: Case, folder: str, batch: int) -> dict[str, Any]:
 def measure(case: Case, folder: str, work: Workload = WORK) -> dict[str, float]:
     """Predicted and measured bytes and seconds of a case, in this process."""
     tiny = _train(case, folder, TINY)
-    explain.of_engine(tiny, *build_batch(TINY, 0))  # what a dry run imports is no part of a step
-    rates = calibrate.rates(tiny.plan.precision.param_dtype, "cpu", folder if case["disk"] else None, {})
+    profile = explain.of_engine(tiny, *build_batch(TINY, 0)).profile  # what a dry run imports is no part of a step
+    assert profile is not None
+    rates = calibrate.rates(profile.dtype, "cpu", folder if case["disk"] else None, {})
     tiny.destroy()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -199,9 +203,9 @@ def measure_apart(case: Case, malloc: dict[str, str]) -> dict[str, float]:
     return found
 
 
-def one_process(*, quick: bool) -> str:
+def one_process(cases: Sequence[Case], *, quick: bool) -> str:
     rows, in_memory, on_disk = [], [], []
-    for case in (CASES[0], CASES[-1]) if quick else CASES:
+    for case in cases[-1:] if quick else cases:
         name, found, kept = name_of(case), measure_apart(case, MALLOC), measure_apart(case, {})
         in_memory.append((apart(found["memory"], found["memory measured"]), name))
         row = [name, *(f"{found[key] / 1e6:.1f}" for key in ("memory", "memory measured"))]

@@ -40,7 +40,7 @@ def test_peak_and_traffic_are_what_the_kernel_counts(tmp_path: Path) -> None:
         "for case in json.loads(sys.argv[1]):\n"
         "    print(json.dumps(plan.measure(case, sys.argv[2], work)))"
     )
-    cases = [leg.CASES[0], leg.CASES[-1]]  # in memory; everything on disk
+    cases = [leg.IN_MEMORY[0], leg.ON_DISK[-1]]  # in memory; everything on disk
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(cases), str(tmp_path)], cwd=ROOT, env={**os.environ, **MALLOC},
         capture_output=True, text=True, timeout=120,
@@ -114,8 +114,9 @@ def test_the_fastest_that_fits(tmp_path: Path) -> None:
     plenty = fitting(10 * states)
     assert plenty[0].changes == {}
     assert plenty == fitting(10 * states)
-    for budget in (states, states // 2):
+    for budget in (states, states * 3 // 4):
         found = fitting(budget)
+        assert isinstance(found, list), f"{found}"
         assert all(proposal.peak.memory <= budget for proposal in found)
         assert found[0].changes["zero_optimization.offload_optimizer"]["device"] == "nvme"
         assert found[0].seconds <= found[-1].seconds

@@ -232,14 +232,14 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     folder = options.disk or plan.offload.optimizer_path or plan.offload.param_path
     parts = explain.parts_of(model, plan, options.world)
     profile_of = _profiles(options, plan, model, parts)
-    rates = None
+    rates = profile = None
     if profile_of is not None:
-        dtype = plan.precision.autocast_dtype or plan.precision.param_dtype
-        rates = calibrate.rates(dtype, device, folder, rates_of(options.rate))
+        profile = profile_of(plan.activations.way == "recompute", plan.batch.micro_batch_size)
+        rates = calibrate.rates(profile.dtype, device, folder, rates_of(options.rate))
     forecast = explain.Forecast(
         parts=parts,
         setting=explain.setting_of(plan, options.world, device),
-        profile=profile_of and profile_of(plan.activations.way == "recompute", plan.batch.micro_batch_size),
+        profile=profile,
         rates=rates,
     )
     found: list[propose.Proposal] | propose.Least | None = None

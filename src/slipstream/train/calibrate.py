@@ -19,8 +19,8 @@ _ETHERNET = 1.25e9  # bytes per second of 10 Gbit/s: what is assumed of the wire
 _BUS = 25e9  # PCIe 4.0 x16, as it is reached: between host and device
 
 
-def rates(dtype: torch.dtype, device: str, folder: str | None, stated: Mapping[str, float]) -> Rates:
-    """Measured rates, but those that are stated. `folder`: on the disk, where one is used.
+def rates(dtype: str, device: str, folder: str | None, stated: Mapping[str, float]) -> Rates:
+    """Measured rates, but those that are stated. `dtype`: what products are computed in; `folder`: on the disk, where one is used.
 
     Raises ValueError where a device that is not here is to be measured, and where the folder will not do.
     """
@@ -28,7 +28,7 @@ def rates(dtype: torch.dtype, device: str, folder: str | None, stated: Mapping[s
     if not {"flops", "memory"} <= stated.keys():
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("there is no CUDA device here to be measured; state --rate flops=300T --rate memory=3T")
-        found |= {"flops": _products(dtype, device), "memory": _copies(device)}
+        found |= {"flops": _products(getattr(torch, dtype), device), "memory": _copies(device)}
     if folder is not None and not {"disk_read", "disk_write"} <= stated.keys():
         facts = preflight(folder, _PROBE)
         found |= {"disk_read": facts.read_bytes_per_s, "disk_write": facts.write_bytes_per_s}

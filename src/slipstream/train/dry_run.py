@@ -113,7 +113,7 @@ def between(small: Profile, at_small: int, large: Profile, at_large: int, size: 
         Work(*(line(a, b) for a, b in zip(*pair, strict=True)))
         for pair in ((small.forward, large.forward), (small.backward, large.backward))
     )
-    return Profile(tuple(moments), forward, backward)
+    return Profile(tuple(moments), forward, backward, large.dtype)
 
 
 def _like(tensor: Tensor, size: int, to: int) -> Tensor:
@@ -168,6 +168,7 @@ class _Meter(TorchDispatchMode):
         self.held: dict[int, list[int]] = {}  # group -> bytes in `.grad`, gradients still to come
         self.moments: list[Moment] = []
         self.work = {"forward": [0, 0], "backward": [0, 0]}
+        self.products: dict[str, int] = {"float32": 0}  # FLOP by dtype
         self.alive: dict[int, tuple[Any, int]] = {}  # storage -> what notices its end, and its bytes
         for storage in {param.untyped_storage() for param in model.parameters()} | {b.untyped_storage() for b in model.buffers()}:
             self.alive[storage._cdata] = (storage, 0)
@@ -238,7 +239,10 @@ class _Meter(TorchDispatchMode):
         work = self.work[self.phase]
         packet = _COUNTED_AS.get(func.overloadpacket, func.overloadpacket)
         if packet in flop_registry:
-            work[0] += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            work[0] += flops
+            dtype = str(next(_tensors(args)).dtype).removeprefix("torch.")
+            self.products[dtype] = self.products.get(dtype, 0) + flops
         elif made or func._schema.is_mutable:  # no mere view
             work[1] += sum(tensor.numel() * tensor.element_size() for tensor in _tensors((args, out)))
         self._look()
@@ -258,7 +262,8 @@ class _Meter(TorchDispatchMode):
         self.live -= self.alive.pop(key)[1]
 
     def profile(self) -> Profile:
-        return Profile(tuple(self.moments), Work(*self.work["forward"]), Work(*self.work["backward"]))
+        dtype = max(self.products, key=lambda name: self.products[name])
+        return Profile(tuple(self.moments), Work(*self.work["forward"]), Work(*self.work["backward"]), dtype)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

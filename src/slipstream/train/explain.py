@@ -191,6 +191,8 @@ def _num_moments(steps: ShardedSteps | None) -> int:
 
 
 def size(nbytes: float) -> str:
+    if not nbytes:
+        return "-"
     for name, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
         if nbytes >= scale:
             return f"{nbytes / scale:.2f} {name}"

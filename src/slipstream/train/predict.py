@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from slipstream.zero.placement import Placement, Tier, Tiers
-from slipstream.zero.store import GRAIN, disk_nbytes, range_nbytes
+from slipstream.zero.store import disk_nbytes, range_nbytes
 
 _GRADIENT_BUFFERS = 2  # of each ring of gradients: one fills while the other is summed (zero/build.py) or written (zero/store.py)
 MOST_CHUNK = 1 << 21  # elements that the optimizer takes at a time, whatever sub_group_size says (optim/native.py)
@@ -91,6 +91,7 @@ class Profile(NamedTuple):
     moments: tuple[Moment, ...]  # in time order
     forward: Work
     backward: Work
+    dtype: str  # torch's name of what most products are computed in: processors differ in it by a factor of a hundred
 
 
 def stated(parts: Sequence[Part], activations: int) -> Profile:
@@ -100,7 +101,7 @@ def stated(parts: Sequence[Part], activations: int) -> Profile:
     moments = [
         Moment("backward", part.block, activations, activations + root + (own[part.name] if part.block else 0)) for part in parts
     ]
-    return Profile(tuple(moments), Work(0, 0), Work(0, 0))
+    return Profile(tuple(moments), Work(0, 0), Work(0, 0), "float32")
 
 
 # -- where states rest --
@@ -132,10 +133,10 @@ def states_of(parts: Sequence[Part], setting: Setting) -> list[dict[str, State]]
     place, tiers, found, to_keep = setting.placement, setting.tiers, [], setting.tiers.weights_kept
 
     def state(tier: Tier, numel: int, itemsize: int, kept: int = 0) -> State:
-        tier, head = setting.tier(tier), min(-(-kept // GRAIN) * GRAIN, numel)
-        return State(numel, itemsize, tier, head) if tier is Tier.DISK and kept < numel else (
-            State(numel, itemsize, Tier.DEVICE if tier is Tier.DISK else tier)
-        )  # fmt: skip
+        tier = setting.tier(tier)
+        if tier is Tier.DISK and kept < numel:
+            return State(numel, itemsize, tier, head=min(range_nbytes(kept, 1), numel))  # whole grains, as zero/store.py cuts
+        return State(numel, itemsize, Tier.DEVICE if tier is Tier.DISK else tier)
 
     for part in parts:
         states: dict[str, State] = {}
@@ -232,20 +233,18 @@ def at_rest(parts: Sequence[Part], setting: Setting) -> tuple[Line, ...]:
     groups = {"weights": ("weights", "weights"), "grads": ("gradients", "gradients"), "master": ("optimizer", "masters")}
     rings: dict[int, int] = {}
     chunk = disk_gradient = 0
-    by_part = states_of(parts, setting)
-    for part, states in zip(parts, by_part, strict=True):
+    host = Tier.DEVICE if setting.on_host else Tier.HOST
+    for part, states in zip(parts, states_of(parts, setting), strict=True):
         for name, state in states.items():
             kind, what = groups.get(name, ("optimizer", "moments"))
             add(kind, what, Tier.DISK, state.on_disk)
-            add(kind, what, Tier.DEVICE if state.tier is Tier.DISK and setting.on_host else
-                Tier.HOST if state.tier is Tier.DISK else state.tier, state.resident)  # fmt: skip
+            add(kind, what, host if state.tier is Tier.DISK else state.tier, state.resident)
         if part.trainable:
             if setting.placement.grads or part.casts:  # one ring for each dtype on the wire, each buffer long enough for any part
                 rings[part.wire] = max(rings.get(part.wire, 0), part.numel * part.wire)
             if setting.streams:
                 chunk = max([chunk, *(each.buffer for each in chunks_of(part, states, setting))])
             disk_gradient = max(disk_gradient, states["grads"].on_disk)
-    host = Tier.DEVICE if setting.on_host else Tier.HOST
     add("buffers", "ring of gradients on their way to other ranks", Tier.DEVICE, _GRADIENT_BUFFERS * sum(rings.values()))
     add("buffers", "ring of the optimizer's chunks", host, setting.num_buffers * chunk)
     add("buffers", "ring of gradients on their way to the disk", host, _GRADIENT_BUFFERS * disk_gradient)

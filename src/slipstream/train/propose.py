@@ -151,15 +151,17 @@ def table(found: list[Proposal] | Least, budget: int, most: int) -> str:
     """The fastest with the lines to change, and the next ones."""
     if isinstance(found, Least):
         return f"{found}\nthe config for that:\n{lines(found.proposal.changes)}"
-    head = f"fits into {size(budget)}, beside what Python and torch take: {len(found)} configurations, the fastest first"
+    number = f"{len(found)} configurations, the fastest first" if len(found) > 1 else "one configuration"
+    head = f"fits into {size(budget)}, beside what Python and torch take: {number}"
     rows = [f"  {'step':>10}{'peak':>12}{'disk':>12}  change"]
     for each in found[:most]:
         what = ", ".join(_short(key, value) for key, value in each.changes.items()) or "nothing"
         disk = each.peak.total(Tier.DISK)
-        rows.append(
-            f"  {seconds(each.seconds):>10}{size(_used(each.forecast, each.peak)):>12}{size(disk) if disk else '-':>12}  {what}"
-        )
-    return "\n".join([head, *rows, "", "the fastest, in the config:", lines(found[0].changes)])
+        rows.append(f"  {seconds(each.seconds):>10}{size(_used(each.forecast, each.peak)):>12}{size(disk):>12}  {what}")
+    fastest = (
+        ["the fastest, in the config:", lines(found[0].changes)] if found[0].changes else ["the fastest is the config as it is"]
+    )
+    return "\n".join([head, *rows, "", *fastest])
 
 
 def _short(key: str, value: Any) -> str:
