@@ -241,7 +241,7 @@ def wide(path: Path) -> None:
 def test_building_takes_a_block_more_than_what_rests(tmp_path: Path, world_size: int) -> None:
     """Of 16 blocks; saving and loading checkpoints too, and destroying where the weights rest on disk."""
     wide(tmp_path / "weights")
-    disk = world_size == 1
+    disk = world_size == 1  # else two ranks of which each keeps half
     for source in ("draw", "file"):
         model = on_meta(Wide)
         if source == "file":
@@ -264,7 +264,6 @@ def test_building_takes_a_block_more_than_what_rests(tmp_path: Path, world_size:
             assert resident() - before < 4, "blocks stay"
         engine.destroy()
         del engine, model
-        print(disk, source, took)
         assert max(took.values()) < 6, f"disk {disk}, {source}: {took} of 16 blocks at once"
 
 
