@@ -1,7 +1,7 @@
 """`python -m benchmarks [LEG ...]`: ours beside the peers; writes the legs' sections of benchmarks/RESULTS.md (not with --quick).
 
-Legs: step, memory, wire, start, activations, plan, quality, disk, or all of them (the default). `parts` prints where our own step
-goes and writes nothing. `python benchmarks/ops.py` compares the native kernels by themselves.
+Legs: step, memory, wire, start, activations, optimizer, plan, quality, disk, or all of them (the default). `parts` prints where our
+own step goes and writes nothing. `python benchmarks/ops.py` compares the native kernels by themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import activations, disk, memory, parts, plan, quality, start, step, wire
+from benchmarks import activations, disk, memory, optimizer, parts, plan, quality, start, step, wire
 from benchmarks.peers import Peers, prepare
 from benchmarks.ranks import ROOT
 from benchmarks.report import LEGS, RESULTS, write_section
@@ -62,6 +62,7 @@ def main() -> None:
         "wire": lambda: wire.run(peers, quick=quick),
         "start": lambda: start.run(peers, quick=quick),
         "activations": lambda: activations.run(quick=quick),
+        "optimizer": lambda: optimizer.run(peers, quick=quick),
         "plan, in memory": lambda: plan.one_process(plan.IN_MEMORY, quick=quick),
         "plan, on disk": lambda: plan.one_process(plan.ON_DISK, quick=quick),
         "plan, two ranks": lambda: plan.two_ranks(quick=quick),

@@ -69,7 +69,7 @@ def main() -> None:
         limit = baseline + args.budget * MIB
         console.print(f"A process with torch imported takes {baseline / MIB:.0f} MiB; the limit is {args.budget} MiB more.")
         launcher = [sys.executable, "-m", "slipstream", "run", "--nproc", "1"]
-        script = [*launcher, str(HERE / "train.py"), "--out", str(args.out), *passed]
+        script = [*launcher, str(HERE / "big.py"), "--out", str(args.out), *passed]
         run = watch(script, group, limit, console)
         if run.status:
             raise SystemExit(f"the training ended with status {run.status}:\n{run.tail}")

@@ -32,7 +32,8 @@ def fused_linear_cross_entropy(
     """`F.cross_entropy(F.linear(hidden, weight, bias).float(), target)` without the logits of all tokens: a scalar in fp32.
 
     softcap  logits become softcap * tanh(logits / softcap) first, as in Gemma 2
-    tile     tokens whose logits exist at a time; by default so many that those are as large as `hidden`, or a quarter of `weight`
+    tile     tokens whose logits exist at a time; by default so many that those are as large as `hidden` or a quarter of `weight`,
+             and no fewer than 128, because each tile adds to all of the weight's gradient
 
     The gradients are computed with the loss, tile by tile, each time that it is computed under autograd, so that the logits
     are made once and the weight is read in the forward alone (under ZeRO-3 it is not gathered again for the backward). They
@@ -51,10 +52,12 @@ def fused_linear_cross_entropy(
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if tile is not None and tile < 1:
+        raise ValueError(f"tile is {tile}; at least one token is needed")
     if tile is None:
-        tile = max(target.numel() * hidden.shape[-1] // weight.shape[0], hidden.shape[-1] // 4)
+        tile = max(target.numel() * hidden.shape[-1] // weight.shape[0], hidden.shape[-1] // 4, 128)
     loss: Tensor = _FusedLoss.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1), ignore_index, label_smoothing, softcap, max(1, tile)
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1), ignore_index, label_smoothing, softcap, tile
     )
     return loss / (target != ignore_index).sum() if reduction == "mean" else loss
 
@@ -203,14 +206,14 @@ class TiledLinear(nn.Module):
             raise ValueError(f"a weight of shape {tuple(other.weight.shape)} is not {(self.out_features, self.in_features)}")
         if (other.bias is None) != (self.tiles[self.in_splits - 1].bias is None):
             raise ValueError(f"one of both layers has a bias: the other's is {other.bias is not None}")
+        tiles: Any = self.tiles
         with gathered([*self.parameters(), *other.parameters()]):
             weights = [tile for rows in other.weight.split(self.out_sizes) for tile in rows.split(self.in_sizes, 1)]
-            for tile, weight in zip(self.tiles, weights, strict=True):
+            for tile, weight in zip(tiles, weights, strict=True):
                 tile.weight.copy_(weight)
             if other.bias is not None:
-                for tile, bias in zip(
-                    self.tiles[self.in_splits - 1 :: self.in_splits], other.bias.split(self.out_sizes), strict=True
-                ):
+                last = tiles[self.in_splits - 1 :: self.in_splits]
+                for tile, bias in zip(last, other.bias.split(self.out_sizes), strict=True):
                     tile.bias.copy_(bias)
 
     def extra_repr(self) -> str:

@@ -21,6 +21,7 @@ from slipstream.observe.host import cpu_flags
 from slipstream.ops import build, cpu
 from tests.inference import test_native
 from tests.inference.test_native import Requests, weights_of
+from tests.unit import test_ops_optim as optim
 from tests.unit.test_inference_sampler import test_the_kernel_draws_what_its_twin_draws as check_sampling
 from tests.unit.test_ops import equal_bits
 
@@ -160,3 +161,27 @@ def test_training_kernels(source: torch.dtype, target: torch.dtype) -> None:
         ops.copy_stream(copied, written)
         results.append([out, master, first, second, written, copied])
     assert all(equal_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("rule", optim.RULES)
+@pytest.mark.parametrize("recipe", ["fp32", "fp16", "codes", "bf16 at random", "codes at random"])
+def test_optimizers(recipe: str, rule: str) -> None:
+    """As in portable C, over every kind of storage."""
+    if recipe.startswith("codes") and rule not in optim.CODED_RULES:
+        pytest.skip("its states are not kept in 8 bits")
+    torch.manual_seed(0)
+    numel, random = 1000, recipe.endswith("random")
+    dtype = torch.float16 if recipe == "fp16" else torch.bfloat16 if random else torch.float32
+    master, grad = torch.randn(numel).to(dtype), torch.randn(numel).to(torch.float16)
+    grad[500:502] = torch.tensor([torch.nan, torch.inf])
+    states: list[Any] = [torch.randn(numel).to(dtype), torch.rand(numel).to(dtype)]
+    if recipe.startswith("codes"):
+        states = [ops.Blocks.of(x.float(), kind) for x, kind in zip(states, (torch.int8, torch.uint8), strict=True)]
+    results = []
+    for isa in ("portable", "avx512"):
+        assert cpu.use_isa(isa)
+        p, m, v, out = master.clone(), *map(optim.clone, states), torch.empty(numel, dtype=torch.bfloat16)
+        sums = optim.step(rule, p, grad, m, v, out, ops.Stochastic(1, 2, 1 << 33) if random else None)
+        results.append((str(sums), optim.flat(p, m, v, out)))
+    assert results[0][0] == results[1][0]
+    assert all(equal_bits(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))

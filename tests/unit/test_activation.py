@@ -245,6 +245,27 @@ def test_what_waits_on_the_host_trains_the_same(transfer: Fake, way: str, on_hos
     assert not transfer.log
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_stay_on_the_device_in_every_stage(transfer: Fake, stage: int) -> None:
+    """Also those whose storage is empty between the forward and the backward."""
+    results = []
+    for way in ("keep", "offload"):
+        model = net()
+        engine = toy.make(model, stage)
+        if way == "offload":
+            plan = ActivationPlan(way="offload", num_blocks=None, inputs_on_host=False, synchronize=False, profile=False)
+            resident = [unit.full for unit in engine.units]
+            engine.hooks.handles += activation.apply(plan, model, resident, engine.progress.timing)
+        torch.manual_seed(1)
+        losses = [float(toy.step(engine, toy.floats(0, i))) for i in range(3)]
+        results.append((losses, int(toy.checksum(engine))))
+        weights = {f"send {unit.full_nbytes}" for unit in engine.units}
+        engine.destroy()
+    assert results[0] == results[1]
+    assert transfer.log and not weights & set(transfer.log)
+    assert all("forward" not in block.__dict__ for block in model.blocks)
+
+
 def test_boundaries_are_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(1))
@@ -283,7 +304,7 @@ def test_transformers_models(name: str, caplog: pytest.LogCaptureFixture) -> Non
         runs: list[int] = []
         for module in model.modules():
             if type(module).__name__ in ("LlamaMLP", "GPT2MLP", "T5LayerFF"):
-                module.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+                module.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
         engine = toy.make(model, 3, slipstream={"activations": "keep" if way == "keep" else "recompute"})
         torch.manual_seed(1)
         found = losses[way, cache] = []
@@ -296,9 +317,8 @@ def test_transformers_models(name: str, caplog: pytest.LogCaptureFixture) -> Non
         forwards[way, cache] = len(runs)
         engine.destroy()
     plain = losses.pop(("keep", False))
-    assert losses["recompute", False] == plain
-    for found in losses.values():
-        assert found == pytest.approx(plain, rel=1e-5)  # a model that has made a cache masks in another way, and rounds so
+    for found in losses.values():  # products round by where their operands lie in memory, and masks differ where a cache was made
+        assert found == pytest.approx(plain, rel=1e-6)
     times = forwards.pop(("keep", False))
     assert set(forwards.values()) == {2 * times} and times > 0
     assert any("itself" in message for message in caplog.messages)

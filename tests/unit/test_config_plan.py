@@ -558,6 +558,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "activation_checkpointing.profile": flags,
     "slipstream.activations": st.sampled_from(["keep", "recompute", "Offload"]),
     "slipstream.seed": st.integers(0, 2**63),
+    "slipstream.optimizer_states": st.sampled_from(["default", "INT8"]),
+    "slipstream.stochastic_rounding": flags,
     "slipstream.transport": st.sampled_from(["auto", "shared", "gloo"]),
     "slipstream.timeout_s": st.floats(1e-3, 1e6) | st.just(math.inf),
     "slipstream.poison_released": flags,

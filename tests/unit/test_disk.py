@@ -11,8 +11,10 @@ import signal
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +69,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_parts_come_back_as_they_were_written(start: Open, seed: int) -> None:
     disk, choose, pages = start(), random.Random(seed), 512
     model = noise(pages)
@@ -75,7 +77,7 @@ def test_any_parts_come_back_as_they_were_written(start: Open, seed: int) -> Non
     buffers = [aligned(64 * PAGE) for _ in range(2)]
     if seed:
         disk.register(buffers)
-    for _ in range(20):
+    for _ in range(10):
         cuts = sorted(choose.sample(range(pages + 1), 2 * choose.randint(1, 30)))
         spans = list(zip(cuts[::2], cuts[1::2], strict=True))  # apart from one another
         choose.shuffle(spans)
@@ -100,8 +102,8 @@ def test_any_parts_come_back_as_they_were_written(start: Open, seed: int) -> Non
 
 
 def test_batches_far_beyond_the_queue(start: Open) -> None:
-    disk, model, back = start(block_nbytes=PAGE, queue_depth=2), noise(400), aligned(400 * PAGE)
-    order = random.Random(0).sample(range(400), 400)
+    disk, model, back = start(block_nbytes=PAGE, queue_depth=2), noise(200), aligned(200 * PAGE)
+    order = random.Random(0).sample(range(200), 200)
     for transfer in [disk.write([(at * PAGE, model[at * PAGE : (at + 1) * PAGE])]) for at in order]:
         transfer.wait()
     for transfer in [disk.read([(at * PAGE, back[at * PAGE : (at + 1) * PAGE])]) for at in order]:
@@ -111,6 +113,12 @@ def test_batches_far_beyond_the_queue(start: Open) -> None:
 
 def test_what_is_dropped_under_way_is_kept_alive_and_written(start: Open) -> None:
     disk, model = start(), noise(512)
+    last = aligned(PAGE)
+    alive, transfer = weakref.ref(last), disk.read([(0, last)])
+    del last
+    assert alive() is not None
+    transfer.wait()
+    assert alive() is None
     for at in range(0, model.numel(), 64 * PAGE):
         disk.write([(at, aligned(64 * PAGE).copy_(model[at : at + 64 * PAGE]))])  # neither is kept here
     assert disk.register([model]) in (True, False)  # waits for all
@@ -243,12 +251,12 @@ def test_space_that_cannot_be_allocated(folder: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_preflight_tells_engine_space_and_rates(folder: str) -> None:
-    for engine in ENGINES[: 1 if build.load().kernels is None else 2]:
-        facts = preflight(folder, 3 << 20, engine=engine, probe_nbytes=2 << 20)
-        assert facts.engine == engine and facts.free_nbytes > 3 << 20
-        assert min(facts.read_bytes_per_s, facts.write_bytes_per_s) > 1e5
-        assert not (facts.registered and engine == "threads")
+def test_preflight_tells_engine_space_and_rates(start: Open, folder: str) -> None:
+    engine: Any = start().engine
+    facts = preflight(folder, 3 << 20, engine=engine, probe_nbytes=2 << 20)
+    assert facts.engine == engine and facts.free_nbytes > 3 << 20
+    assert min(facts.read_bytes_per_s, facts.write_bytes_per_s) > 1e5
+    assert not (facts.registered and engine == "threads")
     assert os.listdir(folder) == []
 
 
@@ -284,6 +292,15 @@ def test_a_buffer_that_cannot_be_registered(start: Open) -> None:
     assert torch.equal(back, memory)
 
 
+def test_registered_memory_stays_until_it_is_registered_no_more(start: Open) -> None:
+    disk, memory = start(), noise(512)
+    alive, registered = weakref.ref(memory), disk.register([memory])
+    del memory
+    assert (alive() is not None) == registered
+    disk.register([])
+    assert alive() is None
+
+
 def in_a_fork(run: Callable[[], object]) -> int:
     """How a forked child that calls `run` ends: 0, a signal as a negative number, or 1."""
     child = os.fork()
@@ -315,12 +332,13 @@ def test_a_fork_is_told_and_does_no_harm(start: Open) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_nothing_is_left_after_a_kill(start: Open, folder: str) -> None:
     def be_killed() -> None:
-        disk = start(64 << 20)
+        disk = start(16 << 20, block_nbytes=64 * PAGE)
         disk.write([(0, noise(1024))]).wait()
-        for at in range(0, 64 << 20, 4 << 20):
+        for at in range(0, 16 << 20, 4 << 20):
             disk.write([(at, noise(1024))])
         os.kill(os.getpid(), signal.SIGKILL)
 
+    start()  # or skip
     assert in_a_fork(be_killed) == -signal.SIGKILL
     assert os.listdir(folder) == []
 

@@ -101,10 +101,10 @@ def test_the_fused_loss_under_autocast() -> None:
 
 
 def test_no_tensor_is_as_large_as_the_logits() -> None:
-    n, h, v = 512, 8, 256
+    n, h, v = 4096, 8, 256
     hidden, weight = torch.randn(n, h, requires_grad=True), torch.randn(v, h, requires_grad=True)
     target = torch.randint(v, (n,))
-    for tile, most in ((16, 16 * v), (None, n * h)):
+    for tile, most in ((16, n * h), (200, 200 * v), (None, n * h)):
         with Largest() as largest:
             fused_linear_cross_entropy(hidden, weight, target, tile=tile).backward()  # type: ignore[no-untyped-call]
         assert largest.numel <= most < n * v / 10
@@ -130,6 +130,8 @@ def test_the_fused_loss_refuses_by_name() -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(ValueError, match=r"need a target of shape \(2, 12\), got \(24,\)"):
         fused_linear_cross_entropy(hidden, weight, targets().flatten())
+    with pytest.raises(ValueError, match="tile is 0"):
+        fused_linear_cross_entropy(hidden, weight, targets(), tile=0)
     with pytest.raises(ValueError, match="reduction is 'none'"):
         fused_linear_cross_entropy(hidden, weight, targets(), reduction="none")  # type: ignore[arg-type]
 

@@ -116,6 +116,8 @@ HONOURED: Mapping[str, str] = {
     "activation_checkpointing.profile": "test_profile",
     "slipstream.activations": "test_slipstream_activations",
     "slipstream.seed": "test_slipstream_seed",
+    "slipstream.optimizer_states": "test_slipstream_optimizer_states",
+    "slipstream.stochastic_rounding": "test_slipstream_stochastic_rounding",
     "slipstream.transport": "test_slipstream_transport",
     "slipstream.timeout_s": "test_slipstream_timeout_s",
     "slipstream.poison_released": "test_slipstream_poison_released",

@@ -84,7 +84,8 @@ class LossScalePlan:
 class PrecisionPlan:
     param_dtype: torch.dtype
     master_dtype: torch.dtype
-    state_dtype: torch.dtype
+    state_dtype: torch.dtype  # int8: codes of 8 bits
+    stochastic_rounding: bool  # of bf16 weights that have no master
     grad_accum_dtype: torch.dtype | None  # None = the gradient's own at accumulation 1, fp32 above
     comm_dtype: torch.dtype | None  # None = the gradient's own
     autocast_dtype: torch.dtype | None
@@ -242,6 +243,8 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "wall_clock_breakdown": plan.wall_clock_breakdown,
         "dump_state": plan.dump_state,
         "log_level": plan.log_level,
+        "slipstream.optimizer_states": "int8" if precision.state_dtype is torch.int8 else "default",
+        "slipstream.stochastic_rounding": precision.stochastic_rounding,
         "slipstream.seed": plan.seed,
         "slipstream.transport": zero.transport,
         "slipstream.timeout_s": plan.debug.timeout_s,

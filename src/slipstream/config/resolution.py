@@ -302,7 +302,17 @@ def _precision(values: _Values) -> PrecisionPlan:
     for half, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if values.take(f"{half}.{half}_master_weights_and_grads") and param is dtype:
             master = dtype
-    states = values.take("bf16.bf16_optimizer_states") and param is torch.bfloat16
+    stochastic = values.take("slipstream.stochastic_rounding")
+    if stochastic:
+        if param is not torch.bfloat16:
+            raise ValueError(
+                '"slipstream": {"stochastic_rounding": true} trains bf16 weights without fp32 masters; write '
+                '{"bf16": {"enabled": true}} too, or drop it'
+            )
+        master = torch.bfloat16
+    states = torch.bfloat16 if values.take("bf16.bf16_optimizer_states") and param is torch.bfloat16 else torch.float32
+    if values.take("slipstream.optimizer_states") == "int8":
+        states = torch.int8
     autocast: torch.dtype | None = DTYPES[values.take("torch_autocast.dtype")]
     if not values.take("torch_autocast.enabled"):
         autocast = None
@@ -313,14 +323,15 @@ def _precision(values: _Values) -> PrecisionPlan:
         if param is not dtype:
             values.idle(half, f"derived: the weights are not {half}")
     accumulated = values.take("data_types.grad_accum_dtype")
-    if accumulated is None and master is not torch.float32:
+    if accumulated is None and master is not torch.float32 and not stochastic:
         values.sources["data_types.grad_accum_dtype"] = "derived: master_weights_and_grads"
     comm = values.take("communication_data_type")
     return PrecisionPlan(
         param_dtype=param,
         master_dtype=master,
-        state_dtype=torch.bfloat16 if states else torch.float32,
-        grad_accum_dtype=DTYPES[accumulated] if accumulated else None if master is torch.float32 else master,
+        state_dtype=states,
+        stochastic_rounding=stochastic,
+        grad_accum_dtype=DTYPES[accumulated] if accumulated else None if stochastic or master is torch.float32 else master,
         comm_dtype=DTYPES[comm] if comm else None,
         autocast_dtype=autocast,
         auto_cast_inputs=auto_cast and fp16,

@@ -236,6 +236,8 @@ class Slipstream(Block):
     transport: Annotated[Literal["auto", "shared", "gloo"], BeforeValidator(lower)] = "auto"
     timeout_s: Positive = 1800.0
     poison_released: bool = False
+    optimizer_states: Annotated[Literal["default", "int8"], BeforeValidator(lower)] = "default"
+    stochastic_rounding: bool = False
     seed: Int = 0
     activations: Annotated[Literal["keep", "recompute", "offload"], BeforeValidator(lower)] = "keep"
 

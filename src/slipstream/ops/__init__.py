@@ -1,14 +1,14 @@
-"""Kernels for the hot loops, each with a torch twin: rank sums, one-pass Adam, streaming copies, quantisation, words.
+"""Kernels for the hot loops, each with a torch twin: rank sums, one-pass optimizers, streaming copies, quantisation, words.
 
-`cpu.py` checks arguments and chooses, `reference.py` holds the twins, `build.py` compiles and finds the C
-library (`csrc/`), `words.py` does atomics and futexes. Importing compiles and loads nothing; the first call
-does. With SLIPSTREAM_NATIVE=0, or without a compiler, the twins serve; `report()` says which and why.
+`cpu.py` and `optim.py` check arguments and choose, `reference.py` and `optim_reference.py` hold the twins,
+`build.py` compiles and finds the C library (`csrc/`), `words.py` does atomics and futexes. Importing compiles and
+loads nothing; the first call does. With SLIPSTREAM_NATIVE=0, or without a compiler, the twins serve; `report()`
+says which and why.
 """
 
 from slipstream.ops import words
 from slipstream.ops.cpu import (
     OpReport,
-    adamw,
     copy_stream,
     dequantise_int4,
     dequantise_int8,
@@ -17,18 +17,27 @@ from slipstream.ops.cpu import (
     report,
     sum_ranks,
 )
+from slipstream.ops.optim import adagrad, adamw, lamb_apply, lamb_update, lion, sgd
+from slipstream.ops.optim_reference import Blocks, Stochastic
 from slipstream.ops.reference import Partial
 
 __all__ = [
+    "Blocks",
     "OpReport",
     "Partial",
+    "Stochastic",
+    "adagrad",
     "adamw",
     "copy_stream",
     "dequantise_int4",
     "dequantise_int8",
+    "lamb_apply",
+    "lamb_update",
+    "lion",
     "quantise_int4",
     "quantise_int8",
     "report",
+    "sgd",
     "sum_ranks",
     "words",
 ]

@@ -1,8 +1,7 @@
-"""The kernels' Python side: argument checks, the choice between native code and torch twin, threads.
+"""The kernels' Python side: argument checks, the choice between native code and torch twin, threads. The optimizers' is `optim.py`.
 
 All but quantisation work on 1-D contiguous tensors. CPU tensors go to the C library (GIL released) where there
-is one; other devices, and a master or moments that are not fp32, go to the twin in `reference.py`, which gives
-the same bits.
+is one; other devices go to the twin in `reference.py`, which gives the same bits.
 
 [Note: Call cost] These run once per unit and step, on units that may be small, so the fixed cost of a call
 matters (`benchmarks/ops.py` prints it): function pointers are bound once, dtypes are compared by identity,
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.ops import build, reference
-from slipstream.ops.reference import BLOCK, Partial
+from slipstream.ops.reference import BLOCK, Partial, added
 
 # As in csrc/slipstream_ops.h. The key None, no dtype, is never there: it lets a look-up say so.
 DTYPES: dict[torch.dtype | None, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -41,12 +40,9 @@ class OpReport(NamedTuple):
     reason: str
 
 
-_ADAMW_TENSORS = ("master", "grad", "exp_avg", "exp_avg_sq", "out")
-
-
 class _Kernels(NamedTuple):
     sum_ranks: Callable[..., float]
-    adamw: Callable[..., None]
+    step: Callable[..., None]
     copy_stream: Callable[..., None]
     quantise_int8: Callable[..., None]
     quantise_int4: Callable[..., None]
@@ -63,8 +59,8 @@ def _kernels() -> _Kernels | None:
     kernels = _Kernels(*(getattr(library, f"slipstream_{name}") for name in _Kernels._fields))
     library.slipstream_sum_ranks.restype = double
     library.slipstream_sum_ranks.argtypes = [pointer, pointer, long, long, integer, ctypes.c_float, pointer]
-    library.slipstream_adamw.restype = None
-    library.slipstream_adamw.argtypes = [*[pointer] * 5, long, integer, long, *[double] * 6]
+    library.slipstream_step.restype = None
+    library.slipstream_step.argtypes = [integer, ctypes.c_char_p, long, long, pointer]
     library.slipstream_copy_stream.restype = None
     library.slipstream_copy_stream.argtypes = [pointer, pointer, long]
     for kind, parts in (("int8", 2), ("int4", 3)):
@@ -81,7 +77,8 @@ def report() -> list[OpReport]:
     if kernels is not None:
         kernels.slipstream_kernels_isa.restype = ctypes.c_char_p
         native = f"native {kernels.slipstream_kernels_isa().decode()}"
-    rows = [OpReport(name, native, library.reason) for name in _Kernels._fields]
+    names = ("sum_ranks", "adamw", "lion", "sgd", "adagrad", "lamb", *_Kernels._fields[2:])
+    rows = [OpReport(name, native, library.reason) for name in names]
     decoder = f"native {isa()}" if kernels else "torch"
     words = "native" if kernels else "torch"
     return [*rows, OpReport("decoder", decoder, library.reason), OpReport("words", words, library.reason)]
@@ -112,7 +109,7 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
     numel, on_cpu, dtype = out.numel(), out.is_cpu, sources[0].dtype if sources else None
     target, source = DTYPES.get(out.dtype), DTYPES.get(dtype)
     if target is None or source is None or out.dim() != 1 or not out.is_contiguous():
-        raise _refusal("sum_ranks", {"out": out, **_numbered(sources)})
+        raise refusal("sum_ranks", {"out": out, **_numbered(sources)})
     start, width, out_width = out.data_ptr(), WIDTHS[source], WIDTHS[target]
     # A source that starts between these overlaps out.
     low, high = start - numel * width, start + numel * out_width
@@ -125,7 +122,7 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
             or not tensor.is_contiguous()
             or tensor.is_cpu is not on_cpu
         ):
-            raise _refusal("sum_ranks", {"out": out, **_numbered(sources)})
+            raise refusal("sum_ranks", {"out": out, **_numbered(sources)})
         pointer = tensor.data_ptr()
         if low < pointer < high and (pointer != start or width != out_width):
             raise ValueError(
@@ -150,88 +147,9 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
         partials = ctypes.addressof(blocks) + begin // BLOCK * ctypes.sizeof(ctypes.c_double)
         kernels.sum_ranks(start + begin * out_width, shifted, len(pointers), end - begin, mode, alpha, partials)
 
-    _in_threads(run, numel, threads)
-    sumsq = 0.0
-    for block in blocks:  # in order, as the kernel adds them; `sum` would compensate for rounding
-        sumsq += block
+    in_threads(run, numel, threads)
+    sumsq = added(blocks)  # in order, as the kernel adds them
     return Partial(sumsq, math.isfinite(sumsq))
-
-
-def adamw(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    out: Tensor | None,
-    *,
-    scale: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    decoupled: bool,
-    bias_correction: bool,
-) -> None:
-    """One Adam step in one pass, in fp32, by the formulas of torch.optim.AdamW (`decoupled`) or Adam.
-
-    master, exp_avg, exp_avg_sq: 1-D, updated in place; fp32, or bf16 or fp16 where the config asks for it.
-    grad: 1-D, fp32, bf16 or fp16, multiplied by `scale` (unscaling and clipping) as it is read. out: the
-    weights in their own dtype, or None where they are the master itself. step counts from 1.
-    """
-    numel, on_cpu = master.numel(), master.is_cpu
-    tensors = (master, grad, exp_avg, exp_avg_sq) if out is None else (master, grad, exp_avg, exp_avg_sq, out)
-    for tensor in tensors:
-        if (
-            tensor.dtype not in DTYPES
-            or tensor.numel() != numel
-            or tensor.dim() != 1
-            or not tensor.is_contiguous()
-            or tensor.is_cpu is not on_cpu
-        ):
-            raise _refusal("adamw", dict(zip(_ADAMW_TENSORS, tensors, strict=False)))
-    if step < 1 or not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-        raise ValueError(f"adamw: step ({step}) counts from 1, and betas ({beta1}, {beta2}) are in [0, 1)")
-    kernels = _kernels()
-    single = master.dtype is exp_avg.dtype is exp_avg_sq.dtype is torch.float32
-    if kernels is None or not on_cpu or not single:
-        reference.adamw(
-            master,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            out,
-            scale=scale,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            step=step,
-            decoupled=decoupled,
-            bias_correction=bias_correction,
-        )
-        return
-    pointers = [tensor.data_ptr() for tensor in tensors]
-    source, target, stream = DTYPES[grad.dtype], 0, False
-    if out is None:
-        pointers.append(0)
-    else:
-        target = DTYPES[out.dtype]
-        stream = numel * WIDTHS[target] >= STREAM_BYTES
-    mode = source | target << 2 | decoupled << 4 | bias_correction << 5 | stream << 6
-    hyper = (mode, step, scale, lr, beta1, beta2, eps, weight_decay)
-    if numel < 2 * THREAD_NUMEL or (threads := torch.get_num_threads()) == 1:
-        kernels.adamw(*pointers, numel, *hyper)
-        return
-
-    def run(begin: int, end: int) -> None:
-        widths = (4, WIDTHS[source], 4, 4, WIDTHS[target] if out is not None else 0)
-        shifted = (pointer + begin * width for pointer, width in zip(pointers, widths, strict=True))
-        kernels.adamw(*shifted, end - begin, *hyper)
-
-    _in_threads(run, numel, threads)
 
 
 def copy_stream(dst: Tensor, src: Tensor) -> None:
@@ -245,7 +163,7 @@ def copy_stream(dst: Tensor, src: Tensor) -> None:
         or not dst.is_contiguous()
         or not src.is_contiguous()
     ):
-        raise _refusal("copy_stream", {"dst": dst, "src": src}, floating=False)
+        raise refusal("copy_stream", {"dst": dst, "src": src}, floating=False)
     kernels = _kernels()
     if kernels is None or not dst.is_cpu or not src.is_cpu:
         reference.copy_stream(dst, src)
@@ -260,7 +178,7 @@ def copy_stream(dst: Tensor, src: Tensor) -> None:
     def run(begin: int, end: int) -> None:
         kernels.copy_stream(to + begin * width, source + begin * width, (end - begin) * width)
 
-    _in_threads(run, numel, threads)
+    in_threads(run, numel, threads)
 
 
 def quantise_int8(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,7 +198,7 @@ def quantise_int8(w: Tensor) -> tuple[Tensor, Tensor]:
     def run(begin: int, end: int) -> None:
         kernels.quantise_int8(w.data_ptr(), DTYPES[w.dtype], columns, begin, end, *pointers)
 
-    _in_threads(run, rows, torch.get_num_threads(), least=BLOCK // max(columns, 1) + 1, multiple=1)
+    in_threads(run, rows, torch.get_num_threads(), least=BLOCK // max(columns, 1) + 1, multiple=1)
     return codes, scale
 
 
@@ -296,7 +214,7 @@ def dequantise_int8(codes: Tensor, scale: Tensor) -> Tensor:
     def run(begin: int, end: int) -> None:
         kernels.dequantise_int8(w.data_ptr(), columns, begin, end, codes.data_ptr(), scale.data_ptr())
 
-    _in_threads(run, rows, torch.get_num_threads(), least=THREAD_NUMEL // max(columns, 1) + 1, multiple=1)
+    in_threads(run, rows, torch.get_num_threads(), least=THREAD_NUMEL // max(columns, 1) + 1, multiple=1)
     return w
 
 
@@ -322,7 +240,7 @@ def quantise_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     def run(begin: int, end: int) -> None:
         kernels.quantise_int4(w.data_ptr(), DTYPES[w.dtype], group, begin, end, *pointers)
 
-    _in_threads(run, scale.numel(), torch.get_num_threads(), least=BLOCK // group, multiple=1)
+    in_threads(run, scale.numel(), torch.get_num_threads(), least=BLOCK // group, multiple=1)
     return codes, scale, low
 
 
@@ -339,7 +257,7 @@ def dequantise_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
     def run(begin: int, end: int) -> None:
         kernels.dequantise_int4(w.data_ptr(), group, begin, end, *pointers)
 
-    _in_threads(run, scale.numel(), torch.get_num_threads(), least=THREAD_NUMEL // max(group, 1) + 1, multiple=1)
+    in_threads(run, scale.numel(), torch.get_num_threads(), least=THREAD_NUMEL // max(group, 1) + 1, multiple=1)
     return w
 
 
@@ -349,7 +267,7 @@ def _check_matrix(op: str, w: Tensor) -> None:
         raise ValueError(f"{op}: w is {w.dtype} of shape {tuple(w.shape)}; it must be a matrix of {kinds}")
 
 
-def _in_threads(
+def in_threads(
     run: Callable[[int, int], None], size: int, threads: int, *, least: int = THREAD_NUMEL, multiple: int = BLOCK
 ) -> None:
     """Call run(begin, end) for shares of `size`, one of them on this thread: multiples, and of at least `least`."""
@@ -372,11 +290,11 @@ def _numbered(sources: Sequence[Tensor]) -> dict[str, Tensor]:
     return {f"sources[{i}]": tensor for i, tensor in enumerate(sources)}
 
 
-def _refusal(op: str, tensors: dict[str, Tensor], floating: bool = True) -> ValueError:
+def refusal(op: str, tensors: dict[str, Tensor], floating: bool = True) -> ValueError:
     """The error for the first tensor that does not fit, named, with what it is and what it must be."""
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
-        if floating and tensor.dtype not in DTYPES:
+        if floating and tensor.dtype not in DTYPES and not name.endswith(".codes"):
             problem = f"is {tensor.dtype}; it must be torch.float32, torch.bfloat16 or torch.float16"
         elif tensor.dim() != 1:
             problem = f"has shape {tuple(tensor.shape)}; it must have one dimension: pass it flattened"

@@ -8,7 +8,8 @@ optimizer (`is_elementwise`), whole tensors, each owned by one rank, for every o
 from slipstream.optim.lamb import Lamb
 from slipstream.optim.lion import Lion
 from slipstream.optim.muon import Muon, muon_groups
-from slipstream.optim.resolve import Resolved, is_elementwise, is_native, optimizer_class, refuse_unshardable, resolve_optimizer
+from slipstream.optim.resolve import Resolved, is_elementwise, optimizer_class, refuse_unshardable, resolve_optimizer
+from slipstream.optim.rules import rule_of
 
 __all__ = [
     "Lamb",
@@ -16,9 +17,9 @@ __all__ = [
     "Muon",
     "Resolved",
     "is_elementwise",
-    "is_native",
     "muon_groups",
     "optimizer_class",
     "refuse_unshardable",
     "resolve_optimizer",
+    "rule_of",
 ]

@@ -1,6 +1,6 @@
 """Optimizers in native passes, chunk by chunk, wherever master, moments, gradients and weights rest.
 
-A `Rule` is one optimizer's arithmetic; `NativeSteps` knows where the states are and which hyperparameters hold for which
+A rule (optim/rules.py) is one optimizer's arithmetic; `NativeSteps` knows where states are and which hyperparameters hold for which
 elements. Resident and offloaded states go through the same calls, so a tier changes when things move and never what is computed.
 
 run   a stretch of neighbouring pieces that share a parameter group and a step count, cut at chunks
@@ -8,51 +8,24 @@ run   a stretch of neighbouring pieces that share a parameter group and a step c
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream import ops
+from slipstream.ops import Blocks, Stochastic
+from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import Piece, ShardedSteps
-from slipstream.zero.store import Chunk, Ring, Section, Store, Use, chunks, section
+from slipstream.zero.layout import ALIGN
+from slipstream.zero.store import Chunk, Ring, Section, Store, Use, chunks, section, write
 from slipstream.zero.unit import Unit
 
 _CHUNK = 1 << 21  # elements: 28 MiB with gradients and weights in 16 bits; long enough for any disk, short beside a budget
 
 
-class Rule(ABC):
-    """One optimizer's arithmetic on a run of elements."""
-
-    states: tuple[str, ...]  # what it keeps per element, as torch names it
-
-    @abstractmethod
-    def apply(
-        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[Tensor], out: Tensor | None,
-        scale: float,
-    ) -> None:  # fmt: skip
-        """Update `master` and `states` in place with `grad` times `scale`, and write the new weights to `out`. All 1D."""
-
-
-class AdamW(Rule):
-    """Adam and AdamW. Source: Kingma & Ba (arXiv 1412.6980); Loshchilov & Hutter (arXiv 1711.05101)."""
-
-    states = ("exp_avg", "exp_avg_sq")
-
-    def __init__(self, *, decoupled: bool, bias_correction: bool) -> None:
-        self.decoupled, self.bias_correction = decoupled, bias_correction
-
-    def apply(
-        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[Tensor], out: Tensor | None,
-        scale: float,
-    ) -> None:  # fmt: skip
-        beta1, beta2 = options["betas"]
-        ops.adamw(
-            master, grad, states[0], states[1], out, scale=scale, lr=options["lr"], beta1=beta1, beta2=beta2, eps=options["eps"],
-            weight_decay=options["weight_decay"], step=step, decoupled=self.decoupled, bias_correction=self.bias_correction,
-        )  # fmt: skip
+_CODED = 256  # elements that share a scale where states rest in 8 bits (ops.Blocks)
 
 
 class Run(NamedTuple):
@@ -62,31 +35,55 @@ class Run(NamedTuple):
     step: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How the states of an optimizer with kernels of its own are kept."""
+
+    dtype: torch.dtype = torch.float32  # of states; int8: codes with a scale for every 256
+    stochastic_seed: int | None = None  # round what rests in bf16 or in codes at random
+
+    @property
+    def coded(self) -> bool:
+        return self.dtype is torch.int8
+
+    @property
+    def align(self) -> int:
+        """Elements that parameters and shards start on a multiple of, so that no block of codes is cut."""
+        return _CODED if self.coded else ALIGN
+
+
 class NativeSteps(ShardedSteps):
     """A rule over the chunks of all units."""
 
     def __init__(
-        self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule, *, state_dtype: torch.dtype,
-        chunk_numel: int = _CHUNK, num_buffers: int = 4,
+        self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule, form: Form, *, chunk_numel: int = _CHUNK,
+        num_buffers: int = 4,
     ) -> None:  # fmt: skip
         super().__init__(inner, units)
-        self.rule, self.state_dtype = rule, state_dtype
+        self.rule, self.form = rule, form
         self.chunk_numel, self.num_buffers = min(chunk_numel, _CHUNK), num_buffers
-        self.stores: dict[int, dict[str, Store]] = {}  # unit index -> the rule's states
+        self.stores: dict[int, dict[str, Store]] = {}  # unit index -> the rule's states, or their codes
+        self.scales: dict[int, dict[str, Tensor]] = {}  # unit index -> of codes; they stay in memory, 1/64 byte an element
         self._chunks: dict[int, list[Chunk]] = {}
         self._runs: dict[int, list[Run]] = {}
         self._options: list[dict[str, Any]] = []
 
     def _stores(self, unit: Unit) -> dict[str, Store]:
         if unit.index not in self.stores:
-            made = {name: unit.homes.state(unit.master.numel, self.state_dtype) for name in self.rule.states}
-            self.stores[unit.index] = made
+            self.stores[unit.index], self.scales[unit.index] = {}, {}
+            for name, signed in zip(self.rule.states, self.rule.signed, strict=True):
+                dtype = torch.uint8 if self.form.coded and not signed else self.form.dtype
+                self.stores[unit.index][name] = store = unit.homes.state(unit.master.numel, dtype)
+                if self.form.coded:
+                    device = "cpu" if store.view(0, 0) is None else store.get(0, 0).device
+                    self.scales[unit.index][name] = torch.zeros(-(-store.numel // _CODED), device=device)
             for piece in self.pieces[unit.index]:
                 given = self._given_state(piece, flat=True)
+                for name, part in self.states(unit, piece).items():
+                    if isinstance(given.get(name), Tensor):
+                        write(part, given[name])
                 if given:
-                    for name, store in made.items():
-                        store.put(piece.start, given[name])
-                    piece.step = int(given["step"])
+                    piece.step = int(given.get("step", 1))
         return self.stores[unit.index]
 
     def begin(self, units: Sequence[Unit]) -> None:
@@ -94,7 +91,7 @@ class NativeSteps(ShardedSteps):
             {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
             for group in self.inner.param_groups
         ]
-        self._runs = {unit.index: list(_runs(self.pieces[unit.index])) for unit in units}
+        self._runs = {unit.index: list(_runs(self.pieces[unit.index], self.form.align, unit.master.numel)) for unit in units}
         nbytes = max((chunk.nbytes() for unit in units for chunk in self.chunks(unit)), default=0)
         if nbytes > (self.ring.slots[0].memory.numel() if self.ring else 0):
             self.ring = Ring(self.num_buffers, nbytes)
@@ -121,9 +118,10 @@ class NativeSteps(ShardedSteps):
             a, b = max(start, chunk.start) - chunk.start, min(stop, chunk.stop) - chunk.start
             if a >= b:
                 continue
-            states = [chunk.tensors[name][a:b] for name in self.rule.states]
             part = None if weights is None else weights[a:b]
-            self.rule.apply(self._options[group], step, master[a:b], grads[a:b], states, part, scale)
+            states = self._states(unit, chunk, a, b)
+            rounding = self._rounding(unit, step, chunk.start + a)
+            self.rule.apply(self._options[group], step, master[a:b], grads[a:b], states, part, scale, rounding)
             if weights is not None and is_buffer:
                 weights[done:a].copy_(master[done:a])  # frozen ones, and gaps
             done = b
@@ -132,11 +130,31 @@ class NativeSteps(ShardedSteps):
             if weights is not out:
                 out.copy_(weights)
 
+    def _states(self, unit: Unit, chunk: Chunk, a: int, b: int) -> list[Tensor | Blocks]:
+        held = [chunk.tensors[name][a:b] for name in self.rule.states]
+        if not self.form.coded:
+            return list(held)
+        span = slice((chunk.start + a) // _CODED, -(-(chunk.start + b) // _CODED))
+        scales = self.scales[unit.index]
+        return [Blocks(codes, scales[name][span]) for name, codes in zip(self.rule.states, held, strict=True)]
+
+    def _rounding(self, unit: Unit, step: int, start: int) -> Stochastic | None:
+        if self.form.stochastic_seed is None:
+            return None
+        # An element's number depends on its place in its unit: not on tiers, chunks or, but for padding, on ranks
+        return Stochastic(self.form.stochastic_seed, step, (unit.index << 40) + unit.optim_span[0] + start)
+
     def state_nbytes(self, unit: Unit) -> int:
-        return len(self.rule.states) * unit.master.numel * self.state_dtype.itemsize
+        each = unit.master.numel * self.form.dtype.itemsize + (-(-unit.master.numel // _CODED) * 4 if self.form.coded else 0)
+        return len(self.rule.states) * each
 
     def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor | Section]:
-        return {name: section(store, piece.start, piece.stop) for name, store in self._stores(unit).items()}
+        stores = self._stores(unit)
+        if not self.form.coded:
+            return {name: section(store, piece.start, piece.stop) for name, store in stores.items()}
+        scales = self.scales[unit.index]
+        coded = {name: CodedStore(store, scales[name]) for name, store in stores.items()}
+        return {name: Section(store, piece.start, piece.stop - piece.start) for name, store in coded.items()}
 
     def scalars(self, unit: Unit, piece: Piece) -> dict[str, Any]:
         return {"step": piece.step}
@@ -145,22 +163,61 @@ class NativeSteps(ShardedSteps):
         return lambda: None  # they are there, or zero
 
     def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
-        piece.step = int(values["step"])
+        piece.step = int(values.get("step", 1))
 
 
-def _runs(pieces: Sequence[Piece]) -> Iterator[Run]:
-    """Maximal runs of trainable neighbours; counts their steps. The zero gap between two parameters belongs to the run: its
-    gradient is zero and its weight too, so no update changes it."""
+class CodedStore(Store):
+    """A state in 8 bits as the fp32 numbers that its codes stand for: what checkpoints and `optimizer_state` see."""
+
+    dtype = torch.float32
+
+    def __init__(self, codes: Store, scales: Tensor) -> None:
+        self.codes, self.scales, self.numel = codes, scales, codes.numel
+
+    def view(self, start: int, stop: int) -> Tensor | None:
+        return None
+
+    def get(self, start: int, stop: int) -> Tensor:
+        first, last = self._blocks(start, stop)
+        return self._held(first, last).float()[start - first : stop - first]
+
+    def put(self, start: int, values: Tensor) -> None:
+        stop = start + values.numel()
+        first, last = self._blocks(start, stop)
+        whole = self._held(first, last).float()
+        whole[start - first : stop - first] = values
+        coded = Blocks.of(whole, self.codes.dtype)
+        self.codes.put(first, coded.codes)
+        self.scales[first // _CODED : -(-last // _CODED)] = coded.scales
+
+    def _blocks(self, start: int, stop: int) -> tuple[int, int]:
+        return start // _CODED * _CODED, min(-(-stop // _CODED) * _CODED, self.numel)
+
+    def _held(self, first: int, last: int) -> Blocks:
+        return Blocks(self.codes.get(first, last), self.scales[first // _CODED : -(-last // _CODED)])
+
+    @property
+    def resident_nbytes(self) -> int:
+        return self.codes.resident_nbytes + self.scales.nbytes
+
+
+def _runs(pieces: Sequence[Piece], align: int, numel: int) -> Iterator[Run]:
+    """Maximal runs of trainable neighbours; counts their steps. The zero gap between two parameters belongs to the run, and so
+    does the one after the last: gradients and weights are zero there, so no update changes them."""
     run: Run | None = None
     for piece in pieces:
         if not piece.param.requires_grad:
             continue
         piece.step += 1
-        if run is not None and (run.group, run.step) == (piece.group, piece.step) and piece.start - run.stop < 64:
-            run = run._replace(stop=piece.stop)
+        if run is not None and (run.group, run.step) == (piece.group, piece.step) and piece.start <= run.stop:
+            run = run._replace(stop=_padded(piece.stop, align, numel))
         else:
             if run is not None:
                 yield run
-            run = Run(piece.start, piece.stop, piece.group, piece.step)
+            run = Run(piece.start, _padded(piece.stop, align, numel), piece.group, piece.step)
     if run is not None:
         yield run
+
+
+def _padded(stop: int, align: int, numel: int) -> int:
+    return min(-(-stop // align) * align, numel)

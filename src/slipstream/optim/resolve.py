@@ -122,7 +122,7 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> Resolved:
         if isinstance(kwargs.get(key), list):
             kwargs[key] = tuple(kwargs[key])
     check_arguments(cls, kwargs, f"optimizer.params of {name}")
-    native = adam and not torch_adam and not any(kwargs.get(key) for key in _NOT_NATIVE)
+    native = not torch_adam and not any(kwargs.get(key) for key in _NOT_NATIVE)
     if options and not native:
         raise ValueError(
             f"optimizer.params of {name}: bias_correction=false is the native kernel's, which has no"
@@ -145,12 +145,6 @@ def is_elementwise(optimizer: type[Optimizer] | Optimizer) -> bool:
 
 
 _NOT_NATIVE = ("amsgrad", "maximize", "capturable", "differentiable")
-
-
-def is_native(optimizer: Optimizer) -> bool:
-    """Whether the one-pass Adam kernel computes what this optimizer does."""
-    asked = any(group.get(option) for group in optimizer.param_groups for option in _NOT_NATIVE)
-    return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and not asked
 
 
 def refuse_unshardable(optimizer: Optimizer) -> None:

@@ -14,10 +14,10 @@ import errno
 import logging
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -36,6 +36,9 @@ from slipstream.zero.hooks import Hooks, Phase, Slots
 from slipstream.zero.store import Homes
 from slipstream.zero.unit import Comms, Unit
 from slipstream.zero.watch import PeerError, Watch
+
+if TYPE_CHECKING:
+    from slipstream.train.sleep import Asleep
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class Engine(nn.Module):
         self.units, self.slots, self.hooks, self.steps = parts.units, parts.slots, parts.hooks, parts.steps
         self.homes = parts.homes
         self.updater = window.Updater(parts.units, parts.steps) if parts.steps is not None else None
+        self.asleep: Asleep | None = None
         self.broken = ""  # why this engine can neither step nor save: its disk failed
         self.destroyed = False
         self.precision, self.watch = parts.precision, parts.watch
@@ -117,6 +121,7 @@ class Engine(nn.Module):
         if self.updater is None:
             raise RuntimeError("engine.step() on an engine without optimizer; give one to initialize() or in the config")
         self._refuse_broken()
+        self._refuse_asleep()
         self.watch.phase, self.watch.step = "step", self.global_steps
         with self.progress.timing("step"), torch.no_grad():
             verdict = self._finish_window()
@@ -249,7 +254,10 @@ class Engine(nn.Module):
     # -- states by name --
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's complete `state_dict`, whatever is sharded, in tensors of the caller's own. Collective."""
+        """The model's complete `state_dict`, whatever is sharded, in tensors of the caller's own. Collective.
+
+        So every rank holds the whole model, twice while it is made; `save_checkpoint` never does.
+        """
         with access.gathered_units(self._all_params(), None, write=False):
             state = self.module.state_dict(*args, **kwargs)
         copies: dict[tuple[int, Any], Any] = {}
@@ -327,6 +335,8 @@ class Engine(nn.Module):
         with self.watch.guard(method):
             if method == "save_checkpoint":
                 self._refuse_broken()
+            if method not in ("sleep", "wake", "destroy"):
+                self._refuse_asleep()
             rows = self.comms.data.exchange(torch.tensor([float(zlib.crc32(method.encode()))], dtype=torch.float64))
             if rows.min() != rows.max():
                 raise PeerError(f"this rank called engine.{method}() while others called another method; it is for all ranks")
@@ -354,11 +364,48 @@ class Engine(nn.Module):
 
     # -- life --
 
+    def sleep(self, include: Iterable[str] | None = None, device: str = "cpu", path: str | None = None) -> int:
+        """Give the memory of some kinds of state back until `wake()`; returns this rank's bytes. Collective.
+
+        include: of "optimizer", "weights" and "gradients"; None: all. device: "cpu", host memory (where the engine is on a GPU),
+        or "disk", a file without a name in the folder `path`. Without weights nothing runs; without the rest, `no_grad` does.
+        """
+        from slipstream.train import sleep
+
+        kinds = sleep.check(include, device, path, self.device)
+        if self.asleep is not None:
+            raise RuntimeError(f"the engine sleeps already ({', '.join(sorted(self.asleep.kinds))}); call engine.wake() first")
+        with self._together("sleep"), torch.no_grad():
+            return sleep.put(self, kinds, path if device == "disk" else None)
+
+    def wake(self) -> None:
+        """Everything is as it was before `sleep`. Collective; does nothing where the engine is awake."""
+        from slipstream.train import sleep
+
+        if self.asleep is not None:
+            with self._together("wake"), torch.no_grad():
+                sleep.wake(self)
+
+    def _refuse_asleep(self) -> None:
+        if self.asleep is not None:
+            raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self.asleep.kinds))} are away); call engine.wake() first")
+
     def destroy(self) -> None:
-        """Give everything back: the model's parameters become ordinary whole ones again, the rest is freed. Collective."""
+        """Give everything back: the model's parameters become ordinary whole ones again, the rest is freed. Collective.
+
+        Parameters whose weights rest on disk (offload_param) are not brought into memory, which they may not fit: they are on meta
+        afterwards. Save them before.
+        """
         if self.destroyed:
             return
+        self.wake()
         self.destroyed = True
+        on_disk = sum(len(unit.params) for unit in self.units if unit.pages is not None)
+        if on_disk and self.rank == 0:
+            logger.info(
+                "destroy: the weights of %d parameters rested on disk and go with the engine, so these are on meta now; to keep "
+                "them, call save_checkpoint() or state_dict() before destroy()", on_disk,
+            )  # fmt: skip
         try:
             with self._together("destroy"):
                 self.hooks.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from slipstream.checkpoint.errors import Ranks
+from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.config import DataWorld, ModelFacts, Plan, load_config, resolve
 from slipstream.distributed import init_distributed, local_device
 from slipstream.mesh import Mesh, data_mesh
-from slipstream.optim import Resolved, is_elementwise, is_native, muon_groups, refuse_unshardable, resolve_optimizer
-from slipstream.optim.native import AdamW, NativeSteps, Rule
+from slipstream.optim import Resolved, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
+from slipstream.optim.native import Form, NativeSteps
+from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import ShardedSteps, TorchSteps
 from slipstream.train import activation
 from slipstream.train.data import StatefulLoader, distributed_loader
@@ -28,7 +32,8 @@ from slipstream.train.tiers import open_spaces, tiers_of
 from slipstream.zero import access
 from slipstream.zero.build import Recipe, build_units, connect, unfreeze
 from slipstream.zero.hooks import Hooks, Reducer
-from slipstream.zero.materialize import materialize
+from slipstream.zero.init import asked, forget
+from slipstream.zero.materialize import FirstValues
 from slipstream.zero.placement import Tier, stage_placement
 from slipstream.zero.watch import Watch
 
@@ -86,13 +91,13 @@ def initialize(
     mesh = data_mesh(plan.zero.shard_size, group)
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
-    if any(tensor.is_meta for tensor in model.parameters()):
-        materialize(model, device)
-    else:
+    values = FirstValues(model, device, weights := _weights(model, mesh))
+    if weights is None and not any(param.is_meta for param in model.parameters()):
         model.to(device)
-    inner, native = _optimizer(named, model, optimizer, model_parameters)
+    inner, rule = _optimizer(named, model, optimizer, model_parameters)
     scheduler = _scheduler(plan, lr_scheduler, inner)
-    engine = _engine(plan, model, mesh, device, inner, native)
+    engine = _engine(plan, model, mesh, device, inner, rule, values)
+    forget(model)  # a later engine starts from what this one has trained
     engine.hooks.handles += activation.apply(
         plan.activations, model, [unit.full for unit in engine.units], engine.progress.timing, speaks=engine.rank == 0
     )
@@ -102,12 +107,13 @@ def initialize(
     return engine, handle, loader, scheduler
 
 
-def rehearse(plan: Plan) -> None:
+def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
     """Build the plan's optimizer and scheduler over a model of one layer: refuses what `initialize` would refuse of them."""
     model = torch.nn.Linear(1, 1)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if plan.optimizer else None
-    inner, _ = _optimizer(named, model, None, None)
+    inner, rule = _optimizer(named, model, None, None)
     _scheduler(plan, None, inner)
+    return inner, rule
 
 
 def _refuse_model_parallel(mpu: Any) -> None:
@@ -141,6 +147,25 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
     )  # fmt: skip
 
 
+def _weights(model: nn.Module, mesh: Mesh) -> WeightFiles | None:
+    """The files that `zero.load` has named for the model, known to fit it on every rank. Collective."""
+    load = asked(model)
+    if load is None:
+        return None
+    found: list[WeightFiles] = []
+
+    def open_files() -> str:
+        found.append(open_weights(load.path, model, rename=load.rename, strict=load.strict))
+        return found[0].fingerprint
+
+    ranks, step = Ranks(mesh.data.group), "slipstream.zero.load: nothing was loaded"
+    prints = ranks.gather(step, open_files)
+    ranks.decide(step, lambda: check_same(prints))
+    if ranks.rank == 0 and found[0].left_out:
+        logger.warning("slipstream.zero.load: %s", found[0].left_out)
+    return found[0]
+
+
 def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data: Any) -> ModelFacts:
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     rates = {float(group["lr"]) for group in groups if isinstance(group.get("lr"), (int, float, torch.Tensor))}
@@ -153,15 +178,26 @@ def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data
 
 
 def _engine(
-    plan: Plan, model: nn.Module, mesh: Mesh, device: torch.device, inner: torch.optim.Optimizer | None, native: bool
-) -> Engine:
-    whole = inner is not None and not native and not is_elementwise(inner)
+    plan: Plan, model: nn.Module, mesh: Mesh, device: torch.device, inner: torch.optim.Optimizer | None, rule: Rule | None,
+    values: FirstValues,
+) -> Engine:  # fmt: skip
+    whole = inner is not None and rule is None and not is_elementwise(inner)
     precision, tiers = plan.precision, tiers_of(plan.offload)
-    rule = _rule(inner) if inner is not None and native else None
+    form = Form(dtype=precision.state_dtype, stochastic_seed=plan.seed if precision.stochastic_rounding else None)
     if inner is not None and rule is None and tiers.optim is Tier.DISK:
         raise ValueError(
-            f"offload_optimizer to disk streams {type(inner).__name__}'s states through kernels of its own, and there are some for "
-            f"Adam and AdamW; use one of them, or keep the states in memory"
+            f"offload_optimizer to disk streams states through kernels of ours, and {type(inner).__name__} with these options has "
+            f"none; use AdamW, Adam, Lion, Adagrad or SGD, or keep the states in memory"
+        )
+    if inner is not None and (rule is None or not rule.may_be_blocks) and form.coded:
+        raise ValueError(
+            f'"slipstream": {{"optimizer_states": "int8"}} is for AdamW, Adam, Lion and SGD; {type(inner).__name__} has no kernel '
+            f"that keeps states in 8 bits"
+        )
+    if inner is not None and rule is None and precision.stochastic_rounding:
+        raise ValueError(
+            f'"slipstream": {{"stochastic_rounding": true}} is for optimizers with kernels of ours (AdamW, Adam, Lion, Adagrad, '
+            f"SGD), and {type(inner).__name__} with these options has none"
         )
     recipe = Recipe(
         placement=stage_placement(plan.zero.stage),
@@ -172,16 +208,21 @@ def _engine(
         accumulates=plan.batch.accumulation > 1 or not plan.batch.managed,
         whole=whole,
         poison=plan.debug.poison_released,
+        align=form.align,
         tiers=tiers,
         state_itemsizes=() if rule is None else (precision.state_dtype.itemsize,) * len(rule.states),
     )
+    transport, watch = _transport(plan, device), Watch(plan.debug.timeout_s)
+    watch.start(mesh.data)
+    with ExitStack() as failed, watch.guard("initialize"):
+        failed.callback(watch.stop)
+        comms = connect(mesh, device, transport, watch)
+        for comm in (comms.dp, comms.dp_replicate, comms.data):
+            failed.callback(comm.close)
+        units, slots, homes = build_units(model, recipe, comms, device, open_spaces(plan.offload, comms.data), values)
+        failed.pop_all()
     if recipe.weights_dtype is not None:
         _convert_buffers(model, recipe.weights_dtype)
-    watch = Watch(plan.debug.timeout_s)
-    watch.start(mesh.data)
-    with watch.guard("initialize"):
-        comms = connect(mesh, device, _transport(plan, device), watch)
-        units, slots, homes = build_units(model, recipe, comms, device, open_spaces(plan.offload, comms.data))
     numerics = Precision(precision, device)
     hooks = Hooks(
         model, units, Reducer(units, slots), watch, numerics.inputs, numerics.outputs,
@@ -190,13 +231,10 @@ def _engine(
     steps: ShardedSteps | None = None
     if inner is not None and rule is not None:
         steps = NativeSteps(
-            inner, units, rule, state_dtype=precision.state_dtype, chunk_numel=plan.offload.chunk_numel,
-            num_buffers=plan.offload.num_buffers,
-        )  # fmt: skip
+            inner, units, rule, form, chunk_numel=plan.offload.chunk_numel, num_buffers=plan.offload.num_buffers
+        )
     elif inner is not None:
         steps = TorchSteps(inner, units, whole=whole, state_dtype=precision.state_dtype)
-    for unit in units:
-        unit.release()
     return Engine(
         Parts(
             model=model,
@@ -212,14 +250,6 @@ def _engine(
             watch=watch,
             device=device,
         )
-    )
-
-
-def _rule(inner: torch.optim.Optimizer) -> Rule:
-    options = inner.param_groups[0]
-    return AdamW(
-        decoupled=bool(options.get("decoupled_weight_decay", isinstance(inner, torch.optim.AdamW))),
-        bias_correction=options.get("bias_correction", True),
     )
 
 
@@ -244,8 +274,8 @@ def _convert_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _optimizer(
     named: Resolved | None, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
-) -> tuple[torch.optim.Optimizer | None, bool]:
-    """The torch optimizer that holds the groups (`optimizer`, or what the config names), and whether the native AdamW steps it."""
+) -> tuple[torch.optim.Optimizer | None, Rule | None]:
+    """The torch optimizer that holds the groups (`optimizer`, or what the config names), and the rule that steps it natively."""
     params = list(model_parameters) if model_parameters is not None else None
     if params and isinstance(params[0], tuple):
         params = [param for _, param in params]
@@ -253,27 +283,31 @@ def _optimizer(
     if isinstance(optimizer, str):
         raise ValueError(f'optimizer={optimizer!r}: a name goes into the config, {{"optimizer": {{"type": {optimizer!r}}}}}')
     if isinstance(optimizer, torch.optim.Optimizer):
-        return _checked(optimizer, model, is_native(optimizer))
+        return _checked(optimizer, model, rule_of(optimizer))
     if optimizer is not None:
         made = optimizer(wanted)
         if not isinstance(made, torch.optim.Optimizer):
             raise ValueError(f"optimizer= was called and returned a {type(made).__name__}, not a torch.optim.Optimizer")
-        return _checked(made, model, is_native(made))
+        return _checked(made, model, rule_of(made))
     if named is None or not wanted:
-        return None, False
+        return None, None
     groups: Any = wanted
     if named.cls.__name__ == "Muon" and named.cls.__module__.startswith("slipstream"):
         bare = [param for param in wanted if isinstance(param, torch.Tensor)]
         given = [group for group in wanted if isinstance(group, Mapping)] + ([{"params": bare}] if bare else [])
         groups = muon_groups(model.named_parameters(remove_duplicate=False), given)
-    return _checked(named.build(groups), model, named.native)
+    built = named.build(groups)
+    return _checked(built, model, rule_of(built) if named.native else None)
 
 
-def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, native: bool) -> tuple[torch.optim.Optimizer, bool]:
+def _checked(
+    optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | None
+) -> tuple[torch.optim.Optimizer, Rule | None]:
     refuse_unshardable(optimizer)
-    native = native and not any(param.dtype is torch.float64 for param in model.parameters())  # the kernel is fp32's
+    if any(param.dtype is torch.float64 for param in model.parameters()):
+        rule = None  # the kernels are fp32's
     uncorrected = any(group.get("bias_correction") is False for group in optimizer.param_groups)
-    if uncorrected and not native and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+    if uncorrected and rule is None and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         raise ValueError(
             f"{type(optimizer).__name__} with bias_correction=false runs in the native kernel only, which takes no float64 "
             f"parameters; make the model float32, or drop the option"
@@ -286,7 +320,7 @@ def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, native: bool) -
                     f"optimizer group {i} holds a parameter of shape {tuple(param.shape)} that is not the model's; make the "
                     f"optimizer after the model has its final parameters"
                 )
-    return optimizer, native
+    return optimizer, rule
 
 
 def _scheduler(plan: Plan, lr_scheduler: Any, inner: torch.optim.Optimizer | None) -> Any:

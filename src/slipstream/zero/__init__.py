@@ -1,4 +1,4 @@
-"""Sharded training states: placements, units, transports. `gathered` is the public part."""
+"""Sharded training states: placements, units, transports. `Init`, `load` and `gathered` are the public part."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 import torch.nn as nn
 
-__all__ = ["gathered"]
+from slipstream.zero.init import Init, load
+
+__all__ = ["Init", "gathered", "load"]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from slipstream.zero import access
 from slipstream.zero.comm import Buffer, Comm, LocalComm, ProcessGroupComm
 from slipstream.zero.hooks import Slots
 from slipstream.zero.layout import Layout, flat_layout, whole_layout
+from slipstream.zero.materialize import FirstValues
 from slipstream.zero.placement import Placement, Tier, Tiers
 from slipstream.zero.shared import SharedComm, hosts_agree
 from slipstream.zero.store import Homes, Needs, Spaces, disk_nbytes
@@ -39,6 +40,7 @@ class Recipe:
     accumulates: bool  # more than one micro-batch a step, or an unknown number
     whole: bool  # the optimizer looks at shapes
     poison: bool  # debugging: released weights read as NaN, so they have memory of their own
+    align: int  # elements that parameters and shards start on a multiple of
     tiers: Tiers
     state_itemsizes: tuple[int, ...]  # of the states that a native optimizer keeps per element
 
@@ -87,15 +89,17 @@ def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms) -> Dty
 def _layout(group: Group, model: nn.Module, recipe: Recipe, num_shards: int) -> Layout:
     params = dict(model.named_parameters())
     shapes = [(name, tuple(params[name].shape)) for name in group.param_names]
-    return (whole_layout if recipe.whole else flat_layout)(shapes, num_shards)
+    return (whole_layout if recipe.whole else flat_layout)(shapes, num_shards, recipe.align)
 
 
 def build_units(
-    model: nn.Module, recipe: Recipe, comms: Comms, device: torch.device, open_space: Callable[[Needs], Spaces]
-) -> tuple[list[Unit], Slots, Homes]:
+    model: nn.Module, recipe: Recipe, comms: Comms, device: torch.device, open_space: Callable[[Needs], Spaces],
+    values: FirstValues,
+) -> tuple[list[Unit], Slots, Homes]:  # fmt: skip
     """Move every parameter of `model` into units; returns them in layout order, the gradient ring, and where states rest.
 
-    `open_space` makes the files for what rests on disk, before anything else is allocated.
+    `open_space` makes the files for what rests on disk, before anything else is allocated; `values` gives each block's parameters
+    their first values just before its units are built.
     """
     groups = wrap(model)
     place = recipe.placement
@@ -126,20 +130,30 @@ def build_units(
             lambda i: (cuts[i][comms.dp.rank + 1] - cuts[i][comms.dp.rank], dtypes[i].grads),
         )  # fmt: skip
     slots = _slots([layouts[i] for i in trainable], [dtypes[i] for i in trainable], place, comms.dp)
-    params = dict(model.named_parameters())
-    modules = dict(model.named_modules())
-    units = []
+    params, modules = dict(model.named_parameters()), dict(model.named_modules())
+
+    def build_block(block: str, which: Sequence[int]) -> list[Unit]:
+        """In a function of its own: its values are gone before the next block's are made."""
+        units = []
+        for i, first in zip(which, values.of_block(block, [(groups[i], layouts[i]) for i in which], comms.data), strict=True):
+            unit = Unit(
+                groups[i].name, i, modules[block] if block else None, [(name, params[name]) for name in groups[i].param_names],
+                layouts[i], place, dtypes[i], comms, memories[i], homes, first,
+            )  # fmt: skip
+            unit.poison = recipe.poison
+            if groups[i].trainable:
+                unit.start_training(dtypes[i])
+            unit.release()  # nothing was put into what is gathered
+            units.append(unit)
+        values.rest()
+        return units
+
+    blocks: dict[str, list[int]] = {"": []}  # the root's turn is the first, also where it has no parameters
     for i, group in enumerate(groups):
-        unit = Unit(
-            group.name, i, modules[group.module_name] if group.module_name else None,
-            [(name, params[name]) for name in group.param_names], layouts[i], place, dtypes[i], comms, memories[i], homes,
-        )  # fmt: skip
-        unit.poison = recipe.poison
-        if group.trainable:
-            unit.start_training(dtypes[i])
-        if unit.pages is not None:
-            unit.release()  # all of them together may not fit
-        units.append(unit)
+        blocks.setdefault(group.module_name, []).append(i)
+    values.begin(blocks)
+    units = [unit for block, which in blocks.items() for unit in build_block(block, which)]
+    values.finish()
     comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # common weights are written before anyone reads them
     access.register(units)
     return units, slots, homes

@@ -53,10 +53,14 @@ class Slots:
         ring.rotate(-1)
         return ring[-1]
 
+    def buffers(self) -> Iterator[Buffer]:
+        """All of them."""
+        return (buffer for ring in self._rings.values() for buffer in ring)
+
     @property
     def nbytes(self) -> int:
         """This rank's memory in all rings."""
-        return sum(buffer.tensor.nbytes for ring in self._rings.values() for buffer in ring)
+        return sum(buffer.tensor.nbytes for buffer in self.buffers())
 
     def ensure(self, dtype: torch.dtype, numel: int, make: Callable[[], Sequence[Buffer]]) -> None:
         """See that buffers of `dtype` hold `numel` elements; `make` is collective and so is this."""
@@ -143,6 +147,7 @@ class Hooks:
         self.on_inputs, self.on_outputs, self.unfreeze = on_inputs, on_outputs, unfreeze
         self.phase = Phase.IDLE
         self.sync = True  # False inside no_sync()
+        self.asleep = False  # buffers of gradients are away: nothing may be differentiated
         self.keep = False  # a graph of a graph is alive: weights stay until the step
         self.backwards = 0  # since the last step
         # What came after the n-th gathering of a phase (n, its unit), last time. A wrong guess costs a gather, never a result.
@@ -210,6 +215,8 @@ class Hooks:
     def _root_pre(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module is not self.model:
             return None
+        if torch.is_grad_enabled():
+            self._refuse_asleep()
         if self.phase is Phase.BACKWARD and not _in_backward():
             self.abandon_backward()
         if self.phase is Phase.BACKWARD:  # the whole model is being recomputed
@@ -283,7 +290,12 @@ class Hooks:
 
     # -- backward --
 
+    def _refuse_asleep(self) -> None:
+        if self.asleep:
+            raise RuntimeError("the engine's gradients are away: call engine.wake() first, or compute under torch.no_grad()")
+
     def _enter_backward(self) -> None:
+        self._refuse_asleep()
         if self.phase is Phase.IDLE:
             self.phase = self.watch_phase(Phase.BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)

@@ -69,21 +69,21 @@ def overlap(a: Span, b: Span) -> Span:
     return start, max(start, min(a[1], b[1]))
 
 
-def _align(numel: int) -> int:
-    return -(-numel // ALIGN) * ALIGN
+def _align(numel: int, align: int) -> int:
+    return -(-numel // align) * align
 
 
-def flat_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int) -> Layout:
-    """Parameters one after another, cut into `num_shards` equal shards wherever the cuts happen to fall."""
+def flat_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, align: int = ALIGN) -> Layout:
+    """Parameters one after another, cut into `num_shards` equal shards, cut on multiples of `align` wherever that falls."""
     slots, offset = [], 0
     for name, shape in shapes:
         slots.append(Slot(name, tuple(shape), offset))
-        offset += _align(math.prod(shape))
-    shard = _align(-(-offset // num_shards))
+        offset += _align(math.prod(shape), align)
+    shard = _align(-(-offset // num_shards), align)
     return Layout(tuple(slots), tuple(shard * i for i in range(num_shards + 1)))
 
 
-def whole_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int) -> Layout:
+def whole_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, align: int = ALIGN) -> Layout:
     """Every parameter whole inside one shard, for optimizers that look at shapes; shards may differ in length.
 
     The largest parameter first goes to the least loaded shard, ties to the lower index, so all ranks agree.
@@ -92,7 +92,7 @@ def whole_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int)
     owner: dict[int, int] = {}
     for i in sorted(range(len(shapes)), key=lambda i: (-math.prod(shapes[i][1]), i)):
         owner[i] = min(range(num_shards), key=lambda shard: (load[shard], shard))
-        load[owner[i]] += _align(math.prod(shapes[i][1]))
+        load[owner[i]] += _align(math.prod(shapes[i][1]), align)
     cuts = [0]
     for numel in load:
         cuts.append(cuts[-1] + numel)
@@ -100,5 +100,5 @@ def whole_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int)
     slots = []
     for i, (name, shape) in enumerate(shapes):
         slots.append(Slot(name, tuple(shape), fill[owner[i]]))
-        fill[owner[i]] += _align(math.prod(shape))
+        fill[owner[i]] += _align(math.prod(shape), align)
     return Layout(tuple(slots), tuple(cuts))

@@ -1,61 +1,229 @@
-"""From meta to memory: give real, initialised storage to the parameters and buffers of a model built on `meta`.
+"""Where a model's first values come from, block by block: beyond what rests in memory, never more than one block's are there.
+
+given        a parameter that has memory: the first rank's values count on all
+initialised  a parameter on meta: by its module's `reset_parameters` and the model's `_init_weights`, the first rank's draw
+read         a parameter that a `Reader` knows: each rank reads the ranges that it keeps
+
+[Note: Whose turn it is] An initialiser may reach from a module into its children, or into parameters that it shares. The root's
+parameters come first, then each block's, and while modules initialise themselves every parameter whose turn it is not is on meta,
+where a write does nothing and draws no random number. So the draws depend on the model and the seed, never on stage, tier or
+world size.
 
 Parameters stay the same Python objects (`torch.utils.swap_tensors`), so references made before are still right.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from typing import Protocol
+
 import torch
 import torch.nn as nn
+from torch import Tensor
+
+from slipstream.zero.comm import Comm
+from slipstream.zero.layout import Layout, overlap
+from slipstream.zero.wrap import Group
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate and initialise every module that has something on meta, by its own `reset_parameters` or `_init_weights`.
+class Reader(Protocol):
+    """Values by name that are not in memory. A parameter with several names is known by all of them or by none."""
 
-    Raises ValueError naming a module that can do neither, before anything is changed, or a tensor that was left without a value.
+    def __contains__(self, name: str) -> bool: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) in row-major order, 1D. To be copied at once."""
+
+    def close(self) -> None:
+        """Give back what reading has taken; `read` may be called again."""
+
+
+class Values:
+    """The first values of one unit's flat buffer: what is in memory, whole, and what is read a range at a time."""
+
+    def __init__(self, layout: Layout, flat: Tensor | None, reader: Reader | None) -> None:
+        self.flat, self.reader = flat, reader
+        known = [slot for slot in layout.slots if reader is not None and slot.name in reader and slot.numel]
+        self._read = sorted(known, key=lambda slot: slot.offset)
+        self._ends = [slot.offset + slot.numel for slot in self._read]
+        dtypes = [reader.dtype(slot.name) for slot in self._read] if reader is not None else []
+        self.dtype = reduce(torch.promote_types, [*([] if flat is None else [flat.dtype]), *dtypes])  # holds all of them exactly
+
+    def get(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop), 1D, for reading; gaps are zero."""
+        if self.flat is not None and not self._read:
+            return self.flat[start:stop]
+        found = torch.zeros(stop - start, dtype=self.dtype)
+        if self.flat is not None:
+            found.copy_(self.flat[start:stop])
+        for slot in self._read[bisect.bisect_right(self._ends, start) :]:
+            if slot.offset >= stop:
+                break
+            assert self.reader is not None, "slots to read have a reader"
+            first, last = overlap(slot.span, (start, stop))
+            values = self.reader.read(slot.name, first - slot.offset, last - slot.offset)
+            found[first - start : last - start].copy_(values)
+        return found
+
+
+class FirstValues:
+    """Gives a model's parameters and buffers their first values, in turn. Made before anything is changed.
+
+    Raises ValueError naming a module that has something on meta, which is neither read nor can be initialised.
     """
-    init = getattr(model, "_init_weights", None)  # transformers, nanoGPT
-    on_meta = [(name, module) for name, module in model.named_modules() if _on_meta(module)]
-    able = [module for _, module in on_meta if init is not None or callable(getattr(module, "reset_parameters", None))]
-    initialised = {id(tensor) for module in able for tensor in _on_meta(module).values()}  # also for modules tied to them
-    for name, module in on_meta:
-        if any(id(tensor) not in initialised for tensor in _on_meta(module).values()):
-            raise ValueError(
-                f"module {name!r} ({type(module).__name__}) is on meta and has no reset_parameters(); give it one, or build "
-                f"the model with real weights"
-            )
-    # A model's own initialiser may reach from a module into its children, so it gets those that hold nothing else, children first.
-    whole = [module for _, module in model.named_modules() if all(param.is_meta for param in module.parameters())]
-    for module in able:
-        found = _on_meta(module)
-        for leaf, tensor in found.items():
-            real = torch.empty_like(tensor, device=device)
-            _mark(real)
-            if isinstance(tensor, nn.Parameter):
-                torch.utils.swap_tensors(tensor, nn.Parameter(real, requires_grad=tensor.requires_grad))
-            else:
-                setattr(module, leaf, real)
-        if found and callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-    if init is not None:
-        for module in reversed(whole):
-            init(module)
-    for name, module in on_meta:
-        for leaf, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if _is_marked(tensor):
+
+    def __init__(self, model: nn.Module, device: torch.device, reader: Reader | None = None) -> None:
+        self.model, self.device, self.reader = model, device, reader
+        self._init = getattr(model, "_init_weights", None)  # transformers, nanoGPT
+        self._params = dict(model.named_parameters())
+        self._modules = list(model.named_modules())
+        self._holders: dict[int, list[int]] = {}  # parameter to initialise -> the modules that hold it
+        for i, (name, module) in enumerate(self._modules):
+            for leaf, param in module.named_parameters(recurse=False):
+                if param.is_meta and not self._is_read(name, leaf):
+                    self._holders.setdefault(id(param), []).append(i)
+        able = {key for key, holders in self._holders.items() if any(self._is_able(self._modules[i][1]) for i in holders)}
+        for name, module in self._modules:
+            unable = [param for param in module.parameters(recurse=False) if id(param) in self._holders and id(param) not in able]
+            if unable or (self._buffers_on_meta(name, module) and not self._is_able(module)):
                 raise ValueError(
-                    f"{name}.{leaf} was on meta, and neither its module's ({type(module).__name__}) reset_parameters() nor the "
-                    f"model's _init_weights() gave it a value; build the model with real weights, or register it there"
+                    f"module {name!r} ({type(module).__name__}) is on meta and has no reset_parameters(); give it one, build the "
+                    f"model with real weights, or name files that hold them (slipstream.zero.load)"
                 )
 
+    def _is_read(self, prefix: str, leaf: str) -> bool:
+        return self.reader is not None and (f"{prefix}.{leaf}" if prefix else leaf) in self.reader
 
-def _on_meta(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What the module itself holds on meta, by its attribute's name."""
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    return {leaf: tensor for leaf, tensor in own if tensor.is_meta}
+    def _is_able(self, module: nn.Module) -> bool:
+        return self._init is not None or callable(getattr(module, "reset_parameters", None))
+
+    def _buffers_on_meta(self, prefix: str, module: nn.Module) -> list[str]:
+        found = module.named_buffers(recurse=False)
+        return [leaf for leaf, buffer in found if buffer.is_meta and not self._is_read(prefix, leaf)]
+
+    def begin(self, blocks: Collection[str]) -> None:
+        """Allocate all buffers; `blocks` are the modules that have a turn of their own after the root's."""
+        self._turns: dict[str, list[int]] = {"": []}
+        self._buffers: dict[int, list[str]] = {}
+        for i, (name, module) in enumerate(self._modules):
+            parents = itertools.accumulate(name.split("."), lambda a, b: f"{a}.{b}")
+            self._turns.setdefault(next((parent for parent in parents if parent in blocks), ""), []).append(i)
+            if fresh := self._buffers_on_meta(name, module):
+                self._buffers[i] = fresh
+            for leaf, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.is_meta:
+                    setattr(module, leaf, real := torch.empty_like(buffer, device=self.device))
+                    _mark(real)
+                elif buffer.device != self.device:
+                    setattr(module, leaf, buffer.to(self.device))
+
+    def of_block(self, block: str, units: Sequence[tuple[Group, Layout]], comm: Comm) -> list[Values]:
+        """The values of one block's units, initialised where they have to be. Collective; the root's (`""`) come first."""
+        fresh: dict[int, str] = {}
+        flats: list[Tensor | None] = []
+        for group, layout in units:
+            there = [slot for slot in layout.slots if self.reader is None or slot.name not in self.reader]
+            flat = torch.zeros(layout.numel, dtype=group.dtype, device=self.device) if there else None
+            for slot in there:
+                assert flat is not None
+                view, param = flat[slice(*slot.span)].view(slot.shape), self._params[slot.name]
+                if param.is_meta:
+                    _mark(view)
+                    move_in(param, view)
+                    fresh[id(param)] = slot.name
+                else:
+                    view.copy_(param.detach())
+            flats.append(flat)
+        self._initialise(block, fresh)
+        for flat in flats:
+            if flat is not None:
+                comm.broadcast(flat)
+        return [Values(layout, flat, self.reader) for (_, layout), flat in zip(units, flats, strict=True)]
+
+    def _initialise(self, block: str, fresh: Mapping[int, str]) -> None:
+        turn = self._turns.get(block, [])
+        own = {*(i for i in turn if i in self._buffers), *(i for key in fresh for i in self._holders[key])}
+        root = dict(self._modules)[block]
+        with _only(fresh, [*root.modules(), *(self._modules[i][1] for i in own)]):
+            wanted = fresh.keys() | {id(getattr(self._modules[i][1], leaf)) for i in own for leaf in self._buffers.get(i, ())}
+            for i in sorted(own):
+                if callable(reset := getattr(self._modules[i][1], "reset_parameters", None)):
+                    reset()
+            self._run_init((self._modules[i][1] for i in sorted({*turn, *own}, reverse=True)), wanted)
+        if block and any(_is_marked(self._params[name]) for name in fresh.values()):
+            parents = list(itertools.accumulate(block.split(".")[:-1], lambda a, b: f"{a}.{b}"))
+            with _only(fresh, self.model.modules()):
+                self._run_init((dict(self._modules)[name] for name in [*reversed(parents), ""]), fresh.keys())
+        held = [(name, self._params[name], self._modules[self._holders[key][0]][1]) for key, name in fresh.items()]
+        for i in own:
+            name, module = self._modules[i]
+            held += [(f"{name}.{leaf}", getattr(module, leaf), module) for leaf in self._buffers.get(i, ())]
+        for name, tensor, module in held:
+            if _is_marked(tensor):
+                raise ValueError(
+                    f"{name} was on meta, and neither its module's ({type(module).__name__}) reset_parameters() nor the model's "
+                    f"_init_weights() gave it a value; build the model with real weights, register it there, or name files that "
+                    f"hold it (slipstream.zero.load)"
+                )
+
+    def _run_init(self, modules: Iterable[nn.Module], wanted: Collection[int]) -> None:
+        """The model's own initialiser on each module that holds or contains something of `wanted`."""
+        if self._init is None or not wanted:
+            return
+        for module in modules:
+            if any(id(tensor) in wanted for tensor in itertools.chain(module.parameters(), module.buffers())):
+                self._init(module)
+
+    def finish(self) -> None:
+        """Every parameter has its values: read the buffers that are in files."""
+        for prefix, module in self._modules if self.reader is not None else ():
+            for leaf, buffer in module.named_buffers(recurse=False):
+                if self._is_read(prefix, leaf) and buffer.numel():
+                    assert self.reader is not None
+                    name = f"{prefix}.{leaf}" if prefix else leaf
+                    buffer.copy_(self.reader.read(name, 0, buffer.numel()).view(buffer.shape))
+        self.rest()
+
+    def rest(self) -> None:
+        """Give back what reading has taken."""
+        if self.reader is not None:
+            self.reader.close()
 
 
-def _mark(tensor: torch.Tensor) -> None:
+@contextmanager
+def _only(fresh: Collection[int], modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, `modules` see stand-ins on meta in place of every parameter that is not `fresh`."""
+    hidden: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for module in set(modules):
+            for leaf, param in module._parameters.items():
+                if param is not None and not param.is_meta and id(param) not in fresh:
+                    hidden.append((module, leaf, param))
+                    empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                    module._parameters[leaf] = nn.Parameter(empty, requires_grad=param.requires_grad)
+        yield
+    finally:
+        for module, leaf, param in hidden:
+            module._parameters[leaf] = param
+
+
+def move_in(param: nn.Parameter, memory: Tensor) -> None:
+    """Give a parameter memory, from or to meta too; it stays the same object, with its attributes."""
+    if param.is_meta == memory.is_meta:
+        param.data = memory
+        return
+    new = nn.Parameter(memory.data, requires_grad=param.requires_grad)  # .data: writes to what it is a view of are not its own
+    vars(new).update(vars(param))
+    torch.utils.swap_tensors(param, new)
+
+
+def _mark(tensor: Tensor) -> None:
     """Fill fresh memory with what no initialiser writes; a bool, which has no such value, with False."""
     with torch.no_grad():
         if tensor.is_floating_point() or tensor.is_complex():
@@ -64,7 +232,7 @@ def _mark(tensor: torch.Tensor) -> None:
             tensor.fill_(False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max)
 
 
-def _is_marked(tensor: torch.Tensor) -> bool:
+def _is_marked(tensor: Tensor) -> bool:
     """Whether the tensor still holds the mark somewhere."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(torch.isnan(tensor.detach()).any())

@@ -16,7 +16,7 @@ parameters are zero in every buffer. Edges are methods; hooks only call them (ze
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -28,12 +28,14 @@ from torch import Tensor
 from slipstream.ops import Partial
 from slipstream.zero.comm import Buffer, Comm, Pending
 from slipstream.zero.layout import Layout, Span
+from slipstream.zero.materialize import Values, move_in
 from slipstream.zero.parameter import drop_grad, parameter_classes, raw_grad
 from slipstream.zero.placement import Placement, Tier
-from slipstream.zero.store import Homes, MemoryStore, Pages, Store, copy_store, fill_zero, range_nbytes
+from slipstream.zero.store import GRAIN, Homes, MemoryStore, Pages, Store, copy_store, fill_zero, range_nbytes
 
 _preserve_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 (torch exports it to no one)
 
+_PIECE = 256 * GRAIN  # elements of first values that are in memory at a time
 
 _serials = itertools.count()
 
@@ -90,6 +92,7 @@ class Unit:
         comms: Comms,
         memory: Memory,
         homes: Homes,
+        values: Values,
     ) -> None:
         self.name, self.index = name, index
         self.serial = next(_serials)  # the same on all ranks for the same unit: engines are made alike everywhere
@@ -106,6 +109,7 @@ class Unit:
         self.state = State.GATHERED
         self.arriving: Pending[None] | None = None  # a gather that has been started
         self.poison = False  # debugging: fill released weights with NaN instead of freeing them
+        self.asleep = False  # its weights are away (train/sleep.py)
         self.pinned = False  # gathered on demand: stays until the end of this forward or backward
         self.direct = False  # some graph since the last step has used it outside its block: every backward needs it whole
         self.may_gather_on_demand = False  # set by the hooks while the engine's forward runs
@@ -117,15 +121,14 @@ class Unit:
         self.partial = Partial(0.0, True)  # of this rank's finest span, after the last reduction
         self.updating: Pending[None] | None = None  # the optimizer still has this unit in hand, on another thread
         self.pages: Pages | None = None  # what `full` lies in where its pages come and go
-        self._place_weights()
+        self._place_weights(values)
         self.grads: Store | None = None  # until start_training
         self._versions = [param._version for param in self.params]
 
     # -- memory --
 
-    def _place_weights(self) -> None:
-        numel, dtype, device = self.layout.numel, self.dtypes.weights, self.params[0].device
-        old = [param.detach() for param in self.params]
+    def _place_weights(self, values: Values) -> None:
+        numel, dtype, device = self.layout.numel, self.dtypes.weights, self.homes.device
         start, stop = self.span
         resting = self.placement.weights and not self.memory.common
         at_rest = self.homes.weights(stop - start, dtype) if resting else None
@@ -137,38 +140,36 @@ class Unit:
         elif self.pages is not None:
             self.full = self.pages.memory.view(dtype)[:numel]
         else:
-            self.full = torch.zeros(numel, dtype=dtype, device=device)
+            self.full = torch.empty(numel, dtype=dtype, device=device)
         self.full_nbytes = self.full.untyped_storage().nbytes()
-        whole = _flatten(old, self.layout, self.master_source_dtype(old))
-        self.comms.data.broadcast(whole)  # every rank starts from the first one's values
-        if not self.memory.common or self.comms.dp.rank == 0:
-            self.full.copy_(whole)
         self.views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
         for param, view in zip(self.params, self.views, strict=True):
-            param.data = view
+            move_in(param, view)
         # What parameters hold while their storage is empty: a read of theirs that torch lets no class refuse (torch.tensor(p))
         # gives what this is filled with, where reading the empty storage would end the process.
         nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
         self.placeholders = [nothing.expand(slot.shape) for slot in self.layout.slots]
         self.weights: Store = at_rest or MemoryStore(self.full[start:stop])
-        if at_rest is not None:
-            at_rest.put(0, self.full[start:stop])
         self.master = self._own_weights()
         if self.dtypes.master != dtype:
-            a, b = self.optim_span
-            self.master = self.homes.state(b - a, self.dtypes.master)
-            self.master.put(0, whole[a:b])
+            self.master = self.homes.state(self.optim_span[1] - self.optim_span[0], self.dtypes.master)
+        self._fill(values)
+
+    def _fill(self, values: Values) -> None:
+        """Put the first values to rest, a bounded piece at a time; masters start from them and not from their rounding."""
+        weights = self.weights if self.placement.weights else MemoryStore(self.full)
+        first, last = self.span if self.placement.weights else (0, self.layout.numel)
+        own = self.optim_span
+        for a, b in itertools.pairwise(sorted({first, *own, last})):
+            for start in range(a, b, _PIECE):
+                piece = values.get(start, min(start + _PIECE, b))
+                weights.put(start - first, piece)
+                if self.out is not None and own[0] <= start < own[1]:
+                    self.master.put(start - own[0], piece)
 
     def _own_weights(self) -> Store:
         """The weights in the optimizer's span."""
         return self.weights if self.placement.optim else MemoryStore(self.full)
-
-    def master_source_dtype(self, tensors: Iterable[Tensor]) -> torch.dtype:
-        """The widest dtype of what the user gave, so that masters start from it and not from its rounding."""
-        wide = self.dtypes.weights
-        for tensor in tensors:
-            wide = torch.promote_types(wide, tensor.dtype)
-        return wide
 
     def start_training(self, dtypes: Dtypes) -> None:
         """Make room for gradients and, where the weights are no masters, for masters. `memory` has been extended."""
@@ -258,6 +259,8 @@ class Unit:
         """Make the weights readable. Safe to call when they are."""
         if self.state is State.GATHERED:
             return
+        if self.asleep:
+            raise RuntimeError(f"the weights of {self.names[0]!r} are away: call engine.wake() first")
         self.await_update()
         if self.memory.common:
             self.comms.dp.await_published(self.memory.common)
@@ -297,6 +300,25 @@ class Unit:
                 self.pages.free()
         self._set_class(self.released_class)
         self.state, self.pinned = State.RELEASED, False
+
+    def fall_asleep(self) -> None:
+        """Parameters raise until `wake_up`, also where weights are replicated."""
+        self.release()
+        if self.state is State.GATHERED:
+            self.check_writes()
+            self._set_class(nn.Parameter)
+            self._point_at(self.placeholders)
+            self._set_class(self.released_class)
+            self.state = State.RELEASED
+        self.asleep = True
+
+    def wake_up(self) -> None:
+        self.asleep = False
+        if not self.placement.weights:
+            self._set_class(nn.Parameter)
+            self._point_at(self.views)
+            self.state = State.GATHERED
+            self.hide_gradients()
 
     # -- edge: reduce (full gradients -> grads shard) --
 
@@ -471,17 +493,31 @@ class Unit:
             self.master.put(start - self.optim_span[0], self.full[start:stop])
 
     def close(self) -> None:
-        """Hand parameters back as ordinary ones with memory of their own. The unit is unusable afterwards."""
-        self.gather()
+        """Hand parameters back as ordinary ones: with memory of their own or, where they rested on disk, on meta.
+
+        The unit is unusable afterwards.
+        """
+        if self.pages is None or self.arriving is not None:
+            self.gather()
+        self.await_update()
         for param, view in zip(self.params, self.views, strict=True):
             param.__class__ = nn.Parameter
-            param.data = view.clone()
-            param.grad = None
+            drop_grad(param)
+            if self.pages is None:
+                param.data = view.clone()
+            else:
+                self._put_on_meta(param)
         self.views = []
         self.memory = Memory(full=None, common=None, local=None, replica=None)
         self.full = torch.empty(0)
         self.weights = self.master = MemoryStore(self.full)
         self.grads = self.pages = None
+
+    def _put_on_meta(self, param: nn.Parameter) -> None:
+        try:
+            move_in(param, torch.empty(param.shape, dtype=self.dtypes.weights, device="meta"))
+        except RuntimeError:  # torch swaps nothing that a graph or a weak reference still holds; reads of it raise
+            param.__class__ = self.released_class
 
 
 def _gaps(layout: Layout) -> list[Span]:
@@ -497,10 +533,3 @@ def _gaps(layout: Layout) -> list[Span]:
 def _even_cuts(numel: int, parts: int) -> list[int]:
     step = -(-numel // (64 * parts)) * 64
     return [min(i * step, numel) for i in range(parts + 1)]
-
-
-def _flatten(tensors: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-    flat = torch.zeros(layout.numel, dtype=dtype, device=tensors[0].device)
-    for tensor, slot in zip(tensors, layout.slots, strict=True):
-        flat[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(tensor)
-    return flat

@@ -14,7 +14,6 @@
 #include "slipstream_ops.h"
 
 #include <errno.h>
-#include <stddef.h>
 
 #if defined(__linux__) && defined(__has_include)
 #if __has_include(<linux/io_uring.h>)
@@ -43,19 +42,12 @@ struct disk_batch {
     struct disk_batch *next;
 };
 
-/* A registered buffer, laid out as struct iovec. */
-struct disk_buffer {
-    char *memory;
-    uint64_t nbytes;
-};
-
 struct disk;
 
 #define SHORT (-1)
 
 #if defined(IORING_FEAT_RW_CUR_POS) && defined(SYS_io_uring_setup) /* headers of Linux 5.6: IORING_OP_READ is there */
 
-#include <limits.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -63,6 +55,7 @@ struct disk;
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -90,7 +83,7 @@ struct disk {
     int file, ring, wake, depth, broken;
     int64_t block, in_flight[2];
     struct slot *slots; /* 2 * depth */
-    struct disk_buffer *buffers;
+    struct iovec *buffers; /* registered */
     int num_buffers, can_register;
 
     char *rings; /* one mapping of both */
@@ -130,8 +123,8 @@ static void send_slot(struct disk *d, const struct slot *s)
                                  .off = (uint64_t)(s->offset + s->moved),
                                  .user_data = (uint64_t)(s - d->slots)};
     for (int i = 0; i < d->num_buffers; i++) {
-        const struct disk_buffer *b = &d->buffers[i];
-        if (memory >= b->memory && memory + nbytes <= b->memory + b->nbytes) {
+        const char *start = d->buffers[i].iov_base;
+        if (memory >= start && memory + nbytes <= start + d->buffers[i].iov_len) {
             entry.opcode = write ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
             entry.buf_index = (uint16_t)i;
             break;
@@ -359,7 +352,7 @@ SLIPSTREAM_API void slipstream_disk_submit(struct disk *d, struct disk_batch *b)
 }
 
 /* In place of what was registered before. While nothing is under way. 0, or the errno: then nothing is registered. */
-SLIPSTREAM_API int slipstream_disk_register(struct disk *d, const struct disk_buffer *buffers, int count)
+SLIPSTREAM_API int slipstream_disk_register(struct disk *d, const struct iovec *buffers, int count)
 {
     if (!d->can_register)
         return ENOSYS;

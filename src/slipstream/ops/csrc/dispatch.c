@@ -3,9 +3,8 @@
  * The choice is made once, on first use, from what the processor has (processor.c). Every entry point works on whole
  * arrays; splitting over threads is the caller's, at multiples of BLOCK elements.
  */
-#include "slipstream_ops.h"
+#include "optim.h"
 
-#include <math.h>
 #include <stdatomic.h>
 #include <string.h>
 
@@ -97,35 +96,13 @@ SLIPSTREAM_API double slipstream_sum_ranks(void *out, const void *const *sources
     return total;
 }
 
-/* One Adam step. Hyperparameters arrive in fp64 and are rounded to fp32 once, here; no element is touched in fp64.
- * mode: bits 0-1 the dtype of grad, 2-3 of out, 4 decoupled, 5 bias_correction, 6 stream. */
-SLIPSTREAM_API void slipstream_adamw(float *master, const void *grad, float *exp_avg, float *exp_avg_sq, void *out,
-                                     int64_t numel, int mode, int64_t step, double scale, double lr, double beta1, double beta2,
-                                     double eps, double weight_decay)
+/* One step of an optimizer over elements [start, stop); start is a multiple of BLOCK. sums: where LAMB_UPDATE leaves two for each
+ * BLOCK of the whole array. */
+SLIPSTREAM_API void slipstream_step(int rule, const struct step *step, int64_t start, int64_t stop, double *sums)
 {
-    const int decoupled = mode >> 4 & 1, bias_correction = mode >> 5 & 1;
-    const double correction1 = bias_correction ? 1.0 - pow(beta1, (double)step) : 1.0;
-    const double correction2 = bias_correction ? 1.0 - pow(beta2, (double)step) : 1.0;
-    const int lerp_from_grad = (float)(1.0 - beta1) >= 0.5f;
-    const struct adamw_args args = {
-        .master = master,
-        .grad = grad,
-        .exp_avg = exp_avg,
-        .exp_avg_sq = exp_avg_sq,
-        .out = out,
-        .scale = (float)scale,
-        .keep = decoupled ? (float)(1.0 - lr * weight_decay) : 1.0f,
-        .l2 = decoupled ? 0.0f : (float)weight_decay,
-        .rate = (float)(lerp_from_grad ? beta1 : 1.0 - beta1),
-        .lerp_from_grad = lerp_from_grad,
-        .beta2 = (float)beta2,
-        .one_minus_beta2 = (float)(1.0 - beta2),
-        .root_correction = (float)(1.0 / sqrt(correction2)),
-        .eps = (float)eps,
-        .step_size = (float)(lr / correction1),
-        .stream = (mode >> 6 & 1) && out && aligned(out),
-    };
-    kernels()->adamw(&args, 0, numel, mode & 3, mode >> 2 & 3);
+    const struct kernels *table = kernels();
+    for (; start < stop; start += BLOCK)
+        table->step(rule, step, start, stop - start < BLOCK ? stop : start + BLOCK, sums ? sums + 2 * (start / BLOCK) : 0);
 }
 
 /* memcpy past the caches. The ranges do not overlap. */

@@ -78,6 +78,16 @@ INLINE group add_groups(group x, group y)
     return (group){vec_add(x.a, y.a), vec_add(x.b, y.b), vec_add(x.c, y.c), vec_add(x.d, y.d)};
 }
 
+TARGET static double folded(vec64 sum)
+{
+    double lanes[16];
+    vec64_store(lanes, sum);
+    for (int half = 8; half >= 1; half /= 2)
+        for (int lane = 0; lane < half; ++lane)
+            lanes[lane] += lanes[lane + half];
+    return lanes[0];
+}
+
 TARGET static double sum_block(const struct sum_args *args, int64_t start, int64_t stop, int source, int target)
 {
     const void *const *sources = args->sources;
@@ -86,7 +96,6 @@ TARGET static double sum_block(const struct sum_args *args, int64_t start, int64
     const vec alpha = vec_set(args->alpha);
     void *out = args->out;
     vec64 squares = vec64_zero();
-    double lanes[16];
     for (int64_t i = start; i < stop; i += GROUP) {
         const int64_t width = stop - i < GROUP ? stop - i : GROUP;
         group sum = load_group(sources[0], i, width, source);
@@ -103,75 +112,7 @@ TARGET static double sum_block(const struct sum_args *args, int64_t start, int64
     }
     if (stream)
         fence_streams();
-    vec64_store(lanes, squares);
-    for (int half = 8; half >= 1; half /= 2)
-        for (int lane = 0; lane < half; ++lane)
-            lanes[lane] += lanes[lane + half];
-    return lanes[0];
-}
-
-/* ---- adamw: one pass over master, gradient and both moments; weights written in their own dtype ---- */
-
-/* a + rate * (b - a). The step starts from whichever of exp_avg and gradient weighs more (beta1 above or below 1/2), as
- * torch.lerp does: with beta1 = 0 the result is the gradient itself. */
-INLINE vec lerp(vec a, vec b, vec rate) { return vec_add(a, vec_mul(rate, vec_sub(b, a))); }
-
-/* Whole vectors of 16 elements from start to before stop. */
-TARGET static void adamw_vectors(const struct adamw_args *args, int64_t start, int64_t stop, int grad, int target)
-{
-    const vec scale = vec_set(args->scale), keep = vec_set(args->keep), l2 = vec_set(args->l2);
-    const vec rate = vec_set(args->rate), beta2 = vec_set(args->beta2), rest2 = vec_set(args->one_minus_beta2);
-    const vec root_correction = vec_set(args->root_correction), eps = vec_set(args->eps);
-    const vec step_size = vec_set(args->step_size);
-    const int has_l2 = args->l2 != 0.0f, lerp_from_grad = args->lerp_from_grad, stream = args->stream;
-    float *master = args->master, *exp_avg = args->exp_avg, *exp_avg_sq = args->exp_avg_sq;
-    const char *grads = args->grad;
-    char *out = args->out;
-    for (int64_t i = start; i < stop; i += 16) {
-        vec p = load_f32(master + i), m = load_f32(exp_avg + i), v = load_f32(exp_avg_sq + i);
-        vec g = vec_mul(load_vec(grads + i * itemsize(grad), grad), scale);
-        if (has_l2)
-            g = vec_add(g, vec_mul(l2, p));
-        p = vec_mul(p, keep);
-        m = lerp_from_grad ? lerp(g, m, rate) : lerp(m, g, rate);
-        v = vec_add(vec_mul(v, beta2), vec_mul(vec_mul(rest2, g), g));
-        vec denominator = vec_add(vec_mul(vec_sqrt(v), root_correction), eps);
-        p = vec_sub(p, vec_div(vec_mul(step_size, m), denominator));
-        store_f32(master + i, p, 0);
-        store_f32(exp_avg + i, m, 0);
-        store_f32(exp_avg_sq + i, v, 0);
-        if (out)
-            store_vec(out + i * itemsize(target), p, target, stream);
-    }
-    if (stream)
-        fence_streams();
-}
-
-TARGET static void adamw(const struct adamw_args *args, int64_t start, int64_t stop, int grad, int target)
-{
-    const int64_t whole = start + (stop - start) / 16 * 16, rest = stop - whole;
-    adamw_vectors(args, start, whole, grad, target);
-    if (rest == 0)
-        return;
-    float master[16] = {0}, exp_avg[16] = {0}, exp_avg_sq[16] = {0}, grads[16] = {0}, out[16];
-    const size_t nbytes = (size_t)rest * sizeof(float);
-    struct adamw_args padded = *args;
-    memcpy(master, args->master + whole, nbytes);
-    memcpy(exp_avg, args->exp_avg + whole, nbytes);
-    memcpy(exp_avg_sq, args->exp_avg_sq + whole, nbytes);
-    memcpy(grads, (const char *)args->grad + whole * itemsize(grad), (size_t)(rest * itemsize(grad)));
-    padded.master = master;
-    padded.exp_avg = exp_avg;
-    padded.exp_avg_sq = exp_avg_sq;
-    padded.grad = grads;
-    padded.out = args->out ? out : NULL;
-    padded.stream = 0;
-    adamw_vectors(&padded, 0, 16, grad, target);
-    memcpy(args->master + whole, master, nbytes);
-    memcpy(args->exp_avg + whole, exp_avg, nbytes);
-    memcpy(args->exp_avg_sq + whole, exp_avg_sq, nbytes);
-    if (args->out)
-        memcpy((char *)args->out + whole * itemsize(target), out, (size_t)(rest * itemsize(target)));
+    return folded(squares);
 }
 
 /* ---- copy ---- */

@@ -4,8 +4,9 @@
 #if defined(__x86_64__)
 #include "vec_avx512.h"
 #include "kernels.h"
+#include "optim_body.h"
 
-static const struct kernels table = {"avx512", sum_block, adamw, copy};
+static const struct kernels table = {"avx512", sum_block, copy, step};
 const struct kernels *const kernels_avx512 = &table;
 #else
 const struct kernels *const kernels_avx512 = 0;

@@ -1,12 +1,13 @@
 /* The shared vocabulary of the native kernels: element types, argument records, the table each instruction set fills.
  *
- * Plain C11 with a C ABI: no Python.h, no libtorch. vec_{avx512,avx2,portable}.h give 16 fp32 lanes each, kernels.h is
- * the one text of the kernels, compiled once per instruction set; dispatch.c picks a table at run time.
+ * Plain C11 with a C ABI: no Python.h, no libtorch. vec_{avx512,avx2,portable}.h give 16 fp32 lanes each, kernels.h and
+ * optim_body.h are the one text of the kernels, compiled once per instruction set; dispatch.c picks a table at run time.
  *
  * [Note: Same bits everywhere] Every instruction set, and the torch twin, performs the same IEEE operations in the same
  * order: no fused multiply-add in fp32 (-ffp-contract=off), division and square root correctly rounded, sums of
  * squares in 16 fp64 lanes (products of fp32 values are exact in fp64) that are folded in one fixed order. A tail is
- * padded with zeros and goes through the same vector code, so there is no scalar path to differ from it.
+ * padded with zeros and goes through the same vector code, so there is no scalar path to differ from it. Random bits are
+ * a function of a key and of an element's number, in integer arithmetic.
  */
 #ifndef SLIPSTREAM_OPS_H
 #define SLIPSTREAM_OPS_H
@@ -32,32 +33,17 @@ struct sum_args {
     int stream;     /* write out past the caches; out is 64-byte aligned */
 };
 
-struct adamw_args {
-    float *master;
-    const void *grad;
-    float *exp_avg;
-    float *exp_avg_sq;
-    void *out; /* weights in their own dtype, or NULL when they are the master */
-    float scale;
-    float keep;        /* 1 - lr * weight_decay when decoupled, else 1 */
-    float l2;          /* weight_decay when not decoupled, else 0 */
-    float rate; /* exp_avg := a + rate * (b - a); see lerp in kernels.h */
-    int lerp_from_grad;
-    float beta2, one_minus_beta2;
-    float root_correction; /* 1 / sqrt(1 - beta2^step) */
-    float eps;
-    float step_size; /* lr / (1 - beta1^step) */
-    int stream;
-};
+struct step; /* optim.h */
 
 struct kernels {
     const char *name;
     /* Elements [start, stop), at most one BLOCK; returns the sum of squares of what it wrote. */
     double (*sum_block)(const struct sum_args *args, int64_t start, int64_t stop, int source, int target);
-    /* Elements [start, stop); grad and target name dtypes, target is ignored when args->out is NULL. */
-    void (*adamw)(const struct adamw_args *args, int64_t start, int64_t stop, int grad, int target);
     /* nbytes is a multiple of 256 and dst is 64-byte aligned. */
     void (*copy)(char *dst, const char *src, int64_t nbytes);
+    /* A step by one of optim.h's rules. Elements [start, stop), at most one BLOCK; start is a multiple of 256. Where `sums` is
+     * given, the rule's two sums of squares. */
+    void (*step)(int rule, const struct step *step, int64_t start, int64_t stop, double *sums);
 };
 
 enum isa { PORTABLE, AVX2, AVX512, AVX512BF16 };

@@ -3,6 +3,7 @@
 
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
+#define KNOW_RECIPES 1 /* of the optimizers: optim_body.h */
 
 /* The decoder's tiles: see decoder_products.h. */
 #define WIDE 2
@@ -35,6 +36,16 @@ INLINE __m256 pow2(__m256 n)
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 INLINE vec vec_pow2(vec n) { return (vec){pow2(n.low), pow2(n.high)}; }
+INLINE vec vec_abs(vec a)
+{
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return (vec){_mm256_andnot_ps(sign, a.low), _mm256_andnot_ps(sign, a.high)};
+}
+INLINE __m256 larger(__m256 a, __m256 b)
+{
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+}
+INLINE vec vec_larger(vec a, vec b) { return (vec){larger(a.low, b.low), larger(a.high, b.high)}; }
 
 INLINE vec load_f32(const void *p)
 {
@@ -70,6 +81,9 @@ INLINE vec load_f16(const void *p)
 INLINE float lanes_sum(vec a) { return halves_sum(a.low, a.high); }
 INLINE float lanes_max(vec a) { return halves_max(a.low, a.high); }
 INLINE void store_i8(void *p, vec a) { halves_store_i8(p, a.low, a.high); }
+INLINE void store_u8(void *p, vec a) { halves_store_u8(p, a.low, a.high); }
+INLINE vec load_i8(const void *p) { return (vec){widen_i8(p), widen_i8((const char *)p + 8)}; }
+INLINE vec load_u8(const void *p) { return (vec){widen_u8(p), widen_u8((const char *)p + 8)}; }
 
 INLINE vec ivec_to_vec(ivec a) { return (vec){_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
 INLINE vec pairs_to_vec(ivec a)
@@ -118,6 +132,37 @@ INLINE vec store_f16(void *p, vec a, int stream)
     __m128i high = _mm256_cvtps_ph(a.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     store_halves(p, _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1), stream);
     return (vec){_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)};
+}
+
+typedef struct {
+    __m256i low, high;
+} words;
+INLINE words words_set(uint32_t x) { return (words){_mm256_set1_epi32((int32_t)x), _mm256_set1_epi32((int32_t)x)}; }
+INLINE words words_from(uint32_t x)
+{
+    const words all = words_set(x);
+    return (words){_mm256_add_epi32(all.low, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)),
+                   _mm256_add_epi32(all.high, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15))};
+}
+INLINE words words_xor(words a, words b) { return (words){_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)}; }
+INLINE words words_and(words a, words b) { return (words){_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)}; }
+INLINE words words_mul(words a, words b) { return (words){_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)}; }
+INLINE words words_right(words a, int bits)
+{
+    return (words){_mm256_srli_epi32(a.low, bits), _mm256_srli_epi32(a.high, bits)};
+}
+INLINE vec words_to_vec(words a) { return (vec){_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
+/* The bits of a + below without their low halves: bf16, rounded up where `below` (16 bits) carries. A NaN stays one. */
+INLINE __m256i carried(__m256 a, __m256i below)
+{
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_or_si256(_mm256_add_epi32(_mm256_castps_si256(a), below), is_nan), 16);
+}
+INLINE vec store_bf16_up(void *p, vec a, words below)
+{
+    const __m256i low = carried(a.low, below.low), high = carried(a.high, below.high);
+    store_halves(p, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8), 0);
+    return (vec){_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
 }
 
 INLINE vec64 vec64_zero(void)

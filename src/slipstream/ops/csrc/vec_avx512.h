@@ -5,6 +5,7 @@
 #define TARGET __attribute__((target("avx512f,avx2,fma,f16c")))
 #endif
 #define INLINE static inline __attribute__((always_inline)) TARGET
+#define KNOW_RECIPES 1 /* of the optimizers: optim_body.h */
 
 #define WIDE 4 /* panels of a decoder's tile: see decoder_products.h */
 
@@ -30,6 +31,15 @@ INLINE vec vec_pick(vec a, vec least, vec yes, vec no)
 INLINE vec vec_pow2(vec n)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+
+INLINE vec vec_abs(vec a)
+{
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(INT32_MAX)));
+}
+INLINE vec vec_larger(vec a, vec b)
+{
+    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
 }
 
 INLINE vec load_f32(const void *p) { return _mm512_loadu_ps(p); }
@@ -68,6 +78,13 @@ INLINE __m256 high_half(vec a) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(
 INLINE float lanes_sum(vec a) { return halves_sum(_mm512_castps512_ps256(a), high_half(a)); }
 INLINE float lanes_max(vec a) { return halves_max(_mm512_castps512_ps256(a), high_half(a)); }
 INLINE void store_i8(void *p, vec a) { halves_store_i8(p, _mm512_castps512_ps256(a), high_half(a)); }
+INLINE void store_u8(void *p, vec a) { halves_store_u8(p, _mm512_castps512_ps256(a), high_half(a)); }
+INLINE vec both_halves(__m256 low, __m256 high)
+{
+    return _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(low)), _mm256_castps_pd(high), 1));
+}
+INLINE vec load_i8(const void *p) { return both_halves(widen_i8(p), widen_i8((const char *)p + 8)); }
+INLINE vec load_u8(const void *p) { return both_halves(widen_u8(p), widen_u8((const char *)p + 8)); }
 
 INLINE vec store_f32(void *p, vec a, int stream)
 {
@@ -99,6 +116,26 @@ INLINE vec store_f16(void *p, vec a, int stream)
     __m256i bits = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     store_halves(p, bits, stream);
     return _mm512_cvtph_ps(bits);
+}
+
+typedef __m512i words;
+INLINE words words_set(uint32_t x) { return _mm512_set1_epi32((int32_t)x); }
+INLINE words words_from(uint32_t x)
+{
+    return _mm512_add_epi32(words_set(x), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+INLINE words words_xor(words a, words b) { return _mm512_xor_si512(a, b); }
+INLINE words words_and(words a, words b) { return _mm512_and_si512(a, b); }
+INLINE words words_mul(words a, words b) { return _mm512_mullo_epi32(a, b); }
+INLINE words words_right(words a, const unsigned bits) { return _mm512_srli_epi32(a, bits); }
+INLINE vec words_to_vec(words a) { return _mm512_cvtepi32_ps(a); }
+INLINE vec store_bf16_up(void *p, vec a, words below)
+{
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    const __m512i sum = _mm512_mask_set1_epi32(_mm512_add_epi32(_mm512_castps_si512(a), below), is_nan, -1);
+    const __m512i bits = _mm512_srli_epi32(sum, 16);
+    store_halves(p, _mm512_cvtepi32_epi16(bits), 0);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
 INLINE vec64 vec64_zero(void) { return (vec64){_mm512_setzero_pd(), _mm512_setzero_pd()}; }

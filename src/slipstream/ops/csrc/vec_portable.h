@@ -11,6 +11,7 @@
 #define DOTS_BF16 0
 #define CODE_ROWS 4
 #define INT8_OFFSET 0
+#define KNOW_RECIPES 0 /* of the optimizers: conversions are calls here, and more text would buy little */
 
 typedef float vec __attribute__((vector_size(64)));
 typedef double vec64 __attribute__((vector_size(128)));
@@ -36,6 +37,8 @@ INLINE vec vec_select(mask where, vec a, vec b) { return (vec)((where & (mask)a)
 INLINE vec vec_min(vec a, vec b) { return vec_select(a < b, a, b); }
 INLINE vec vec_max(vec a, vec b) { return vec_select(a > b, a, b); }
 INLINE vec vec_pick(vec a, vec least, vec yes, vec no) { return vec_select(a >= least, yes, no); }
+INLINE vec vec_abs(vec a) { return (vec)((mask)a & INT32_MAX); }
+INLINE vec vec_larger(vec a, vec b) { return vec_select((mask)a > (mask)b, a, b); }
 INLINE vec vec_pow2(vec n)
 {
     float lanes[16];
@@ -91,11 +94,39 @@ INLINE float lanes_max(vec a)
             a[lane] = a[lane] > a[lane + half] ? a[lane] : a[lane + half];
     return a[0];
 }
+/* To the nearest whole number: added to 1.5 * 2^23, only those are left. */
+INLINE vec vec_nearest(vec a) { return a + 12582912.0f - 12582912.0f; }
 INLINE void store_i8(void *p, vec a)
 {
     int8_t *codes = p;
+    a = vec_nearest(a);
     for (int lane = 0; lane < 16; ++lane)
         codes[lane] = (int8_t)a[lane];
+}
+INLINE void store_u8(void *p, vec a)
+{
+    uint8_t *codes = p;
+    a = vec_nearest(a);
+    for (int lane = 0; lane < 16; ++lane)
+        codes[lane] = (uint8_t)a[lane];
+}
+INLINE vec load_i8(const void *p)
+{
+    int8_t codes[16];
+    vec a;
+    memcpy(codes, p, sizeof codes);
+    for (int lane = 0; lane < 16; ++lane)
+        a[lane] = codes[lane];
+    return a;
+}
+INLINE vec load_u8(const void *p)
+{
+    uint8_t codes[16];
+    vec a;
+    memcpy(codes, p, sizeof codes);
+    for (int lane = 0; lane < 16; ++lane)
+        a[lane] = codes[lane];
+    return a;
 }
 /* There is no portable way past the caches: `stream` is ignored here. */
 INLINE vec store_f32(void *p, vec a, int stream)
@@ -179,17 +210,34 @@ INLINE vec store_halves(void *p, vec a, void (*narrow)(uint16_t *, const float *
     return load_f32(lanes);
 }
 INLINE vec load_bf16(const void *p) { return load_halves(p, widen_bf16); }
+typedef uint32_t words __attribute__((vector_size(64)));
+INLINE words words_set(uint32_t x) { return x - (words){0}; }
+INLINE words words_from(uint32_t x) { return x + (words){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+INLINE words words_xor(words a, words b) { return a ^ b; }
+INLINE words words_and(words a, words b) { return a & b; }
+INLINE words words_mul(words a, words b) { return a * b; }
+INLINE words words_right(words a, int bits) { return a >> bits; }
+INLINE vec words_to_vec(words a) { return __builtin_convertvector((mask)a, vec); }
+/* The bits of a + below without their low halves: bf16, rounded up where `below` (16 bits) carries. A NaN stays one. */
+INLINE vec store_bf16_up(void *p, vec a, words below)
+{
+    const words sum = ((words)a + below) | (words)(a != a), bits = sum >> 16;
+    uint16_t halves[16];
+    for (int lane = 0; lane < 16; ++lane)
+        halves[lane] = (uint16_t)bits[lane];
+    memcpy(p, halves, sizeof halves);
+    return (vec)(bits << 16);
+}
 /* 16 pairs of bf16, next to each other: the first of each, and the second. */
-typedef uint32_t wordvec __attribute__((vector_size(64)));
 INLINE vec load_even_bf16(const char *p)
 {
-    wordvec pairs;
+    words pairs;
     memcpy(&pairs, p, sizeof pairs);
     return (vec)(pairs << 16);
 }
 INLINE vec load_odd_bf16(const char *p)
 {
-    wordvec pairs;
+    words pairs;
     memcpy(&pairs, p, sizeof pairs);
     return (vec)(pairs & 0xffff0000u);
 }

@@ -1,6 +1,6 @@
 """A few steps of a model that is far too big for the memory: the training script, as any other.
 
-    slipstream run --nproc 1 examples/train_big/train.py      # held to a budget, and drawn: make train-big
+    slipstream run --nproc 1 examples/train_big/big.py      # held to a budget, and drawn: make train-big
 
 The model is that of examples/pretrain with more and wider layers, the text is the same. `--plain` trains it with nothing but
 torch: DistributedDataParallel and AdamW.

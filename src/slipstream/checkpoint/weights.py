@@ -1,0 +1,193 @@
+"""A model's weights in safetensors files: which stored tensor is which of the model's, and flat ranges of one, read on demand.
+
+Files are mapped; nothing but their headers is read before `WeightFiles.read`, and that touches no byte beside the range. A
+stored tensor's name is turned into the model's by `rename`; parameters that are tied are found under any of their names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from .flat_slice import Shape, boxes
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class Stored(NamedTuple):
+    """One tensor of a file."""
+
+    file: Path
+    name: str  # in the file
+    shape: Shape
+    dtype: str  # safetensors' word for it
+
+
+class WeightFiles:
+    """The stored tensors that a model takes, by each of the model's names for them."""
+
+    def __init__(self, taken: Mapping[str, Stored], left_out: str) -> None:
+        self._taken, self.left_out = taken, left_out
+        self._open: dict[Path, Any] = {}
+        self._closing = ExitStack()
+        heads = sorted((name, stored.name, stored.shape, stored.dtype, stored.file.name) for name, stored in taken.items())
+        self.fingerprint = hashlib.sha256(repr(heads).encode()).hexdigest()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._taken
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _DTYPES[self._taken[name].dtype]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) in row-major order, 1D: of the mapped file, so to be copied before `close`."""
+        stored = self._taken[name]
+        if stored.file not in self._open:
+            self._open[stored.file] = self._closing.enter_context(_open(stored.file))
+        lazy = self._open[stored.file].get_slice(stored.name)
+        parts = [
+            lazy[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))].reshape(-1)
+            for box in boxes(stored.shape, start, stop)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def close(self) -> None:
+        """Unmap the files; `read` maps them again."""
+        self._open.clear()
+        self._closing.close()
+
+
+def open_weights(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], model: nn.Module, *,
+    rename: Callable[[str], str] | None = None, strict: bool = True,
+) -> WeightFiles:  # fmt: skip
+    """Read the headers and find what `model` takes. Raises ValueError naming everything that does not fit."""
+    stored: dict[str, Stored] = {}
+    for file in _files(path):
+        for each in _header(file):
+            name = each.name if rename is None else rename(each.name)
+            if name in stored:
+                both = f"{each.name!r} of {file} and {stored[name].name!r} of {stored[name].file}"
+                raise ValueError(f"{both} are both to be {name!r}; name only one of the files, or mend rename=")
+            stored[name] = each
+    wanted = _names(model)
+    taken: dict[str, Stored] = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    for names, tensor in wanted:
+        held = next((stored[name] for name in names if name in stored), None)
+        if held is None:
+            missing.append(names[0])
+            continue
+        taken |= dict.fromkeys(names, held)
+        wrong += _misfit(names[0], tensor, held)
+    known = {name for names, _ in wanted for name in names}
+    surplus = [name for name in stored if name not in known]
+    said = [f"they do not hold {_some(missing)}"] if missing else []
+    said += [f"they hold {_some(surplus)}, which the model does not have"] if surplus else []
+    if wrong or (strict and said):
+        remedy = _remedy(missing, surplus) if strict and said else ""
+        raise ValueError(f"the weights in {path} are not of this {type(model).__name__}: {'; '.join(wrong[:5] + said)}{remedy}")
+    return WeightFiles(taken, f"{'; '.join(said)} ({path})" if said else "")
+
+
+def check_same(fingerprints: Iterable[str]) -> None:
+    """Refuse ranks that see different files."""
+    if len(set(fingerprints)) > 1:
+        raise ValueError("the ranks see different weights under the same path; it is to be the same on every host")
+
+
+def _files(path: Any) -> list[Path]:
+    if not isinstance(path, str | os.PathLike):
+        files = [Path(each) for each in path]
+        if not files:
+            raise ValueError("no file was named")
+        return files
+    folder = Path(path)
+    if not folder.is_dir():
+        return [folder]
+    if (folder / _INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((folder / _INDEX).read_text("utf-8"))["weight_map"].values()))
+            if any(Path(name).name != name for name in names):
+                raise ValueError("it names files elsewhere")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{folder / _INDEX} is no index of safetensors files: {error}") from None
+        return [folder / name for name in names]
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    raise ValueError(f"there is neither {_INDEX} nor {_SINGLE} in {folder}; name the .safetensors files themselves")
+
+
+def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise ValueError(f"there is no {file}") from None
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no whole safetensors file (pickled weights are never read): {error}") from None
+
+
+def _header(file: Path) -> list[Stored]:
+    with _open(file) as opened:
+        heads = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 (it is no dict)
+        return [Stored(file, name, tuple(head.get_shape()), head.get_dtype()) for name, head in heads]
+
+
+def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Parameters and saved buffers, each with all its names."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        saved = [(name, held) for name, held in module._buffers.items() if name not in module._non_persistent_buffers_set]
+        for leaf, tensor in [*module._parameters.items(), *saved]:
+            if tensor is not None:
+                found.setdefault(id(tensor), ([], tensor))[0].append(f"{prefix}.{leaf}" if prefix else leaf)
+    return list(found.values())
+
+
+def _misfit(name: str, tensor: Tensor, held: Stored) -> list[str]:
+    if held.shape != tuple(tensor.shape):
+        return [f"{name!r} has shape {held.shape} there and {tuple(tensor.shape)} in the model"]
+    dtype = _DTYPES.get(held.dtype)
+    if dtype is None:
+        return [f"{name!r} is {held.dtype} there, which needs more than a cast; save it as BF16 or F32"]
+    if dtype is not tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
+        return [f"{name!r} is {held.dtype} there and {tensor.dtype} in the model, which no cast turns into each other"]
+    return []
+
+
+def _remedy(missing: Sequence[str], surplus: Sequence[str]) -> str:
+    """What to do about names; where one prefix explains them, that."""
+    for absent in missing[:20]:
+        for present in surplus:
+            if absent.endswith(f".{present}"):
+                added = absent.removesuffix(present)
+                if sum(added + name in missing for name in surplus) * 2 >= len(missing):
+                    return f'. Give rename=lambda name: "{added}" + name'
+            elif present.endswith(f".{absent}"):
+                dropped = present.removesuffix(absent)
+                if sum(dropped + name in surplus for name in missing) * 2 >= len(missing):
+                    return f'. Give rename=lambda name: name.removeprefix("{dropped}")'
+    return (
+        ". Give rename= (from a name there to the model's), or strict=False: what is missing is then initialised, what is surplus "
+        "left out"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

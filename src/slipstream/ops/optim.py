@@ -1,0 +1,234 @@
+"""The optimizers: one pass over gradient, master, states and weights, native on CPU, by the twin elsewhere, with the same bits.
+
+Common to all: tensors are 1-D and contiguous. `master` holds the weights that are stepped, in place; `grad` is multiplied by
+`scale` (unscaling and clipping) as it is read; `out` gets the weights in their own dtype, or is None where the master is they.
+Each tensor is fp32, bf16 or fp16 for itself; all is computed in fp32 and rounded once, to nearest or, with `rounding`, at random.
+Where a state may be `Blocks`, it rests in 8 bits.
+"""
+
+import ctypes
+import math
+import struct
+
+import torch
+from torch import Tensor
+
+from slipstream.ops import cpu, optim_reference
+from slipstream.ops.cpu import DTYPES, STREAM_BYTES, THREAD_NUMEL, WIDTHS
+from slipstream.ops.optim_reference import (
+    CODED,
+    EPS_INSIDE,
+    FIRST_STEP,
+    FROM_GRAD,
+    NESTEROV,
+    STOCHASTIC,
+    STREAM,
+    UPDATE_FROM_GRAD,
+    Blocks,
+    Coefficients,
+    Rule,
+    State,
+    Stochastic,
+)
+from slipstream.ops.reference import BLOCK, added
+
+_RECORD = struct.Struct("=15qq2I11fi")  # struct step of csrc/optim.h: pointer, scales and kind of five arrays first
+_CODES = 3
+
+
+def adamw(
+    master: Tensor, grad: Tensor, exp_avg: Tensor | Blocks, exp_avg_sq: Tensor | Blocks, out: Tensor | None, *, scale: float,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, decoupled: bool, bias_correction: bool,
+    rounding: Stochastic | None = None,
+) -> None:  # fmt: skip
+    """Adam by the formulas of torch.optim.AdamW (`decoupled`) or Adam. step counts from 1."""
+    _check_step("adamw", step)
+    _check_betas("adamw", beta1, beta2)
+    correction1, correction2 = _corrections(bias_correction, step, beta1, beta2)
+    rate, flags = _lerp(beta1, FROM_GRAD)
+    c = Coefficients(
+        scale=scale, keep=1.0 - lr * weight_decay if decoupled else 1.0, l2=0.0 if decoupled else weight_decay, rate=rate,
+        beta=beta2, rest=1.0 - beta2, correction2=1.0 / math.sqrt(correction2), eps=eps, lr=lr / correction1,
+    )  # fmt: skip
+    names = ("master", "grad", "exp_avg", "exp_avg_sq", "out")
+    _step("adamw", names, Rule.ADAMW, (master, grad, exp_avg, exp_avg_sq, out), c, flags, rounding)
+
+
+def lion(
+    master: Tensor, grad: Tensor, exp_avg: Tensor | Blocks, out: Tensor | None, *, scale: float, lr: float, beta1: float,
+    beta2: float, weight_decay: float, rounding: Stochastic | None = None,
+) -> None:  # fmt: skip
+    """Lion by the formulas of slipstream.optim.Lion."""
+    _check_betas("lion", beta1, beta2)
+    (update_rate, update_flag), (rate, flag) = _lerp(beta1, UPDATE_FROM_GRAD), _lerp(beta2, FROM_GRAD)
+    c = Coefficients(scale=scale, keep=1.0 - lr * weight_decay, rate=rate, update_rate=update_rate, lr=lr)
+    names = ("master", "grad", "exp_avg", "", "out")
+    _step("lion", names, Rule.LION, (master, grad, exp_avg, None, out), c, flag | update_flag, rounding)
+
+
+def sgd(
+    master: Tensor, grad: Tensor, momentum_buffer: Tensor | Blocks | None, out: Tensor | None, *, scale: float, lr: float,
+    momentum: float, dampening: float, nesterov: bool, weight_decay: float, first: bool, rounding: Stochastic | None = None,
+) -> None:  # fmt: skip
+    """SGD by the formulas of torch.optim.SGD. first: whether the buffer has yet to be filled; it is None without momentum."""
+    if (momentum_buffer is None) != (momentum == 0.0):
+        have = "is None" if momentum_buffer is None else "is given"
+        raise ValueError(f"sgd: momentum is {momentum} and momentum_buffer {have}; a buffer goes with a momentum that is not 0")
+    c = Coefficients(scale=scale, l2=weight_decay, beta=momentum, rest=1.0 - dampening, lr=lr)
+    flags = first * FIRST_STEP | nesterov * NESTEROV
+    names = ("master", "grad", "momentum_buffer", "", "out")
+    _step("sgd", names, Rule.SGD, (master, grad, momentum_buffer, None, out), c, flags, rounding)
+
+
+def adagrad(
+    master: Tensor, grad: Tensor, square_sum: Tensor, out: Tensor | None, *, scale: float, lr: float, lr_decay: float, eps: float,
+    weight_decay: float, step: int, rounding: Stochastic | None = None,
+) -> None:  # fmt: skip
+    """Adagrad by the formulas of torch.optim.Adagrad. step counts from 1. A sum that only grows is kept in no 8 bits."""
+    _check_step("adagrad", step)
+    c = Coefficients(scale=scale, l2=weight_decay, eps=eps, lr=lr / (1 + (step - 1) * lr_decay))
+    names = ("master", "grad", "", "square_sum", "out")
+    _step("adagrad", names, Rule.ADAGRAD, (master, grad, None, _plain("adagrad", square_sum), out), c, 0, rounding)
+
+
+def lamb_update(
+    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, scale: float, beta1: float, beta2: float, eps: float,
+    eps_inside_sqrt: bool, weight_decay: float, step: int, bias_correction: bool, rounding: Stochastic | None = None,
+) -> tuple[float | Tensor, float | Tensor]:  # fmt: skip
+    """The first of LAMB's two passes, by the formulas of slipstream.optim.Lamb: steps the moments.
+
+    Returns the fp64 sums of squares of the weights and of the update, which no number of threads changes; a tensor's ranges may
+    be added. Where reading them would wait for a device they are 0-dim tensors.
+    """
+    c, flags = _lamb("lamb_update", step, scale, beta1, beta2, eps, eps_inside_sqrt, weight_decay, bias_correction)
+    moments = (_plain("lamb_update", exp_avg), _plain("lamb_update", exp_avg_sq))
+    names = ("master", "grad", "exp_avg", "exp_avg_sq", "")
+    return _step("lamb_update", names, Rule.LAMB_UPDATE, (master, grad, *moments, None), c, flags, rounding)
+
+
+def lamb_apply(
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None, *, lr: float, beta1: float, beta2: float, eps: float,
+    eps_inside_sqrt: bool, weight_decay: float, step: int, bias_correction: bool, rounding: Stochastic | None = None,
+) -> None:  # fmt: skip
+    """The second: master -= lr * update, with the trust ratio in `lr`."""
+    c, flags = _lamb("lamb_apply", step, 1.0, beta1, beta2, eps, eps_inside_sqrt, weight_decay, bias_correction)
+    moments = (_plain("lamb_apply", exp_avg), _plain("lamb_apply", exp_avg_sq))
+    names = ("master", "", "exp_avg", "exp_avg_sq", "out")
+    _step("lamb_apply", names, Rule.LAMB_APPLY, (master, None, *moments, out), c._replace(lr=lr), flags, rounding)
+
+
+def _lamb(
+    op: str, step: int, scale: float, beta1: float, beta2: float, eps: float, eps_inside_sqrt: bool, weight_decay: float,
+    bias_correction: bool,
+) -> tuple[Coefficients, int]:  # fmt: skip
+    _check_step(op, step)
+    _check_betas(op, beta1, beta2)
+    correction1, correction2 = _corrections(bias_correction, step, beta1, beta2)
+    rate, flags = _lerp(beta1, FROM_GRAD)
+    c = Coefficients(
+        scale=scale, l2=weight_decay, rate=rate, beta=beta2, rest=1.0 - beta2, correction1=1.0 / correction1,
+        correction2=1.0 / correction2, eps=eps,
+    )  # fmt: skip
+    return c, flags | eps_inside_sqrt * EPS_INSIDE
+
+
+def _check_step(op: str, step: int) -> None:
+    if step < 1:
+        raise ValueError(f"{op}: step ({step}) counts from 1")
+
+
+def _check_betas(op: str, beta1: float, beta2: float) -> None:
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        raise ValueError(f"{op}: betas ({beta1}, {beta2}) must be in [0, 1)")
+
+
+def _corrections(bias_correction: bool, step: int, beta1: float, beta2: float) -> tuple[float, float]:
+    return (1.0 - beta1**step, 1.0 - beta2**step) if bias_correction else (1.0, 1.0)
+
+
+def _lerp(beta: float, from_grad: int) -> tuple[float, int]:
+    """The rate of an average, and the flag of whether it starts from the gradient, which does what weighs more."""
+    return (beta, from_grad) if beta <= 0.5 else (1.0 - beta, 0)
+
+
+def _plain(op: str, state: Tensor) -> Tensor:
+    if isinstance(state, Blocks):
+        raise ValueError(f"{op}: a state is given as 8-bit codes; this optimizer keeps its states in fp32, bf16 or fp16")
+    return state
+
+
+def _step(
+    op: str, names: tuple[str, ...], rule: Rule, arrays: tuple[Tensor | None, Tensor | None, State, State, Tensor | None],
+    c: Coefficients, flags: int, rounding: Stochastic | None,
+) -> tuple[float | Tensor, float | Tensor]:  # fmt: skip
+    """arrays: master, gradient, first state (signed), second state (a sum of squares), weights."""
+    master, grad, first, second, out = arrays
+    assert master is not None, "there is something to step"
+    numel, on_cpu = master.numel(), master.is_cpu
+    packed: list[int] = []
+    for i, array in enumerate(arrays):
+        if array is None:
+            packed += (0, 0, 0)
+            continue
+        scales, kind = 0, _CODES
+        if isinstance(array, Blocks):
+            tensor = array.codes
+            _check_blocks(op, names[i], array, torch.int8 if i == 2 else torch.uint8)
+            scales = array.scales.data_ptr()
+        else:
+            tensor, kind = array, DTYPES.get(array.dtype, -1)
+        if kind < 0 or tensor.numel() != numel or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.is_cpu is not on_cpu:
+            raise _refusal(op, names, arrays)
+        packed += (tensor.data_ptr(), scales, kind)
+    offset, keys = 0, (0, 0)
+    if rounding is not None:
+        _check_rounding(op, names, arrays, rounding)
+        flags |= STOCHASTIC
+        offset, keys = rounding.offset, rounding.keys()
+    kernels = cpu._kernels()
+    if kernels is None or not on_cpu:
+        return optim_reference.step(rule, master, grad, first, second, out, c, flags, rounding)
+    if out is not None and out.data_ptr() % 64 == 0 and numel * WIDTHS[packed[-1]] >= STREAM_BYTES:
+        flags |= STREAM
+    record = _RECORD.pack(*packed, offset, *keys, *c, flags)
+    sums = (ctypes.c_double * (2 * -(-numel // BLOCK)))() if rule is Rule.LAMB_UPDATE else None
+    if numel < 2 * THREAD_NUMEL or (threads := torch.get_num_threads()) == 1:
+        kernels.step(rule, record, 0, numel, sums)
+    else:
+        cpu.in_threads(lambda begin, end: kernels.step(rule, record, begin, end, sums), numel, threads)
+    if sums is None:
+        return 0.0, 0.0
+    return added(sums[::2]), added(sums[1::2])
+
+
+def _check_blocks(op: str, name: str, blocks: Blocks, dtype: torch.dtype) -> None:
+    codes, scales = blocks
+    wanted = -(-codes.numel() // CODED)
+    if codes.dtype is not dtype:
+        raise ValueError(f"{op}: {name}.codes is {codes.dtype}; it must be {dtype}")
+    if scales.dtype is not torch.float32 or tuple(scales.shape) != (wanted,) or not scales.is_contiguous():
+        raise ValueError(
+            f"{op}: {name}.scales is {scales.dtype} of shape {tuple(scales.shape)}; {codes.numel()} codes need a contiguous "
+            f"torch.float32 of shape ({wanted},), one for every {CODED}"
+        )
+    if scales.device != codes.device:
+        raise ValueError(f"{op}: {name}.scales is on {scales.device} and the codes are on {codes.device}; move one of them")
+
+
+def _check_rounding(op: str, names: tuple[str, ...], arrays: tuple[Tensor | Blocks | None, ...], rounding: Stochastic) -> None:
+    if rounding.offset % 16 or rounding.offset < 0:
+        raise ValueError(f"{op}: rounding.offset ({rounding.offset}) must be a multiple of 16 and not negative")
+    for i in (0, 2, 3):
+        array = arrays[i]
+        if isinstance(array, Tensor) and array.dtype is torch.float16:
+            raise ValueError(f"{op}: {names[i]} is {array.dtype}, rounded to nearest only; use torch.bfloat16 or no `rounding`")
+
+
+def _refusal(op: str, names: tuple[str, ...], arrays: tuple[Tensor | Blocks | None, ...]) -> ValueError:
+    tensors: dict[str, Tensor] = {}
+    for name, array in zip(names, arrays, strict=True):
+        if isinstance(array, Blocks):
+            tensors[f"{name}.codes"] = array.codes
+        elif array is not None:
+            tensors[name] = array
+    return cpu.refusal(op, tensors)

@@ -1,0 +1,252 @@
+"""The torch twins of the optimizers' native passes (`csrc/optim_body.h`), bit for bit: their values, rules and narrow storage.
+
+As in `reference.py` an operation here is one IEEE operation there, in the same order. A span is widened to fp32, stepped in place
+(fp32 tensors are stepped where they lie) and rounded once.
+
+Glossary: `p` weights, `g` gradient, `m` the first state (a momentum), `v` the second (a sum of squares), `c` coefficients.
+"""
+
+import math
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.ops.reference import CPU_SUM, spans, sqrt, sum_by_block
+
+CODED = 256  # elements to a scale, as in csrc/optim.h
+FULL = {torch.int8: 127.0, torch.uint8: 255.0}  # the largest code
+_LOW = 0xFFFFFFFF
+
+
+class Rule(IntEnum):
+    """As in csrc/optim.h, as are the flags."""
+
+    ADAMW = 0
+    LION = 1
+    SGD = 2
+    ADAGRAD = 3
+    LAMB_UPDATE = 4
+    LAMB_APPLY = 5
+
+
+STREAM, STOCHASTIC, FROM_GRAD, UPDATE_FROM_GRAD, FIRST_STEP, NESTEROV, EPS_INSIDE = (1 << i for i in range(7))
+
+
+class Coefficients(NamedTuple):
+    """What a rule multiplies by and adds, in the order of csrc/optim.h; each is rounded to fp32 once."""
+
+    scale: float = 1.0  # of the gradient
+    keep: float = 1.0  # of the weights: 1 - lr * weight_decay where that is decoupled
+    l2: float = 0.0  # of the weights, added to the gradient; in LAMB to the update
+    rate: float = 0.0  # m := a + rate * (b - a): see lerp in csrc/optim_body.h
+    update_rate: float = 0.0  # the same for Lion's update
+    beta: float = 0.0  # v := beta * v + rest * g * g; SGD's m := beta * m + rest * g
+    rest: float = 0.0
+    correction1: float = 1.0  # of m, in LAMB
+    correction2: float = 1.0  # of v in LAMB; of its root in Adam
+    eps: float = 0.0
+    lr: float = 0.0  # in Adam with the correction of m
+
+
+class Blocks(NamedTuple):
+    """A state as 8-bit codes: int8 for a momentum, uint8 for a sum of squares (of which the root is kept), and a scale fp32 for
+    every 256 of them. What a code stands for: [Note: Codes] in csrc/optim_body.h. Codes and scales of zeros are zero."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def zeros(cls, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> "Blocks":
+        """dtype: int8 for a first state, uint8 for a second."""
+        return cls(torch.zeros(numel, dtype=dtype, device=device), torch.zeros(-(-numel // CODED), device=device))
+
+    def span(self, start: int, stop: int) -> "Blocks":
+        """Elements [start, stop), as views. A block is never cut: `start` is a multiple of 256, and `stop` is too or is the end."""
+        if start % CODED or (stop % CODED and stop != self.codes.numel()):
+            raise ValueError(f"elements {start} to {stop} of {self.codes.numel()} cut a block of {CODED} codes with one scale")
+        return Blocks(self.codes[start:stop], self.scales[start // CODED : -(-stop // CODED)])
+
+    def float(self) -> Tensor:
+        """The state in fp32."""
+        x = _decoded(self, slice(0, self.codes.numel()))
+        return x if self.codes.dtype is torch.int8 else x.square_()
+
+    @classmethod
+    def of(cls, state: Tensor, dtype: torch.dtype) -> "Blocks":
+        """The nearest codes."""
+        blocks = cls.zeros(state.numel(), dtype, state.device)
+        _encode(blocks, slice(0, state.numel()), state if dtype is torch.int8 else sqrt(state), None)
+        return blocks
+
+
+class Stochastic(NamedTuple):
+    """Round what rests in bf16 or in codes at random, right on average. The bits are a function of all three numbers: `offset` is
+    that of the range's first element in whatever order the caller keeps, a multiple of 16."""
+
+    seed: int
+    step: int
+    offset: int
+
+    def keys(self) -> tuple[int, int]:
+        """splitmix64 (Steele et al. 2014) of seed and step."""
+        mask = (1 << 64) - 1
+        x = (self.seed * 0x9E3779B97F4A7C15 + self.step * 0xD1B54A32D192ED03) & mask
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        x ^= x >> 31
+        return x & _LOW, x >> 32
+
+
+State = Tensor | Blocks | None
+
+
+@torch.no_grad()
+def step(
+    rule: Rule, master: Tensor, grad: Tensor | None, first: State, second: State, out: Tensor | None, c: Coefficients, flags: int,
+    rounding: Stochastic | None,
+) -> tuple[float | Tensor, float | Tensor]:  # fmt: skip
+    """Returns LAMB_UPDATE's sums of squares of weights and update: 0-dim tensors where reading them would wait for a device."""
+    squares: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for span in spans(master):
+        p, m, v = master[span].float(), _read(first, span), _read(second, span)
+        g = p if grad is None else grad[span].float() * c.scale
+        if c.l2 != 0.0 and rule in (Rule.ADAMW, Rule.SGD, Rule.ADAGRAD):
+            g.add_(p * c.l2)
+        if rule is Rule.ADAMW:
+            _adamw(p, g, m, v, c, flags)
+        elif rule is Rule.LION:
+            _lion(p, g, m, c, flags)
+        elif rule is Rule.SGD:
+            _sgd(p, g, m if first is not None else None, c, flags)
+        elif rule is Rule.ADAGRAD:
+            v.add_(g * g)
+            p.sub_((g * c.lr).div_(sqrt(v).add_(c.eps)))
+        elif rule is Rule.LAMB_UPDATE:
+            _average(g, m, v, c, flags)
+        else:
+            p.sub_(_lamb_update(p, m, v, c, flags).mul_(c.lr))
+        bits = None if rounding is None else _random_words(rounding, span.start, len(p), p.device)
+        state_bits = None if bits is None else bits & 0xFFFF
+        if rule is not Rule.LAMB_APPLY:
+            m, v = _write(first, span, m, state_bits), _write(second, span, v, state_bits)
+        if rule is Rule.LAMB_UPDATE:
+            for found, x in zip(squares, (p, _lamb_update(p, m, v, c, flags)), strict=True):
+                square = x.double().square_()
+                found += [part.sum() for part in square.split(CPU_SUM)] if x.is_cpu else [square.sum()]
+            continue
+        p = _write(master, span, p, None if bits is None else bits >> 16)
+        if out is not None:
+            out[span] = p
+    weights, updates = (_total(found) for found in squares)
+    return weights, updates
+
+
+def _total(squares: list[Tensor]) -> float | Tensor:
+    if squares and not squares[0].is_cpu:
+        return torch.stack(squares).sum()
+    return sum_by_block(torch.stack(squares).tolist()) if squares else 0.0
+
+
+def _average(g: Tensor, m: Tensor, v: Tensor, c: Coefficients, flags: int) -> None:
+    _lerp_(m, g, c.rate, flags & FROM_GRAD)
+    v.mul_(c.beta).add_((g * c.rest).mul_(g))
+
+
+def _lerp_(m: Tensor, g: Tensor, rate: float, from_grad: int) -> Tensor:
+    if from_grad:  # from the gradient, which weighs more
+        return m.sub_(g).mul_(rate).add_(g)
+    return m.add_((g - m).mul_(rate))
+
+
+def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Coefficients, flags: int) -> None:
+    if c.keep != 1.0:
+        p.mul_(c.keep)
+    _average(g, m, v, c, flags)
+    p.sub_((m * c.lr).div_(sqrt(v).mul_(c.correction2).add_(c.eps)))
+
+
+def _lion(p: Tensor, g: Tensor, m: Tensor, c: Coefficients, flags: int) -> None:
+    u = _lerp_(m.clone(), g, c.update_rate, flags & UPDATE_FROM_GRAD)
+    if c.keep != 1.0:
+        p.mul_(c.keep)
+    p.sub_(((u > 0).float() - (u < 0).float()).mul_(c.lr))
+    _lerp_(m, g, c.rate, flags & FROM_GRAD)
+
+
+def _sgd(p: Tensor, g: Tensor, m: Tensor | None, c: Coefficients, flags: int) -> None:
+    if m is not None:
+        if flags & FIRST_STEP:
+            m.copy_(g)
+        else:
+            m.mul_(c.beta).add_(g * c.rest)
+        g = g.add_(m * c.beta) if flags & NESTEROV else m
+    p.sub_(g * c.lr)
+
+
+def _lamb_update(p: Tensor, m: Tensor, v: Tensor, c: Coefficients, flags: int) -> Tensor:
+    corrected = v * c.correction2
+    denominator = sqrt(corrected.add_(c.eps)) if flags & EPS_INSIDE else sqrt(corrected).add_(c.eps)
+    denominator.clamp_min_(2.0**-126)  # also where eps is 0: zeros stay zeros
+    return (m * c.correction1).div_(denominator).add_(p * c.l2)
+
+
+# -- What rests narrow
+
+
+def _read(state: State, span: slice) -> Tensor:
+    """In fp32; for fp32 the stored elements themselves."""
+    if state is None:
+        return torch.empty(0)
+    if isinstance(state, Tensor):
+        return state[span].float()
+    x = _decoded(state, span)
+    return x if state.codes.dtype is torch.int8 else x.square_()
+
+
+def _write(state: State, span: slice, x: Tensor, bits: Tensor | None) -> Tensor:
+    """Returns the values as they read back, but for codes."""
+    if isinstance(state, Blocks):
+        _encode(state, span, x if state.codes.dtype is torch.int8 else sqrt(x), bits)
+    elif state is not None and state.dtype is not torch.float32:
+        if bits is not None and state.dtype is torch.bfloat16:
+            cut = ((x.view(torch.int32) + bits.int()) & -65536).view(torch.float32)
+            x = torch.where(x.isnan(), x, cut)
+        state[span] = x
+        return state[span].float()
+    return x
+
+
+def _random_words(rounding: Stochastic, start: int, numel: int, device: torch.device) -> Tensor:
+    """32 bits for each element, in int64: see csrc/optim_body.h."""
+    first, second = rounding.keys()
+    number = torch.arange(rounding.offset + start, rounding.offset + start + numel, device=device)
+    x = (number & _LOW) ^ first
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
+    x ^= (second + (number >> 32) * 0x9E3779B9) & _LOW
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW
+    return x ^ (x >> 16)
+
+
+def _decoded(state: Blocks, span: slice) -> Tensor:
+    """Of a sum of squares this is the root."""
+    x = state.codes[span].float()
+    unit = state.scales[span.start // CODED : -(-span.stop // CODED)] / FULL[state.codes.dtype]
+    return x.mul_(unit.repeat_interleave(CODED)[: len(x)])
+
+
+def _encode(state: Blocks, span: slice, x: Tensor, bits: Tensor | None) -> None:
+    full = FULL[state.codes.dtype]
+    least = -full if state.codes.dtype is torch.int8 else 1.0
+    rows = torch.nn.functional.pad(x, (0, -len(x) % CODED)).view(-1, CODED)
+    most = rows.abs().view(torch.int32).amax(1).view(torch.float32)  # as whole numbers, among which a NaN is above infinity
+    most = torch.where(most.isfinite(), most, math.nan)
+    state.scales[span.start // CODED : span.start // CODED + len(rows)] = most
+    tiny = 2.0**-100
+    inverse = torch.full_like(most, full).div_(torch.where(most > tiny, most, tiny))
+    code = (rows * inverse[:, None]).view(-1)[: len(x)]
+    if bits is not None:
+        code.add_((bits.float() * 2.0**-16).sub_(0.5 - 2.0**-17))
+    code = torch.where(code < full, code, full)
+    state.codes[span] = torch.where(code > least, code, least).round_()

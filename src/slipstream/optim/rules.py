@@ -1,0 +1,131 @@
+"""The optimizers that have kernels of their own (ops/optim.py): which states they keep, and one call on a run of elements.
+
+A rule knows nothing of where its states rest. `rule_of` says whether a torch optimizer is one of these, with options that the
+kernels know; any other runs as torch wrote it (optim/sharded.py, TorchSteps).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from slipstream import ops
+from slipstream.ops import Blocks, Stochastic
+from slipstream.optim.lion import Lion as TorchLion
+
+State = Tensor | Blocks
+
+
+class Rule(ABC):
+    """One optimizer's arithmetic. `states` are named as torch names them; of `signed` ones the codes in 8 bits are int8."""
+
+    states: tuple[str, ...]
+    signed: tuple[bool, ...]
+    may_be_blocks = True  # whether there are kernels for states in 8 bits
+
+    @abstractmethod
+    def apply(
+        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
+        scale: float, rounding: Stochastic | None,
+    ) -> None:  # fmt: skip
+        """Update `master` and `states` in place with `grad` times `scale`, and write the new weights to `out`. All 1D."""
+
+
+class AdamW(Rule):
+    """Adam and AdamW. Source: Kingma & Ba (arXiv 1412.6980); Loshchilov & Hutter (arXiv 1711.05101)."""
+
+    states = ("exp_avg", "exp_avg_sq")
+    signed = (True, False)
+
+    def __init__(self, *, decoupled: bool, bias_correction: bool) -> None:
+        self.decoupled, self.bias_correction = decoupled, bias_correction
+
+    def apply(
+        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
+        scale: float, rounding: Stochastic | None,
+    ) -> None:  # fmt: skip
+        beta1, beta2 = options["betas"]
+        ops.adamw(
+            master, grad, states[0], states[1], out, scale=scale, lr=options["lr"], beta1=beta1, beta2=beta2, eps=options["eps"],
+            weight_decay=options["weight_decay"], step=step, decoupled=self.decoupled, bias_correction=self.bias_correction,
+            rounding=rounding,
+        )  # fmt: skip
+
+
+class Lion(Rule):
+    """Source: Chen et al. (arXiv 2302.06675), as slipstream.optim.Lion."""
+
+    states = ("exp_avg",)
+    signed = (True,)
+
+    def apply(
+        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
+        scale: float, rounding: Stochastic | None,
+    ) -> None:  # fmt: skip
+        beta1, beta2 = options["betas"]
+        ops.lion(
+            master, grad, states[0], out, scale=scale, lr=options["lr"], beta1=beta1, beta2=beta2,
+            weight_decay=options["weight_decay"], rounding=rounding,
+        )  # fmt: skip
+
+
+class Adagrad(Rule):
+    """As torch.optim.Adagrad. Its sum only grows: 8 bits would lose what is added."""
+
+    states = ("sum",)
+    signed = (False,)
+    may_be_blocks = False
+
+    def apply(
+        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
+        scale: float, rounding: Stochastic | None,
+    ) -> None:  # fmt: skip
+        assert isinstance(states[0], Tensor)
+        ops.adagrad(
+            master, grad, states[0], out, scale=scale, lr=options["lr"], lr_decay=options["lr_decay"], eps=options["eps"],
+            weight_decay=options["weight_decay"], step=step, rounding=rounding,
+        )  # fmt: skip
+
+
+class SGD(Rule):
+    """As torch.optim.SGD."""
+
+    def __init__(self, *, momentum: bool) -> None:
+        self.states = ("momentum_buffer",) if momentum else ()
+        self.signed = (True,) if momentum else ()
+
+    def apply(
+        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
+        scale: float, rounding: Stochastic | None,
+    ) -> None:  # fmt: skip
+        ops.sgd(
+            master, grad, states[0] if states else None, out, scale=scale, lr=options["lr"], momentum=options["momentum"],
+            dampening=options["dampening"], nesterov=options["nesterov"], weight_decay=options["weight_decay"], first=step == 1,
+            rounding=rounding,
+        )  # fmt: skip
+
+
+_BEYOND = ("amsgrad", "maximize", "capturable", "differentiable")  # options that no kernel knows
+
+
+def rule_of(optimizer: Optimizer) -> Rule | None:
+    """The rule that computes what this optimizer does, or None."""
+    groups = optimizer.param_groups
+    if any(group.get(option) for group in groups for option in _BEYOND):
+        return None
+    kind, options = type(optimizer), groups[0]
+    if kind in (torch.optim.AdamW, torch.optim.Adam):
+        decoupled = bool(options.get("decoupled_weight_decay", kind is torch.optim.AdamW))
+        return AdamW(decoupled=decoupled, bias_correction=options.get("bias_correction", True))
+    if kind is TorchLion:
+        return Lion()
+    if kind is torch.optim.Adagrad:
+        return Adagrad()
+    if kind is torch.optim.SGD and len({bool(group["momentum"]) for group in groups}) == 1:
+        return SGD(momentum=bool(options["momentum"]))
+    return None

@@ -1,0 +1,217 @@
+"""An engine that gives its memory back for a while: states move to the host or to a disk, and come back where they were.
+
+For programs that train and generate in turns on one device. Every kind of state can go, in any stage:
+
+optimizer  masters and what the optimizer keeps
+weights    parameters; they raise by name while they are away
+gradients  buffers of gradients, with what they hold in the middle of a window, and buffers through which things pass
+
+What rests on disk anyway stays there. A tensor keeps its identity: its memory is emptied under it, and filled again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slipstream.ops.disk import Disk
+from slipstream.optim.native import NativeSteps
+from slipstream.zero.comm import gather_objects
+from slipstream.zero.store import MemoryStore, Space, Store, range_nbytes
+
+if TYPE_CHECKING:
+    from slipstream.train.engine import Engine
+
+KINDS = ("optimizer", "weights", "gradients")
+_MADV_REMOVE = 9  # of pages that several processes map
+
+
+def check(include: Iterable[str] | None, device: str, path: str | None, own: torch.device) -> tuple[str, ...]:
+    """The kinds that are meant. Raises ValueError for what cannot be."""
+    kinds = KINDS if include is None else tuple(include)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"sleep(include=): {kind!r} is no kind of state; there are {', '.join(KINDS)}")
+    if device not in ("cpu", "disk"):
+        raise ValueError(f"sleep(device={device!r}): states go to 'cpu' or to 'disk'")
+    if device == "cpu" and own.type == "cpu":
+        raise ValueError("sleep(device='cpu'): this engine's states are in host memory already; use device='disk' and path=")
+    if device == "disk" and (path is None or not Path(path).is_dir()):
+        raise ValueError(f"sleep(device='disk'): path={path!r} is no folder; name one on a disk")
+    return kinds
+
+
+def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
+    """Save, agree, give back; returns this rank's bytes. Raises on every rank, with nothing lost, where one has no room."""
+    asleep = Asleep(kinds, engine.device, None if folder is None else Path(folder))
+    error, nbytes = "", 0
+    try:
+        nbytes = asleep.take(memory_of(engine, kinds))
+    except (OSError, ValueError, RuntimeError) as failed:
+        error = str(failed)
+    errors = {rank: each for rank, each in enumerate(gather_objects(error, engine.mesh.data)) if each}
+    if errors:
+        asleep.close()
+        rank, first = next(iter(errors.items()))
+        raise RuntimeError(f"engine.sleep(): nothing was moved, because rank {rank} could not: {first}")
+    engine.asleep = asleep
+    if "weights" in kinds:
+        for unit in engine.units:
+            unit.fall_asleep()
+    engine.hooks.asleep = "gradients" in kinds
+    asleep.empty()
+    if engine.steps is not None:
+        engine.steps.ring = None
+    return nbytes
+
+
+def wake(engine: Engine) -> None:
+    """Undo `put`."""
+    asleep = engine.asleep
+    assert asleep is not None, "wake() of an engine that sleeps"
+    asleep.bring_back()
+    engine.comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # others' parts of shared memory are back, too
+    engine.hooks.asleep = False
+    if "weights" in asleep.kinds:
+        for unit in engine.units:
+            unit.wake_up()
+    engine.asleep = None
+
+
+class Asleep:
+    """What an engine's sleep took away, and where it is."""
+
+    def __init__(self, kinds: Iterable[str], device: torch.device, folder: Path | None) -> None:
+        self.kinds = frozenset(kinds)
+        self.device, self.folder = device, folder
+        self._spaces: list[Space] = []
+        self._gone: list[tuple[Tensor, int, Store | Tensor | None]] = []
+
+    def take(self, tensors: list[tuple[Tensor, bool]]) -> int:
+        """Empty the memory of these (the tensor, whether its content counts); returns its bytes. All are saved before any goes."""
+        if self.folder is not None:
+            self._spaces = [self._open(sum(range_nbytes(t.numel(), t.element_size()) for t, counts in tensors if counts))]
+        for tensor, counts in tensors:
+            self._gone.append((tensor, tensor.untyped_storage().nbytes(), self._save(tensor) if counts else None))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return sum(tensor.nbytes for tensor, _, _ in self._gone)
+
+    def empty(self) -> None:
+        """Give the memory back. Of shared memory each rank gives its own part, once all have saved."""
+        for tensor, _, _ in self._gone:
+            if tensor.untyped_storage().resizable():
+                tensor.untyped_storage().resize_(0)
+            else:
+                _remove(tensor)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def bring_back(self) -> None:
+        """Everything as it was."""
+        for tensor, nbytes, saved in self._gone:
+            if tensor.untyped_storage().resizable():
+                tensor.untyped_storage().resize_(nbytes)
+            if isinstance(saved, Store):
+                for start, stop in _pieces(saved.numel):
+                    tensor[start:stop].copy_(saved.get(start, stop))
+            elif saved is not None:
+                tensor.copy_(saved, non_blocking=True)
+            else:
+                tensor.zero_()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.close()
+
+    def close(self) -> None:
+        for space in self._spaces:
+            space.close()
+        self._gone, self._spaces = [], []
+
+    def _open(self, nbytes: int) -> Space:
+        return Space(lambda nbytes: Disk(str(self.folder), nbytes), max(nbytes, 1))
+
+    def _save(self, tensor: Tensor) -> Store | Tensor:
+        if self.folder is None:
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return kept.copy_(tensor, non_blocking=True)
+        store = self._spaces[0].store(tensor.numel(), tensor.dtype)
+        for start, stop in _pieces(tensor.numel()):
+            store.put(start, tensor[start:stop].cpu())
+        return store
+
+
+def _pieces(numel: int, most: int = 1 << 22) -> Iterator[tuple[int, int]]:
+    for start in range(0, numel, most):
+        yield start, min(start + most, numel)
+
+
+def _remove(tensor: Tensor) -> None:
+    """Give back the whole pages of a part of a shared mapping."""
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < stop:
+        refused = ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_REMOVE)
+        assert refused == 0, f"madvise: errno {ctypes.get_errno()}"
+
+
+def memory_of(engine: Engine, kinds: Iterable[str]) -> list[tuple[Tensor, bool]]:
+    """This rank's memory of these kinds of state, each part once: (1D tensor, whether what it holds counts)."""
+    found: dict[tuple[int, int], tuple[Tensor, bool]] = {}
+
+    def add(tensor: Tensor | None, counts: bool = True) -> None:
+        if tensor is not None and tensor.numel():
+            flat = tensor.detach().reshape(-1)
+            if flat.data_ptr() == tensor.data_ptr():
+                found.setdefault((flat.data_ptr(), flat.nbytes), (flat, counts))
+
+    for kind in kinds:
+        {"optimizer": _optimizer, "weights": _weights, "gradients": _gradients}[kind](engine, add)
+    return list(found.values())
+
+
+def _optimizer(engine: Engine, add: Any) -> None:
+    for unit in engine.units:
+        if unit.out is not None:
+            add(_whole(unit.master))
+    if isinstance(engine.steps, NativeSteps):
+        for stores in engine.steps.stores.values():
+            for store in stores.values():
+                add(_whole(store))
+        for scales in engine.steps.scales.values():
+            for tensor in scales.values():
+                add(tensor)
+    elif engine.steps is not None:
+        for state in engine.steps.inner.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    add(value)
+
+
+def _weights(engine: Engine, add: Any) -> None:
+    for unit in engine.units:
+        if unit.memory.common is not None or not unit.placement.weights:
+            start, stop = unit.span if unit.memory.common is not None else (0, unit.layout.numel)
+            add(unit.full[start:stop])
+        else:
+            add(_whole(unit.weights))
+
+
+def _gradients(engine: Engine, add: Any) -> None:
+    for unit in engine.units:
+        holds = unit.has_gradient
+        add(unit.memory.local.tensor if unit.memory.local else None, holds)
+        add(unit.memory.replica.tensor if unit.memory.replica else None, holds)
+        add(_whole(unit.grads) if unit.grads is not None and unit.memory.local is None else None, holds)
+    for buffer in engine.slots.buffers():
+        add(buffer.tensor, False)
+
+
+def _whole(store: Store) -> Tensor | None:
+    return store.tensor if isinstance(store, MemoryStore) else None

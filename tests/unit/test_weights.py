@@ -1,0 +1,94 @@
+"""Weights in safetensors files: which tensor is the model's which, ranges, and refusals that say what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from slipstream.checkpoint.weights import check_same, open_weights
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+        self.register_buffer("mask", torch.ones(2, dtype=torch.int64))
+        self.register_buffer("derived", torch.ones(2), persistent=False)
+
+
+def state(**changes: Tensor | None) -> dict[str, Tensor]:
+    changed = Model().state_dict() | {name.replace("__", "."): value for name, value in changes.items()}
+    return {name: value for name, value in changed.items() if value is not None}
+
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (state(mask=None), r"not of this Model: they do not hold 'mask'. Give rename= .*strict=False"),
+        (state(derived=torch.ones(2)), "they hold 'derived', which the model does not have"),
+        ({f"x.y.{name}": value for name, value in state().items()}, r'rename=lambda name: name.removeprefix\("x.y."\)'),
+        ({name.removeprefix("body."): value for name, value in state(mask=None).items()}, r'rename=lambda name: "body." \+ name'),
+        (state(body__a__weight=torch.ones(2, 4)), r"'body.a.weight' has shape \(2, 4\) there and \(2, 3\) in the model"),
+        (state(mask=torch.ones(2)), r"'mask' is F32 there and torch.int64 in the model, which no cast"),
+        (state(body__b__bias=torch.ones(2).to(torch.float8_e4m3fn)), r"'body.b.bias' is F8_E4M3 there.*save it as BF16"),
+    ],
+)
+def test_what_does_not_fit_is_named(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        open_weights(tmp_path, Model())
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "neither model.safetensors.index.json nor model.safetensors in"),
+        ({"model.safetensors": b"\x80\x02}q\x00.........."}, r"no whole safetensors file \(pickled weights are never read\)"),
+        ({"model.safetensors.index.json": b"[]"}, "is no index of safetensors files"),
+        ({"model.safetensors.index.json": json.dumps({"weight_map": {"a": "../a"}}).encode()}, "files elsewhere"),
+        ({"model.safetensors.index.json": json.dumps({"weight_map": {"a": "gone"}}).encode()}, "there is no .*gone"),
+    ],
+)
+def test_what_is_no_file_is_said(files: dict[str, bytes], message: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        open_weights(tmp_path, Model())
+
+
+def test_files_are_one(tmp_path: Path) -> None:
+    """Several files, none twice; ranks see the same; a strict refusal is a note where it is not strict."""
+    whole, some = state(), dict(list(state().items())[:2])
+    save_file(whole, tmp_path / "whole.safetensors")
+    save_file(some, tmp_path / "some.safetensors")
+    with pytest.raises(ValueError, match=r"('body.a.\w+') of .* and \1 of .* are both to be \1"):
+        open_weights([tmp_path / "whole.safetensors", tmp_path / "some.safetensors"], Model())
+    one = open_weights(tmp_path / "whole.safetensors", Model())
+    other = open_weights(str(tmp_path / "some.safetensors"), Model(), strict=False)
+    assert not one.left_out and other.left_out.startswith("they do not hold 'body.")
+    with pytest.raises(ValueError, match="different weights"):
+        check_same([one.fingerprint, other.fingerprint])
+
+
+@given(data=st.data(), shape=st.lists(st.integers(0, 5), max_size=4))
+def test_any_range_of_any_shape(data: Any, shape: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape))])
+    numel = model[0].numel()
+    start = data.draw(st.integers(0, max(numel - 1, 0)))
+    stop = data.draw(st.integers(min(start + 1, numel), numel))
+    path = tmp_path_factory.mktemp("ranges", numbered=True) / "x.safetensors"
+    save_file({"0": model[0].detach().bfloat16()}, path)
+    files = open_weights(path, model)
+    assert files.dtype("0") is torch.bfloat16
+    if numel:
+        assert files.read("0", start, stop).equal(model[0].detach().bfloat16().view(-1)[start:stop])
+    files.close()
