@@ -40,7 +40,8 @@ def test_at_rest_is_sixteen_bytes_per_parameter(stage: int, bf16: bool) -> None:
     [("AdamW", {"optimizer_states": "int8"}), ("Lion", {"optimizer_states": "int8"}), ("Adagrad", {}), ("SGD", {})],
 )
 def test_moments_are_the_optimizers(optimizer: str, options: dict[str, str]) -> None:
-    engine = toy.make(toy.seeded(toy.Net), 1, dtype="bf16", optimizer={"type": optimizer, "params": {"lr": 1e-3}}, slipstream=options)
+    named = {"type": optimizer, "params": {"lr": 1e-3}}
+    engine = toy.make(toy.seeded(toy.Net), 1, dtype="bf16", optimizer=named, slipstream=options)
     found = explain.of_engine(engine)
     moments = sum(line.nbytes for line in found.rest if line.state == "optimizer" and line.what != "masters")
     assert moments == sum(engine.steps.state_nbytes(unit) for unit in engine.units)

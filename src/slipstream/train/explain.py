@@ -101,9 +101,7 @@ def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | No
     return found
 
 
-def setting_of(
-    plan: Plan, world: int, device: str, *, transport: str | None = None, optimizer: Optimizer | None = None
-) -> Setting:
+def setting_of(plan: Plan, world: int, device: str, *, transport: str | None = None, optimizer: Optimizer | None = None) -> Setting:
     """How the plan trains its parts. `transport`: what the ranks found; None: what they find where all share this host."""
     optimizer = optimizer or optimizer_of(plan)
     tiers, on_host = tiers_of(plan.offload), device == "cpu"

@@ -67,7 +67,9 @@ def propose(
         if key not in parts:
             parts[key] = parts_of(model, changed, world, optimizer)
         profile = profile_of(changed.activations.way == "recompute", changed.batch.micro_batch_size)
-        forecast = Forecast(parts=parts[key], setting=setting_of(changed, world, device, optimizer=optimizer), profile=profile, rates=rates)
+        forecast = Forecast(
+            parts=parts[key], setting=setting_of(changed, world, device, optimizer=optimizer), profile=profile, rates=rates
+        )
         peak, times = forecast.peak, forecast.times
         assert peak is not None and times is not None, "a profile and rates are given"
         proposal = Proposal(changes, changed, forecast, peak, times.seconds)
