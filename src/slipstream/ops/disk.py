@@ -314,7 +314,7 @@ def preflight(
         free = _free(folder) + disk.nbytes
         probe = min(disk.nbytes, probe_nbytes // ALIGNMENT * ALIGNMENT)
         source, target = (aligned(min(probe, block_nbytes * queue_depth)) for _ in range(2))
-        source.random_()  # a virtual disk may know zeros
+        source.random_(generator=torch.Generator())  # a virtual disk may know zeros; the model's own draws are not disturbed
         registered = disk.register([source, target])
         fill = [(at, source[: probe - at]) for at in range(0, probe, source.numel())]
         disk.write(fill).wait()  # what was never written is read without the disk

@@ -113,6 +113,7 @@ class Engine(nn.Module):
     def step(self) -> None:
         """On the last micro-batch of a window: reduce, clip, update, publish, tick the schedule. Else count it."""
         self._refuse_destroyed()
+        self._refuse_asleep()
         boundary = self.at_boundary
         self.micro_steps += 1
         self.step_applied = False
@@ -121,7 +122,6 @@ class Engine(nn.Module):
         if self.updater is None:
             raise RuntimeError("engine.step() on an engine without optimizer; give one to initialize() or in the config")
         self._refuse_broken()
-        self._refuse_asleep()
         self.watch.phase, self.watch.step = "step", self.global_steps
         with self.progress.timing("step"), torch.no_grad():
             verdict = self._finish_window()

@@ -205,7 +205,12 @@ class Unit:
     def view_of(self, param: nn.Parameter) -> Tensor:
         return next(view for view, p in zip(self.views, self.params, strict=True) if p is param)
 
+    def _refuse_asleep(self) -> None:
+        if self.asleep:
+            raise RuntimeError(f"the weights of {self.names[0]!r} and its neighbours are away: call engine.wake() first")
+
     def gather_on_demand(self) -> bool:
+        self._refuse_asleep()
         if not self.may_gather_on_demand:
             return False
         self.pinned = True
@@ -259,8 +264,7 @@ class Unit:
         """Make the weights readable. Safe to call when they are."""
         if self.state is State.GATHERED:
             return
-        if self.asleep:
-            raise RuntimeError(f"the weights of {self.names[0]!r} are away: call engine.wake() first")
+        self._refuse_asleep()
         self.await_update()
         if self.memory.common:
             self.comms.dp.await_published(self.memory.common)
