@@ -61,8 +61,7 @@ ON_DISK = (
     _case(3, "bf16", disk="everything", micros=2, activations="recompute"),
     _case(3, "fp32", disk="everything", activations="recompute"),
 )
-RANKS = (("slipstream:1", "fp32"), ("slipstream:1:gloo", "fp32"), ("slipstream:2:gloo", "bf16"), ("slipstream:3", "bf16"),
-         ("slipstream:3:gloo", "bf16"))  # fmt: skip
+RANKS = (("slipstream:1:gloo", "fp32"), ("slipstream:2:gloo", "bf16"), ("slipstream:3:gloo", "bf16"))
 
 
 def config(case: Case, folder: str, batch: int) -> dict[str, Any]:

@@ -35,6 +35,21 @@ def test_at_rest_is_sixteen_bytes_per_parameter(stage: int, bf16: bool) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [("AdamW", {"optimizer_states": "int8"}), ("Lion", {"optimizer_states": "int8"}), ("Adagrad", {}), ("SGD", {})],
+)
+def test_moments_are_the_optimizers(optimizer: str, options: dict[str, str]) -> None:
+    named = {"type": optimizer, "params": {"lr": 1e-3}}
+    engine = toy.make(toy.seeded(toy.Net), 1, dtype="bf16", optimizer=named, slipstream=options)
+    found = explain.of_engine(engine)
+    moments = sum(line.nbytes for line in found.rest if line.state == "optimizer" and line.what != "masters")
+    assert moments == sum(engine.steps.state_nbytes(unit) for unit in engine.units)
+    assert explain.parts_of(engine.module, engine.plan, 1) == list(found.parts)
+    assert explain.setting_of(engine.plan, 1, "cpu") == found.setting
+    engine.destroy()
+
+
 @distributed(world_size=2)
 def test_copies_are_all_reduced_on_the_wire() -> None:
     """MiCS with shards of one rank: half the gradients are sent to be added, half come back, as with plain copies."""

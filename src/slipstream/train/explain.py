@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
 from slipstream.config.plan import Plan
-from slipstream.optim import is_elementwise, resolve_optimizer
-from slipstream.optim.native import NativeSteps
+from slipstream.optim import is_elementwise
+from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.train import predict
 from slipstream.train.predict import Flow, Line, Part, Peak, Profile, Rates, Setting, Times
@@ -43,13 +42,36 @@ def moments_of(optimizer: str, options: Mapping[str, Any]) -> int:
 # -- from a plan --
 
 
-def parts_of(model: nn.Module, plan: Plan, world: int) -> list[Part]:
+class Optimizer(NamedTuple):
+    """What of the optimizer sizes depend on."""
+
+    num_moments: int
+    streams: bool  # it has a kernel of ours
+    whole: bool  # it looks at shapes
+
+
+def optimizer_of(plan: Plan) -> Optimizer:
+    """Of the plan's; AdamW's where it names none."""
+    from slipstream.train.initialize import rehearse
+
+    if plan.optimizer is None:
+        return Optimizer(2, streams=True, whole=False)
+    inner, rule = rehearse(plan)
+    assert inner is not None, "the plan names an optimizer"
+    if rule is not None:
+        return Optimizer(len(rule.states), streams=True, whole=False)
+    return Optimizer(moments_of(plan.optimizer.type, plan.optimizer.params), streams=False, whole=not is_elementwise(inner))
+
+
+def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | None = None) -> list[Part]:
     """The units that `initialize` would make of the model, with their dtypes (zero/build.py)."""
+    cut = whole_layout if (optimizer or optimizer_of(plan)).whole else flat_layout
+    align = Form(dtype=plan.precision.state_dtype).align
     shards, params, found = plan.zero.shard_size or world, dict(model.named_parameters()), []
     place, precision = stage_placement(plan.zero.stage), plan.precision
     for group in wrap(model):
         shapes = [(name, tuple(params[name].shape)) for name in group.param_names]
-        layout = (whole_layout if _whole(plan) else flat_layout)(shapes, world)
+        layout = cut(shapes, world, align)
         cuts = layout.shards(shards)
         weights = group.dtype
         if weights.is_floating_point and precision.param_dtype is not torch.float32:
@@ -79,20 +101,9 @@ def parts_of(model: nn.Module, plan: Plan, world: int) -> list[Part]:
     return found
 
 
-def _whole(plan: Plan) -> bool:
-    """Whether the plan's optimizer looks at shapes."""
-    if plan.optimizer is None:
-        return False
-    named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params)
-    return not named.native and not is_elementwise(named.cls)
-
-
-def setting_of(plan: Plan, world: int, device: str, *, transport: str | None = None) -> Setting:
+def setting_of(plan: Plan, world: int, device: str, *, transport: str | None = None, optimizer: Optimizer | None = None) -> Setting:
     """How the plan trains its parts. `transport`: what the ranks found; None: what they find where all share this host."""
-    native, moments = True, 2
-    if plan.optimizer is not None:
-        native = resolve_optimizer(plan.optimizer.type, plan.optimizer.params).native
-        moments = moments_of(plan.optimizer.type, plan.optimizer.params)
+    optimizer = optimizer or optimizer_of(plan)
     tiers, on_host = tiers_of(plan.offload), device == "cpu"
     private = plan.debug.poison_released or tiers.weights is Tier.DISK  # weights that come and go (train/initialize.py)
     transport = transport or ("gloo" if private or not on_host or plan.zero.transport == "gloo" else "shared")
@@ -104,8 +115,9 @@ def setting_of(plan: Plan, world: int, device: str, *, transport: str | None = N
         copies=world // (plan.zero.shard_size or world),
         shared=transport == "shared" or world == 1,
         poison=plan.debug.poison_released,
-        moments=(plan.precision.state_dtype.itemsize,) * moments,
-        streams=native,
+        moments=(plan.precision.state_dtype.itemsize,) * optimizer.num_moments,
+        coded=Form(dtype=plan.precision.state_dtype).coded,
+        streams=optimizer.streams,
         chunk_numel=min(plan.offload.chunk_numel, predict.MOST_CHUNK),
         num_buffers=plan.offload.num_buffers,
         accumulation=plan.batch.accumulation,
@@ -148,9 +160,8 @@ def of_engine(engine: Engine, *args: Any, **kwargs: Any) -> Forecast:
     """The forecast of an engine; with a batch, as the model takes it, also of its peak."""
     plan, world, steps = engine.plan, engine.mesh.data.size, engine.steps
     transport = "shared" if isinstance(engine.comms.data, SharedComm) else "gloo"
-    setting = setting_of(plan, world, engine.device.type, transport=transport)
-    num_moments = len(steps.rule.states) if isinstance(steps, NativeSteps) else _num_moments(steps)
-    moments = (plan.precision.state_dtype.itemsize,) * num_moments
+    optimizer = Optimizer(_num_moments(steps), streams=isinstance(steps, NativeSteps), whole=False)  # which units know
+    setting = setting_of(plan, world, engine.device.type, transport=transport, optimizer=optimizer)
     profile = None
     if args or kwargs:
         from slipstream.train.dry_run import dry_run  # torch's fake tensors take a while to import
@@ -158,7 +169,7 @@ def of_engine(engine: Engine, *args: Any, **kwargs: Any) -> Forecast:
         profile = dry_run(engine.module, plan, args, kwargs, micro_batch_size=plan.batch.micro_batch_size)
     return Forecast(
         parts=[part_of(unit) for unit in engine.units],
-        setting=dataclasses.replace(setting, moments=moments, streams=isinstance(steps, NativeSteps)),
+        setting=setting,
         profile=profile,
         rates=None,
     )
@@ -183,7 +194,9 @@ def part_of(unit: Unit) -> Part:
 
 
 def _num_moments(steps: ShardedSteps | None) -> int:
-    """Moments of a torch optimizer, by its class."""
+    """Moments of a native rule, or of a torch optimizer by its class."""
+    if isinstance(steps, NativeSteps):
+        return len(steps.rule.states)
     return 0 if steps is None else moments_of(type(steps.inner).__name__, steps.inner.defaults)
 
 

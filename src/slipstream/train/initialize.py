@@ -107,12 +107,13 @@ def initialize(
     return engine, handle, loader, scheduler
 
 
-def rehearse(plan: Plan) -> None:
+def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
     """Build the plan's optimizer and scheduler over a model of one layer: refuses what `initialize` would refuse of them."""
     model = torch.nn.Linear(1, 1)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if plan.optimizer else None
-    inner, _ = _optimizer(named, model, None, None)
+    inner, rule = _optimizer(named, model, None, None)
     _scheduler(plan, None, inner)
+    return inner, rule
 
 
 def _refuse_model_parallel(mpu: Any) -> None:

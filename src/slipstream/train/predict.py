@@ -55,6 +55,7 @@ class Setting:
     shared: bool  # ranks read each other's memory: nothing is sent, and sharded weights are one mapping
     poison: bool  # debugging: gathered weights have memory of their own all the same
     moments: tuple[int, ...]  # bytes per element of each state that the optimizer keeps
+    coded: bool  # in 8 bits, with a scale for every 256 of them that stays in memory
     streams: bool  # the optimizer has a native kernel, which takes chunks
     chunk_numel: int
     num_buffers: int
@@ -240,6 +241,10 @@ def at_rest(parts: Sequence[Part], setting: Setting) -> tuple[Line, ...]:
             add(kind, what, Tier.DISK, state.on_disk)
             add(kind, what, host if state.tier is Tier.DISK else state.tier, state.resident)
         if part.trainable:
+            if setting.coded:
+                owned = part.span if setting.placement.optim else part.numel
+                resident = Tier.DEVICE if setting.tiers.optim is Tier.DEVICE else host
+                add("optimizer", "scales of 8-bit moments", resident, len(setting.moments) * -(-owned // 256) * 4)
             if setting.placement.grads or part.casts:  # one ring for each dtype on the wire, each buffer long enough for any part
                 rings[part.wire] = max(rings.get(part.wire, 0), part.numel * part.wire)
             if setting.streams:
@@ -292,8 +297,8 @@ def _gathered(parts: Sequence[Part], setting: Setting, coming: Sequence[Moment])
 def _stepping(parts: Sequence[Part], setting: Setting) -> Iterator[tuple[list[Line], str]]:
     """Between the last backward and the next forward."""
     place, trainable = setting.placement, [part for part in parts if part.trainable]
-    if _sends(setting) and not place.grads:  # all parts' exchanges are under way at once
-        received = sum(part.numel * part.wire for part in trainable)
+    if _sends(setting) and not place.grads:  # all exchanges are under way: gloo's two threads fill a part each, and one is summed
+        received = sum(sorted(part.numel * part.wire for part in trainable)[-3:])
         yield [Line("buffers", "received gradients", Tier.DEVICE, received)], "settle"
     if _sends(setting) and place.optim and not place.weights:
         sent = sum(part.span * part.weights for part in trainable)

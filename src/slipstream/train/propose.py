@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch.nn as nn
 
 from slipstream.config.plan import Plan
-from slipstream.train.explain import Forecast, parts_of, seconds, setting_of, size
+from slipstream.train.explain import Forecast, optimizer_of, parts_of, seconds, setting_of, size
 from slipstream.train.predict import Part, Peak, Profile, Rates
 from slipstream.zero.placement import Tier
 
@@ -61,12 +61,15 @@ def propose(
     """
     fitting, least = [], None
     parts: dict[tuple[bool, bool], list[Part]] = {}
-    for changes, changed in _variants(plan, model, world, device, folder):
+    optimizer = optimizer_of(plan)
+    for changes, changed in _variants(plan, model, world, device, folder if optimizer.streams else None):
         key = (changed.zero.stage >= 2, changed.batch.accumulation > 1)  # all that dtypes depend on
         if key not in parts:
-            parts[key] = parts_of(model, changed, world)
+            parts[key] = parts_of(model, changed, world, optimizer)
         profile = profile_of(changed.activations.way == "recompute", changed.batch.micro_batch_size)
-        forecast = Forecast(parts=parts[key], setting=setting_of(changed, world, device), profile=profile, rates=rates)
+        forecast = Forecast(
+            parts=parts[key], setting=setting_of(changed, world, device, optimizer=optimizer), profile=profile, rates=rates
+        )
         peak, times = forecast.peak, forecast.times
         assert peak is not None and times is not None, "a profile and rates are given"
         proposal = Proposal(changes, changed, forecast, peak, times.seconds)
@@ -93,12 +96,11 @@ def _variants(plan: Plan, model: nn.Module, world: int, device: str, folder: str
     stages: set[Literal[0, 1, 2, 3]] = {plan.zero.stage}
     if plan.zero.shard_size is None:
         stages |= {0, 3} if world == 1 else {0, 1, 2, 3}
-    native = setting_of(plan, world, device).streams
     numel = sum(param.numel() for param in model.parameters()) // (plan.zero.shard_size or world)
     here: tuple[Device, ...] = ("none", "cpu") if device != "cpu" else ("none",)  # where the device is the host, "cpu" is the same
     optimizers: list[tuple[Device, float]] = [(each, 1.0) for each in here]
     weights: list[tuple[Device, int]] = [(each, 0) for each in here]
-    if folder is not None and native:
+    if folder is not None:
         optimizers += [("nvme", share) for share in _SHARES]
     if folder is not None and device == "cpu" and plan.zero.transport != "shared":
         weights += [("nvme", round(numel * (1 - share))) for share in _SHARES]
