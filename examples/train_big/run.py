@@ -29,6 +29,8 @@ from rich.table import Table
 HERE = Path(__file__).parent
 MIB, GB = 1 << 20, 1e9
 PERIOD_S = 0.2
+# glibc keeps freed memory for later, up to 190 MiB of it here: a budget wants it back
+ENVIRONMENT = {"OMP_NUM_THREADS": str(os.cpu_count()), "MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "1048576"}
 STATE_BYTES = 2 + 2 + 4 + 4 + 4  # per parameter: bf16 weights and gradients, fp32 master and two moments
 READ_BYTES = 2 + 2 + 2 + 12  # per parameter and step: weights for forward and backward, gradient, master and moments
 WRITE_BYTES = 2 + 2 + 12  # gradient, weights, master and moments
@@ -97,7 +99,7 @@ def watch(command: list[str], group: Group, limit: int | None, console: Console 
     group.limit(limit)
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=group.enter,
-        env=os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())},
+        env=os.environ | ENVIRONMENT,
     )  # fmt: skip
     traffic = Traffic(process.pid)
 
@@ -168,10 +170,8 @@ def table(run: Run, baseline: int, budget: int) -> Table:
     """The kernel's counters beside the formulas."""
     steps = [mark for event, mark in zip(run.events, run.marks, strict=True) if event["event"] in ("ready", "step")]
     numel = next(event["parameters"] for event in run.events if event["event"] == "ready")
-    # the first step finds no moments to read and nothing behind it; the last's writes may still be under way
-    read, written = (
-        (getattr(steps[-1], name) - getattr(steps[1], name)) / max(len(steps) - 2, 1) for name in ("read", "written")
-    )
+    # Moments are streamed beside the next step, and those of the first were never written: steps are counted from the second's end
+    read, written = ((getattr(steps[-1], name) - getattr(steps[2], name)) / (len(steps) - 3) for name in ("read", "written"))
     result = Table(title=f"{numel / 1e6:.0f} million parameters in {budget} MiB")
     for column in ("", "formula", "measured by the kernel", "ratio"):
         result.add_column(column, justify="left" if not column else "right")
@@ -190,16 +190,18 @@ def draw(run: Run, baseline: int, limit: int, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    times = [sample.seconds for sample in run.samples]
+    # A process that ends hands its counters to its parent: what comes after the last event counts twice
+    samples = [sample for sample in run.samples if sample.seconds <= run.marks[-1].seconds]
+    times = [sample.seconds for sample in samples]
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6), layout="constrained")
-    above.plot(times, [sample.memory / MIB for sample in run.samples], label="in use")
+    above.plot(times, [sample.memory / MIB for sample in samples], label="in use")
     above.axhline(limit / MIB, color="tab:red", label="the kernel's limit")
     above.axhline(baseline / MIB, color="tab:gray", linestyle=":", label="a process with torch imported")
     above.set_ylabel("memory, MiB")
     above.set_ylim(bottom=0)
     above.legend(loc="lower right")
     for name in ("read", "written"):
-        totals = [getattr(sample, name) for sample in run.samples]
+        totals = [getattr(sample, name) for sample in samples]
         rates = [(b - a) / PERIOD_S / GB for a, b in itertools.pairwise(totals)]
         below.plot(times[1:], rates, label=name)
     for event, mark in zip(run.events, run.marks, strict=True):
