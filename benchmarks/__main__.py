@@ -1,7 +1,7 @@
 """`python -m benchmarks [LEG ...]`: ours beside the peers; writes the legs' sections of benchmarks/RESULTS.md (not with --quick).
 
-Legs: step, memory, wire, start, activations, optimizer, plan, quality, disk, or all of them (the default). `parts` prints where our
-own step goes and writes nothing. `python benchmarks/ops.py` compares the native kernels by themselves.
+Legs: step, memory, wire, start, activations, optimizer, plan, quality, disk, offload, or all of them (the default). `parts`
+prints where our own step goes and writes nothing. `python benchmarks/ops.py` compares the native kernels by themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import activations, disk, memory, optimizer, parts, plan, quality, start, step, wire
+from benchmarks import activations, disk, memory, offload, optimizer, parts, plan, quality, start, step, wire
 from benchmarks.peers import Peers, prepare
 from benchmarks.ranks import ROOT
 from benchmarks.report import LEGS, RESULTS, write_section
@@ -48,7 +48,7 @@ def main() -> None:
     if chosen == ("parts",):
         parts.run(works[0], dtypes[0], options.only)
         return
-    alone = set(chosen) <= {"activations", "plan", "quality", "disk"}  # they have no peers
+    alone = set(chosen) <= {"activations", "plan", "quality", "disk", "offload"}  # they have no peers
     peers = Peers(python=None) if alone else prepare(options.peers)
     if peers.missing:
         print(peers.missing)
@@ -68,6 +68,7 @@ def main() -> None:
         "plan, two ranks": lambda: plan.two_ranks(quick=quick),
         "quality": lambda: quality.run(quick=quick),
         "disk": lambda: disk.run(quick=quick),
+        "offload": lambda: offload.run(quick=quick),
     }
     for leg, run in legs.items():
         if leg.split(",")[0] in chosen:

@@ -152,6 +152,8 @@ class Engine(nn.Module):
     def _finish_window(self) -> window.Verdict:
         if not self._odd_window:
             self._warn_of_odd_window()
+        if self.updater is not None:
+            self.updater.finish()
         for unit in self.units:
             if not unit.placement.weights:
                 unit.check_writes()

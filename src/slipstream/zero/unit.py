@@ -358,6 +358,7 @@ class Unit:
     def reduce(self, buffer: Buffer, alpha: float) -> Pending[None]:
         """Sharded gradients: offer every unreduced gradient (or zero) through `buffer` and add the sum to `grads`."""
         assert self.grads is not None, f"unit {self.name}: reduce() of a frozen unit"
+        self.await_update()  # a unit that no forward has gathered: its last gradients may still be read
         self.comms.dp.reusable(buffer)
         flat = buffer.tensor[: self.layout.numel]
         for i, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
