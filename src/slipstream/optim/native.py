@@ -91,8 +91,9 @@ class NativeSteps(ShardedSteps):
             {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
             for group in self.inner.param_groups
         ]
-        self._runs = {unit.index: list(_runs(self.pieces[unit.index], self.form.align, unit.master.numel)) for unit in units}
         nbytes = max((chunk.nbytes() for unit in units for chunk in self.chunks(unit)), default=0)
+        # After the states are there, which may bring their step counts
+        self._runs = {unit.index: list(_runs(self.pieces[unit.index], self.form.align, unit.master.numel)) for unit in units}
         if nbytes > (self.ring.slots[0].memory.numel() if self.ring else 0):
             self.ring = Ring(self.num_buffers, nbytes)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether the optimizer stepped first
