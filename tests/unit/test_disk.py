@@ -362,9 +362,13 @@ def test_waiting_holds_no_lock_of_python() -> None:
 
 def test_ctrl_c_ends_the_wait_and_not_the_transfer() -> None:
     transfer = never_done()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with it ignored
     timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        transfer.wait()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            transfer.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
     timer.join()
     assert not transfer.done()
