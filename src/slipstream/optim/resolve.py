@@ -63,8 +63,8 @@ class Resolved(NamedTuple):
     """`cls(groups, **kwargs)` is the optimizer.
 
     `group_options` go into each of its parameter groups afterwards: hyperparameters that torch's class does
-    not know but the native kernel does (`bias_correction`). `native`: the one-pass Adam kernel computes
-    exactly this.
+    not know but the native kernel does (`bias_correction`). `native`: the configuration leaves it to kernels of
+    our own, where the class has any (optim/rules.py).
     """
 
     cls: type[Optimizer]
