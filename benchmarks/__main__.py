@@ -48,7 +48,7 @@ def main() -> None:
     if chosen == ("parts",):
         parts.run(works[0], dtypes[0], options.only)
         return
-    alone = set(chosen) <= {"activations", "plan", "quality", "disk", "offload"}  # they have no peers
+    alone = set(chosen) <= {"activations", "plan", "quality", "disk"}  # they have no peers
     peers = Peers(python=None) if alone else prepare(options.peers)
     if peers.missing:
         print(peers.missing)
@@ -68,7 +68,7 @@ def main() -> None:
         "plan, two ranks": lambda: plan.two_ranks(quick=quick),
         "quality": lambda: quality.run(quick=quick),
         "disk": lambda: disk.run(quick=quick),
-        "offload": lambda: offload.run(quick=quick),
+        "offload": lambda: offload.run(peers, quick=quick),
     }
     for leg, run in legs.items():
         if leg.split(",")[0] in chosen:
