@@ -560,6 +560,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.seed": st.integers(0, 2**63),
     "slipstream.optimizer_states": st.sampled_from(["default", "INT8"]),
     "slipstream.stochastic_rounding": flags,
+    "slipstream.update_ahead": flags,
     "slipstream.transport": st.sampled_from(["auto", "shared", "gloo"]),
     "slipstream.timeout_s": st.floats(1e-3, 1e6) | st.just(math.inf),
     "slipstream.poison_released": flags,

@@ -118,6 +118,7 @@ HONOURED: Mapping[str, str] = {
     "slipstream.seed": "test_slipstream_seed",
     "slipstream.optimizer_states": "test_slipstream_optimizer_states",
     "slipstream.stochastic_rounding": "test_slipstream_stochastic_rounding",
+    "slipstream.update_ahead": "test_slipstream_update_ahead",
     "slipstream.transport": "test_slipstream_transport",
     "slipstream.timeout_s": "test_slipstream_timeout_s",
     "slipstream.poison_released": "test_slipstream_poison_released",
@@ -186,6 +187,7 @@ NO_EFFECT: Mapping[str, str] = {
     "zero_optimization.offload_optimizer.pipeline_read": _STREAMED,
     "zero_optimization.offload_optimizer.pipeline_write": _STREAMED,
     "zero_optimization.offload_optimizer.fast_init": "fresh files read as zeros, so nothing is written to begin with",
+    "zero_optimization.offload_optimizer.super_offload": "updates begin in the backward as it is (slipstream.update_ahead)",
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "all threads of the process step the optimizer",
     "zero_optimization.offload_param.pin_memory": _PINNED,
     "zero_optimization.offload_param.buffer_count": _DIRECT,
@@ -226,11 +228,6 @@ _COMPRESSION = (
 )
 
 FEATURES: tuple[Feature, ...] = (
-    Feature(
-        what="SuperOffload",
-        remedy="set it to false; offload_optimizer streams and overlaps as it is",
-        switches=("zero_optimization.offload_optimizer.super_offload",),
-    ),
     Feature(
         what="storage that the GPU reads itself (GPUDirect)",
         remedy="set aio.use_gds to false; transfers go through pinned host memory",

@@ -62,6 +62,7 @@ class OffloadPlan:
     ratio: float  # of each unit's masters and moments; the rest stays in memory
     num_buffers: int  # chunks in memory at a time
     chunk_numel: int  # at most, as the optimizer streams them
+    update_ahead: bool  # begin updates in the backward (train/step.py); it takes the disk twice, where there is room
     param: Literal["none", "cpu", "nvme"]  # sharded weights
     param_path: str | None
     max_in_cpu: int  # weights per rank that stay in host memory although the tier is the disk
@@ -214,6 +215,7 @@ def plan_values(plan: Plan) -> dict[str, Any]:
             "zero_optimization.offload_optimizer.nvme_path": offload.optimizer_path,
             "zero_optimization.offload_optimizer.buffer_count": offload.num_buffers,
             "zero_optimization.sub_group_size": offload.chunk_numel,
+            "slipstream.update_ahead": offload.update_ahead,
         }
     if offload.param == "nvme":
         values |= {

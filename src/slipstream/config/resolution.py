@@ -396,6 +396,7 @@ def _offload(values: _Values) -> OffloadPlan:
             f"aio.block_size ({block}) must be a multiple of 4096 and aio.queue_depth ({depth}) 1 to 4096: transfers are direct"
         )
     buffers = _taken(values, "offload_optimizer", "buffer_count", 4)
+    coded = values.take("slipstream.optimizer_states") == "int8"  # the scales of codes are in memory, and written in place
     if on_disk and buffers < 2:
         raise ValueError(
             f"zero_optimization.offload_optimizer.buffer_count is {buffers}; one computes while another moves, so 2 or more"
@@ -403,6 +404,7 @@ def _offload(values: _Values) -> OffloadPlan:
     return OffloadPlan(
         optimizer=optimizer, optimizer_path=optimizer_path, ratio=_taken(values, "offload_optimizer", "ratio", 1.0),
         num_buffers=buffers, chunk_numel=max(values.take("zero_optimization.sub_group_size"), 1),
+        update_ahead=values.take("slipstream.update_ahead") and optimizer == "nvme" and stage == 3 and not coded,
         param=param, param_path=param_path, max_in_cpu=_taken(values, "offload_param", "max_in_cpu", 1_000_000_000),
         block_nbytes=block, queue_depth=depth, threads=max(values.take("aio.intra_op_parallelism"), 1),
     )  # fmt: skip

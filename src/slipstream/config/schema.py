@@ -238,6 +238,7 @@ class Slipstream(Block):
     poison_released: bool = False
     optimizer_states: Annotated[Literal["default", "int8"], BeforeValidator(lower)] = "default"
     stochastic_rounding: bool = False
+    update_ahead: bool = True
     seed: Int = 0
     activations: Annotated[Literal["keep", "recompute", "offload"], BeforeValidator(lower)] = "keep"
 

@@ -86,7 +86,7 @@ class NativeSteps(ShardedSteps):
                     piece.step = int(given.get("step", 1))
         return self.stores[unit.index]
 
-    def begin(self, units: Sequence[Unit]) -> None:
+    def prepare(self, units: Sequence[Unit]) -> object:
         self._options = [
             {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
             for group in self.inner.param_groups
@@ -96,6 +96,12 @@ class NativeSteps(ShardedSteps):
         self._runs = {unit.index: list(_runs(self.pieces[unit.index], self.form.align, unit.master.numel)) for unit in units}
         if nbytes > (self.ring.slots[0].memory.numel() if self.ring else 0):
             self.ring = Ring(self.num_buffers, nbytes)
+        return self._options, self._runs
+
+    def begin(self, units: Sequence[Unit]) -> None:
+        self.prepare(units)
+        for piece in (piece for unit in units for piece in self.pieces[unit.index] if piece.param.requires_grad):
+            piece.step += 1
         self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether the optimizer stepped first
 
     def chunks(self, unit: Unit) -> Sequence[Chunk]:
@@ -203,19 +209,19 @@ class CodedStore(Store):
 
 
 def _runs(pieces: Sequence[Piece], align: int, numel: int) -> Iterator[Run]:
-    """Maximal runs of trainable neighbours; counts their steps. The zero gap between two parameters belongs to the run, and so
+    """Maximal runs of trainable neighbours, in their next step. The zero gap between two parameters belongs to the run, and so
     does the one after the last: gradients and weights are zero there, so no update changes them."""
     run: Run | None = None
     for piece in pieces:
         if not piece.param.requires_grad:
             continue
-        piece.step += 1
-        if run is not None and (run.group, run.step) == (piece.group, piece.step) and piece.start <= run.stop:
+        step = piece.step + 1
+        if run is not None and (run.group, run.step) == (piece.group, step) and piece.start <= run.stop:
             run = run._replace(stop=_padded(piece.stop, align, numel))
         else:
             if run is not None:
                 yield run
-            run = Run(piece.start, _padded(piece.stop, align, numel), piece.group, piece.step)
+            run = Run(piece.start, _padded(piece.stop, align, numel), piece.group, step)
     if run is not None:
         yield run
 

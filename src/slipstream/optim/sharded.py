@@ -90,6 +90,11 @@ class ShardedSteps(ABC):
     def begin(self, units: Sequence[Unit]) -> None:
         """A step of the engine over these units begins."""
 
+    def prepare(self, units: Sequence[Unit]) -> object:
+        """Let `step` compute what the next step would, without beginning it. Equal results: nothing it depends on has changed, but
+        for `Unit.revision`. Only for optimizers with a ring."""
+        raise NotImplementedError
+
     @abstractmethod
     def chunks(self, unit: Unit) -> Sequence[Chunk]:
         """The unit's span in the pieces that `step` takes."""

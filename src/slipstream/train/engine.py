@@ -89,6 +89,7 @@ class Engine(nn.Module):
         self._boundary: bool | None = None  # set by hand (accelerate); None: count micro-batches
         weakref.finalize(self, parts.watch.abandon).atexit = False
         self.hooks.reducer.alpha = self.alpha
+        self.hooks.reducer.on_reduced = self._update_ahead
 
     # -- the loop --
 
@@ -130,6 +131,8 @@ class Engine(nn.Module):
             if verdict.finite or not self.precision.plan.check_overflow:
                 self.updater.start(verdict.scale)
                 self.step_applied = True
+            else:
+                self.updater.drop()
         self._count(verdict)
         if self.updater.is_done:
             self._settle_disk()
@@ -190,7 +193,14 @@ class Engine(nn.Module):
                 f"{self.broken}. The states of this engine are lost: mend or change the disk, and go on from the last checkpoint"
             )
 
+    def _update_ahead(self, unit: Unit) -> None:
+        """A unit's gradients are reduced: in the last backward of a window, its update may begin."""
+        if self.updater is not None and self.at_boundary and (self.plan.batch.managed or self._boundary):
+            self.updater.offer(unit)
+
     def _count(self, verdict: window.Verdict) -> None:
+        assert self.updater is not None
+        clipped = verdict.scale != 1.0 / self.precision.loss_scale
         self.global_grad_norm = verdict.norm
         self.global_steps += 1
         self.watch.step = self.global_steps
@@ -207,6 +217,7 @@ class Engine(nn.Module):
         else:
             self.skipped_steps += 1
         self.precision.scaler.update(self.step_applied)
+        self.updater.expected = None if clipped or self.overflow else 1.0 / self.precision.loss_scale
 
     # -- windows of micro-batches --
 
@@ -342,6 +353,8 @@ class Engine(nn.Module):
             rows = self.comms.data.exchange(torch.tensor([float(zlib.crc32(method.encode()))], dtype=torch.float64))
             if rows.min() != rows.max():
                 raise PeerError(f"this rank called engine.{method}() while others called another method; it is for all ranks")
+            if self.updater is not None:
+                self.updater.drop()
             if not self.broken:
                 self._settle_disk()
             yield

@@ -1,5 +1,7 @@
 """The end of a window: settle, norm, verdict, update, publish. The same decisions on every rank.
 
+ahead   a unit is updated ahead when its gradients are stepped on before the verdict, on the guess that nothing will be clipped
+
 `judge` is the fence of the step: its exchange lets no rank go on before all have finished their backward, which
 is what allows weights in shared memory to be overwritten.
 """
@@ -9,8 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -22,7 +25,7 @@ from slipstream.optim.sharded import ShardedSteps
 from slipstream.zero.comm import Pending, gather_objects
 from slipstream.zero.hooks import Hooks, Slots
 from slipstream.zero.layout import overlap
-from slipstream.zero.store import stream
+from slipstream.zero.store import Chunk, DiskStore, Store, stream
 from slipstream.zero.unit import Comms, Unit
 
 logger = logging.getLogger(__name__)
@@ -117,11 +120,76 @@ def _name_culprit(units: Sequence[Unit], comms: Comms, skipped: bool) -> None:
         logger.warning("gradient of %r is not finite (the first such parameter); %s", min(everyone)[2], what)
 
 
+class Ahead:
+    """Units that are updated ahead: what waits, what is done, and the values that are not in force yet.
+
+    Written from two threads: the caller's, which puts units in, and the one that works on them.
+    """
+
+    def __init__(self, scale: float, inputs: object) -> None:
+        self.scale, self.inputs = scale, inputs
+        self.revisions: dict[int, int] = {}  # of the units that were put in
+        self.done: set[int] = set()
+        self.kept: dict[int, list[tuple[Store, int, Tensor]]] = {}  # new values of what rests in memory, and their place
+        self.running: Future[None] | None = None
+        self.work: deque[tuple[Unit, Chunk]] = deque()  # taken, not stepped
+        self._waiting: deque[tuple[Unit, Sequence[Chunk], list[Transfer]]] = deque()
+        self._chunks: deque[tuple[Unit, Chunk]] = deque()  # of the unit that is in hand
+        self._open = True
+        self._changed = threading.Condition()
+
+    def put(self, unit: Unit, chunks: Sequence[Chunk]) -> None:
+        assert unit.grads is not None
+        with self._changed:
+            self.revisions[unit.index] = unit.revision
+            self._waiting.append((unit, chunks, unit.homes.on_its_way(unit.grads)))
+            self._changed.notify()
+
+    def close(self, *, cancel: bool = False) -> None:
+        """No unit is begun any more; `cancel`: and none is ended."""
+        with self._changed:
+            self._open = False
+            self._waiting.clear()
+            if cancel:
+                self._chunks.clear()
+            self._changed.notify()
+
+    def take(self, wait: bool) -> Chunk | None:
+        """The next chunk, as zero/store.py's `stream` asks for it."""
+        with self._changed:
+            while not self._chunks and not self._waiting and self._open and wait:
+                self._changed.wait()
+            if not self._chunks and self._waiting:
+                unit, chunks, moving = self._waiting.popleft()
+                self._chunks.extend((unit, chunk) for chunk in chunks)
+            else:
+                moving = []
+        for transfer in moving:
+            transfer.wait()
+        with self._changed:
+            if not self._chunks:
+                return None
+            self.work.append(self._chunks.popleft())
+            return self.work[-1][1]
+
+    def keep(self, unit: Unit, chunk: Chunk) -> None:
+        """Let what is stepped in memory be a copy of what is in force."""
+        for name, use in chunk.uses.items():
+            view = use.store.view(chunk.start, chunk.stop)
+            if use.write and view is not None:
+                chunk.tensors[name] = view.clone() if use.read else torch.empty_like(view)
+                self.kept.setdefault(unit.index, []).append((use.store, chunk.start, chunk.tensors[name]))
+
+
 class Updater:
     """Runs the optimizer over units and publishes each as soon as it is done.
 
     Where weights are sharded and states stream through memory it does so on a thread of its own, in forward order, so that the
     next forward begins meanwhile: a unit that is gathered waits for its own update only (`Unit.await_update`).
+
+    There, a unit may be updated ahead, while the backward goes on: `offer`. What is written goes beside what is in force, in
+    memory and on disk, and takes its place in `start` if everything that it was computed from is as it was; else it is computed
+    again. So results are those of a step after the verdict, to the bit. The guess is made after a step that clipped nothing.
 
     A disk that fails is not raised in mid-step, where other ranks would wait for this one for ever: the rest is published as it
     is, and `failure` says why until the engine has told all ranks.
@@ -130,23 +198,77 @@ class Updater:
     def __init__(self, units: Sequence[Unit], steps: ShardedSteps) -> None:
         self.units, self.steps = units, steps
         self.failure: DiskError | None = None
+        self.expected: float | None = None  # the scale that the next `start` will probably be given; None: update nothing ahead
+        self.num_ahead = 0  # units whose last update was made ahead
+        self._ahead: Ahead | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
 
+    def _trainable(self) -> list[Unit]:
+        return [unit for unit in self.units if unit.trainable]
+
+    def _submit(self, function: Callable[..., None], *args: object) -> Future[None]:
+        self._pool = self._pool or ThreadPoolExecutor(1, "slipstream-update")  # one: jobs run in order
+        return self._pool.submit(function, *args)
+
+    # -- before the verdict --
+
+    def offer(self, unit: Unit) -> None:
+        """The unit's gradients are reduced, probably for the last time before `start`: update it ahead, where that can be undone."""
+        if self.expected is None or self.steps.ring is None or not unit.placement.weights:
+            return
+        chunks = [chunk for chunk in self.steps.chunks(unit) if chunk.moves]
+        written = [use.store for chunk in chunks for use in chunk.uses.values() if use.write]
+        if not chunks or not all(store.keeps_old for store in written if isinstance(store, DiskStore)):
+            return
+        if self._ahead is not None and unit.index in self._ahead.revisions:  # a second backward in this micro-batch
+            self.drop()
+        if self._ahead is None:
+            self.finish()  # `prepare` would change what that step computes
+            self._ahead = Ahead(self.expected, self.steps.prepare(self._trainable()))
+            self._ahead.running = self._submit(self._run_ahead, self._ahead)
+        self._ahead.put(unit, chunks)
+
+    def _run_ahead(self, ahead: Ahead) -> None:
+        try:
+            with torch.no_grad():
+                for chunk in stream(ahead.take, self.steps.ring):
+                    unit, _ = ahead.work.popleft()
+                    ahead.keep(unit, chunk)
+                    self.steps.step(unit, chunk, ahead.scale)
+                    chunk.write_back()
+                    if chunk.stop == unit.master.numel:
+                        ahead.done.add(unit.index)
+        except DiskError as error:
+            self.failure = self.failure or error
+
+    def drop(self) -> None:
+        """Forget what was updated ahead, and wait until nothing of it moves. Always safe to call."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.running is not None:
+            ahead.close(cancel=True)
+            ahead.running.result()
+
+    # -- after it --
+
     def start(self, scale: float) -> None:
         """Update all trainable units; returns when that is done, or has begun."""
-        trainable = [unit for unit in self.units if unit.trainable]
+        ahead, self._ahead = self._ahead, None
+        trainable = self._trainable()
+        if ahead is not None:
+            is_right = ahead.scale == scale and ahead.inputs == self.steps.prepare(trainable)
+            ahead.close(cancel=not is_right)
+            ahead.revisions = {unit.index: unit.revision for unit in trainable if is_right and _is_same(unit, ahead)}
         self.steps.begin(trainable)
         for unit in trainable:
             unit.expire_graphs()
         if self.steps.ring is None or not all(unit.placement.weights for unit in trainable):
-            self._run(trainable, scale, {})
+            self._run(trainable, scale, {}, None)
             return
         done: dict[int, Future[list[Transfer]]] = {unit.index: Future() for unit in trainable}
         for unit in trainable:
             unit.updating = Pending(functools.partial(self._await, done[unit.index]))
-        self._pool = self._pool or ThreadPoolExecutor(1, "slipstream-update")
-        self._running = self._pool.submit(self._run, trainable, scale, done)
+        self._running = self._submit(self._run, trainable, scale, done, ahead)
 
     def _await(self, done: Future[list[Transfer]]) -> None:
         """A unit's update has been computed and its weights have arrived where they rest."""
@@ -156,34 +278,55 @@ class Updater:
             except DiskError as error:
                 self.failure = self.failure or error
 
-    def _run(self, trainable: Sequence[Unit], scale: float, done: Mapping[int, Future[list[Transfer]]]) -> None:
+    def _run(
+        self, trainable: Sequence[Unit], scale: float, done: Mapping[int, Future[list[Transfer]]], ahead: Ahead | None
+    ) -> None:
         published: list[Pending[None]] = []
-        remaining = deque(trainable)
+        remaining = list(trainable)
 
         def finish(unit: Unit, moving: list[Transfer]) -> None:
+            remaining.remove(unit)
             published.append(unit.publish())
             if done:
                 done[unit.index].set_result(moving)
 
         try:
             with torch.no_grad():
-                self._stream(remaining, scale, finish)
+                self.num_ahead = 0
+                for unit in trainable if ahead is not None else ():
+                    assert ahead is not None and ahead.running is not None
+                    ahead.running.result()  # it has ended
+                    if unit.index in ahead.done and unit.index in ahead.revisions:
+                        self._take_over(unit, scale, ahead)
+                        finish(unit, [])
+                        self.num_ahead += 1
+                self._stream(list(remaining), scale, finish)
         except DiskError as error:
             self.failure = self.failure or error
         finally:
-            for unit in remaining:
+            for unit in list(remaining):
                 finish(unit, [])
         for pending in published:
             pending.wait()
 
-    def _stream(self, remaining: deque[Unit], scale: float, finish: Callable[[Unit, list[Transfer]], None]) -> None:
-        work = [(unit, chunk) for unit in remaining for chunk in self.steps.chunks(unit)]
+    def _take_over(self, unit: Unit, scale: float, ahead: Ahead) -> None:
+        """What was written beside is in force from now on. Chunks that are in memory as a whole are stepped only now."""
+        for store, start, values in ahead.kept.pop(unit.index, []):
+            store.put(start, values)
+        for chunk in stream(_taker(chunk for chunk in self.steps.chunks(unit) if not chunk.moves), None):
+            self.steps.step(unit, chunk, scale)
+            chunk.write_back()
+        _turn(self.steps.chunks(unit))
+
+    def _stream(self, units: Sequence[Unit], scale: float, finish: Callable[[Unit, list[Transfer]], None]) -> None:
+        work = [(unit, chunk) for unit in units for chunk in self.steps.chunks(unit)]
         moving: list[Transfer] = []
-        for (unit, chunk), _ in zip(work, stream([chunk for _, chunk in work], self.steps.ring), strict=True):
+        for (unit, _), chunk in zip(work, stream(_taker(chunk for _, chunk in work), self.steps.ring), strict=True):
             self.steps.step(unit, chunk, scale)
             moving += chunk.write_back()
             if chunk.stop == unit.master.numel:
-                finish(remaining.popleft(), moving)
+                _turn(self.steps.chunks(unit))
+                finish(unit, moving)
                 moving = []
 
     @property
@@ -201,7 +344,24 @@ class Updater:
 
     def close(self) -> None:
         """Always safe to call twice."""
+        self.drop()
         self.finish()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+
+def _taker(chunks: Iterator[Chunk]) -> Callable[[bool], Chunk | None]:
+    return lambda _: next(chunks, None)
+
+
+def _is_same(unit: Unit, ahead: Ahead) -> bool:
+    return ahead.revisions.get(unit.index) == unit.revision
+
+
+def _turn(chunks: Sequence[Chunk]) -> None:
+    """All of a unit has been stepped: what was written beside the old values is in force."""
+    written = {id(use.store): use.store for chunk in chunks for use in chunk.uses.values() if use.write}
+    for store in written.values():
+        if isinstance(store, DiskStore):
+            store.turn()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 
 from slipstream.config.plan import OffloadPlan
 from slipstream.ops.disk import Disk, DiskFacts, preflight
@@ -14,6 +16,7 @@ from slipstream.zero.store import Needs, Space, Spaces
 
 logger = logging.getLogger(__name__)
 
+_SPARE = 1.2  # of what is free, some is left to others when all that is at stake is speed
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
@@ -24,6 +27,7 @@ def tiers_of(plan: OffloadPlan) -> Tiers:
         optim=_TIERS[plan.optimizer],
         kept=0.0 if plan.optimizer == "none" else 1.0 - plan.ratio,
         weights_kept=plan.max_in_cpu,
+        ahead=plan.update_ahead,
     )
 
 
@@ -37,11 +41,17 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
         return Space(disk, nbytes)
 
     def open_all(needs: Needs) -> Spaces:
-        wanted: dict[str, int] = {}
-        for folder, nbytes in ((plan.param_path, needs.weights), (plan.optimizer_path, needs.optim)):
-            if nbytes:
-                assert folder is not None, "resolve() asks for nvme_path"
-                wanted[os.path.realpath(folder)] = wanted.get(os.path.realpath(folder), 0) + nbytes
+        def sum_up(weights: int, optim: int) -> dict[str, int]:
+            wanted: dict[str, int] = {}
+            for folder, nbytes in ((plan.param_path, weights), (plan.optimizer_path, optim)):
+                if nbytes:
+                    assert folder is not None, "resolve() asks for nvme_path"
+                    wanted[os.path.realpath(folder)] = wanted.get(os.path.realpath(folder), 0) + nbytes
+            return wanted
+
+        twice = sum_up(needs.weights + needs.next_weights, needs.optim + needs.next_optim)
+        has_room = bool(needs.next_optim) and _has_room(twice, data)
+        wanted = twice if has_room else sum_up(needs.weights, needs.optim)
         spaces: dict[str, Space] = {}
         error = ""
         try:
@@ -57,9 +67,19 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
             rank, first = next(iter(errors.items()))
             raise ValueError(f"offload to disk: {first}" + (f" (rank {rank})" if data.size > 1 else ""))
         param, optimizer = (folder and spaces.get(os.path.realpath(folder)) for folder in (plan.param_path, plan.optimizer_path))
-        return Spaces(param or None, optimizer or None)
+        return Spaces(param or None, optimizer or None, twice=has_room)
 
     return open_all
+
+
+def _has_room(wanted: Mapping[str, int], data: Comm) -> bool:
+    """Whether every rank's folders can take so much."""
+    ranks = _neighbours(data)
+    room = True
+    for folder, nbytes in wanted.items():
+        with contextlib.suppress(OSError):  # preflight says why
+            room = room and shutil.disk_usage(folder).free >= nbytes * ranks * _SPARE
+    return all(gather_objects(room, data.axis))
 
 
 def _neighbours(data: Comm) -> int:

@@ -164,7 +164,7 @@ def _homes(
     device: torch.device, open_space: Callable[[Needs], Spaces],
 ) -> Homes:  # fmt: skip
     tiers, place = recipe.tiers, recipe.placement
-    weights = optim = gradient = 0
+    weights = optim = gradient = next_weights = next_optim = 0
     to_keep = tiers.weights_kept
     for i, (layout, of_unit) in enumerate(zip(layouts, dtypes, strict=True)):
         cuts = layout.shards(comms.dp.size)
@@ -172,7 +172,8 @@ def _homes(
         if tiers.weights is Tier.DISK:
             kept = min(span, to_keep)
             to_keep -= kept
-            weights += disk_nbytes(span, of_unit.weights.itemsize, kept)
+            nbytes = disk_nbytes(span, of_unit.weights.itemsize, kept)
+            weights, next_weights = weights + nbytes, next_weights + (nbytes if i in trainable else 0)
         if i not in trainable:
             continue
         if tiers.grads is Tier.DISK and comms.dp_replicate.size == 1:
@@ -181,8 +182,11 @@ def _homes(
         if tiers.optim is Tier.DISK:
             numel = span if place.optim else layout.numel
             own = [of_unit.master.itemsize] if of_unit.master != of_unit.weights else []
-            optim += sum(disk_nbytes(numel, item, round(numel * tiers.kept)) for item in [*own, *recipe.state_itemsizes])
-    spaces = open_space(Needs(weights, optim)) if weights or optim else Spaces(None, None)
+            nbytes = sum(disk_nbytes(numel, item, round(numel * tiers.kept)) for item in [*own, *recipe.state_itemsizes])
+            optim, next_optim = optim + nbytes, next_optim + nbytes
+    ahead = tiers.ahead and bool(place.weights) and comms.dp_replicate.size == 1
+    needs = Needs(weights, optim, next_weights, next_optim) if ahead else Needs(weights, optim)
+    spaces = open_space(needs) if weights or optim else Spaces()
     return Homes(tiers, device, spaces, gradient)
 
 

@@ -83,7 +83,8 @@ class Reducer:
         self.expected: dict[int, int] = {}  # unit index -> how many were missing at first
         self.complete: set[int] = set()
         self.launched = 0
-        self.in_flight: deque[Pending[None]] = deque()
+        self.in_flight: deque[tuple[Unit, Pending[None]]] = deque()
+        self.on_reduced: Callable[[Unit], None] = lambda unit: None
 
     def begin(self) -> None:
         """A backward starts."""
@@ -115,8 +116,13 @@ class Reducer:
     def launch(self, unit: Unit) -> None:
         """Reduce one unit; every rank calls this for the same units in the same order."""
         while len(self.in_flight) >= max(1, len(self.slots) - 1):
-            self.in_flight.popleft().wait()
-        self.in_flight.append(unit.reduce(self.slots.next(unit.dtypes.wire), self.alpha))
+            self._land()
+        self.in_flight.append((unit, unit.reduce(self.slots.next(unit.dtypes.wire), self.alpha)))
+
+    def _land(self) -> None:
+        unit, pending = self.in_flight.popleft()
+        pending.wait()
+        self.on_reduced(unit)
 
     def flush(self) -> None:
         """The backward ends: the rest is complete as it is."""
@@ -127,7 +133,7 @@ class Reducer:
     def drain(self) -> None:
         """Wait for everything in flight."""
         while self.in_flight:
-            self.in_flight.popleft().wait()
+            self._land()
 
 
 class Hooks:

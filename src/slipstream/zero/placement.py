@@ -52,6 +52,7 @@ class Tiers:
     optim: Tier = Tier.DEVICE  # masters and moments
     kept: float = 0.0  # the fraction of each unit's masters and moments that stays in memory all the same
     weights_kept: int = 0  # how many of this rank's weights stay in memory all the same: the first units'
+    ahead: bool = False  # where sharded states rest on disk: whether there is to be room for new values beside the old ones
 
     @property
     def grads(self) -> Tier:

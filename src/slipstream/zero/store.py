@@ -91,11 +91,21 @@ class MemoryStore(Store):
 
 
 class DiskStore(Store):
-    """A range of the file. Fresh ranges read as zeros."""
+    """A range of the file, or two in turn: new values may then be written beside the present ones. Fresh ranges read as zeros."""
 
-    def __init__(self, disk: Disk, offset: int, numel: int, dtype: torch.dtype, head: int = 0) -> None:
+    def __init__(self, disk: Disk, offset: int, numel: int, dtype: torch.dtype, head: int = 0, other: int | None = None) -> None:
         self.disk, self.offset, self.numel, self.dtype = disk, offset, numel, dtype
+        self.other = offset if other is None else other  # where what a step writes goes, until `turn`
         self.head = torch.zeros(head, dtype=dtype)
+
+    @property
+    def keeps_old(self) -> bool:
+        """Whether a step's writes leave the present values as they are."""
+        return self.other != self.offset
+
+    def turn(self) -> None:
+        """What a step has written is the content from now on. All of what is not in the head has to have been."""
+        self.offset, self.other = self.other, self.offset
 
     def view(self, start: int, stop: int) -> Tensor | None:
         return self.head[start:stop] if stop <= self.head.numel() else None
@@ -103,6 +113,10 @@ class DiskStore(Store):
     def part(self, start: int, memory: Tensor) -> tuple[int, Tensor]:
         """What a transfer of elements from `start` (a multiple of GRAIN) takes: where in the file, and the memory."""
         return self.offset + (start - self.head.numel()) * self.dtype.itemsize, memory
+
+    def next_part(self, start: int, memory: Tensor) -> tuple[int, Tensor]:
+        """As `part`, of what a step writes."""
+        return self.other + (start - self.head.numel()) * self.dtype.itemsize, memory
 
     def get(self, start: int, stop: int) -> Tensor:
         head = self.head.numel()
@@ -221,8 +235,10 @@ def disk_nbytes(numel: int, itemsize: int, head: int = 0) -> int:
 class Needs(NamedTuple):
     """Bytes of disk, per rank."""
 
-    weights: int
-    optim: int  # and gradients
+    weights: int = 0
+    optim: int = 0  # and gradients
+    next_weights: int = 0  # to write new values beside the old ones, where there is room
+    next_optim: int = 0
 
 
 class Space:
@@ -233,13 +249,14 @@ class Space:
         self.disks = [make(nbytes)]
         self._free, self._end = 0, nbytes
 
-    def store(self, numel: int, dtype: torch.dtype, head: int = 0) -> DiskStore:
-        """A fresh store; the first `head` elements, rounded up to grains, stay in memory."""
-        head, nbytes = min(_up(head, GRAIN), numel), disk_nbytes(numel, dtype.itemsize, head)
+    def store(self, numel: int, dtype: torch.dtype, head: int = 0, *, twice: bool = False) -> DiskStore:
+        """A fresh store; the first `head` elements, rounded up to grains, stay in memory. twice: new values go beside the old."""
+        head, each = min(_up(head, GRAIN), numel), disk_nbytes(numel, dtype.itemsize, head)
+        nbytes = 2 * each if twice else each
         if self._free + nbytes > self._end:
             self.disks.append(self._make(nbytes))
             self._free, self._end = 0, nbytes
-        store = DiskStore(self.disks[-1], self._free, numel, dtype, head)
+        store = DiskStore(self.disks[-1], self._free, numel, dtype, head, self._free + each if twice else None)
         self._free += nbytes
         return store
 
@@ -251,8 +268,9 @@ class Space:
 class Spaces(NamedTuple):
     """The files of a rank; both may be one."""
 
-    weights: Space | None
-    optim: Space | None
+    weights: Space | None = None
+    optim: Space | None = None
+    twice: bool = False  # there is room to write new values beside the old ones
 
 
 # -- streaming --
@@ -324,6 +342,11 @@ class Chunk:
     def _moved(self) -> list[tuple[str, Use]]:
         return [(name, use) for name, use in self.uses.items() if use.store.view(self.start, self.stop) is None]
 
+    @property
+    def moves(self) -> bool:
+        """Whether some of it rests on disk."""
+        return bool(self._moved())
+
     def nbytes(self) -> int:
         """Bytes of ring that it takes."""
         return sum(range_nbytes(self.stop - self.start, use.store.dtype.itemsize) for _, use in self._moved())
@@ -338,7 +361,7 @@ class Chunk:
         if not moved:
             return
         self.slot = take()
-        self.slot.moving = _move(Disk.read, self._placed(), self.start, lambda use: use.read)
+        self.slot.moving = _move(Disk.read, self._placed(), lambda store, memory: store.part(self.start, memory), lambda use: use.read)
         for name, (use, memory) in self._placed().items():
             self.tensors[name] = memory.view(use.store.dtype)[: self.stop - self.start]
 
@@ -356,20 +379,23 @@ class Chunk:
         """Start writing what was written to; returns what then moves."""
         moving: list[Transfer] = []
         if self.slot is not None:
-            moving = self.slot.moving = _move(Disk.write, self._placed(), self.start, lambda use: use.write)
+            moving = self.slot.moving = _move(
+                Disk.write, self._placed(), lambda store, memory: store.next_part(self.start, memory), lambda use: use.write
+            )
         self.tensors, self.slot = {}, None
         return moving
 
 
 def _move(
-    move: Callable[[Disk, Parts], Transfer], placed: Mapping[str, tuple[Use, Tensor]], start: int, wanted: Callable[[Use], bool]
-) -> list[Transfer]:
+    move: Callable[[Disk, Parts], Transfer], placed: Mapping[str, tuple[Use, Tensor]],
+    part: Callable[[DiskStore, Tensor], tuple[int, Tensor]], wanted: Callable[[Use], bool],
+) -> list[Transfer]:  # fmt: skip
     """Start one transfer per file."""
     parts: dict[Disk, Parts] = {}
     for use, memory in placed.values():
         assert isinstance(use.store, DiskStore), "what rests in memory does not move"
         if wanted(use):
-            parts.setdefault(use.store.disk, []).append(use.store.part(start, memory))
+            parts.setdefault(use.store.disk, []).append(part(use.store, memory))
     return [move(disk, each) for disk, each in parts.items()]
 
 
@@ -387,17 +413,17 @@ def chunks(numel: int, uses: Mapping[str, Use], most: int) -> list[Chunk]:
     return result
 
 
-def stream(work: Sequence[Chunk], ring: Ring | None) -> Iterator[Chunk]:
+def stream(take: Callable[[bool], Chunk | None], ring: Ring | None) -> Iterator[Chunk]:
     """Each chunk with its states in `tensors`, in order, while the next are being read and the last written.
 
+    take: the next chunk. With True it waits for one, and None says that there are no more; with False, that there is none now.
     The caller calls `write_back`. When the stream ends, also by an exception, nothing moves any more.
     """
     ahead: deque[Chunk] = deque()
-    upcoming = iter(work)
     room = max(1, len(ring.slots) - 1) if ring else 1  # one is being written
     try:
         while True:
-            while len(ahead) < room and (chunk := next(upcoming, None)) is not None:
+            while len(ahead) < room and (chunk := take(not ahead)) is not None:
                 chunk.fetch(ring.next if ring else _no_slot)
                 ahead.append(chunk)
             if not ahead:
@@ -427,27 +453,27 @@ class Homes:
         self._weights_to_keep = tiers.weights_kept
         self._writing: dict[int, Slot] = {}  # store -> the slot that it was last written from
 
-    def _make(self, tier: Tier, space: Space | None, numel: int, dtype: torch.dtype, head: int = 0) -> Store:
+    def _make(self, tier: Tier, space: Space | None, numel: int, dtype: torch.dtype, head: int = 0, twice: bool = False) -> Store:
         if tier is Tier.DISK and head < numel:
             assert space is not None, "a plan with a disk tier opens a file"
-            return space.store(numel, dtype, head)
+            return space.store(numel, dtype, head, twice=twice and self.spaces.twice)
         if tier is Tier.HOST and self.device.type == "cuda":
             return MemoryStore(torch.zeros(numel, dtype=dtype, pin_memory=True))
         return MemoryStore(torch.zeros(numel, dtype=dtype, device=self.device))
 
     def state(self, numel: int, dtype: torch.dtype) -> Store:
         """A store of zeros for a state that the optimizer keeps."""
-        return self._make(self.tiers.optim, self.spaces.optim, numel, dtype, head=round(numel * self.tiers.kept))
+        return self._make(self.tiers.optim, self.spaces.optim, numel, dtype, round(numel * self.tiers.kept), twice=True)
 
     def gradients(self, numel: int, dtype: torch.dtype) -> Store:
         """A store of zeros for reduced gradients."""
         return self._make(self.tiers.grads, self.spaces.optim, numel, dtype)
 
-    def weights(self, numel: int, dtype: torch.dtype) -> Store:
+    def weights(self, numel: int, dtype: torch.dtype, *, trainable: bool) -> Store:
         """A store of zeros for sharded weights; of the first units', as many as are to be kept stay in memory."""
         kept = min(numel, self._weights_to_keep)
         self._weights_to_keep -= kept
-        return self._make(self.tiers.weights, self.spaces.weights, numel, dtype, head=kept)
+        return self._make(self.tiers.weights, self.spaces.weights, numel, dtype, kept, twice=trainable)
 
     def open(self, store: Store, device: torch.device, read: bool) -> tuple[Tensor, Callable[[], None]]:
         """Memory on `device` to hold a unit's gradients, with what they are so far (`read`), and what puts it to rest."""
@@ -499,7 +525,12 @@ class Homes:
 
     @property
     def on_disk(self) -> bool:
-        return any(self.spaces)
+        return self.spaces.weights is not None or self.spaces.optim is not None
+
+    def on_its_way(self, store: Store) -> list[Transfer]:
+        """What still moves of gradients that have been put to rest."""
+        slot = self._writing.get(id(store))
+        return list(slot.moving) if slot is not None else []
 
     def settle(self) -> None:
         """Wait until all gradients rest."""
@@ -513,7 +544,7 @@ class Homes:
         return self._gradients.nbytes if self._gradients is not None else 0
 
     def close(self) -> None:
-        for space in {*self.spaces} - {None}:
+        for space in {self.spaces.weights, self.spaces.optim} - {None}:
             assert space is not None
             space.close()
 

@@ -118,6 +118,7 @@ class Unit:
         self.kept: dict[int, Tensor] = {}  # no_sync: this rank's gradients so far, where `.grad` is too narrow for their sum
         self.filled: set[int] = set()  # parameters whose `local` holds this window's gradient
         self.has_gradient = False  # some gradient has left `.grad` since the last step
+        self.revision = 0  # counts changes of its gradients
         self.partial = Partial(0.0, True)  # of this rank's finest span, after the last reduction
         self.updating: Pending[None] | None = None  # the optimizer still has this unit in hand, on another thread
         self.pages: Pages | None = None  # what `full` lies in where its pages come and go
@@ -131,7 +132,9 @@ class Unit:
         numel, dtype, device = self.layout.numel, self.dtypes.weights, self.homes.device
         start, stop = self.span
         resting = self.placement.weights and not self.memory.common
-        at_rest = self.homes.weights(stop - start, dtype) if resting else None
+        with torch._C.DisableTorchFunctionSubclass():
+            trainable = any(param.requires_grad for param in self.params)
+        at_rest = self.homes.weights(stop - start, dtype, trainable=trainable) if resting else None
         buffer = self.memory.common or self.memory.full
         if at_rest is not None and at_rest.view(0, stop - start) is None:
             self.pages = Pages(range_nbytes(numel, dtype.itemsize))
@@ -372,6 +375,7 @@ class Unit:
         self.kept.clear()
         for start, stop in self.gaps:
             flat[start:stop].zero_()
+        self.revision += 1
         target, rest = self.homes.open(self.grads, self.full.device, read=self.has_gradient)
         pending = self.comms.dp.reduce_scatter(buffer, self.cuts, target, alpha=alpha, accumulate=self.has_gradient)
         self.has_gradient = True
@@ -451,6 +455,7 @@ class Unit:
         """Drop everything accumulated since the last step."""
         for param in self.params:
             drop_grad(param)
+        self.revision += 1
         self.filled.clear()
         self.kept.clear()
         self.has_gradient = self.direct = False
