@@ -9,11 +9,12 @@ is what allows weights in shared memory to be overwritten.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -121,7 +122,7 @@ def _name_culprit(units: Sequence[Unit], comms: Comms, skipped: bool) -> None:
 
 
 class Ahead:
-    """Units that are updated ahead: what waits, what is done, and the values that are not in force yet.
+    """Chunks that are stepped ahead: what waits, what is done, and the values that are not in force yet.
 
     Written from two threads: the caller's, which puts units in, and the one that works on them.
     """
@@ -129,48 +130,41 @@ class Ahead:
     def __init__(self, scale: float, inputs: object) -> None:
         self.scale, self.inputs = scale, inputs
         self.revisions: dict[int, int] = {}  # of the units that were put in
-        self.done: set[int] = set()
+        self.done: dict[int, set[int]] = {}  # unit index -> where chunks start that have been stepped
         self.kept: dict[int, list[tuple[Store, int, Tensor]]] = {}  # new values of what rests in memory, and their place
         self.running: Future[None] | None = None
-        self.work: deque[tuple[Unit, Chunk]] = deque()  # taken, not stepped
-        self._waiting: deque[tuple[Unit, Sequence[Chunk], list[Transfer]]] = deque()
-        self._chunks: deque[tuple[Unit, Chunk]] = deque()  # of the unit that is in hand
+        self.in_hand: deque[Unit] = deque()  # of each chunk that has been taken and not stepped
+        self._waiting: deque[tuple[Unit, Chunk, list[Transfer]]] = deque()
         self._open = True
         self._changed = threading.Condition()
 
     def put(self, unit: Unit, chunks: Sequence[Chunk]) -> None:
         assert unit.grads is not None
+        moving = unit.homes.on_its_way(unit.grads)
         with self._changed:
             self.revisions[unit.index] = unit.revision
-            self._waiting.append((unit, chunks, unit.homes.on_its_way(unit.grads)))
+            self._waiting.extend((unit, chunk, moving) for chunk in chunks)
             self._changed.notify()
 
-    def close(self, *, cancel: bool = False) -> None:
-        """No unit is begun any more; `cancel`: and none is ended."""
+    def close(self) -> None:
+        """No chunk is begun any more."""
         with self._changed:
             self._open = False
             self._waiting.clear()
-            if cancel:
-                self._chunks.clear()
             self._changed.notify()
 
     def take(self, wait: bool) -> Chunk | None:
         """The next chunk, as zero/store.py's `stream` asks for it."""
         with self._changed:
-            while not self._chunks and not self._waiting and self._open and wait:
+            while wait and self._open and not self._waiting:
                 self._changed.wait()
-            if not self._chunks and self._waiting:
-                unit, chunks, moving = self._waiting.popleft()
-                self._chunks.extend((unit, chunk) for chunk in chunks)
-            else:
-                moving = []
+            if not self._waiting:
+                return None
+            unit, chunk, moving = self._waiting.popleft()
         for transfer in moving:
             transfer.wait()
-        with self._changed:
-            if not self._chunks:
-                return None
-            self.work.append(self._chunks.popleft())
-            return self.work[-1][1]
+        self.in_hand.append(unit)
+        return chunk
 
     def keep(self, unit: Unit, chunk: Chunk) -> None:
         """Let what is stepped in memory be a copy of what is in force."""
@@ -188,7 +182,7 @@ class Updater:
     next forward begins meanwhile: a unit that is gathered waits for its own update only (`Unit.await_update`).
 
     There, a unit may be updated ahead, while the backward goes on: `offer`. What is written goes beside what is in force, in
-    memory and on disk, and takes its place in `start` if everything that it was computed from is as it was; else it is computed
+    memory and on disk, and takes its place after `start` if everything that it was computed from is as it was; else it is computed
     again. So results are those of a step after the verdict, to the bit. The guess is made after a step that clipped nothing.
 
     A disk that fails is not raised in mid-step, where other ranks would wait for this one for ever: the rest is published as it
@@ -199,7 +193,7 @@ class Updater:
         self.units, self.steps = units, steps
         self.failure: DiskError | None = None
         self.expected: float | None = None  # the scale that the next `start` will probably be given; None: update nothing ahead
-        self.num_ahead = 0  # units whose last update was made ahead
+        self.num_ahead = 0  # of the last update: chunks that were stepped ahead
         self._ahead: Ahead | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
@@ -214,12 +208,11 @@ class Updater:
     # -- before the verdict --
 
     def offer(self, unit: Unit) -> None:
-        """The unit's gradients are reduced, probably for the last time before `start`: update it ahead, where that can be undone."""
+        """The unit's gradients are reduced, probably for the last time before `start`: update it ahead where that can be undone."""
         if self.expected is None or self.steps.ring is None or not unit.placement.weights:
             return
         chunks = [chunk for chunk in self.steps.chunks(unit) if chunk.moves]
-        written = [use.store for chunk in chunks for use in chunk.uses.values() if use.write]
-        if not chunks or not all(store.keeps_old for store in written if isinstance(store, DiskStore)):
+        if not chunks or not all(store.keeps_old for store in _written_to_disk(chunks)):
             return
         if self._ahead is not None and unit.index in self._ahead.revisions:  # a second backward in this micro-batch
             self.drop()
@@ -233,12 +226,11 @@ class Updater:
         try:
             with torch.no_grad():
                 for chunk in stream(ahead.take, self.steps.ring):
-                    unit, _ = ahead.work.popleft()
+                    unit = ahead.in_hand.popleft()
                     ahead.keep(unit, chunk)
                     self.steps.step(unit, chunk, ahead.scale)
                     chunk.write_back()
-                    if chunk.stop == unit.master.numel:
-                        ahead.done.add(unit.index)
+                    ahead.done.setdefault(unit.index, set()).add(chunk.start)
         except DiskError as error:
             self.failure = self.failure or error
 
@@ -246,7 +238,7 @@ class Updater:
         """Forget what was updated ahead, and wait until nothing of it moves. Always safe to call."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.running is not None:
-            ahead.close(cancel=True)
+            ahead.close()
             ahead.running.result()
 
     # -- after it --
@@ -256,9 +248,10 @@ class Updater:
         ahead, self._ahead = self._ahead, None
         trainable = self._trainable()
         if ahead is not None:
-            is_right = ahead.scale == scale and ahead.inputs == self.steps.prepare(trainable)
-            ahead.close(cancel=not is_right)
-            ahead.revisions = {unit.index: unit.revision for unit in trainable if is_right and _is_same(unit, ahead)}
+            ahead.close()
+            if ahead.scale != scale or ahead.inputs != self.steps.prepare(trainable):
+                ahead.revisions.clear()
+            ahead.revisions = {unit.index: 0 for unit in trainable if ahead.revisions.get(unit.index) == unit.revision}
         self.steps.begin(trainable)
         for unit in trainable:
             unit.expire_graphs()
@@ -282,52 +275,50 @@ class Updater:
         self, trainable: Sequence[Unit], scale: float, done: Mapping[int, Future[list[Transfer]]], ahead: Ahead | None
     ) -> None:
         published: list[Pending[None]] = []
-        remaining = list(trainable)
+        remaining = deque(trainable)
 
-        def finish(unit: Unit, moving: list[Transfer]) -> None:
-            remaining.remove(unit)
+        def finish(moving: list[Transfer]) -> None:
+            unit = remaining.popleft()
             published.append(unit.publish())
             if done:
                 done[unit.index].set_result(moving)
 
         try:
             with torch.no_grad():
-                self.num_ahead = 0
-                for unit in trainable if ahead is not None else ():
-                    assert ahead is not None and ahead.running is not None
-                    ahead.running.result()  # it has ended
-                    if unit.index in ahead.done and unit.index in ahead.revisions:
-                        self._take_over(unit, scale, ahead)
-                        finish(unit, [])
-                        self.num_ahead += 1
-                self._stream(list(remaining), scale, finish)
+                self._stream(trainable, scale, ahead, finish)
         except DiskError as error:
             self.failure = self.failure or error
         finally:
-            for unit in list(remaining):
-                finish(unit, [])
+            while remaining:
+                finish([])
         for pending in published:
             pending.wait()
 
-    def _take_over(self, unit: Unit, scale: float, ahead: Ahead) -> None:
-        """What was written beside is in force from now on. Chunks that are in memory as a whole are stepped only now."""
-        for store, start, values in ahead.kept.pop(unit.index, []):
-            store.put(start, values)
-        for chunk in stream(_taker(chunk for chunk in self.steps.chunks(unit) if not chunk.moves), None):
-            self.steps.step(unit, chunk, scale)
-            chunk.write_back()
-        _turn(self.steps.chunks(unit))
-
-    def _stream(self, units: Sequence[Unit], scale: float, finish: Callable[[Unit, list[Transfer]], None]) -> None:
-        work = [(unit, chunk) for unit in units for chunk in self.steps.chunks(unit)]
-        moving: list[Transfer] = []
-        for (unit, _), chunk in zip(work, stream(_taker(chunk for _, chunk in work), self.steps.ring), strict=True):
-            self.steps.step(unit, chunk, scale)
-            moving += chunk.write_back()
-            if chunk.stop == unit.master.numel:
-                _turn(self.steps.chunks(unit))
-                finish(unit, moving)
-                moving = []
+    def _stream(
+        self, units: Sequence[Unit], scale: float, ahead: Ahead | None, finish: Callable[[list[Transfer]], None]
+    ) -> None:
+        """Step what has not been stepped ahead, and let each unit's new values be in force once there are all of them."""
+        done: dict[int, set[int]] = {}
+        if ahead is not None and ahead.running is not None:
+            ahead.running.result()  # it ends before this begins: jobs run in order
+            done = {index: starts for index, starts in ahead.done.items() if index in ahead.revisions}
+        self.num_ahead = sum(map(len, done.values()))
+        left = [[chunk for chunk in self.steps.chunks(unit) if chunk.start not in done.get(unit.index, ())] for unit in units]
+        upcoming = (chunk for chunks in left for chunk in chunks)
+        stepping = stream(lambda _: next(upcoming, None), self.steps.ring)
+        try:
+            for unit, chunks in zip(units, left, strict=True):
+                moving: list[Transfer] = []
+                for chunk in itertools.islice(stepping, len(chunks)):
+                    self.steps.step(unit, chunk, scale)
+                    moving += chunk.write_back()
+                for store, start, values in ahead.kept.pop(unit.index, []) if ahead is not None and unit.index in done else []:
+                    store.put(start, values)
+                for store in _written_to_disk(self.steps.chunks(unit)):
+                    store.turn()
+                finish(moving)
+        finally:
+            stepping.close()
 
     @property
     def is_done(self) -> bool:
@@ -351,17 +342,6 @@ class Updater:
             self._pool = None
 
 
-def _taker(chunks: Iterator[Chunk]) -> Callable[[bool], Chunk | None]:
-    return lambda _: next(chunks, None)
-
-
-def _is_same(unit: Unit, ahead: Ahead) -> bool:
-    return ahead.revisions.get(unit.index) == unit.revision
-
-
-def _turn(chunks: Sequence[Chunk]) -> None:
-    """All of a unit has been stepped: what was written beside the old values is in force."""
-    written = {id(use.store): use.store for chunk in chunks for use in chunk.uses.values() if use.write}
-    for store in written.values():
-        if isinstance(store, DiskStore):
-            store.turn()
+def _written_to_disk(chunks: Sequence[Chunk]) -> list[DiskStore]:
+    stores = {id(use.store): use.store for chunk in chunks for use in chunk.uses.values() if use.write}
+    return [store for store in stores.values() if isinstance(store, DiskStore)]

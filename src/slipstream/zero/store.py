@@ -20,7 +20,7 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -361,7 +361,9 @@ class Chunk:
         if not moved:
             return
         self.slot = take()
-        self.slot.moving = _move(Disk.read, self._placed(), lambda store, memory: store.part(self.start, memory), lambda use: use.read)
+        self.slot.moving = _move(
+            Disk.read, self._placed(), lambda store, memory: store.part(self.start, memory), lambda use: use.read
+        )
         for name, (use, memory) in self._placed().items():
             self.tensors[name] = memory.view(use.store.dtype)[: self.stop - self.start]
 
@@ -413,7 +415,7 @@ def chunks(numel: int, uses: Mapping[str, Use], most: int) -> list[Chunk]:
     return result
 
 
-def stream(take: Callable[[bool], Chunk | None], ring: Ring | None) -> Iterator[Chunk]:
+def stream(take: Callable[[bool], Chunk | None], ring: Ring | None) -> Generator[Chunk, None, None]:
     """Each chunk with its states in `tensors`, in order, while the next are being read and the last written.
 
     take: the next chunk. With True it waits for one, and None says that there are no more; with False, that there is none now.
