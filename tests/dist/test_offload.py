@@ -19,6 +19,7 @@ from slipstream.ops.disk import DiskError
 from slipstream.train.tiers import tiers_of
 from slipstream.zero.placement import Tier
 from slipstream.zero.store import DiskStore
+from slipstream.zero.unit import Unit
 from tests import toy
 from tests.pool import distributed
 
@@ -130,6 +131,22 @@ def _look(engine: Any, i: int) -> None:
 
 
 MEDDLING = (_nothing, _new_rate, _new_gradient, _new_state, _second_backward, _again, _look)
+
+
+def test_the_forward_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit is being read while the one before it computes, as soon as its update is done."""
+    engine = make(tmp_path, 3, dtype="bf16")
+    train(engine, 2)
+    deadline = time.monotonic() + 30
+    while not all(unit.updating is None or unit.updating.done() for unit in engine.units):
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+    assert any(unit.updating for unit in engine.units), "nobody has waited for the updates"
+    early, gather = [], Unit.gather
+    monkeypatch.setattr(Unit, "gather", lambda unit: (early.append(unit.arriving is not None), gather(unit))[1])
+    engine(toy.tokens(0, 0))
+    assert early == [False, False, True], "the root and the first block are needed at once"
+    engine.destroy()
 
 
 def chunks(engine: Any) -> int:
@@ -287,17 +304,24 @@ def test_cpu_offload() -> None:
 
 @distributed(world_size=2, timeout=60)
 def test_a_disk_that_fails_in_mid_step(tmp_path: Path) -> None:
-    """Rank 1's file is cut: both ranks raise the same error, refuse to step and save, and the last checkpoint is whole."""
-    for stage in (1, 3):
-        engine = make(tmp_path, stage, "optimizer", dtype="bf16")
-        train(engine, 1)
+    """Rank 1's file is cut before a step, a forward or a backward: both ranks raise the same error, refuse to step and save, and the
+    last checkpoint is whole."""
+    for stage, tiers, micros in ((1, "optimizer", 1), (3, "optimizer", 1), (3, "everything", 1), (3, "everything", 2)):
+        engine = make(tmp_path, stage, tiers, dtype="bf16", gradient_accumulation_steps=micros)
+        train(engine, 1, micros)
         engine.save_checkpoint(str(tmp_path / "saved"))
+        loss = engine(toy.tokens(engine.rank, 0)) if micros == 2 else None
         if engine.rank == 1:
             _, _, (_, file, *_), _ = engine.homes.spaces.optim.disks[0]._closing.peek()
             os.ftruncate(file, 0)
         words: list[Any] = [None, None]
         with pytest.raises(DiskError, match=r"disk of rank 1 failed in step \d.*end of file") as raised:
-            train(engine, 2)
+            if loss is not None:
+                engine.backward(loss)
+                engine.step()
+                engine.backward(engine(toy.tokens(engine.rank, 0)))
+                engine.step()
+            train(engine, 2, micros)
         dist.all_gather_object(words, str(raised.value))
         assert words[0] == words[1]
         for refused in (engine.step, partial(engine.save_checkpoint, str(tmp_path / "saved"))):

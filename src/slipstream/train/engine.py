@@ -115,6 +115,7 @@ class Engine(nn.Module):
         """On the last micro-batch of a window: reduce, clip, update, publish, tick the schedule. Else count it."""
         self._refuse_destroyed()
         self._refuse_asleep()
+        self._refuse_broken()
         boundary = self.at_boundary
         self.micro_steps += 1
         self.step_applied = False
@@ -122,7 +123,6 @@ class Engine(nn.Module):
             return
         if self.updater is None:
             raise RuntimeError("engine.step() on an engine without optimizer; give one to initialize() or in the config")
-        self._refuse_broken()
         self.watch.phase, self.watch.step = "step", self.global_steps
         with self.progress.timing("step"), torch.no_grad():
             verdict = self._finish_window()
@@ -172,20 +172,22 @@ class Engine(nn.Module):
         )  # fmt: skip
 
     def _settle_disk(self) -> None:
-        """Wait for what moves to and from the disk. Collective where there is one; all ranks raise the same DiskError."""
-        if self.updater is None or not self.homes.on_disk:
+        """Wait for what moves to and from the disk. Collective where there is one; all ranks raise the same error."""
+        if not self.homes.on_disk:
             return
-        self.updater.finish()
-        try:
-            self.homes.settle()
-        except DiskError as error:
-            self.updater.failure = self.updater.failure or error
-        mine = str(self.updater.failure or "")
-        failed = [(rank, why) for rank, why in zip(self.mesh.data.ranks, gather_objects(mine, self.mesh.data), strict=True) if why]
+        failure: Exception | None = None
+        if self.updater is not None:
+            self.updater.finish()
+            failure = self.updater.failure
+        self.homes.settle()
+        failure = failure or self.homes.failure
+        mine = (isinstance(failure, DiskError), f"{type(failure).__name__}: {failure}") if failure else None
+        everyone = zip(self.mesh.data.ranks, gather_objects(mine, self.mesh.data), strict=True)
+        failed = [(rank, *theirs) for rank, theirs in everyone if theirs is not None]
         if failed:
-            rank, why = failed[0]
-            self.broken = f"the disk of rank {rank} failed in step {self.global_steps}: {why}"
-            raise DiskError(errno.EIO, self.broken) from self.updater.failure
+            rank, is_disk, why = failed[0]
+            self.broken = f"the {'disk' if is_disk else 'optimizer'} of rank {rank} failed in step {self.global_steps}: {why}"
+            raise (DiskError(errno.EIO, self.broken) if is_disk else RuntimeError(self.broken)) from failure
 
     def _refuse_broken(self) -> None:
         if self.broken:

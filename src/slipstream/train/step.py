@@ -8,7 +8,6 @@ is what allows weights in shared memory to be overwritten.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
@@ -175,6 +174,23 @@ class Ahead:
                 self.kept.setdefault(unit.index, []).append((use.store, chunk.start, chunk.tensors[name]))
 
 
+class _Updating(NamedTuple):
+    """zero/unit.py's `Updating`: a unit's update is being computed, and then its weights move to where they rest."""
+
+    computed: Future[list[Transfer]]
+    note: Callable[[Exception], None]
+
+    def done(self) -> bool:
+        return self.computed.done() and all(transfer.done() for transfer in self.computed.result())
+
+    def wait(self) -> None:
+        for transfer in self.computed.result():
+            try:
+                transfer.wait()
+            except DiskError as error:
+                self.note(error)
+
+
 class Updater:
     """Runs the optimizer over units and publishes each as soon as it is done.
 
@@ -185,13 +201,13 @@ class Updater:
     memory and on disk, and takes its place after `start` if everything that it was computed from is as it was; else it is computed
     again. So results are those of a step after the verdict, to the bit. The guess is made after a step that clipped nothing.
 
-    A disk that fails is not raised in mid-step, where other ranks would wait for this one for ever: the rest is published as it
-    is, and `failure` says why until the engine has told all ranks.
+    What fails on that thread, or on a disk, is not raised in mid-step, where other ranks would wait for this one for ever: the rest
+    is published as it is, and `failure` says why until the engine has told all ranks.
     """
 
     def __init__(self, units: Sequence[Unit], steps: ShardedSteps) -> None:
         self.units, self.steps = units, steps
-        self.failure: DiskError | None = None
+        self.failure: Exception | None = None
         self.expected: float | None = None  # the scale that the next `start` will probably be given; None: update nothing ahead
         self.num_ahead = 0  # of the last update: chunks that were stepped ahead
         self._ahead: Ahead | None = None
@@ -232,7 +248,7 @@ class Updater:
                     chunk.write_back()
                     ahead.done.setdefault(unit.index, set()).add(chunk.start)
         except DiskError as error:
-            self.failure = self.failure or error
+            self._note(error)
 
     def drop(self) -> None:
         """Forget what was updated ahead, and wait until nothing of it moves. Always safe to call."""
@@ -260,16 +276,11 @@ class Updater:
             return
         done: dict[int, Future[list[Transfer]]] = {unit.index: Future() for unit in trainable}
         for unit in trainable:
-            unit.updating = Pending(functools.partial(self._await, done[unit.index]))
+            unit.updating = _Updating(done[unit.index], self._note)
         self._running = self._submit(self._run, trainable, scale, done, ahead)
 
-    def _await(self, done: Future[list[Transfer]]) -> None:
-        """A unit's update has been computed and its weights have arrived where they rest."""
-        for transfer in done.result():
-            try:
-                transfer.wait()
-            except DiskError as error:
-                self.failure = self.failure or error
+    def _note(self, failure: Exception) -> None:
+        self.failure = self.failure or failure
 
     def _run(
         self, trainable: Sequence[Unit], scale: float, done: Mapping[int, Future[list[Transfer]]], ahead: Ahead | None
@@ -279,15 +290,19 @@ class Updater:
 
         def finish(moving: list[Transfer]) -> None:
             unit = remaining.popleft()
-            published.append(unit.publish())
-            if done:
-                done[unit.index].set_result(moving)
+            try:
+                published.append(unit.publish())
+            finally:
+                if done:
+                    done[unit.index].set_result(moving)
 
         try:
             with torch.no_grad():
                 self._stream(trainable, scale, ahead, finish)
-        except DiskError as error:
-            self.failure = self.failure or error
+        except Exception as error:
+            if not (done or isinstance(error, DiskError)):
+                raise
+            self._note(error)
         finally:
             while remaining:
                 finish([])
@@ -327,9 +342,9 @@ class Updater:
 
     def finish(self) -> None:
         """Wait until everything is updated and at rest."""
-        if self._running is not None:
-            self._running.result()
-            self._running = None
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
         for unit in self.units:
             unit.await_update()
 

@@ -187,7 +187,7 @@ def _homes(
     ahead = tiers.ahead and bool(place.weights) and comms.dp_replicate.size == 1
     needs = Needs(weights, optim, next_weights, next_optim) if ahead else Needs(weights, optim)
     spaces = open_space(needs) if weights or optim else Spaces()
-    return Homes(tiers, device, spaces, gradient)
+    return Homes(tiers, device, spaces, gradient, has_peers=comms.data.size > 1)
 
 
 def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:

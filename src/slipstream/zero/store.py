@@ -21,13 +21,14 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.ops.disk import Disk, Transfer, aligned
+from slipstream.ops.disk import Disk, DiskError, Transfer, aligned
 from slipstream.zero.comm import Comm, Pending
 from slipstream.zero.placement import Tier, Tiers
 
@@ -312,10 +313,14 @@ class Ring:
 
     def next(self) -> Slot:
         """The buffer that was used longest ago, once nothing moves in it any more."""
-        slot = self.slots[self._turn]
+        slot = self.upcoming
         self._turn = (self._turn + 1) % len(self.slots)
         slot.settle()
         return slot
+
+    @property
+    def upcoming(self) -> Slot:
+        return self.slots[self._turn]
 
     def drain(self) -> None:
         """Wait until nothing moves. Raises the first DiskError, after everything has ended."""
@@ -449,8 +454,12 @@ def _no_slot() -> Slot:
 class Homes:
     """Where an engine's states rest, and the memory through which gradients reach the disk."""
 
-    def __init__(self, tiers: Tiers, device: torch.device, spaces: Spaces, gradient_nbytes: int = 0) -> None:
+    def __init__(
+        self, tiers: Tiers, device: torch.device, spaces: Spaces, gradient_nbytes: int = 0, *, has_peers: bool = False
+    ) -> None:
         self.tiers, self.device, self.spaces = tiers, device, spaces
+        self.has_peers = has_peers  # other ranks, which would wait for one that raises in mid-step
+        self.failure: DiskError | None = None  # the first of a forward or backward, until the engine has told all ranks
         self._gradients = Ring(2, gradient_nbytes) if gradient_nbytes else None
         self._weights_to_keep = tiers.weights_kept
         self._writing: dict[int, Slot] = {}  # store -> the slot that it was last written from
@@ -490,12 +499,15 @@ class Homes:
     def _open_on_disk(self, store: Store, read: bool) -> tuple[Tensor, Callable[[], None]]:
         assert isinstance(store, DiskStore) and self._gradients is not None, "gradients on disk pass through a ring"
         earlier = self._writing.pop(id(store), None)
-        if earlier is not None:
-            earlier.settle()
+        for slot in (earlier, self._gradients.upcoming):
+            with self._noting():
+                if slot is not None:
+                    slot.settle()
         slot = self._gradients.next()
         memory = slot.memory[: range_nbytes(store.numel, store.dtype.itemsize)]
-        if read:
-            store.disk.read([store.part(0, memory)]).wait()
+        with self._noting(memory.view(store.dtype)):
+            if read:
+                store.disk.read([store.part(0, memory)]).wait()
 
         def rest() -> None:
             slot.moving.append(store.disk.write([store.part(0, memory)]))
@@ -518,12 +530,25 @@ class Homes:
             reading = store.disk.read([store.part(kept, rest)])
 
         def finish() -> None:
-            if reading is not None:
-                reading.wait()
+            with self._noting(memory):
+                if reading is not None:
+                    reading.wait()
             if dp.size > 1:
                 dp.gather_into(full, memory, cuts).wait()
 
         return Pending(finish)
+
+    @contextmanager
+    def _noting(self, spoiled: Tensor | None = None) -> Iterator[None]:
+        """Keep a disk's failure for the engine to tell all ranks; with peers go on until then. What was not read is NaN."""
+        try:
+            yield
+        except DiskError as error:
+            self.failure = self.failure or DiskError(*error.args)  # no traceback: its frames would keep the graph alive
+            if not self.has_peers:
+                raise
+            if spoiled is not None:
+                spoiled.fill_(float("nan"))
 
     @property
     def on_disk(self) -> bool:
@@ -535,10 +560,13 @@ class Homes:
         return list(slot.moving) if slot is not None else []
 
     def settle(self) -> None:
-        """Wait until all gradients rest."""
+        """Wait until all gradients rest. What goes wrong is in `failure`."""
         self._writing.clear()
-        if self._gradients is not None:
-            self._gradients.drain()
+        try:
+            if self._gradients is not None:
+                self._gradients.drain()
+        except DiskError as error:
+            self.failure = self.failure or error
 
     @property
     def nbytes(self) -> int:

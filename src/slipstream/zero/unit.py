@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -77,6 +77,14 @@ class Memory:
     replica: Buffer | None  # movable memory for this rank's span where copies of it exist
 
 
+class Updating(Protocol):
+    """An update of a unit that another thread makes."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
 class Unit:
     """One flat buffer's worth of parameters. See the module's glossary."""
 
@@ -120,7 +128,7 @@ class Unit:
         self.has_gradient = False  # some gradient has left `.grad` since the last step
         self.revision = 0  # counts changes of its gradients
         self.partial = Partial(0.0, True)  # of this rank's finest span, after the last reduction
-        self.updating: Pending[None] | None = None  # the optimizer still has this unit in hand, on another thread
+        self.updating: Updating | None = None  # the optimizer still has this unit in hand, on another thread
         self.pages: Pages | None = None  # what `full` lies in where its pages come and go
         self._place_weights(values)
         self.grads: Store | None = None  # until start_training
@@ -250,15 +258,26 @@ class Unit:
 
     def prefetch(self) -> None:
         """Start gathering, where that moves bytes. Advisory: `gather` and `release` are right with and without it."""
-        if self.updating is None and self.state is State.RELEASED and self.arriving is None and not self.memory.common:
-            self.arriving = self._start_gather()
+        if self.state is not State.RELEASED or self.arriving is not None or self.memory.common:
+            return
+        if self.updating is not None:
+            if not self._fetches or not self.updating.done():
+                return  # a collective is launched at the same place on all ranks, however far their updates are
+            self.await_update()
+        self.arriving = self._start_gather()
+
+    @property
+    def _fetches(self) -> bool:
+        """Whether gathering reads the disk, now or on other ranks; it launches collectives only when it is waited for."""
+        shard = self.weights.view(0, self.weights.numel)
+        return self.homes.tiers.weights is Tier.DISK and (shard is None or self.comms.dp.size > 1)
 
     def _start_gather(self) -> Pending[None]:
         if self.pages is None:
             self.full.untyped_storage().resize_(self.full_nbytes)
-        shard = self.weights.view(0, self.weights.numel)
-        if self.homes.tiers.weights is Tier.DISK and (shard is None or self.comms.dp.size > 1):
+        if self._fetches:
             return self.homes.fetch(self.weights, self.pages, self.full, self.comms.dp, self.cuts)
+        shard = self.weights.view(0, self.weights.numel)
         assert shard is not None
         with _preserve_version(self.full):
             return self.comms.dp.gather_into(self.full, shard.to(self.full.device, non_blocking=True), self.cuts)
