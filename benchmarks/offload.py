@@ -72,7 +72,7 @@ def contenders(folder: str, micros: int, *, deepspeed: bool) -> list[Contender]:
         Contender(EVERYTHING, "slipstream", everything, optimizer_on_disk=True, weights_on_disk=True),
     ]
     if deepspeed and micros == 1:
-        ahead = {"pin_memory": False, "buffer_count": 8, "pipeline_read": True, "pipeline_write": True}
+        ahead = {"pin_memory": False, "buffer_count": 16, "pipeline_read": True, "pipeline_write": True}
         theirs = {"stage": 3, "sub_group_size": 1 << 24, "offload_optimizer": disk | ahead}
         weights = disk | {"pin_memory": False, "buffer_count": 5, "buffer_size": 1 << 25}
         found += [
@@ -88,7 +88,8 @@ class Running:
     def __init__(self, contender: Contender, work: Workload, micros: int, peers: Peers) -> None:
         self.contender = contender
         python = peers.python if contender.system == "deepspeed" else sys.executable
-        arguments = [contender.system, str(micros), str(contender.clipping), json.dumps(contender.zero), json.dumps(dataclasses.asdict(work))]
+        zero, sizes = json.dumps(contender.zero), json.dumps(dataclasses.asdict(work))
+        arguments = [contender.system, str(micros), str(contender.clipping), zero, sizes]
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         env = os.environ | {name: str(value) for name, value in ranks.items()} | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         if contender.system == "deepspeed":
@@ -191,7 +192,14 @@ def measure(work: Workload, micros: int, peers: Peers, folder: str, rounds: int)
             alone = micros * compute()
             for one in running if turn % 2 == 0 else reversed(running):
                 mine = series[one.contender.name]
-                seconds, losses = one.steps(TIMED)
+                if mine.trouble:
+                    continue
+                try:
+                    seconds, losses = one.steps(TIMED)
+                except RuntimeError as error:
+                    mine.trouble = str(error)
+                    print(error, flush=True)
+                    continue
                 mine.seconds.append(seconds)
                 mine.losses += losses
                 moved = one.contender.disk_bytes(micros) * work.num_params
@@ -204,7 +212,7 @@ def measure(work: Workload, micros: int, peers: Peers, folder: str, rounds: int)
             continue
         mine = series[each.name]
         gap = max((abs(a - b) / b for a, b in zip(mine.losses, reference, strict=False)), default=0.0)
-        if gap > _LOSS_GAP:
+        if not mine.trouble and gap > _LOSS_GAP:
             mine.trouble = f"void: its losses differ from the resident run's by {gap:.1e}"
     return series, speeds
 

@@ -21,8 +21,9 @@ def main() -> None:
     work = Workload(**json.loads(sys.argv[5]))
     params = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": work.batch, "gradient_accumulation_steps": micros, "gradient_clipping": float(sys.argv[3]),
-        "bf16": {"enabled": True}, "zero_optimization": json.loads(sys.argv[4]), "optimizer": {"type": "AdamW", "params": params},
+        "train_micro_batch_size_per_gpu": work.batch, "gradient_accumulation_steps": micros,
+        "gradient_clipping": float(sys.argv[3]), "bf16": {"enabled": True}, "zero_optimization": json.loads(sys.argv[4]),
+        "optimizer": {"type": "AdamW", "params": params},
     }  # fmt: skip
     model = build_model(work)
     if system == "deepspeed":
