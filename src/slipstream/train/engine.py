@@ -33,7 +33,7 @@ from slipstream.train.progress import Progress
 from slipstream.zero import access
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import Hooks, Phase, Slots
-from slipstream.zero.store import Homes
+from slipstream.zero.store import DiskStore, Homes
 from slipstream.zero.unit import Comms, Unit
 from slipstream.zero.watch import PeerError, Watch
 
@@ -169,10 +169,12 @@ class Engine(nn.Module):
         )  # fmt: skip
 
     def _settle_disk(self) -> None:
-        """Wait for what moves to and from the disk. Collective where there is one; all ranks raise the same DiskError."""
-        if self.updater is None or not self.homes.on_disk:
+        """Wait for the update, and for what moves to and from the disk. Collective with a disk: all ranks raise one DiskError."""
+        if self.updater is None:
             return
         self.updater.finish()
+        if not self.homes.on_disk:
+            return
         try:
             self.homes.settle()
         except DiskError as error:
@@ -402,7 +404,7 @@ class Engine(nn.Module):
             return
         self.wake()
         self.destroyed = True
-        on_disk = sum(len(unit.params) for unit in self.units if unit.pages is not None)
+        on_disk = sum(len(unit.params) for unit in self.units if isinstance(unit.weights, DiskStore))
         if on_disk and self.rank == 0:
             logger.info(
                 "destroy: the weights of %d parameters rested on disk and go with the engine, so these are on meta now; to keep "

@@ -120,8 +120,10 @@ def _name_culprit(units: Sequence[Unit], comms: Comms, skipped: bool) -> None:
 class Updater:
     """Runs the optimizer over units and publishes each as soon as it is done.
 
-    Where weights are sharded and states stream through memory it does so on a thread of its own, in forward order, so that the
-    next forward begins meanwhile: a unit that is gathered waits for its own update only (`Unit.await_update`).
+    Where weights are sharded and the optimizer steps apart from what computes (states stream through memory, or it steps on the
+    host beside a device) it does so on a thread of its own, in forward order, so that the next forward begins meanwhile: a unit
+    that is gathered waits for its own update only (`Unit.await_update`). Beside a device but with replicated weights, units go in
+    the order in which their gradients arrive.
 
     A disk that fails is not raised in mid-step, where other ranks would wait for this one for ever: the rest is published as it
     is, and `failure` says why until the engine has told all ranks.
@@ -139,8 +141,9 @@ class Updater:
         self.steps.begin(trainable)
         for unit in trainable:
             unit.expire_graphs()
-        if self.steps.ring is None or not all(unit.placement.weights for unit in trainable):
-            self._run(trainable, scale, {})
+        beside = self.steps.ring is not None or self.steps.apart
+        if not beside or not all(unit.placement.weights for unit in trainable):
+            self._run(trainable[::-1] if self.steps.apart else trainable, scale, {})
             return
         done: dict[int, Future[list[Transfer]]] = {unit.index: Future() for unit in trainable}
         for unit in trainable:

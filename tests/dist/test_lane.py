@@ -1,0 +1,209 @@
+"""A device beside the host, without one: copies that happen as late as they may, so that a wait that is missing gives wrong numbers.
+
+`Late` stands for the CUDA streams (`CudaLane`): the engine is told that its device has a memory of its own, and every path that a GPU
+would take is taken, on tensors of the CPU. What no CPU can show is what `now` means: that a copy follows what was computed before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from slipstream.ops.disk import ALIGNMENT
+from slipstream.zero import build
+from slipstream.zero.lane import Event, Lane
+from slipstream.zero.placement import Tier, Tiers
+from slipstream.zero.store import DiskStore, HostStore, MemoryStore
+from tests import toy
+from tests.pool import distributed
+
+initialize = importlib.import_module("slipstream.train.initialize")
+MEMORY, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
+
+
+class Late(Lane):
+    """Copies when somebody waits. A fence shows the device what it copied; only a wait shows it to the host."""
+
+    def __init__(self) -> None:
+        self.host: dict[int, StorageWeakRef] = {}  # storages in the host's memory, whose addresses nobody else gets
+        self.waits = 0
+        self.lock = threading.RLock()
+
+    def memory(self, nbytes: int) -> Tensor:
+        memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8)
+        ref = StorageWeakRef(memory.untyped_storage())
+        self.host[ref.cdata] = ref
+        return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
+
+    def now(self) -> Event:
+        return Past()
+
+    def copy(self, target: Tensor, source: Tensor, after: Sequence[Event | None]) -> Event:
+        assert target.dtype == source.dtype
+        sides = [tensor.untyped_storage()._cdata in self.host for tensor in (target, source)]
+        assert sorted(sides) == [False, True], "one side is the host's"
+        return Copy(self, target, source, [event for event in after if isinstance(event, Copy)], to_host=sides[0])
+
+    def behind(self, copy: Event) -> AbstractContextManager[None]:
+        copy.fence()
+        return nullcontext()
+
+
+class Past(Event):
+    def wait(self) -> None:
+        pass
+
+    def fence(self) -> None:
+        pass
+
+
+class Copy(Event):
+    def __init__(self, lane: Late, target: Tensor, source: Tensor, after: list[Copy], to_host: bool) -> None:
+        self.lane, self.target, self.source, self.after, self.to_host = lane, target, source, after, to_host
+        self.taken: Tensor | None = None
+        self.over = False
+        if all(copy.over for copy in after):
+            target.view(torch.uint8).fill_(255)  # under way: not a number
+
+    def wait(self) -> None:
+        self.lane.waits += not self.over
+        self._end()
+
+    def fence(self) -> None:
+        self._end() if not self.to_host else self._take()
+
+    def _take(self) -> None:
+        with self.lane.lock:
+            if self.taken is None:
+                for copy in self.after:
+                    copy._end()
+                self.taken = self.source.clone()
+
+    def _end(self) -> None:
+        self._take()
+        with self.lane.lock:
+            if not self.over:
+                assert self.taken is not None
+                self.target.copy_(self.taken)
+                self.over = True
+
+
+@contextmanager
+def beside(lane: Lane, weights: Tier, optim: Tier) -> Iterator[None]:
+    """Engines that are made inside compute on a device of its own."""
+    tiers = Tiers(weights=weights, optim=optim)
+    with patch.object(build, "lane_of", lambda _: lane), patch.object(initialize, "tiers_of", lambda _: tiers):
+        yield
+
+
+def make(folder: Path, stage: int, weights: Tier, optim: Tier, **blocks: Any) -> Any:
+    zero: dict[str, Any] = {"sub_group_size": 4096}
+    if Tier.DISK in (weights, optim):  # the config names the folder; where the states rest, `beside` says
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 3}
+    if weights is DISK:
+        zero["offload_param"] = {"device": "nvme", "nvme_path": str(folder)}
+    net = toy.seeded(lambda: toy.Lm(48, 2))  # blocks of 14,208 weights: several chunks
+    return toy.make(net, stage, zero_optimization=zero, gradient_clipping=0.5, **blocks)
+
+
+def train(engine: Any, micros: int, steps: int = 3) -> list[Any]:
+    found: list[Any] = []
+    for i in range(steps):
+        for micro in range(micros):
+            found.append(float(toy.step(engine, toy.tokens(engine.rank, i, micro))))
+        found.append(engine.global_grad_norm)
+    return [*found, int(toy.checksum(engine))]
+
+
+CASES = [
+    *((stage, MEMORY, HOST) for stage in range(4)), (3, HOST, HOST), (3, HOST, MEMORY), (0, MEMORY, DISK), (2, MEMORY, DISK),
+    (3, DISK, DISK),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@distributed(world_size=(1, 2), timeout=120)
+def test_states_beside_the_device_give_the_same_bits(dtype: str, tmp_path: Path) -> None:
+    expected: dict[tuple[int, int, str], list[Any]] = {}
+    for (stage, weights, optim), micros in itertools.product(CASES, (1, 2)):
+        transport = "gloo" if dist.get_world_size() > 1 and stage == 3 else "auto"
+        blocks: dict[str, Any] = {"dtype": dtype, "gradient_accumulation_steps": micros, "slipstream": {"transport": transport}}
+        if (stage, micros, transport) not in expected:
+            engine = make(tmp_path, stage, MEMORY, MEMORY, **blocks)
+            expected[stage, micros, transport] = train(engine, micros)
+            engine.destroy()
+        with beside(Late(), weights, optim):
+            engine = make(tmp_path, stage, weights, optim, **blocks)
+        found = train(engine, micros)
+        unit = engine.units[0]
+        kinds = {MEMORY: MemoryStore, HOST: HostStore, DISK: DiskStore}
+        assert type(unit.weights) is kinds[weights] and type(engine.steps.stores[0]["exp_avg"]) is kinds[optim]
+        assert type(unit.grads) is (HostStore if stage >= 2 and optim is not MEMORY else MemoryStore)
+        engine.destroy()
+        assert found == expected[stage, micros, transport], f"stage {stage}, weights {weights}, optimizer {optim}, {micros}"
+
+
+def test_a_missing_wait_would_show(tmp_path: Path) -> None:
+    """What the test above rests on."""
+    for stage, what in ((2, HostStore), (2, MemoryStore), (3, MemoryStore)):
+        found = []
+        for forgets in (False, True):
+            with beside(Late(), MEMORY, HOST):
+                engine = make(tmp_path, stage, MEMORY, HOST, dtype="bf16")
+            with patch.object(what, "_await", (lambda *_: None) if forgets else what._await):
+                found.append(train(engine, 1, steps=2))
+            engine.destroy()
+        assert found[0] != found[1], f"stage {stage}: {what.__name__}"
+
+
+def test_forward_and_backward_wait_for_no_copy(tmp_path: Path) -> None:
+    """And the thread that launches them goes on: what waits is the device."""
+    for stage, weights in ((2, MEMORY), (3, MEMORY), (3, HOST)):
+        lane = Late()
+        with beside(lane, weights, HOST):
+            engine = make(tmp_path, stage, weights, HOST, dtype="bf16", gradient_accumulation_steps=3)
+        for step in range(2):
+            engine.updater.finish()
+            lane.waits = 0
+            for micro in range(3):
+                engine.backward(engine(toy.tokens(0, step, micro)))
+                assert lane.waits == 0, f"stage {stage}, micro-batch {micro}"
+                engine.step()
+            assert engine.updater.is_done == (stage < 3), "sharded weights are updated beside the next forward"
+        engine.destroy()
+
+
+def test_all_else_knows_no_lane(tmp_path: Path) -> None:
+    """Checkpoints, gradients by name and sleep find what copies were to bring, at any moment."""
+    for stage, weights in ((0, MEMORY), (2, MEMORY), (3, MEMORY), (3, HOST)):
+        found = []
+        for lane in (None, Late()):
+            blocks: dict[str, Any] = {"dtype": "bf16", "gradient_accumulation_steps": 2, "slipstream": {"transport": "gloo"}}
+            made = nullcontext() if lane is None else beside(lane, weights, HOST)
+            with made:
+                engine = make(tmp_path, stage, weights, HOST, **blocks)
+            toy.step(engine, toy.tokens(0, 0))
+            name = "blocks.0.up.weight"
+            engine.set_gradient(name, engine.gradient(name) * 2)
+            engine.sleep(device="disk", path=str(tmp_path))
+            engine.wake()
+            toy.step(engine, toy.tokens(0, 1))
+            engine.save_checkpoint(str(tmp_path / "saved"))
+            trained = train(engine, 2, steps=1)
+            engine.load_checkpoint(str(tmp_path / "saved"))
+            assert train(engine, 2, steps=1) == trained
+            found.append(trained)
+            engine.destroy()
+        assert found[0] == found[1], f"stage {stage}, weights {weights}"
