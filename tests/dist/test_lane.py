@@ -19,9 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from slipstream.ops.disk import ALIGNMENT
+from slipstream.ops.disk import ALIGNMENT, aligned
 from slipstream.zero import build
 from slipstream.zero.lane import Event, Lane
 from slipstream.zero.placement import Tier, Tiers
@@ -37,28 +36,30 @@ class Late(Lane):
     """Copies when somebody waits. A fence shows the device what it copied; only a wait shows it to the host."""
 
     def __init__(self) -> None:
-        self.host: dict[int, StorageWeakRef] = {}  # storages in the host's memory, whose addresses nobody else gets
+        self.pinned: dict[int, Tensor] = {}
         self.waits = 0
         self.lock = threading.RLock()
 
     def memory(self, nbytes: int) -> Tensor:
-        memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8)
-        ref = StorageWeakRef(memory.untyped_storage())
-        self.host[ref.cdata] = ref
-        return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
+        memory = aligned(-(-nbytes // ALIGNMENT) * ALIGNMENT)[:nbytes]
+        self.pinned[memory.untyped_storage()._cdata] = memory
+        return memory
 
     def now(self) -> Event:
         return Past()
 
     def copy(self, target: Tensor, source: Tensor, after: Sequence[Event | None]) -> Event:
         assert target.dtype == source.dtype
-        sides = [tensor.untyped_storage()._cdata in self.host for tensor in (target, source)]
+        sides = [tensor.untyped_storage()._cdata in self.pinned for tensor in (target, source)]
         assert sorted(sides) == [False, True], "one side is the host's"
         return Copy(self, target, source, [event for event in after if isinstance(event, Copy)], to_host=sides[0])
 
     def behind(self, copy: Event) -> AbstractContextManager[None]:
         copy.fence()
         return nullcontext()
+
+    def close(self) -> None:
+        self.pinned.clear()
 
 
 class Past(Event):

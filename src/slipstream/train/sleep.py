@@ -6,8 +6,8 @@ optimizer  masters and what the optimizer keeps
 weights    parameters; they raise by name while they are away
 gradients  buffers of gradients, with what they hold in the middle of a window, and buffers through which things pass
 
-What rests on disk or, where that is where states go, in host memory anyway stays there. A tensor keeps its identity: its memory is
-emptied under it, and filled again.
+What rests on disk or beside the device anyway stays there. A tensor keeps its identity: its memory is emptied under it, and filled
+again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from slipstream.ops.disk import Disk
 from slipstream.optim.native import NativeSteps
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.store import MemoryStore, Space, Store, range_nbytes
+from slipstream.zero.store import HostStore, MemoryStore, Space, Store, range_nbytes
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
@@ -53,7 +53,7 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
     asleep = Asleep(kinds, engine.device, None if folder is None else Path(folder))
     error, nbytes = "", 0
     try:
-        nbytes = asleep.take(memory_of(engine, kinds, to_host=folder is None))
+        nbytes = asleep.take(memory_of(engine, kinds))
     except (OSError, ValueError, RuntimeError) as failed:
         error = str(failed)
     errors = {rank: each for rank, each in enumerate(gather_objects(error, engine.mesh.data)) if each}
@@ -69,7 +69,7 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
     asleep.empty()
     if "gradients" in kinds:
         engine.homes.close_landings()
-    if engine.steps is not None:
+    if engine.steps is not None and engine.homes.lane is None:
         engine.steps.ring = None
     return nbytes
 
@@ -164,13 +164,12 @@ def _remove(tensor: Tensor) -> None:
         assert refused == 0, f"madvise: errno {ctypes.get_errno()}"
 
 
-def memory_of(engine: Engine, kinds: Iterable[str], to_host: bool = False) -> list[tuple[Tensor, bool]]:
-    """This rank's memory of these kinds of state, each part once: (1D tensor, whether what it holds counts). `to_host`: only what
-    is not in host memory."""
+def memory_of(engine: Engine, kinds: Iterable[str]) -> list[tuple[Tensor, bool]]:
+    """This rank's memory of these kinds of state on the device, each part once: (1D tensor, whether what it holds counts)."""
     found: dict[tuple[int, int], tuple[Tensor, bool]] = {}
 
     def add(tensor: Tensor | None, counts: bool = True) -> None:
-        if tensor is not None and tensor.numel() and not (to_host and tensor.is_cpu):
+        if tensor is not None and tensor.numel() and tensor.device.type == engine.device.type:
             flat = tensor.detach().reshape(-1)
             if flat.data_ptr() == tensor.data_ptr():
                 found.setdefault((flat.data_ptr(), flat.nbytes), (flat, counts))
@@ -218,4 +217,4 @@ def _gradients(engine: Engine, add: Any) -> None:
 
 
 def _whole(store: Store) -> Tensor | None:
-    return store.view(0, store.numel) if isinstance(store, MemoryStore) else None
+    return store.view(0, store.numel) if isinstance(store, MemoryStore) and not isinstance(store, HostStore) else None

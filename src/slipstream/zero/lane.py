@@ -10,6 +10,7 @@ Where the device is the host there is one memory and no lane (`lane_of`): nothin
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +18,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from slipstream.ops.disk import ALIGNMENT
+from slipstream.ops.disk import ALIGNMENT, aligned
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
 
 
 class Event(ABC):
@@ -37,7 +40,8 @@ class Lane(ABC):
 
     @abstractmethod
     def memory(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes] of zeros in host memory that the device reads and writes itself, at the start of a page."""
+        """uint8 [nbytes] of zeros in host memory that the device reads and writes itself, at the start of a page. It lives as long
+        as the lane: ask for what stays."""
 
     @abstractmethod
     def now(self) -> Event:
@@ -50,6 +54,10 @@ class Lane(ABC):
     @abstractmethod
     def behind(self, copy: Event) -> AbstractContextManager[None]:
         """What is launched inside, to run beside what the device computes (a collective), follows a copy to the device."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for all copies and give the memory back. Always safe to call twice."""
 
 
 class CudaEvent(Event):
@@ -69,16 +77,30 @@ class CudaLane(Lane):
     """A stream for each direction, which the bus serves at once.
 
     A stream waits only for what was recorded before, so streams that wait for one another cannot come to a standstill.
+
+    Memory is pinned where it lies: torch's own pinned memory is rounded up to a power of two, which for masters and moments of
+    billions of parameters is tens of gigabytes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._pinned: list[Tensor] = []
+        self._close = weakref.finalize(self, _unpin, self._pinned, (self._to_host, self._to_device))
+        self._close.atexit = False
 
     def memory(self, nbytes: int) -> Tensor:
-        memory = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-        assert memory.data_ptr() % ALIGNMENT == 0, "pinned memory begins at a page: disks read straight into it"
-        return memory
+        memory = aligned(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+        if nbytes:
+            error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+            if error:
+                held = sum(each.nbytes for each in self._pinned)
+                raise RuntimeError(
+                    f"CUDA could not pin {memory.nbytes / 1e9:.2f} GB of host memory for states beside the device (error {error}), "
+                    f"after {held / 1e9:.2f} GB; give this process more host memory, or rest states on disk (device: nvme)"
+                )
+            self._pinned.append(memory)
+        return memory[:nbytes]
 
     def now(self) -> Event:
         return CudaEvent(torch.cuda.current_stream(self.device))
@@ -95,6 +117,16 @@ class CudaLane(Lane):
 
     def behind(self, copy: Event) -> AbstractContextManager[None]:
         return torch.cuda.stream(self._to_device)
+
+    def close(self) -> None:
+        self._close()
+
+
+def _unpin(pinned: list[Tensor], streams: Sequence[torch.cuda.Stream]) -> None:
+    for stream in streams:
+        stream.synchronize()
+    while pinned:
+        torch.cuda.cudart().cudaHostUnregister(pinned.pop().data_ptr())
 
 
 def lane_of(device: torch.device) -> Lane | None:

@@ -22,7 +22,7 @@ import ctypes
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -502,6 +502,7 @@ class Homes:
         self._gradient_nbytes = gradient_nbytes  # of the largest unit's share
         self._gradients = Ring(2, gradient_nbytes) if gradient_nbytes and self._grads_tier is Tier.DISK else None
         self._landings: deque[MemoryStore] = deque()
+        self._passages: defaultdict[int, list[HostStore]] = defaultdict(list)  # by size; from a disk to the device, not in use
         self._weights_to_keep = tiers.weights_kept
         self._writing: dict[int, Slot] = {}  # store -> the slot that it was last written from
 
@@ -638,11 +639,16 @@ class Homes:
             store.moving = copy = lane.copy(shard, store.tensor, (since, store.moving))
             return launch(copy) if self.tiers.weights is Tier.HOST else Pending(lambda: launch(copy).wait())
         assert isinstance(store, DiskStore), "weights rest on the device, the host or a disk"
-        memory, reading = _start_reading(store, lane.memory(range_nbytes(store.numel, store.dtype.itemsize)))
+        nbytes = range_nbytes(store.numel, store.dtype.itemsize)
+        spare = self._passages[nbytes]
+        passage = spare.pop() if spare else HostStore(lane.memory(nbytes))
+        memory, reading = _start_reading(store, passage.view(0, nbytes))
 
         def finish() -> None:
             reading.wait()
-            launch(lane.copy(shard, memory, (since,))).wait()
+            passage.moving = copy = lane.copy(shard, memory, (since,))
+            spare.append(passage)
+            launch(copy).wait()
 
         return Pending(finish)
 
@@ -663,6 +669,8 @@ class Homes:
 
     def close(self) -> None:
         self.close_landings()
+        if self.lane is not None:
+            self.lane.close()
         for space in {*self.spaces} - {None}:
             assert space is not None
             space.close()
