@@ -6,11 +6,10 @@ would take is taken, on tensors of the CPU. What no CPU can show is what `now` m
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,13 +22,9 @@ from torch import Tensor
 from slipstream.ops.disk import ALIGNMENT, aligned
 from slipstream.zero import build
 from slipstream.zero.lane import Event, Lane
-from slipstream.zero.placement import Tier, Tiers
 from slipstream.zero.store import DiskStore, HostStore, MemoryStore
 from tests import toy
 from tests.pool import distributed
-
-initialize = importlib.import_module("slipstream.train.initialize")
-MEMORY, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 
 
 class Late(Lane):
@@ -101,22 +96,19 @@ class Copy(Event):
                 self.over = True
 
 
-@contextmanager
-def beside(lane: Lane, weights: Tier, optim: Tier) -> Iterator[None]:
-    """Engines that are made inside compute on a device of its own."""
-    tiers = Tiers(weights=weights, optim=optim)
-    with patch.object(build, "lane_of", lambda _: lane), patch.object(initialize, "tiers_of", lambda _: tiers):
-        yield
-
-
-def make(folder: Path, stage: int, weights: Tier, optim: Tier, **blocks: Any) -> Any:
-    zero: dict[str, Any] = {"sub_group_size": 4096}
-    if Tier.DISK in (weights, optim):  # the config names the folder; where the states rest, `beside` says
-        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 3}
-    if weights is DISK:
-        zero["offload_param"] = {"device": "nvme", "nvme_path": str(folder)}
+def make(
+    lane: Lane | None, stage: int, weights: str = "none", optim: str = "none", folder: Path | None = None, **blocks: Any
+) -> Any:
+    """An engine that computes on a device beside the host, or (None) on the host."""
+    path = str(folder)
+    zero: dict[str, Any] = {
+        "sub_group_size": 4096,
+        "offload_optimizer": {"device": optim, "nvme_path": path, "buffer_count": 3},
+        "offload_param": {"device": weights, "nvme_path": path, "max_in_cpu": 0},
+    }
     net = toy.seeded(lambda: toy.Lm(48, 2))  # blocks of 14,208 weights: several chunks
-    return toy.make(net, stage, zero_optimization=zero, gradient_clipping=0.5, **blocks)
+    with nullcontext() if lane is None else patch.object(build, "lane_of", lambda _: lane):
+        return toy.make(net, stage, zero_optimization=zero, gradient_clipping=0.5, **blocks)
 
 
 def train(engine: Any, micros: int, steps: int = 3) -> list[Any]:
@@ -128,10 +120,11 @@ def train(engine: Any, micros: int, steps: int = 3) -> list[Any]:
     return [*found, int(toy.checksum(engine))]
 
 
-CASES = [
-    *((stage, MEMORY, HOST) for stage in range(4)), (3, HOST, HOST), (3, HOST, MEMORY), (0, MEMORY, DISK), (2, MEMORY, DISK),
-    (3, DISK, DISK),
+CASES = [  # stage, where weights rest, where the optimizer's states do
+    *((stage, "none", "cpu") for stage in range(4)), (3, "cpu", "cpu"), (3, "cpu", "none"), (0, "none", "nvme"),
+    (2, "none", "nvme"), (3, "nvme", "nvme"),
 ]  # fmt: skip
+KINDS = {"none": MemoryStore, "cpu": HostStore, "nvme": DiskStore}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -142,39 +135,35 @@ def test_states_beside_the_device_give_the_same_bits(dtype: str, tmp_path: Path)
         transport = "gloo" if dist.get_world_size() > 1 and stage == 3 else "auto"
         blocks: dict[str, Any] = {"dtype": dtype, "gradient_accumulation_steps": micros, "slipstream": {"transport": transport}}
         if (stage, micros, transport) not in expected:
-            engine = make(tmp_path, stage, MEMORY, MEMORY, **blocks)
+            engine = make(None, stage, **blocks)
             expected[stage, micros, transport] = train(engine, micros)
             engine.destroy()
-        with beside(Late(), weights, optim):
-            engine = make(tmp_path, stage, weights, optim, **blocks)
+        engine = make(Late(), stage, weights, optim, tmp_path, **blocks)
         found = train(engine, micros)
         unit = engine.units[0]
-        kinds = {MEMORY: MemoryStore, HOST: HostStore, DISK: DiskStore}
-        assert type(unit.weights) is kinds[weights] and type(engine.steps.stores[0]["exp_avg"]) is kinds[optim]
-        assert type(unit.grads) is (HostStore if stage >= 2 and optim is not MEMORY else MemoryStore)
+        assert type(unit.weights) is KINDS[weights] and type(engine.steps.stores[0]["exp_avg"]) is KINDS[optim]
+        assert type(unit.grads) is (HostStore if stage >= 2 and optim != "none" else MemoryStore)
         engine.destroy()
         assert found == expected[stage, micros, transport], f"stage {stage}, weights {weights}, optimizer {optim}, {micros}"
 
 
-def test_a_missing_wait_would_show(tmp_path: Path) -> None:
+def test_a_missing_wait_would_show() -> None:
     """What the test above rests on."""
     for stage, what in ((2, HostStore), (2, MemoryStore), (3, MemoryStore)):
         found = []
         for forgets in (False, True):
-            with beside(Late(), MEMORY, HOST):
-                engine = make(tmp_path, stage, MEMORY, HOST, dtype="bf16")
+            engine = make(Late(), stage, "none", "cpu", dtype="bf16")
             with patch.object(what, "_await", (lambda *_: None) if forgets else what._await):
                 found.append(train(engine, 1, steps=2))
             engine.destroy()
         assert found[0] != found[1], f"stage {stage}: {what.__name__}"
 
 
-def test_forward_and_backward_wait_for_no_copy(tmp_path: Path) -> None:
+def test_forward_and_backward_wait_for_no_copy() -> None:
     """And the thread that launches them goes on: what waits is the device."""
-    for stage, weights in ((2, MEMORY), (3, MEMORY), (3, HOST)):
+    for stage, weights in ((2, "none"), (3, "none"), (3, "cpu")):
         lane = Late()
-        with beside(lane, weights, HOST):
-            engine = make(tmp_path, stage, weights, HOST, dtype="bf16", gradient_accumulation_steps=3)
+        engine = make(lane, stage, weights, "cpu", dtype="bf16", gradient_accumulation_steps=3)
         for step in range(2):
             engine.updater.finish()
             lane.waits = 0
@@ -188,13 +177,11 @@ def test_forward_and_backward_wait_for_no_copy(tmp_path: Path) -> None:
 
 def test_all_else_knows_no_lane(tmp_path: Path) -> None:
     """Checkpoints, gradients by name and sleep find what copies were to bring, at any moment."""
-    for stage, weights in ((0, MEMORY), (2, MEMORY), (3, MEMORY), (3, HOST)):
+    for stage, weights in ((0, "none"), (2, "none"), (3, "none"), (3, "cpu")):
         found = []
         for lane in (None, Late()):
             blocks: dict[str, Any] = {"dtype": "bf16", "gradient_accumulation_steps": 2, "slipstream": {"transport": "gloo"}}
-            made = nullcontext() if lane is None else beside(lane, weights, HOST)
-            with made:
-                engine = make(tmp_path, stage, weights, HOST, **blocks)
+            engine = make(lane, stage, weights, "cpu", **blocks)
             toy.step(engine, toy.tokens(0, 0))
             name = "blocks.0.up.weight"
             engine.set_gradient(name, engine.gradient(name) * 2)
