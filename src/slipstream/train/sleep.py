@@ -66,9 +66,9 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
         for unit in engine.units:
             unit.fall_asleep()
     engine.hooks.asleep = "gradients" in kinds
-    asleep.empty()
     if "gradients" in kinds:
         engine.homes.close_landings()
+    asleep.empty()
     if engine.steps is not None and engine.homes.lane is None:
         engine.steps.ring = None
     return nbytes

@@ -482,7 +482,7 @@ def _no_slot() -> Slot:
 class Landing(NamedTuple):
     """Memory of the device in which a unit's gradients are summed."""
 
-    memory: Tensor  # what they are so far, after `ready`
+    memory: Tensor  # what they are so far, and free to be written, after `ready`
     ready: Callable[[], None]
     rest: Callable[[], None]  # puts the sum to rest
 
@@ -561,7 +561,7 @@ class Homes:
         assert lane is not None, "what rests beside a device has a lane to it"
         memory = landing.tensor[: store.nbytes].view(store.dtype)
         if read:
-            store.moving = landing.moving = lane.copy(memory, store.tensor, (lane.now(), store.moving))
+            store.moving = landing.moving = lane.copy(memory, store.tensor, (lane.now(), store.moving, landing.moving))
 
         def rest() -> None:
             store.moving = landing.moving = lane.copy(store.tensor, memory, (lane.now(), store.moving))
@@ -569,13 +569,12 @@ class Homes:
         return Landing(memory, landing.settle, rest)
 
     def _next_landing(self, nbytes: int) -> MemoryStore:
-        """The device's buffer that was used longest ago, which it does not touch before the last copy has ended."""
+        """The device's buffer that was used longest ago. A copy of its last content may be under way: only `ready` waits for it."""
         if not self._landings or self._landings[0].numel < nbytes:  # a unit that was unfrozen may be longer than all others
             self.close_landings()
             longest = max(nbytes, self._gradient_nbytes)
             self._landings.extend(MemoryStore(torch.empty(longest, dtype=torch.uint8, device=self.device)) for _ in range(2))
         self._landings.rotate(-1)
-        self._landings[-1].settle()
         return self._landings[-1]
 
     def close_landings(self) -> None:
