@@ -95,7 +95,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         x, weight = _autocast(x), _autocast(self.weight)
         bias = None if self.bias is None else _autocast(self.bias)
-        if x.dtype is torch.bfloat16 and not has_bf16_instructions():
+        if x.dtype is torch.bfloat16 and x.is_cpu and not has_bf16_instructions():
             with torch.autocast("cpu", enabled=False):
                 y: Tensor = _WideLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
                 return y
@@ -103,7 +103,7 @@ class Linear(nn.Linear):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # all BHTD
-    if q.dtype is torch.bfloat16 and not has_bf16_instructions():
+    if q.dtype is torch.bfloat16 and q.is_cpu and not has_bf16_instructions():
         with torch.autocast("cpu", enabled=False):
             return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True).to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -143,7 +143,7 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=0.02 / shrink)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # BT, BT
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))

@@ -3,6 +3,7 @@
 World 1 meets over NCCL. Two ranks share the one device, so they meet through gloo and the host's memory.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -10,14 +11,18 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.zero import build
+from slipstream.zero.lane import CudaLane, Event
+from slipstream.zero.store import DiskStore, HostStore
 from tests import toy, twin
 
 STAGES = (0, 1, 2, 3)
@@ -125,6 +130,87 @@ def stages_agree_bit_for_bit() -> None:
     for stage, other_losses, other_norm, other_weights in results[1:]:
         assert other_losses == losses and other_norm == norm, f"stage {stage} and stage 0: losses or norm differ"
         assert torch.equal(other_weights, weights), f"stage {stage} and stage 0: weights differ"
+
+
+HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+class InTurn(CudaLane):
+    """Every copy has ended before anything else happens: what a missing wait is held against."""
+
+    def copy(self, target: Tensor, source: Tensor, after: Sequence[Event | None]) -> Event:
+        torch.cuda.synchronize(self.device)
+        event = super().copy(target, source, after)
+        event.wait()
+        return event
+
+
+def with_tiers(zero: dict[str, Any], stage: int, dtype: str, micros: int) -> list[Any]:
+    """Losses, norms and weights of a model whose copies take longer than launching them. Blocks of 1,050,000 weights."""
+    engine = toy.make(
+        model(lambda: toy.Lm(dim=512, depth=4), DTYPES[dtype]), stage, dtype=dtype, gradient_clipping=0.5,
+        gradient_accumulation_steps=micros, zero_optimization={"sub_group_size": 100_000} | zero,
+    )  # fmt: skip
+    found: list[Any] = [*train(engine, batches(6, micros)), engine.global_grad_norm]
+    if zero:
+        store = engine.steps.stores[0]["exp_avg"]
+        assert isinstance(store, DiskStore) or (isinstance(store, HostStore) and store.tensor.is_pinned()), "states left the device"
+    found += [value.clone() for value in engine.state_dict().values()]
+    engine.destroy()
+    return found
+
+
+def compare_tiers(expected: list[Any], found: list[Any], what: str) -> None:
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, f"{what}: {one} is {other}"
+
+
+def tiers_of(stage: int, folder: str) -> dict[str, dict[str, Any]]:
+    disk = {"device": "nvme", "nvme_path": folder}
+    found = {"optimizer on the host": HOST, "optimizer on disk": {"offload_optimizer": disk}}
+    if stage == 3:
+        found["weights on the host"] = HOST | {"offload_param": {"device": "cpu"}}
+        found["all on disk"] = {"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0}}
+    return found
+
+
+@case
+def copies_beside_computing_change_nothing() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for stage, micros in itertools.product(STAGES, (1, 3)):
+        for name, zero in tiers_of(stage, tempfile.mkdtemp()).items():
+            with patch.object(build, "lane_of", InTurn):
+                expected = with_tiers(zero, stage, "bf16", micros)
+            compare_tiers(expected, with_tiers(zero, stage, "bf16", micros), f"stage {stage}, {micros} micro-batches, {name}")
+
+
+@case
+def states_on_the_host_give_the_bits_of_resident_ones() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for dtype, stage in itertools.product(DTYPES, STAGES):
+        expected = with_tiers({}, stage, dtype, 2)
+        for name, zero in tiers_of(stage, tempfile.mkdtemp()).items():
+            compare_tiers(expected, with_tiers(zero, stage, dtype, 2), f"stage {stage}, {dtype}, {name}")
+
+
+@case
+def sleep_gives_the_device_back_and_wakes_the_same() -> None:
+    for stage, zero in ((0, {}), (2, HOST), (3, HOST | {"offload_param": {"device": "cpu"}})):
+        ends = []
+        for naps in (False, True):
+            engine = toy.make(
+                model(lambda: toy.Lm(dim=512, depth=4)), stage, dtype="bf16", zero_optimization=zero, gradient_accumulation_steps=2
+            )
+            for i in range(5):
+                toy.step(engine, batches(5)[i][0][engine.rank])
+                if naps:
+                    held = torch.cuda.memory_allocated()
+                    given = engine.sleep()
+                    assert torch.cuda.memory_allocated() <= held - given
+                    engine.wake()
+            ends.append([value.clone() for value in engine.state_dict().values()])
+            engine.destroy()
+        compare_tiers(ends[0], ends[1], f"stage {stage}")
 
 
 @case

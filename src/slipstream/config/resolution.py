@@ -395,14 +395,17 @@ def _offload(values: _Values) -> OffloadPlan:
         raise ValueError(
             f"aio.block_size ({block}) must be a multiple of 4096 and aio.queue_depth ({depth}) 1 to 4096: transfers are direct"
         )
-    buffers = _taken(values, "offload_optimizer", "buffer_count", 4)
+    buffers, ratio = (_taken(values, "offload_optimizer", *each) for each in (("buffer_count", 4), ("ratio", 1.0)))
     coded = values.take("slipstream.optimizer_states") == "int8"  # the scales of codes are in memory, and written in place
-    if on_disk and buffers < 2:
+    beside = optimizer == "cpu" and values.facts.device_type != "cpu"
+    if beside and ratio < 1:
+        values.notes.append("zero_optimization.offload_optimizer.ratio has no effect with device cpu: all states leave the GPU")
+    if (on_disk or beside) and buffers < 2:
         raise ValueError(
             f"zero_optimization.offload_optimizer.buffer_count is {buffers}; one computes while another moves, so 2 or more"
         )
     return OffloadPlan(
-        optimizer=optimizer, optimizer_path=optimizer_path, ratio=_taken(values, "offload_optimizer", "ratio", 1.0),
+        optimizer=optimizer, optimizer_path=optimizer_path, ratio=ratio,
         num_buffers=buffers, chunk_numel=max(values.take("zero_optimization.sub_group_size"), 1),
         update_ahead=values.take("slipstream.update_ahead") and optimizer == "nvme" and stage == 3 and not coded,
         param=param, param_path=param_path, max_in_cpu=_taken(values, "offload_param", "max_in_cpu", 1_000_000_000),

@@ -19,7 +19,7 @@ from slipstream.ops import Blocks, Stochastic
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.layout import ALIGN
-from slipstream.zero.store import Chunk, Ring, Section, Store, Use, chunks, section, write
+from slipstream.zero.store import Chunk, Section, Store, Use, chunks, section, write
 from slipstream.zero.unit import Unit
 
 _CHUNK = 1 << 21  # elements: 28 MiB with gradients and weights in 16 bits; long enough for any disk, short beside a budget
@@ -60,7 +60,8 @@ class NativeSteps(ShardedSteps):
         num_buffers: int = 4,
     ) -> None:  # fmt: skip
         super().__init__(inner, units)
-        self.rule, self.form = rule, form
+        self.rule, self.form, self.homes = rule, form, units[0].homes
+        self.apart = self.homes.apart
         self.chunk_numel, self.num_buffers = min(chunk_numel, _CHUNK), num_buffers
         self.stores: dict[int, dict[str, Store]] = {}  # unit index -> the rule's states, or their codes
         self.scales: dict[int, dict[str, Tensor]] = {}  # unit index -> of codes; they stay in memory, 1/64 byte an element
@@ -95,7 +96,9 @@ class NativeSteps(ShardedSteps):
         # After the states are there, which may bring their step counts
         self._runs = {unit.index: list(_runs(self.pieces[unit.index], self.form.align, unit.master.numel)) for unit in units}
         if nbytes > (self.ring.slots[0].memory.numel() if self.ring else 0):
-            self.ring = Ring(self.num_buffers, nbytes)
+            self.ring = self.homes.ring(self.num_buffers, nbytes)
+        if self.ring is not None:
+            self.ring.since = self.homes.now()
         return self._options, self._runs
 
     def begin(self, units: Sequence[Unit]) -> None:
@@ -107,19 +110,18 @@ class NativeSteps(ShardedSteps):
     def chunks(self, unit: Unit) -> Sequence[Chunk]:
         if unit.index not in self._chunks:
             assert unit.grads is not None
+            lane = self.homes.lane_from
             uses = {name: Use(store, read=True, write=True) for name, store in self._stores(unit).items()}
-            uses["master"] = Use(unit.master, read=True, write=True)
-            uses["grads"] = Use(unit.grads, read=True, write=False)
+            uses["master"] = Use(unit.master, read=True, write=True, lane=lane(unit.master))
+            uses["grads"] = Use(unit.grads, read=True, write=False, lane=lane(unit.grads))
             if unit.out is not None:
-                uses["out"] = Use(unit.out, read=False, write=True)
+                uses["out"] = Use(unit.out, read=False, write=True, lane=lane(unit.out))
             self._chunks[unit.index] = chunks(unit.master.numel, uses, self.chunk_numel)
         return self._chunks[unit.index]
 
     def step(self, unit: Unit, chunk: Chunk, scale: float) -> None:
-        master, out = chunk.tensors["master"], chunk.tensors.get("out")
-        grads = chunk.tensors["grads"].to(master.device)
-        weights = out if out is None or out.device == master.device else torch.empty_like(out, device=master.device)
-        is_buffer = chunk.slot is not None or weights is not out  # and holds other chunks' weights
+        master, grads, weights = chunk.tensors["master"], chunk.tensors["grads"], chunk.tensors.get("out")
+        is_buffer = chunk.slot is not None  # and holds other chunks' weights
         done = 0
         for start, stop, group, step in self._runs[unit.index]:
             a, b = max(start, chunk.start) - chunk.start, min(stop, chunk.stop) - chunk.start
@@ -132,10 +134,8 @@ class NativeSteps(ShardedSteps):
             if weights is not None and is_buffer:
                 weights[done:a].copy_(master[done:a])  # frozen ones, and gaps
             done = b
-        if weights is not None and out is not None and is_buffer:
+        if weights is not None and is_buffer:
             weights[done:].copy_(master[done:])
-            if weights is not out:
-                out.copy_(weights)
 
     def _states(self, unit: Unit, chunk: Chunk, a: int, b: int) -> list[Tensor | Blocks]:
         held = [chunk.tensors[name][a:b] for name in self.rule.states]
@@ -181,8 +181,14 @@ class CodedStore(Store):
     def __init__(self, codes: Store, scales: Tensor) -> None:
         self.codes, self.scales, self.numel = codes, scales, codes.numel
 
+    def is_away(self, start: int, stop: int) -> bool:
+        return True
+
     def view(self, start: int, stop: int) -> Tensor | None:
         return None
+
+    def settle(self) -> None:
+        self.codes.settle()
 
     def get(self, start: int, stop: int) -> Tensor:
         first, last = self._blocks(start, stop)

@@ -66,7 +66,8 @@ class ShardedSteps(ABC):
     `begin` takes what schedules may change before the last chunk is done.
     """
 
-    ring: Ring | None = None  # through which chunks pass that rest on disk
+    ring: Ring | None = None  # through which chunks pass that rest elsewhere than where the optimizer steps
+    apart = False  # it steps on the host, beside the device
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
         self.inner = inner

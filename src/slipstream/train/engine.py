@@ -33,7 +33,7 @@ from slipstream.train.progress import Progress
 from slipstream.zero import access
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import Hooks, Phase, Slots
-from slipstream.zero.store import Homes
+from slipstream.zero.store import DiskStore, Homes
 from slipstream.zero.unit import Comms, Unit
 from slipstream.zero.watch import PeerError, Watch
 
@@ -172,13 +172,16 @@ class Engine(nn.Module):
         )  # fmt: skip
 
     def _settle_disk(self) -> None:
-        """Wait for what moves to and from the disk. Collective where there is one; all ranks raise the same error."""
-        if not self.homes.on_disk:
-            return
+        """Wait for the update, and for what moves to and from the disk. With a disk collective: all ranks raise the same error."""
         failure: Exception | None = None
         if self.updater is not None:
             self.updater.finish()
             failure = self.updater.failure
+        if not self.homes.on_disk:
+            if failure is not None:
+                self.broken = f"the optimizer of rank {self.rank} failed in step {self.global_steps}: {failure}"
+                raise RuntimeError(self.broken) from failure
+            return
         self.homes.settle()
         failure = failure or self.homes.failure
         mine = (isinstance(failure, DiskError), f"{type(failure).__name__}: {failure}") if failure else None
@@ -417,7 +420,7 @@ class Engine(nn.Module):
             return
         self.wake()
         self.destroyed = True
-        on_disk = sum(len(unit.params) for unit in self.units if unit.pages is not None)
+        on_disk = sum(len(unit.params) for unit in self.units if isinstance(unit.weights, DiskStore))
         if on_disk and self.rank == 0:
             logger.info(
                 "destroy: the weights of %d parameters rested on disk and go with the engine, so these are on meta now; to keep "

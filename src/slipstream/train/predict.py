@@ -71,6 +71,11 @@ class Setting:
         """Updates begin in the backward (train/step.py), if nothing is clipped and the disk has room."""
         return self.tiers.ahead and self.streams and not self.coded and self.copies == 1 and self.placement.weights != ()
 
+    @property
+    def apart(self) -> bool:
+        """The optimizer steps on the host, beside a device."""
+        return not self.on_host and self.tiers.optim is not Tier.DEVICE
+
     def tier(self, tier: Tier) -> Tier:
         return Tier.DEVICE if tier is Tier.HOST and self.on_host else tier
 
@@ -142,7 +147,7 @@ def states_of(parts: Sequence[Part], setting: Setting) -> list[dict[str, State]]
         tier = setting.tier(tier)
         if tier is Tier.DISK and kept < numel:
             return State(numel, itemsize, tier, head=min(range_nbytes(kept, 1), numel))  # whole grains, as zero/store.py cuts
-        return State(numel, itemsize, Tier.DEVICE if tier is Tier.DISK else tier)
+        return State(numel, itemsize, setting.tier(Tier.HOST) if tier is Tier.DISK else tier)
 
     for part in parts:
         states: dict[str, State] = {}
@@ -155,7 +160,7 @@ def states_of(parts: Sequence[Part], setting: Setting) -> list[dict[str, State]]
         if part.trainable:
             in_memory = not place.grads or setting.copies > 1
             numel, itemsize = (part.span, part.grads) if place.grads else (part.numel, part.local)
-            states["grads"] = state(Tier.DEVICE if in_memory else tiers.grads, numel, itemsize)
+            states["grads"] = state(Tier.DEVICE if in_memory else tiers.grads(on_host=setting.on_host), numel, itemsize)
             owned = part.span if place.optim else part.numel
             optimizer = {"master": part.master} if part.has_master else {}
             optimizer |= {f"moment {i}": itemsize for i, itemsize in enumerate(setting.moments)}
@@ -174,7 +179,7 @@ class Use(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """As much of a part as the optimizer takes at a time: bytes that pass through memory for it."""
+    """As much of a part as the optimizer takes at a time: bytes that pass through memory for it, and from and to a disk."""
 
     buffer: int
     read: int
@@ -182,20 +187,22 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(part: Part, states: Mapping[str, State], setting: Setting) -> Iterator[Chunk]:
-    """The chunks of a part, cut as zero/store.py cuts them: nowhere if everything is in memory, else also at each head."""
+    """The chunks of a part, cut as zero/store.py cuts them: nowhere if everything is where the optimizer steps, else also at
+    each head."""
     owned = part.span if setting.placement.optim else part.numel
     # where weights are replicated the optimizer writes its part of them in place
     weights = states["weights"] if setting.placement.weights else State(owned, part.weights, Tier.DEVICE)
     uses = [Use(states["grads"], True, False), Use(weights, not part.has_master, True)]
     uses += [Use(state, True, True) for name, state in states.items() if name not in ("weights", "grads")]
+    over = [use.state for use in uses if setting.apart and use.state.tier is Tier.DEVICE]  # to the host and back
     away = [use.state for use in uses if use.state.is_away(owned)]
     start = 0
-    for edge in sorted({owned, *(state.head for state in away if state.head)}) if away else []:
+    for edge in sorted({owned, *(state.head for state in away if state.head)}) if away or over else []:
         while start < edge:
             stop = min(start + range_nbytes(setting.chunk_numel, 1), edge)
             moved = [(use, range_nbytes(stop - start, use.state.itemsize)) for use in uses if use.state.is_away(stop)]
             yield Chunk(
-                buffer=sum(nbytes for _, nbytes in moved),
+                buffer=sum(nbytes for _, nbytes in moved) + sum(range_nbytes(stop - start, state.itemsize) for state in over),
                 read=sum(nbytes for use, nbytes in moved if use.reads),
                 written=sum(nbytes for use, nbytes in moved if use.writes),
             )
@@ -238,7 +245,7 @@ def at_rest(parts: Sequence[Part], setting: Setting) -> tuple[Line, ...]:
 
     groups = {"weights": ("weights", "weights"), "grads": ("gradients", "gradients"), "master": ("optimizer", "masters")}
     rings: dict[int, int] = {}
-    chunk = disk_gradient = 0
+    chunk = disk_gradient = landing = 0
     host = Tier.DEVICE if setting.on_host else Tier.HOST
     for part, states in zip(parts, states_of(parts, setting), strict=True):
         for name, state in states.items():
@@ -256,9 +263,12 @@ def at_rest(parts: Sequence[Part], setting: Setting) -> tuple[Line, ...]:
             if setting.streams:
                 chunk = max([chunk, *(each.buffer for each in chunks_of(part, states, setting))])
             disk_gradient = max(disk_gradient, states["grads"].on_disk)
+            if states["grads"].tier is Tier.HOST:
+                landing = max(landing, range_nbytes(part.span, part.grads))
     add("buffers", "ring of gradients on their way to other ranks", Tier.DEVICE, _GRADIENT_BUFFERS * sum(rings.values()))
     add("buffers", "ring of the optimizer's chunks", host, setting.num_buffers * chunk)
     add("buffers", "ring of gradients on their way to the disk", host, _GRADIENT_BUFFERS * disk_gradient)
+    add("buffers", "ring of gradients on their way to the host", Tier.DEVICE, _GRADIENT_BUFFERS * landing)
     return tuple(Line(*key, nbytes) for key, nbytes in found.items() if nbytes)
 
 
@@ -305,7 +315,7 @@ def _gathered(parts: Sequence[Part], setting: Setting, coming: Sequence[Moment])
     )
     blocks = {"", now.block, following}
     whole = sum(part.numel * part.weights for part in parts if part.block in blocks)
-    if setting.tier(setting.tiers.weights) is Tier.DISK and setting.ranks > 1:  # this rank's share is read beside them
+    if setting.tier(setting.tiers.weights) is not Tier.DEVICE and setting.ranks > 1:  # this rank's share arrives beside them
         whole += sum(part.span * part.weights for part in parts if part.block == following)
     return whole
 
@@ -433,8 +443,8 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
     """How long a step takes, and each resource of it.
 
     Disk and host links run beside compute, reads beside writes; collectives do not hide (gloo's take the processor). Where weights
-    are sharded and states stream, the update also runs beside the next forward, and ahead beside the last backward (train/step.py:
-    Updater): where both are the processor's work, only what the update waits for is hidden.
+    are sharded and states stream or rest beside the device, the update also runs beside the next forward, and ahead beside the last
+    backward (train/step.py: Updater): where both are the processor's work, only what the update waits for is hidden.
     """
     flows, k = traffic(parts, setting), setting.accumulation
     step = flows.step(k)
@@ -453,7 +463,7 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
     backward = max(compute["backward"], moved(flows.backward)) + flows.backward.wire / rates.wire
     later = max(compute["backward"], moved(flows.backward.plus(flows.again))) + flows.backward.wire / rates.wire
     update = max(updated / rates.memory, moved(flows.update)) + flows.update.wire / rates.wire
-    streams = setting.placement.weights and (flows.update.disk_read or flows.update.disk_written)
+    streams = setting.placement.weights and (flows.update.disk_read or flows.update.disk_written or setting.apart)
     beside = forward + (later if k > 1 else backward) if setting.ahead else forward
     hidden = min(beside, update - (updated / rates.memory if setting.on_host else 0.0)) if streams else 0.0
     flops = k * (profile.forward.flops + profile.backward.flops)

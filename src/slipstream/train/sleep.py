@@ -6,7 +6,8 @@ optimizer  masters and what the optimizer keeps
 weights    parameters; they raise by name while they are away
 gradients  buffers of gradients, with what they hold in the middle of a window, and buffers through which things pass
 
-What rests on disk anyway stays there. A tensor keeps its identity: its memory is emptied under it, and filled again.
+What rests on disk or beside the device anyway stays there. A tensor keeps its identity: its memory is emptied under it, and filled
+again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from slipstream.ops.disk import Disk
 from slipstream.optim.native import NativeSteps
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.store import MemoryStore, Space, Store, range_nbytes
+from slipstream.zero.store import HostStore, MemoryStore, Space, Store, range_nbytes
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
@@ -65,8 +66,10 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
         for unit in engine.units:
             unit.fall_asleep()
     engine.hooks.asleep = "gradients" in kinds
+    if "gradients" in kinds:
+        engine.homes.close_landings()
     asleep.empty()
-    if engine.steps is not None:
+    if engine.steps is not None and engine.homes.lane is None:
         engine.steps.ring = None
     return nbytes
 
@@ -162,11 +165,11 @@ def _remove(tensor: Tensor) -> None:
 
 
 def memory_of(engine: Engine, kinds: Iterable[str]) -> list[tuple[Tensor, bool]]:
-    """This rank's memory of these kinds of state, each part once: (1D tensor, whether what it holds counts)."""
+    """This rank's memory of these kinds of state on the device, each part once: (1D tensor, whether what it holds counts)."""
     found: dict[tuple[int, int], tuple[Tensor, bool]] = {}
 
     def add(tensor: Tensor | None, counts: bool = True) -> None:
-        if tensor is not None and tensor.numel():
+        if tensor is not None and tensor.numel() and tensor.device.type == engine.device.type:
             flat = tensor.detach().reshape(-1)
             if flat.data_ptr() == tensor.data_ptr():
                 found.setdefault((flat.data_ptr(), flat.nbytes), (flat, counts))
@@ -214,4 +217,4 @@ def _gradients(engine: Engine, add: Any) -> None:
 
 
 def _whole(store: Store) -> Tensor | None:
-    return store.tensor if isinstance(store, MemoryStore) else None
+    return store.view(0, store.numel) if isinstance(store, MemoryStore) and not isinstance(store, HostStore) else None

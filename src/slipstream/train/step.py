@@ -24,6 +24,7 @@ from slipstream.ops.disk import DiskError, Transfer
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.zero.comm import Pending, gather_objects
 from slipstream.zero.hooks import Hooks, Slots
+from slipstream.zero.lane import Event
 from slipstream.zero.layout import overlap
 from slipstream.zero.store import Chunk, DiskStore, Store, stream
 from slipstream.zero.unit import Comms, Unit
@@ -133,7 +134,7 @@ class Ahead:
         self.kept: dict[int, list[tuple[Store, int, Tensor]]] = {}  # new values of what rests in memory, and their place
         self.running: Future[None] | None = None
         self.in_hand: deque[Unit] = deque()  # of each chunk that has been taken and not stepped
-        self._waiting: deque[tuple[Unit, Chunk, list[Transfer]]] = deque()
+        self._waiting: deque[tuple[Unit, Chunk, list[Transfer | Event]]] = deque()
         self._open = True
         self._changed = threading.Condition()
 
@@ -194,8 +195,10 @@ class _Updating(NamedTuple):
 class Updater:
     """Runs the optimizer over units and publishes each as soon as it is done.
 
-    Where weights are sharded and states stream through memory it does so on a thread of its own, in forward order, so that the
-    next forward begins meanwhile: a unit that is gathered waits for its own update only (`Unit.await_update`).
+    Where weights are sharded and the optimizer steps apart from what computes (states stream through memory, or it steps on the
+    host beside a device) it does so on a thread of its own, in forward order, so that the next forward begins meanwhile: a unit
+    that is gathered waits for its own update only (`Unit.await_update`). Beside a device but with replicated weights, units go in
+    the order in which their gradients arrive.
 
     There, a unit may be updated ahead, while the backward goes on: `offer`. What is written goes beside what is in force, in
     memory and on disk, and takes its place after `start` if everything that it was computed from is as it was; else it is computed
@@ -225,7 +228,7 @@ class Updater:
 
     def offer(self, unit: Unit) -> None:
         """The unit's gradients are reduced, probably for the last time before `start`: update it ahead where that can be undone."""
-        if self.expected is None or self.steps.ring is None or not unit.placement.weights:
+        if self.expected is None or self.steps.ring is None or self.steps.apart or not unit.placement.weights:
             return
         chunks = [chunk for chunk in self.steps.chunks(unit) if chunk.moves]
         if not chunks or not all(store.keeps_old for store in _written_to_disk(chunks)):
@@ -271,8 +274,9 @@ class Updater:
         self.steps.begin(trainable)
         for unit in trainable:
             unit.expire_graphs()
-        if self.steps.ring is None or not all(unit.placement.weights for unit in trainable):
-            self._run(trainable, scale, {}, None)
+        beside = self.steps.ring is not None or self.steps.apart
+        if not beside or not all(unit.placement.weights for unit in trainable):
+            self._run(trainable[::-1] if self.steps.apart else trainable, scale, {}, None)
             return
         done: dict[int, Future[list[Transfer]]] = {unit.index: Future() for unit in trainable}
         for unit in trainable:

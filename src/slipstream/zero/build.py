@@ -16,11 +16,12 @@ from slipstream.mesh import Axis, Mesh
 from slipstream.zero import access
 from slipstream.zero.comm import Buffer, Comm, LocalComm, ProcessGroupComm
 from slipstream.zero.hooks import Slots
+from slipstream.zero.lane import lane_of
 from slipstream.zero.layout import Layout, flat_layout, whole_layout
 from slipstream.zero.materialize import FirstValues
 from slipstream.zero.placement import Placement, Tier, Tiers
 from slipstream.zero.shared import SharedComm, hosts_agree
-from slipstream.zero.store import Homes, Needs, Spaces, disk_nbytes
+from slipstream.zero.store import Homes, Needs, Spaces, disk_nbytes, range_nbytes
 from slipstream.zero.unit import Comms, Dtypes, Memory, Unit
 from slipstream.zero.watch import Watch
 from slipstream.zero.wrap import Group, wrap
@@ -116,7 +117,7 @@ def build_units(
     everything = list(range(len(groups)))
     trainable = [i for i in everything if groups[i].trainable]
     homes = _homes(layouts, dtypes, trainable, recipe, comms, device, open_space)
-    in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and device.type == "cpu")
+    in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and homes.lane is None)
     if place.weights and not recipe.poison and in_place:
         give("common", comms.dp, everything, lambda i: (layouts[i].numel, dtypes[i].weights), common=True)
     elif not place.weights:
@@ -163,7 +164,8 @@ def _homes(
     layouts: Sequence[Layout], dtypes: Sequence[Dtypes], trainable: Sequence[int], recipe: Recipe, comms: Comms,
     device: torch.device, open_space: Callable[[Needs], Spaces],
 ) -> Homes:  # fmt: skip
-    tiers, place = recipe.tiers, recipe.placement
+    tiers, place, lane = recipe.tiers, recipe.placement, lane_of(device)
+    grads_tier = tiers.grads(on_host=lane is None)
     weights = optim = gradient = next_weights = next_optim = 0
     to_keep = tiers.weights_kept
     for i, (layout, of_unit) in enumerate(zip(layouts, dtypes, strict=True)):
@@ -176,9 +178,9 @@ def _homes(
             weights, next_weights = weights + nbytes, next_weights + (nbytes if i in trainable else 0)
         if i not in trainable:
             continue
-        if tiers.grads is Tier.DISK and comms.dp_replicate.size == 1:
-            nbytes = disk_nbytes(span, of_unit.grads.itemsize)
-            optim, gradient = optim + nbytes, max(gradient, nbytes)
+        if place.grads and comms.dp_replicate.size == 1:
+            gradient = max(gradient, range_nbytes(span, of_unit.grads.itemsize))
+            optim += disk_nbytes(span, of_unit.grads.itemsize) if grads_tier is Tier.DISK else 0
         if tiers.optim is Tier.DISK:
             numel = span if place.optim else layout.numel
             own = [of_unit.master.itemsize] if of_unit.master != of_unit.weights else []
@@ -187,7 +189,7 @@ def _homes(
     ahead = tiers.ahead and bool(place.weights) and comms.dp_replicate.size == 1
     needs = Needs(weights, optim, next_weights, next_optim) if ahead else Needs(weights, optim)
     spaces = open_space(needs) if weights or optim else Spaces()
-    return Homes(tiers, device, spaces, gradient, has_peers=comms.data.size > 1)
+    return Homes(tiers, device, spaces, lane, gradient, has_peers=comms.data.size > 1)
 
 
 def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:

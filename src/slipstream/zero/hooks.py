@@ -112,6 +112,8 @@ class Reducer:
             while self.launched < len(self.order) and self.order[self.launched].index in self.complete:
                 self.launch(self.order[self.launched])
                 self.launched += 1
+                if self.launched < len(self.order):
+                    self.order[self.launched].expect_reduce()
 
     def launch(self, unit: Unit) -> None:
         """Reduce one unit; every rank calls this for the same units in the same order."""
@@ -134,6 +136,8 @@ class Reducer:
         """Wait for everything in flight."""
         while self.in_flight:
             self._land()
+        for unit in self.order:
+            unit.landing = None  # of a backward that was given up
 
 
 class Hooks:

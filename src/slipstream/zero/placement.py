@@ -54,9 +54,9 @@ class Tiers:
     weights_kept: int = 0  # how many of this rank's weights stay in memory all the same: the first units'
     ahead: bool = False  # where sharded states rest on disk: whether there is to be room for new values beside the old ones
 
-    @property
-    def grads(self) -> Tier:
-        """Reduced gradients wait where the optimizer steps, on disk only where the weights rest there too."""
-        if self.weights is self.optim is Tier.DISK:
+    def grads(self, *, on_host: bool) -> Tier:
+        """Reduced gradients wait where the optimizer steps, on disk only where the weights rest there too and the device is the
+        host: what leaves another device has passed through the host's memory, and stays there."""
+        if self.weights is self.optim is Tier.DISK and on_host:
             return Tier.DISK
         return Tier.DEVICE if self.optim is Tier.DEVICE else Tier.HOST

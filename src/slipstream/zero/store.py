@@ -3,11 +3,14 @@
 A state (weights, gradients, master, a moment) of one unit is one flat array over this rank's span. Where it rests is its
 `Store`; what computes with it sees plain tensors:
 
-MemoryStore  device or host memory: the tensor itself, nothing moves
+MemoryStore  memory of the device: the tensor itself
+HostStore    memory of the host beside a device, which copies go into and out of (zero/lane.py)
 DiskStore    a range of one anonymous file, after `head` elements that stay in memory (a partial offload is a cut in the flat range)
 
 chunk        as much of a unit's span as the optimizer takes at a time; chunks never straddle a store's head
-Ring         a few aligned host buffers: `stream` reads chunks ahead into them and writes behind out of them
+Ring         a few aligned host buffers: `stream` reads chunks ahead into them and writes behind out of them, from and to disks
+             and, where the optimizer steps on the host, the device
+Landing      memory of the device in which a unit's gradients are summed
 Pages        host memory whose pages can be given back and filled again at the same address: gathered weights
 
 Disk ranges start on `PAGE` bytes and chunks on `GRAIN` elements, so that every transfer is direct (O_DIRECT), whatever the dtype.
@@ -19,7 +22,7 @@ import ctypes
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +33,7 @@ from torch import Tensor
 
 from slipstream.ops.disk import Disk, DiskError, Transfer, aligned
 from slipstream.zero.comm import Comm, Pending
+from slipstream.zero.lane import Event, Lane
 from slipstream.zero.placement import Tier, Tiers
 
 PAGE = 4096  # bytes
@@ -45,8 +49,16 @@ class Store(ABC):
     dtype: torch.dtype
 
     @abstractmethod
+    def is_away(self, start: int, stop: int) -> bool:
+        """Whether some of the elements [start, stop) rest on disk."""
+
+    @abstractmethod
     def view(self, start: int, stop: int) -> Tensor | None:
-        """Elements [start, stop) in place, or None where some of them rest on disk."""
+        """Elements [start, stop) in place once no copy is under way, or None where some of them rest on disk."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """See that what computes where the state rests, the device or the host, finds no copy under way."""
 
     @abstractmethod
     def get(self, start: int, stop: int) -> Tensor:
@@ -72,23 +84,43 @@ class Store(ABC):
 
 
 class MemoryStore(Store):
-    """A tensor, 1D."""
+    """A tensor, 1D. Copies of a lane that touch it go one after the other: `moving` is the last one."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.numel, self.dtype = tensor, tensor.numel(), tensor.dtype
+        self.moving: Event | None = None
+
+    def is_away(self, start: int, stop: int) -> bool:
+        return False
 
     def view(self, start: int, stop: int) -> Tensor:
+        self.settle()
         return self.tensor[start:stop]
 
     def get(self, start: int, stop: int) -> Tensor:
-        return self.tensor[start:stop]
+        return self.view(start, stop)
 
     def put(self, start: int, values: Tensor) -> None:
-        self.tensor[start : start + values.numel()].copy_(values)
+        self.view(start, start + values.numel()).copy_(values)
+
+    def settle(self) -> None:
+        if self.moving is not None:
+            self._await(self.moving)
+            self.moving = None
+
+    def _await(self, copy: Event) -> None:
+        copy.fence()
 
     @property
     def resident_nbytes(self) -> int:
         return self.tensor.nbytes
+
+
+class HostStore(MemoryStore):
+    """Memory of the host that a device copies into and out of: what computes with it in place is the host."""
+
+    def _await(self, copy: Event) -> None:
+        copy.wait()
 
 
 class DiskStore(Store):
@@ -108,8 +140,14 @@ class DiskStore(Store):
         """What a step has written is the content from now on. All of what is not in the head has to have been."""
         self.offset, self.other = self.other, self.offset
 
+    def is_away(self, start: int, stop: int) -> bool:
+        return stop > self.head.numel()
+
     def view(self, start: int, stop: int) -> Tensor | None:
-        return self.head[start:stop] if stop <= self.head.numel() else None
+        return None if self.is_away(start, stop) else self.head[start:stop]
+
+    def settle(self) -> None:
+        pass  # no lane touches a disk
 
     def part(self, start: int, memory: Tensor) -> tuple[int, Tensor]:
         """What a transfer of elements from `start` (a multiple of GRAIN) takes: where in the file, and the memory."""
@@ -283,6 +321,11 @@ class Use(NamedTuple):
     store: Store
     read: bool
     write: bool
+    lane: Lane | None = None  # what carries it between the device that it rests on and the host, where the optimizer steps
+
+    def passes(self, start: int, stop: int) -> bool:
+        """Whether elements [start, stop) pass through a ring."""
+        return self.lane is not None or self.store.is_away(start, stop)
 
 
 @dataclass(slots=True)
@@ -290,7 +333,8 @@ class Slot:
     """One buffer of the ring and what still moves in or out of it."""
 
     memory: Tensor  # uint8, aligned
-    moving: list[Transfer] = field(default_factory=list)
+    moving: list[Transfer | Event] = field(default_factory=list)
+    since: Event | None = None  # what copies between it and the device follow
 
     def settle(self) -> None:
         """Wait until nothing moves. Raises the first DiskError, after everything has ended."""
@@ -305,10 +349,11 @@ class Slot:
 
 
 class Ring:
-    """Buffers of `nbytes` each, used in turn."""
+    """Buffers of `nbytes` each, used in turn. Copies between them and the device follow `since`."""
 
-    def __init__(self, count: int, nbytes: int) -> None:
-        self.slots = [Slot(aligned(nbytes)) for _ in range(count)]
+    def __init__(self, count: int, nbytes: int, make: Callable[[int], Tensor] = aligned) -> None:
+        self.slots = [Slot(make(nbytes)) for _ in range(count)]
+        self.since: Event | None = None
         self._turn = 0
 
     def next(self) -> Slot:
@@ -316,6 +361,7 @@ class Ring:
         slot = self.upcoming
         self._turn = (self._turn + 1) % len(self.slots)
         slot.settle()
+        slot.since = self.since
         return slot
 
     @property
@@ -345,7 +391,7 @@ class Chunk:
     slot: Slot | None = None
 
     def _moved(self) -> list[tuple[str, Use]]:
-        return [(name, use) for name, use in self.uses.items() if use.store.view(self.start, self.stop) is None]
+        return [(name, use) for name, use in self.uses.items() if use.passes(self.start, self.stop)]
 
     @property
     def moves(self) -> bool:
@@ -357,20 +403,24 @@ class Chunk:
         return sum(range_nbytes(self.stop - self.start, use.store.dtype.itemsize) for _, use in self._moved())
 
     def fetch(self, take: Callable[[], Slot]) -> None:
-        """Put its states into `tensors`: views where they rest in memory, a started read where not."""
-        moved = self._moved()
+        """Start reading what passes through a slot."""
+        if self._moved():
+            self.slot = take()
+            self.slot.moving = self._move(Disk.read)
+
+    def arrive(self) -> None:
+        """Put its states into `tensors`, once they are there: in the slot, and in place."""
+        if self.slot is not None:
+            self.slot.settle()
+            self.tensors = {name: self._in_slot(use, memory) for name, (use, memory) in self._placed().items()}
         for name, use in self.uses.items():
-            view = use.store.view(self.start, self.stop)
-            if view is not None:
+            if name not in self.tensors:
+                view = use.store.view(self.start, self.stop)
+                assert view is not None, f"{name} rests in memory or passes through the slot"
                 self.tensors[name] = view
-        if not moved:
-            return
-        self.slot = take()
-        self.slot.moving = _move(
-            Disk.read, self._placed(), lambda store, memory: store.part(self.start, memory), lambda use: use.read
-        )
-        for name, (use, memory) in self._placed().items():
-            self.tensors[name] = memory.view(use.store.dtype)[: self.stop - self.start]
+
+    def _in_slot(self, use: Use, memory: Tensor) -> Tensor:
+        return memory.view(use.store.dtype)[: self.stop - self.start]
 
     def _placed(self) -> dict[str, tuple[Use, Tensor]]:
         """Where each moved state lies in the slot: whole pages."""
@@ -383,32 +433,40 @@ class Chunk:
         return result
 
     def write_back(self) -> list[Transfer]:
-        """Start writing what was written to; returns what then moves."""
-        moving: list[Transfer] = []
+        """Start writing what was written to; returns what then moves to disks. What moves to the device, its store knows."""
+        moving: list[Transfer | Event] = []
         if self.slot is not None:
-            moving = self.slot.moving = _move(
-                Disk.write, self._placed(), lambda store, memory: store.next_part(self.start, memory), lambda use: use.write
-            )
+            moving = self.slot.moving = self._move(Disk.write)
         self.tensors, self.slot = {}, None
-        return moving
+        return [each for each in moving if isinstance(each, Transfer)]
 
+    def _move(self, move: Callable[[Disk, Parts], Transfer]) -> list[Transfer | Event]:
+        """Start one transfer per file, and one copy per state on the device."""
+        reads = move is Disk.read
+        moving: list[Transfer | Event] = []
+        parts: dict[Disk, Parts] = {}
+        for use, memory in self._placed().values():
+            if not (use.read if reads else use.write):
+                continue
+            if use.lane is not None:
+                moving.append(self._carry(use, use.lane, self._in_slot(use, memory), reads))
+            else:
+                assert isinstance(use.store, DiskStore), "what rests in memory does not move"
+                part = use.store.part if reads else use.store.next_part
+                parts.setdefault(use.store.disk, []).append(part(self.start, memory))
+        return [*moving, *(move(disk, each) for disk, each in parts.items())]
 
-def _move(
-    move: Callable[[Disk, Parts], Transfer], placed: Mapping[str, tuple[Use, Tensor]],
-    part: Callable[[DiskStore, Tensor], tuple[int, Tensor]], wanted: Callable[[Use], bool],
-) -> list[Transfer]:  # fmt: skip
-    """Start one transfer per file."""
-    parts: dict[Disk, Parts] = {}
-    for use, memory in placed.values():
-        assert isinstance(use.store, DiskStore), "what rests in memory does not move"
-        if wanted(use):
-            parts.setdefault(use.store.disk, []).append(part(use.store, memory))
-    return [move(disk, each) for disk, each in parts.items()]
+    def _carry(self, use: Use, lane: Lane, here: Tensor, reads: bool) -> Event:
+        assert isinstance(use.store, MemoryStore) and self.slot is not None, "a state on the device passes through a slot"
+        there = use.store.tensor[self.start : self.stop]
+        target, source = (here, there) if reads else (there, here)
+        use.store.moving = lane.copy(target, source, (self.slot.since, use.store.moving))
+        return use.store.moving
 
 
 def chunks(numel: int, uses: Mapping[str, Use], most: int) -> list[Chunk]:
-    """A span cut into chunks of at most `most` elements; one chunk where all of it rests in memory."""
-    if all(use.store.view(0, numel) is not None for use in uses.values()):
+    """A span cut into chunks of at most `most` elements; one chunk where nothing of it passes through a ring."""
+    if not any(use.passes(0, numel) for use in uses.values()):
         return [Chunk(0, numel, uses)]
     heads = {use.store.head.numel() for use in uses.values() if isinstance(use.store, DiskStore)}
     result, start = [], 0
@@ -436,8 +494,7 @@ def stream(take: Callable[[bool], Chunk | None], ring: Ring | None) -> Generator
             if not ahead:
                 return
             chunk = ahead.popleft()
-            if chunk.slot is not None:
-                chunk.slot.settle()
+            chunk.arrive()
             yield chunk
     finally:
         if ring is not None:
@@ -451,25 +508,65 @@ def _no_slot() -> Slot:
 # -- an engine's --
 
 
+class Landing(NamedTuple):
+    """Memory of the device in which a unit's gradients are summed."""
+
+    memory: Tensor  # what they are so far, and free to be written, after `ready`
+    ready: Callable[[], None]
+    rest: Callable[[], None]  # puts the sum to rest
+
+
 class Homes:
-    """Where an engine's states rest, and the memory through which gradients reach the disk."""
+    """Where an engine's states rest, and the memory through which gradients reach the host or the disk.
+
+    [Note: Gradients on the host]
+    Their sum over micro-batches is made on the device: what rests on the host is copied back ahead of its unit's reduction, added
+    to by the kernel that adds resident gradients, and leaves again. The bus carries both directions at once, the host's cores
+    stay with the optimizer, and no bit depends on where gradients rest. Two buffers of the device take turns: one is summed in,
+    while the copy out of the other, and then the copy into it, run.
+    """
 
     def __init__(
-        self, tiers: Tiers, device: torch.device, spaces: Spaces, gradient_nbytes: int = 0, *, has_peers: bool = False
-    ) -> None:
-        self.tiers, self.device, self.spaces = tiers, device, spaces
+        self, tiers: Tiers, device: torch.device, spaces: Spaces, lane: Lane | None, gradient_nbytes: int, *,
+        has_peers: bool = False,
+    ) -> None:  # fmt: skip
+        self.tiers, self.device, self.spaces, self.lane = tiers, device, spaces, lane
         self.has_peers = has_peers  # other ranks, which would wait for one that raises in mid-step
         self.failure: DiskError | None = None  # the first of a forward or backward, until the engine has told all ranks
-        self._gradients = Ring(2, gradient_nbytes) if gradient_nbytes else None
+        self._gradient_nbytes = gradient_nbytes  # of the largest unit's share
+        self._gradients = Ring(2, gradient_nbytes) if gradient_nbytes and self._grads_tier is Tier.DISK else None
+        self._landings: deque[MemoryStore] = deque()
+        self._passages: defaultdict[int, list[HostStore]] = defaultdict(list)  # by size; from a disk to the device, not in use
         self._weights_to_keep = tiers.weights_kept
         self._writing: dict[int, Slot] = {}  # store -> the slot that it was last written from
+
+    @property
+    def _grads_tier(self) -> Tier:
+        return self.tiers.grads(on_host=self.lane is None)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the optimizer steps in another memory than the device's."""
+        return self.lane is not None and self.tiers.optim is not Tier.DEVICE
+
+    def lane_from(self, store: Store) -> Lane | None:
+        """What carries a state to where the optimizer steps; None where it is there, or on disk."""
+        return self.lane if self.apart and type(store) is MemoryStore else None
+
+    def ring(self, count: int, nbytes: int) -> Ring:
+        """Buffers for the optimizer's chunks."""
+        return Ring(count, nbytes, aligned if self.lane is None else self.lane.memory)
+
+    def now(self) -> Event | None:
+        """The end of what the device was given so far; None where it is the host, which is done."""
+        return None if self.lane is None else self.lane.now()
 
     def _make(self, tier: Tier, space: Space | None, numel: int, dtype: torch.dtype, head: int = 0, twice: bool = False) -> Store:
         if tier is Tier.DISK and head < numel:
             assert space is not None, "a plan with a disk tier opens a file"
             return space.store(numel, dtype, head, twice=twice and self.spaces.twice)
-        if tier is Tier.HOST and self.device.type == "cuda":
-            return MemoryStore(torch.zeros(numel, dtype=dtype, pin_memory=True))
+        if tier is not Tier.DEVICE and self.lane is not None:
+            return HostStore(self.lane.memory(numel * dtype.itemsize).view(dtype))
         return MemoryStore(torch.zeros(numel, dtype=dtype, device=self.device))
 
     def state(self, numel: int, dtype: torch.dtype) -> Store:
@@ -478,7 +575,7 @@ class Homes:
 
     def gradients(self, numel: int, dtype: torch.dtype) -> Store:
         """A store of zeros for reduced gradients."""
-        return self._make(self.tiers.grads, self.spaces.optim, numel, dtype)
+        return self._make(self._grads_tier, self.spaces.optim, numel, dtype)
 
     def weights(self, numel: int, dtype: torch.dtype, *, trainable: bool) -> Store:
         """A store of zeros for sharded weights; of the first units', as many as are to be kept stay in memory."""
@@ -486,17 +583,42 @@ class Homes:
         self._weights_to_keep -= kept
         return self._make(self.tiers.weights, self.spaces.weights, numel, dtype, kept, twice=trainable)
 
-    def open(self, store: Store, device: torch.device, read: bool) -> tuple[Tensor, Callable[[], None]]:
-        """Memory on `device` to hold a unit's gradients, with what they are so far (`read`), and what puts it to rest."""
+    def open(self, store: Store, read: bool) -> Landing:
+        """Where to sum a unit's gradients that rest in `store`, beginning with what they are so far (`read`)."""
+        if isinstance(store, HostStore):
+            return self._open_on_host(store, read)
         view = store.view(0, store.numel)
-        if view is None:
-            return self._open_on_disk(store, read)
-        if view.device == device:
-            return view, _nothing
-        memory = view.to(device) if read else torch.empty_like(view, device=device)
-        return memory, lambda: store.put(0, memory)
+        return self._open_on_disk(store, read) if view is None else Landing(view, _nothing, _nothing)
 
-    def _open_on_disk(self, store: Store, read: bool) -> tuple[Tensor, Callable[[], None]]:
+    def _open_on_host(self, store: HostStore, read: bool) -> Landing:
+        lane, landing = self.lane, self._next_landing(store.nbytes)
+        assert lane is not None, "what rests beside a device has a lane to it"
+        memory = landing.tensor[: store.nbytes].view(store.dtype)
+        if read:
+            store.moving = landing.moving = lane.copy(memory, store.tensor, (lane.now(), store.moving, landing.moving))
+
+        def rest() -> None:
+            store.moving = landing.moving = lane.copy(store.tensor, memory, (lane.now(), store.moving))
+
+        return Landing(memory, landing.settle, rest)
+
+    def _next_landing(self, nbytes: int) -> MemoryStore:
+        """The device's buffer that was used longest ago. A copy of its last content may be under way: only `ready` waits for it."""
+        if not self._landings or self._landings[0].numel < nbytes:  # a unit that was unfrozen may be longer than all others
+            self.close_landings()
+            longest = max(nbytes, self._gradient_nbytes)
+            self._landings.extend(MemoryStore(torch.empty(longest, dtype=torch.uint8, device=self.device)) for _ in range(2))
+        self._landings.rotate(-1)
+        return self._landings[-1]
+
+    def close_landings(self) -> None:
+        """Give the buffers back in which gradients are summed."""
+        for landing in self._landings:
+            if landing.moving is not None:
+                landing.moving.wait()
+        self._landings.clear()
+
+    def _open_on_disk(self, store: Store, read: bool) -> Landing:
         assert isinstance(store, DiskStore) and self._gradients is not None, "gradients on disk pass through a ring"
         earlier = self._writing.pop(id(store), None)
         for slot in (earlier, self._gradients.upcoming):
@@ -513,21 +635,22 @@ class Homes:
             slot.moving.append(store.disk.write([store.part(0, memory)]))
             self._writing[id(store)] = slot
 
-        return memory.view(store.dtype)[: store.numel], rest
+        return Landing(memory.view(store.dtype)[: store.numel], _nothing, rest)
 
-    def fetch(self, store: Store, pages: Pages | None, full: Tensor, dp: Comm, cuts: Sequence[int]) -> Pending[None]:
-        """Start reading this rank's weights, and gather the others' once they are there. One rank reads into `full` itself.
+    def gather(self, store: Store, pages: Pages | None, full: Tensor, dp: Comm, cuts: Sequence[int]) -> Pending[None]:
+        """Start moving this rank's weights from where they rest, and gather the others'. One rank moves into `full` itself.
 
-        The collective is launched by `wait`: ranks whose weights happen to rest in memory must not be ahead of others.
+        With a disk the collective is launched by `wait`: ranks whose weights happen to rest in memory must not be ahead of others.
         """
+        if self.lane is not None and type(store) is not MemoryStore:
+            return self._gather_over(self.lane, store, full, dp, cuts)
         memory, reading = store.view(0, store.numel), None
         if memory is None:
             assert isinstance(store, DiskStore) and pages is not None, "weights on disk are gathered into pages"
             raw = pages.memory if dp.size == 1 else aligned(range_nbytes(store.numel, store.dtype.itemsize))
-            memory, kept = raw.view(store.dtype)[: store.numel], store.head.numel()
-            memory[:kept].copy_(store.head)
-            rest = raw[kept * store.dtype.itemsize :][: range_nbytes(store.numel - kept, store.dtype.itemsize)]
-            reading = store.disk.read([store.part(kept, rest)])
+            memory, reading = _start_reading(store, raw)
+        elif self.tiers.weights is not Tier.DISK or dp.size == 1:
+            return dp.gather_into(full, memory, cuts)
 
         def finish() -> None:
             with self._noting(memory):
@@ -550,11 +673,40 @@ class Homes:
             if spoiled is not None:
                 spoiled.fill_(float("nan"))
 
+    def _gather_over(self, lane: Lane, store: Store, full: Tensor, dp: Comm, cuts: Sequence[int]) -> Pending[None]:
+        """The same to a device with memory of its own, which computes on meanwhile and waits where the weights are needed."""
+        shard = full if dp.size == 1 else torch.empty(store.numel, dtype=store.dtype, device=full.device)
+        since = lane.now()  # what had this memory before is done with it
+
+        def launch(copy: Event) -> Pending[None]:
+            if dp.size == 1:
+                return Pending(copy.fence)
+            with lane.behind(copy):
+                return dp.gather_into(full, shard, cuts)
+
+        if isinstance(store, HostStore):
+            store.moving = copy = lane.copy(shard, store.tensor, (since, store.moving))
+            return launch(copy) if self.tiers.weights is Tier.HOST else Pending(lambda: launch(copy).wait())
+        assert isinstance(store, DiskStore), "weights rest on the device, the host or a disk"
+        nbytes = range_nbytes(store.numel, store.dtype.itemsize)
+        spare = self._passages[nbytes]
+        passage = spare.pop() if spare else HostStore(lane.memory(nbytes))
+        memory, reading = _start_reading(store, passage.view(0, nbytes))
+
+        def finish() -> None:
+            with self._noting(memory):
+                reading.wait()
+            passage.moving = copy = lane.copy(shard, memory, (since,))
+            spare.append(passage)
+            launch(copy).wait()
+
+        return Pending(finish)
+
     @property
     def on_disk(self) -> bool:
         return self.spaces.weights is not None or self.spaces.optim is not None
 
-    def on_its_way(self, store: Store) -> list[Transfer]:
+    def on_its_way(self, store: Store) -> list[Transfer | Event]:
         """What still moves of gradients that have been put to rest."""
         slot = self._writing.get(id(store))
         return list(slot.moving) if slot is not None else []
@@ -574,9 +726,20 @@ class Homes:
         return self._gradients.nbytes if self._gradients is not None else 0
 
     def close(self) -> None:
+        self.close_landings()
+        if self.lane is not None:
+            self.lane.close()
         for space in {self.spaces.weights, self.spaces.optim} - {None}:
             assert space is not None
             space.close()
+
+
+def _start_reading(store: DiskStore, raw: Tensor) -> tuple[Tensor, Transfer]:
+    """All of a store in `raw`, once the transfer has ended."""
+    memory, kept = raw.view(store.dtype)[: store.numel], store.head.numel()
+    memory[:kept].copy_(store.head)
+    rest = raw[kept * store.dtype.itemsize :][: range_nbytes(store.numel - kept, store.dtype.itemsize)]
+    return memory, store.disk.read([store.part(kept, rest)])
 
 
 # -- memory that comes and goes --

@@ -3,11 +3,12 @@
 full       the whole unit in the weights' dtype, 1D; every parameter is a view into it. Replicated weights: always there.
            Sharded weights: one mapping that all ranks of the host see, or memory that is given back while released
 weights    this rank's span of the weights at rest: a view of `full`, or a store of its own where `full` can be released
-master     this rank's span of the weights in the optimizer's dtype; the same store as `weights` when the dtypes agree
+owned      the weights in the optimizer's span: `weights` where that is this rank's span too
+master     the same in the optimizer's dtype; the same store as `owned` when the dtypes agree
 local      this rank's unreduced gradients of the whole unit, 1D (placement.grads == ())
 grads      this rank's span of the gradients: the sum over ranks once `settle` has run
 
-The last four but `local` are stores (zero/store.py): tensors in memory, or ranges of a file.
+The last five but `local` are stores (zero/store.py): tensors in memory, or ranges of a file.
 
 Invariants: a parameter is always the same Python object; the geometry is the layout's and knows no stage; gaps between
 parameters are zero in every buffer. Edges are methods; hooks only call them (zero/hooks.py).
@@ -31,7 +32,19 @@ from slipstream.zero.layout import Layout, Span
 from slipstream.zero.materialize import Values, move_in
 from slipstream.zero.parameter import drop_grad, parameter_classes, raw_grad
 from slipstream.zero.placement import Placement, Tier
-from slipstream.zero.store import GRAIN, Homes, MemoryStore, Pages, Store, copy_store, fill_zero, range_nbytes
+from slipstream.zero.store import (
+    GRAIN,
+    DiskStore,
+    Homes,
+    HostStore,
+    Landing,
+    MemoryStore,
+    Pages,
+    Store,
+    copy_store,
+    fill_zero,
+    range_nbytes,
+)  # fmt: skip
 
 _preserve_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 (torch exports it to no one)
 
@@ -129,6 +142,7 @@ class Unit:
         self.revision = 0  # counts changes of its gradients
         self.partial = Partial(0.0, True)  # of this rank's finest span, after the last reduction
         self.updating: Updating | None = None  # the optimizer still has this unit in hand, on another thread
+        self.landing: Landing | None = None  # where the next reduction sums, if what it adds to is on its way there
         self.pages: Pages | None = None  # what `full` lies in where its pages come and go
         self._place_weights(values)
         self.grads: Store | None = None  # until start_training
@@ -144,7 +158,7 @@ class Unit:
             trainable = any(param.requires_grad for param in self.params)
         at_rest = self.homes.weights(stop - start, dtype, trainable=trainable) if resting else None
         buffer = self.memory.common or self.memory.full
-        if at_rest is not None and at_rest.view(0, stop - start) is None:
+        if isinstance(at_rest, DiskStore) and self.homes.lane is None:
             self.pages = Pages(range_nbytes(numel, dtype.itemsize))
         if buffer is not None:
             self.full = buffer.tensor
@@ -161,7 +175,8 @@ class Unit:
         nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
         self.placeholders = [nothing.expand(slot.shape) for slot in self.layout.slots]
         self.weights: Store = at_rest or MemoryStore(self.full[start:stop])
-        self.master = self._own_weights()
+        self.owned: Store = self.weights if self.placement.optim else MemoryStore(self.full)
+        self.master = self.owned
         if self.dtypes.master != dtype:
             self.master = self.homes.state(self.optim_span[1] - self.optim_span[0], self.dtypes.master)
         self._fill(values)
@@ -178,17 +193,13 @@ class Unit:
                 if self.out is not None and own[0] <= start < own[1]:
                     self.master.put(start - own[0], piece)
 
-    def _own_weights(self) -> Store:
-        """The weights in the optimizer's span."""
-        return self.weights if self.placement.optim else MemoryStore(self.full)
-
     def start_training(self, dtypes: Dtypes) -> None:
         """Make room for gradients and, where the weights are no masters, for masters. `memory` has been extended."""
         self.dtypes = dtypes
         self.grads = self._place_grads()
         if dtypes.master != self.dtypes.weights and self.master.dtype != dtypes.master:
             self.master = self.homes.state(self.master.numel, dtypes.master)
-            copy_store(self.master, self._own_weights())
+            copy_store(self.master, self.owned)
 
     def _place_grads(self) -> Store:
         if self.memory.replica:
@@ -206,7 +217,7 @@ class Unit:
     @property
     def out(self) -> Store | None:
         """Where the optimizer writes new weights, or None when the master is the weights."""
-        return None if self.dtypes.master == self.dtypes.weights else self._own_weights()
+        return None if self.dtypes.master == self.dtypes.weights else self.owned
 
     # -- parameter classes (zero/parameter.py asks these) --
 
@@ -255,6 +266,7 @@ class Unit:
         if self.updating is not None:
             self.updating.wait()
             self.updating = None
+            self.owned.settle()
 
     def prefetch(self) -> None:
         """Start gathering, where that moves bytes. Advisory: `gather` and `release` are right with and without it."""
@@ -275,12 +287,8 @@ class Unit:
     def _start_gather(self) -> Pending[None]:
         if self.pages is None:
             self.full.untyped_storage().resize_(self.full_nbytes)
-        if self._fetches:
-            return self.homes.fetch(self.weights, self.pages, self.full, self.comms.dp, self.cuts)
-        shard = self.weights.view(0, self.weights.numel)
-        assert shard is not None
         with _preserve_version(self.full):
-            return self.comms.dp.gather_into(self.full, shard.to(self.full.device, non_blocking=True), self.cuts)
+            return self.homes.gather(self.weights, self.pages, self.full, self.comms.dp, self.cuts)
 
     def gather(self) -> None:
         """Make the weights readable. Safe to call when they are."""
@@ -395,15 +403,25 @@ class Unit:
         for start, stop in self.gaps:
             flat[start:stop].zero_()
         self.revision += 1
-        target, rest = self.homes.open(self.grads, self.full.device, read=self.has_gradient)
-        pending = self.comms.dp.reduce_scatter(buffer, self.cuts, target, alpha=alpha, accumulate=self.has_gradient)
+        landing = self.landing or self.homes.open(self.grads, read=self.has_gradient)
+        self.landing = None
+        landing.ready()
+        pending = self.comms.dp.reduce_scatter(buffer, self.cuts, landing.memory, alpha=alpha, accumulate=self.has_gradient)
         self.has_gradient = True
 
         def finish() -> None:
             self.partial = pending.wait()
-            rest()
+            landing.rest()
 
+        if pending.finish is None:  # it leaves at once
+            finish()
+            return Pending(None)
         return Pending(finish)
+
+    def expect_reduce(self) -> None:
+        """The next unit to be reduced is this one: what its gradients are so far sets out for where they are summed. Advisory."""
+        if isinstance(self.grads, HostStore) and self.has_gradient and self.landing is None and self.updating is None:
+            self.landing = self.homes.open(self.grads, read=True)
 
     # -- edge: settle (grads shard -> optimizer shard) --
 
@@ -455,7 +473,9 @@ class Unit:
         self._versions = [version + 1 for version in self._versions]
 
     def publish(self) -> Pending[None]:
-        """Offer this rank's new weights to the others."""
+        """Offer this rank's new weights to the others, once they are where the device computes with them."""
+        if not self.placement.weights:  # sharded ones are awaited by who gathers them
+            self.owned.settle()
         if self.memory.common:
             self.comms.dp.publish(self.memory.common)
         elif self.placement.optim and not self.placement.weights:
@@ -526,21 +546,22 @@ class Unit:
 
         The unit is unusable afterwards.
         """
-        if self.pages is None or self.arriving is not None:
+        on_disk = isinstance(self.weights, DiskStore)
+        if not on_disk or self.arriving is not None:
             self.gather()
         self.await_update()
         for param, view in zip(self.params, self.views, strict=True):
             param.__class__ = nn.Parameter
             drop_grad(param)
-            if self.pages is None:
+            if not on_disk:
                 param.data = view.clone()
             else:
                 self._put_on_meta(param)
         self.views = []
         self.memory = Memory(full=None, common=None, local=None, replica=None)
         self.full = torch.empty(0)
-        self.weights = self.master = MemoryStore(self.full)
-        self.grads = self.pages = None
+        self.weights = self.owned = self.master = MemoryStore(self.full)
+        self.grads = self.pages = self.landing = None
 
     def _put_on_meta(self, param: nn.Parameter) -> None:
         try:
