@@ -168,9 +168,7 @@ def _lerp_(m: Tensor, g: Tensor, rate: float, from_grad: int) -> Tensor:
     return m.add_((g - m).mul_(rate))
 
 
-def _adamw(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Coefficients, flags: int, kept_m: bool, kept_v: bool
-) -> None:
+def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Coefficients, flags: int, kept_m: bool, kept_v: bool) -> None:
     """kept: the state is already multiplied by what is kept of it."""
     if c.keep != 1.0:
         p.mul_(c.keep)

@@ -53,7 +53,8 @@ typedef __m256i halves;
 INLINE halves halves_of(uint32_t seed)
 {
     const __m256i number = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    __m256i x = _mm256_xor_si256(_mm256_set1_epi32((int32_t)seed), _mm256_mullo_epi32(number, _mm256_set1_epi32((int32_t)0x9e3779b9)));
+    const __m256i place = _mm256_mullo_epi32(number, _mm256_set1_epi32((int32_t)0x9e3779b9));
+    __m256i x = _mm256_xor_si256(_mm256_set1_epi32((int32_t)seed), place);
     x = _mm256_mullo_epi32(x, _mm256_set1_epi32(0x7feb352d));
     x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 15));
     x = _mm256_mullo_epi32(x, _mm256_set1_epi32((int32_t)0x846ca68b));
