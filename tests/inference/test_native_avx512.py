@@ -185,3 +185,12 @@ def test_optimizers(recipe: str, rule: str) -> None:
         results.append((str(sums), optim.flat(p, m, v, out)))
     assert results[0][0] == results[1][0]
     assert all(equal_bits(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.parametrize("recipe", optim.RECIPES)
+def test_adamw_in_its_recipes(recipe: str) -> None:
+    results = []
+    for isa in ("portable", "avx512"):
+        assert cpu.use_isa(isa)
+        results.append(optim.in_recipe(recipe))
+    assert all(equal_bits(a, b) for a, b in zip(*results, strict=True))

@@ -116,6 +116,42 @@ def test_all_implementations_give_the_same_bits(
     assert len({str(sums) for sums, _ in results.values()}) <= 1
 
 
+# AdamW's recipes that are compiled by themselves: master, states (None: codes), gradient, weights.
+FP32 = torch.float32
+RECIPES: dict[str, tuple[torch.dtype, torch.dtype | None, torch.dtype, torch.dtype | None]] = {
+    "fp32": (FP32, FP32, FP32, None),
+    "mixed": (FP32, FP32, BF16, BF16),
+    "bf16 states": (FP32, BF16, BF16, BF16),
+    "codes": (FP32, None, BF16, BF16),
+    "6 bytes": (BF16, BF16, BF16, None),
+    "4 bytes": (BF16, None, BF16, None),
+}
+
+
+def in_recipe(recipe: str) -> list[Tensor]:
+    """Three steps, the last on what is not finite; all tensors after the second and the third."""
+    generator = torch.Generator().manual_seed(0)
+    numel, (master, states, kind, weights) = 1003, RECIPES[recipe]
+    p = torch.randn(numel, generator=generator).to(master)
+    m, v = (Blocks.zeros(numel, codes) if states is None else torch.zeros(numel, dtype=states) for codes in (SIGNED, UNSIGNED))
+    out, found = None if weights is None else torch.zeros(numel, dtype=weights), []
+    for count in range(3):
+        grad = (torch.randn(numel, generator=generator) * 2.0 ** torch.randint(-30, 9, (numel,), generator=generator)).to(kind)
+        if count == 2:
+            grad[300:302] = torch.tensor([math.nan, math.inf])
+        step("adamw", p, grad, m, v, out, Stochastic(3, count, (1 << 36) + 48) if master is BF16 else None, flag=True)
+        found += [clone(part) for part in flat(p, m, v, out)] if count else []
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_compiled_by_itself_gives_the_same_bits(recipe: str) -> None:
+    results = {name: run_as(name, lambda: in_recipe(recipe)) for name in available()}
+    twin = results.pop("torch")
+    for name, tensors in results.items():
+        assert all(equal_bits(a, b) for a, b in zip(tensors, twin, strict=True)), name
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_neither_threads_nor_shards_change_a_bit(run: Callable[..., Any], rule: str) -> None:  # noqa: F811
     """bf16 weights rounded at random, states in 8 bits where the rule has them, and LAMB's sums."""
@@ -268,16 +304,18 @@ def test_tiny_updates_arrive(run: Callable[..., Any]) -> None:  # noqa: F811
 
 
 def test_draws_differ_by_seed_step_and_place() -> None:
-    def draw(seed: int, count: int, offset: int) -> Tensor:
-        master = torch.ones(4096, dtype=BF16)
+    def draw(seed: int, count: int, offset: int, numel: int = 4096) -> Tensor:
+        master = torch.ones(numel, dtype=BF16)
         kind: dict[str, Any] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0, "first": False}
-        ops.sgd(master, torch.ones(4096), None, None, scale=1.0, lr=2.0**-9, rounding=Stochastic(seed, count, offset), **kind)
+        ops.sgd(master, torch.ones(numel), None, None, scale=1.0, lr=2.0**-9, rounding=Stochastic(seed, count, offset), **kind)
         return (master < 1).double() * 2 - 1
 
     draws = [draw(0, 1, 0), draw(1, 1, 0), draw(0, 2, 0), draw(0, 1, 4096), draw(0, 1, 1 << 32), draw(1, 0, 0)]
     correlation = torch.corrcoef(torch.stack(draws)).fill_diagonal_(0)
     assert correlation.abs().max() < 0.08  # 5 standard deviations
     assert torch.equal(draws[0][64:], draw(0, 1, 64)[:-64])
+    neighbours = torch.corrcoef(draw(0, 1, 0, 1 << 17).view(-1, 32).T).fill_diagonal_(0)  # of one hash, and of the next
+    assert neighbours.abs().max() < 5 / math.sqrt(1 << 12)
 
 
 def test_refusals_name_the_tensor() -> None:

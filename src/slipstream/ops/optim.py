@@ -32,7 +32,7 @@ from slipstream.ops.optim_reference import (
 )
 from slipstream.ops.reference import BLOCK, added
 
-_RECORD = struct.Struct("=15qq2I11fi")  # struct step of csrc/optim.h: pointer, scales and kind of five arrays first
+_RECORD = struct.Struct("=15qq2I13fi")  # struct step of csrc/optim.h: pointer, scales and kind of five arrays first
 _CODES = 3
 
 
@@ -45,10 +45,15 @@ def adamw(
     _check_step("adamw", step)
     _check_betas("adamw", beta1, beta2)
     correction1, correction2 = _corrections(bias_correction, step, beta1, beta2)
+    keep = 1.0 - lr * weight_decay if decoupled else 1.0
     rate, flags = _lerp(beta1, FROM_GRAD)
+    root = math.sqrt(correction2)
+    of_root = 1.0 / root
+    if not _all_fp32(exp_avg, exp_avg_sq):  # one multiplication less for each element; in fp32 the order of operations is torch's
+        lr, eps, of_root = lr * root, eps * root, 1.0
     c = Coefficients(
-        scale=scale, keep=1.0 - lr * weight_decay if decoupled else 1.0, l2=0.0 if decoupled else weight_decay, rate=rate,
-        beta=beta2, rest=1.0 - beta2, correction2=1.0 / math.sqrt(correction2), eps=eps, lr=lr / correction1,
+        scale=scale, keep=keep, l2=0.0 if decoupled else weight_decay, rate=rate, beta1=beta1, rest1=1.0 - beta1, beta=beta2,
+        rest=1.0 - beta2, correction2=of_root, eps=eps, lr=lr / correction1,
     )  # fmt: skip
     names = ("master", "grad", "exp_avg", "exp_avg_sq", "out")
     _step("adamw", names, Rule.ADAMW, (master, grad, exp_avg, exp_avg_sq, out), c, flags, rounding)
@@ -149,6 +154,10 @@ def _corrections(bias_correction: bool, step: int, beta1: float, beta2: float) -
 def _lerp(beta: float, from_grad: int) -> tuple[float, int]:
     """The rate of an average, and the flag of whether it starts from the gradient, which does what weighs more."""
     return (beta, from_grad) if beta <= 0.5 else (1.0 - beta, 0)
+
+
+def _all_fp32(*states: State) -> bool:
+    return all(isinstance(state, Tensor) and state.dtype is torch.float32 for state in states)
 
 
 def _plain(op: str, state: Tensor) -> Tensor:

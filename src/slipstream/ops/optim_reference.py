@@ -42,6 +42,8 @@ class Coefficients(NamedTuple):
     l2: float = 0.0  # of the weights, added to the gradient; in LAMB to the update
     rate: float = 0.0  # m := a + rate * (b - a): see lerp in csrc/optim_body.h
     update_rate: float = 0.0  # the same for Lion's update
+    beta1: float = 0.0  # m := beta1 * m + rest1 * g where Adam's m rests in codes
+    rest1: float = 0.0
     beta: float = 0.0  # v := beta * v + rest * g * g; SGD's m := beta * m + rest * g
     rest: float = 0.0
     correction1: float = 1.0  # of m, in LAMB
@@ -70,8 +72,7 @@ class Blocks(NamedTuple):
 
     def float(self) -> Tensor:
         """The state in fp32."""
-        x = _decoded(self, slice(0, self.codes.numel()))
-        return x if self.codes.dtype is torch.int8 else x.square_()
+        return _read(self, slice(0, self.codes.numel()))
 
     @classmethod
     def of(cls, state: Tensor, dtype: torch.dtype) -> "Blocks":
@@ -110,12 +111,16 @@ def step(
     """Returns LAMB_UPDATE's sums of squares of weights and update: 0-dim tensors where reading them would wait for a device."""
     squares: tuple[list[Tensor], list[Tensor]] = ([], [])
     for span in spans(master):
-        p, m, v = master[span].float(), _read(first, span), _read(second, span)
+        p = master[span].float()
+        if rule is Rule.ADAMW:  # what a state in codes keeps is their product with one factor
+            m, v = _read(first, span, c.beta1), _read(second, span, c.beta)
+        else:
+            m, v = _read(first, span), _read(second, span)
         g = p if grad is None else grad[span].float() * c.scale
         if c.l2 != 0.0 and rule in (Rule.ADAMW, Rule.SGD, Rule.ADAGRAD):
             g.add_(p * c.l2)
         if rule is Rule.ADAMW:
-            _adamw(p, g, m, v, c, flags)
+            _adamw(p, g, m, v, c, flags, isinstance(first, Blocks), isinstance(second, Blocks))
         elif rule is Rule.LION:
             _lion(p, g, m, c, flags)
         elif rule is Rule.SGD:
@@ -127,8 +132,7 @@ def step(
             _average(g, m, v, c, flags)
         else:
             p.sub_(_lamb_update(p, m, v, c, flags).mul_(c.lr))
-        bits = None if rounding is None else _random_words(rounding, span.start, len(p), p.device)
-        state_bits = None if bits is None else bits & 0xFFFF
+        bits, state_bits = (None, None) if rounding is None else _random_bits(rounding, span.start, len(p), p.device)
         if rule is not Rule.LAMB_APPLY:
             m, v = _write(first, span, m, state_bits), _write(second, span, v, state_bits)
         if rule is Rule.LAMB_UPDATE:
@@ -136,7 +140,7 @@ def step(
                 square = x.double().square_()
                 found += [part.sum() for part in square.split(CPU_SUM)] if x.is_cpu else [square.sum()]
             continue
-        p = _write(master, span, p, None if bits is None else bits >> 16)
+        p = _write(master, span, p, bits)
         if out is not None:
             out[span] = p
     weights, updates = (_total(found) for found in squares)
@@ -151,7 +155,11 @@ def _total(squares: list[Tensor]) -> float | Tensor:
 
 def _average(g: Tensor, m: Tensor, v: Tensor, c: Coefficients, flags: int) -> None:
     _lerp_(m, g, c.rate, flags & FROM_GRAD)
-    v.mul_(c.beta).add_((g * c.rest).mul_(g))
+    _add_square_(v.mul_(c.beta), g, c)
+
+
+def _add_square_(v: Tensor, g: Tensor, c: Coefficients) -> None:
+    v.add_((g * c.rest).mul_(g))
 
 
 def _lerp_(m: Tensor, g: Tensor, rate: float, from_grad: int) -> Tensor:
@@ -160,10 +168,15 @@ def _lerp_(m: Tensor, g: Tensor, rate: float, from_grad: int) -> Tensor:
     return m.add_((g - m).mul_(rate))
 
 
-def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Coefficients, flags: int) -> None:
+def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Coefficients, flags: int, kept_m: bool, kept_v: bool) -> None:
+    """kept: the state is already multiplied by what is kept of it."""
     if c.keep != 1.0:
         p.mul_(c.keep)
-    _average(g, m, v, c, flags)
+    if kept_m:
+        m.add_(g * c.rest1)
+    else:
+        _lerp_(m, g, c.rate, flags & FROM_GRAD)
+    _add_square_(v if kept_v else v.mul_(c.beta), g, c)
     p.sub_((m * c.lr).div_(sqrt(v).mul_(c.correction2).add_(c.eps)))
 
 
@@ -195,14 +208,17 @@ def _lamb_update(p: Tensor, m: Tensor, v: Tensor, c: Coefficients, flags: int) -
 # -- What rests narrow
 
 
-def _read(state: State, span: slice) -> Tensor:
-    """In fp32; for fp32 the stored elements themselves."""
+def _read(state: State, span: slice, kept: float = 1.0) -> Tensor:
+    """In fp32; for fp32 the stored elements themselves. kept: what codes are multiplied by."""
     if state is None:
         return torch.empty(0)
     if isinstance(state, Tensor):
         return state[span].float()
-    x = _decoded(state, span)
-    return x if state.codes.dtype is torch.int8 else x.square_()
+    x = state.codes[span].float()
+    unit = state.scales[span.start // CODED : -(-span.stop // CODED)] / FULL[state.codes.dtype]
+    if state.codes.dtype is torch.uint8:
+        x, unit = x.square_(), unit.square()
+    return x.mul_((unit * kept).repeat_interleave(CODED)[: len(x)])
 
 
 def _write(state: State, span: slice, x: Tensor, bits: Tensor | None) -> Tensor:
@@ -218,35 +234,37 @@ def _write(state: State, span: slice, x: Tensor, bits: Tensor | None) -> Tensor:
     return x
 
 
-def _random_words(rounding: Stochastic, start: int, numel: int, device: torch.device) -> Tensor:
-    """32 bits for each element, in int64: see csrc/optim_body.h."""
-    first, second = rounding.keys()
-    number = torch.arange(rounding.offset + start, rounding.offset + start + numel, device=device)
-    x = (number & _LOW) ^ first
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
-    x ^= (second + (number >> 32) * 0x9E3779B9) & _LOW
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _LOW
-    return x ^ (x >> 16)
+def _random_bits(rounding: Stochastic, start: int, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """16 bits for each element, in int64, for weights and for states: see csrc/optim_body.h. int64 products wrap as in C."""
+    low, high = rounding.keys()
+    first = rounding.offset + start
+    groups = torch.arange(first // 16, -(-(first + numel) // 16), device=device)
+    x = (groups + _signed(low | high << 32)) * _signed(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> 32 & _LOW)) * _signed(0xD6E8FEB86659FD93)
+    place = torch.arange(8, device=device) * 0x9E3779B9 & _LOW
+    x = ((x >> 32 & _LOW)[:, None] ^ place) * 0x7FEB352D & _LOW
+    x = (x ^ (x >> 15)) * 0x846CA68B & _LOW
+    x ^= x >> 16
+    numbers = torch.stack((x & 0xFFFF, x >> 16), -1)
+    own, neighbour = (part.reshape(-1)[first % 16 :][:numel] for part in (numbers, numbers.flip(-1)))
+    return own, neighbour
 
 
-def _decoded(state: Blocks, span: slice) -> Tensor:
-    """Of a sum of squares this is the root."""
-    x = state.codes[span].float()
-    unit = state.scales[span.start // CODED : -(-span.stop // CODED)] / FULL[state.codes.dtype]
-    return x.mul_(unit.repeat_interleave(CODED)[: len(x)])
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
 
 
 def _encode(state: Blocks, span: slice, x: Tensor, bits: Tensor | None) -> None:
     full = FULL[state.codes.dtype]
-    least = -full if state.codes.dtype is torch.int8 else 1.0
+    least = -128.0 if state.codes.dtype is torch.int8 else 1.0
     rows = torch.nn.functional.pad(x, (0, -len(x) % CODED)).view(-1, CODED)
     most = rows.abs().view(torch.int32).amax(1).view(torch.float32)  # as whole numbers, among which a NaN is above infinity
     most = torch.where(most.isfinite(), most, math.nan)
     state.scales[span.start // CODED : span.start // CODED + len(rows)] = most
     tiny = 2.0**-100
-    inverse = torch.full_like(most, full).div_(torch.where(most > tiny, most, tiny))
+    inverse = torch.full_like(most, full).div_(torch.where(most < tiny, tiny, most))
     code = (rows * inverse[:, None]).view(-1)[: len(x)]
     if bits is not None:
         code.add_((bits.float() * 2.0**-16).sub_(0.5 - 2.0**-17))
-    code = torch.where(code < full, code, full)
-    state.codes[span] = torch.where(code > least, code, least).round_()
+    code = torch.where(code > least, code, least)
+    state.codes[span] = torch.where(code < full, code, full).round_()

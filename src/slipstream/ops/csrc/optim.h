@@ -6,7 +6,9 @@
 #include "slipstream_ops.h"
 
 enum rule { ADAMW, LION, SGD, ADAGRAD, LAMB_UPDATE, LAMB_APPLY, NUM_RULES };
-enum coefficient { SCALE, KEEP, L2, RATE, UPDATE_RATE, BETA, REST, CORRECTION1, CORRECTION2, EPS, LR, NUM_COEFFICIENTS };
+enum coefficient {
+    SCALE, KEEP, L2, RATE, UPDATE_RATE, BETA1, REST1, BETA, REST, CORRECTION1, CORRECTION2, EPS, LR, NUM_COEFFICIENTS
+};
 enum flag { STREAM = 1, STOCHASTIC = 2, FROM_GRAD = 4, UPDATE_FROM_GRAD = 8, FIRST_STEP = 16, NESTEROV = 32, EPS_INSIDE = 64 };
 enum { CODES = 3, CODED = 256 }; /* a kind of array beside the dtypes: bytes, with a scale for every CODED of them */
 

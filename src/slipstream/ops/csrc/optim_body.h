@@ -4,44 +4,49 @@
  * the pass around it is one text, compiled for each rule, and for AdamW's common recipes by themselves. The torch twins in
  * ops/optim_reference.py do the same operations in the same order, and ops/optim.py gives the coefficients their values.
  *
+
  * [Note: Codes] A block of 256 elements has one fp32 scale, the largest magnitude in it, and a code counts 127ths of it in a
  * momentum. Of a sum of squares the root is kept, in 255ths, and never less than one, because what divides a step must not become
  * zero: such an element is stepped too little, not too far. A block's new values stay in first-level cache until its new scale is
- * known. What is not finite makes the scale NaN, and so the whole block.
+ * known. What is not finite makes the scale NaN, and so the whole block. AdamW multiplies codes by what of the state is kept in one
+ * go: beta times the scale.
  *
  * [Note: Random bits] With STOCHASTIC, what rests narrow is rounded up with the probability that makes it right on average, so
  * that updates below half a unit of the last place are not lost. The bits are a hash of the keys (seed and step) and of the
- * element's number: neither threads nor shards nor chunks change them.
+ * element's number: neither threads nor shards nor chunks change them. 16 elements have 16 numbers of 16 bits: a 64-bit mixer of
+ * the keys and of the group's number gives one word, and a 32-bit mixer of that and of its place each of eight words, which are two
+ * numbers each. Weights take an element's own number, and both states its neighbour's in the word.
  */
 
 #include "optim.h"
 
 #define AHEAD 512 /* elements */
 
+enum { ANY = -1, NONE = -2 }; /* beside the kinds of an array: the compiler does not know it; there is no such array */
+
 /* ---- what rests narrow ---- */
 
-/* Bits for elements number to number + 15; number is a multiple of 16. Two rounds of a multiplicative mixer. */
-INLINE words random_words(int64_t number, const uint32_t *keys)
+/* For elements number to number + 15; number is a multiple of 16. */
+INLINE halves random_halves(int64_t number, const uint32_t *keys)
 {
-    const uint32_t high = keys[1] + (uint32_t)((uint64_t)number >> 32) * 0x9e3779b9u;
-    words x = words_from((uint32_t)number);
-    x = words_xor(x, words_set(keys[0]));
-    x = words_mul(words_xor(x, words_right(x, 16)), words_set(0x7feb352du));
-    x = words_xor(x, words_set(high));
-    x = words_mul(words_xor(x, words_right(x, 15)), words_set(0x846ca68bu));
-    return words_xor(x, words_right(x, 16));
+    uint64_t x = ((uint64_t)number / 16 + (keys[0] | (uint64_t)keys[1] << 32)) * 0x9e3779b97f4a7c15u;
+    x = (x ^ x >> 32) * 0xd6e8feb86659fd93u;
+    return halves_of((uint32_t)(x >> 32));
 }
 
 INLINE int64_t bytes_of(int64_t kind) { return kind == DTYPE_F32 ? 4 : kind == CODES ? 1 : 2; }
 
-/* 16 elements from i of an array that is no codes. */
-INLINE vec get(struct array from, int64_t i) { return load_vec((const char *)from.data + i * bytes_of(from.kind), (int)from.kind); }
+/* 16 elements from i of an array that is no codes. paired: lanes as in load_bf16_pairs. */
+INLINE vec get(struct array from, int64_t i, int paired)
+{
+    const char *p = (const char *)from.data + i * bytes_of(from.kind);
+    return paired ? load_bf16_pairs(p) : load_vec(p, (int)from.kind);
+}
 
-/* unit: the block's scale over the largest code. Of a sum of squares this is the root. */
-INLINE vec get_codes(struct array from, int64_t i, vec unit, int negative)
+INLINE vec get_codes(struct array from, int64_t i, int negative)
 {
     const char *p = (const char *)from.data + i;
-    return vec_mul(negative ? load_i8(p) : load_u8(p), unit);
+    return negative ? load_i8(p) : load_u8(p);
 }
 
 /* The processor's own prefetching stops at each page. */
@@ -49,39 +54,45 @@ INLINE void prefetch(struct array from, int64_t i)
 {
     __builtin_prefetch((const char *)from.data + (i + AHEAD) * bytes_of(from.kind));
 }
-
-/* Returns the values as they read back. below: 16 random bits. */
-INLINE vec put(struct array to, int64_t i, vec x, int stochastic, words below, int stream)
+INLINE void prefetch_codes(struct array from, int64_t block)
 {
-    char *p = (char *)to.data + i * bytes_of(to.kind);
-    return stochastic && to.kind == DTYPE_BF16 ? store_bf16_up(p, x, below) : store_vec(p, x, (int)to.kind, stream);
+    for (int k = 0; k < CODED; k += 64)
+        prefetch(from, block + k);
 }
 
-/* A block's new values to codes and scale. most: the largest magnitudes, lane by lane. dither: what is added before a code is
- * rounded to nearest, or NULL. */
-TARGET __attribute__((noinline)) static void encode(struct array to, int64_t i, int64_t count, const float *values, vec most,
-                                                    const float *dither, int negative)
+/* How a pass stores: with random bits; lanes as in load_bf16_pairs; whether there may be NaNs. */
+struct manner {
+    int stochastic, paired, nans;
+};
+
+/* Returns the values as they read back. below: 16 random bits. */
+INLINE vec put(struct array to, int64_t i, vec x, struct manner manner, words below, int stream)
 {
-    const vec full = vec_set(negative ? 127.0f : 255.0f), least = vec_set(negative ? -127.0f : 1.0f);
-    char *codes = (char *)to.data + i;
-    int32_t lanes[16], largest = 0;
+    char *p = (char *)to.data + i * bytes_of(to.kind);
+    if (manner.stochastic && to.kind == DTYPE_BF16)
+        return store_bf16_up(p, x, below, manner.paired, manner.nans);
+    if (to.kind == DTYPE_BF16 && !manner.nans)
+        return stream ? store_bf16_numbers(p, x, 1, 0) : store_bf16_numbers(p, x, 0, 0);
+    return store_vec(p, x, (int)to.kind, stream);
+}
+
+/* A block's new values to codes and scale. most: the largest magnitudes, lane by lane, by their bits: as whole numbers, among which
+ * a NaN is above infinity. dither: what is added before a code is rounded to nearest, or NULL. */
+INLINE void encode(struct array to, int64_t i, const float *values, vec most, const float *dither, int negative)
+{
+    uint32_t largest = lanes_largest(most);
     float scale;
-    store_f32(lanes, most, 0);
-    for (int lane = 0; lane < 16; ++lane) /* as whole numbers, among which a NaN is above infinity */
-        largest = lanes[lane] > largest ? lanes[lane] : largest;
     largest = largest < 0x7f800000 ? largest : 0x7fc00000;
     memcpy(&scale, &largest, sizeof scale);
     to.scales[i / CODED] = scale;
-    const vec inverse = vec_div(full, vec_max(vec_set(scale), vec_set(0x1p-100f)));
-    for (int64_t k = 0; k < count; k += 16) {
-        vec c = vec_mul(load_f32(values + k), inverse);
-        if (dither)
-            c = vec_add(c, load_f32(dither + k));
-        c = vec_max(vec_min(c, full), least);
-        if (negative)
-            store_i8(codes + k, c);
-        else
-            store_u8(codes + k, c);
+    const vec inverse = vec_set((negative ? 127.0f : 255.0f) / (scale < 0x1p-100f ? 0x1p-100f : scale));
+    for (int k = 0; k < CODED; k += 32) {
+        vec a = vec_mul(load_f32(values + k), inverse), b = vec_mul(load_f32(values + k + 16), inverse);
+        if (dither) {
+            a = vec_add(a, load_f32(dither + k));
+            b = vec_add(b, load_f32(dither + k + 16));
+        }
+        store_codes((char *)to.data + i + k, a, b, negative);
     }
 }
 
@@ -100,19 +111,29 @@ INLINE vec lerp(vec m, vec g, vec rate, int from_grad)
     return vec_add(a, vec_mul(rate, vec_sub(b, a)));
 }
 
+INLINE vec squares(vec v, vec g, const vec *c) { return vec_add(v, vec_mul(vec_mul(c[REST], g), g)); }
+
 INLINE lanes average(lanes x, vec g, const vec *c, int flags)
 {
     x.m = lerp(x.m, g, c[RATE], flags & FROM_GRAD);
-    x.v = vec_add(vec_mul(x.v, c[BETA]), vec_mul(vec_mul(c[REST], g), g));
+    x.v = squares(vec_mul(x.v, c[BETA]), g, c);
     return x;
 }
 
-INLINE lanes adamw(lanes x, vec g, const vec *c, int flags)
+/* kept: of states in codes, what of a code's value and of its square is kept; those states come as their codes. */
+struct kept {
+    int first, second;
+    vec m, v;
+};
+
+INLINE lanes adamw(lanes x, vec g, const vec *c, int flags, struct kept kept, int corrects)
 {
     x.p = vec_mul(x.p, c[KEEP]);
-    x = average(x, g, c, flags);
+    x.m = kept.first ? vec_add(vec_mul(x.m, kept.m), vec_mul(c[REST1], g)) : lerp(x.m, g, c[RATE], flags & FROM_GRAD);
+    x.v = squares(kept.second ? vec_mul(vec_mul(x.v, x.v), kept.v) : vec_mul(x.v, c[BETA]), g, c);
     x.root = vec_sqrt(x.v);
-    x.p = vec_sub(x.p, vec_div(vec_mul(c[LR], x.m), vec_add(vec_mul(x.root, c[CORRECTION2]), c[EPS])));
+    const vec corrected = corrects ? vec_mul(x.root, c[CORRECTION2]) : x.root;
+    x.p = vec_sub(x.p, vec_div(vec_mul(c[LR], x.m), vec_add(corrected, c[EPS])));
     return x;
 }
 
@@ -153,33 +174,72 @@ INLINE vec lamb_update(lanes x, const vec *c, int flags)
 
 /* ---- the pass ---- */
 
-/* Elements [start, stop), a multiple of 16 of them. weights, states: the kinds of the master and of both states where the compiler
- * is to know them, else ANY. */
-enum { ANY = -1 };
-INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t stop, double *sums, int weights, int states)
+/* What the compiler knows of a pass: the kinds of the master, both states, gradient and weights. Where it knows the gradient's the
+ * pass is a plain one: see RECIPE. */
+struct known {
+    int master, states, grad, out;
+};
+
+/* Which arrays it writes with `put`. */
+struct written {
+    int first, second, master, out;
+};
+
+/* Returns the values as they read back. bits: of weights, of states. */
+INLINE lanes write(const struct step *s, struct written written, int64_t i, lanes x, struct manner manner, const words *bits)
+{
+    if (written.first)
+        x.m = put(s->first, i, x.m, manner, bits[1], 0);
+    if (written.second)
+        x.v = put(s->second, i, x.v, manner, bits[1], 0);
+    if (written.master)
+        x.p = put(s->master, i, x.p, manner, bits[0], 0);
+    if (written.out)
+        put(s->out, i, x.p, (struct manner){0, 0, manner.nans}, bits[0], s->flags & STREAM);
+    return x;
+}
+
+/* Elements [start, stop), a multiple of 16 of them, or with codes of CODED. */
+INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t stop, double *sums, struct known known)
 {
     struct step s = *step;
-    s.master.kind = weights == ANY ? s.master.kind : weights;
-    s.first.kind = states == ANY ? s.first.kind : states;
-    s.second.kind = states == ANY ? s.second.kind : states;
-    const int stochastic = s.flags & STOCHASTIC, has_l2 = s.coefficients[L2] != 0.0f;
-    const int reads_grad = rule != LAMB_APPLY, writes_states = rule != LAMB_APPLY, writes_weights = rule != LAMB_UPDATE;
+    const int plain = known.grad != ANY;
+    s.master.kind = known.master == ANY ? s.master.kind : known.master;
+    s.first.kind = known.states == ANY ? s.first.kind : known.states;
+    s.second.kind = known.states == ANY ? s.second.kind : known.states;
+    s.grad.kind = plain ? known.grad : s.grad.kind;
+    s.out.kind = plain ? known.out : s.out.kind;
+    const int stochastic = plain ? known.master == DTYPE_BF16 : s.flags & STOCHASTIC, flags = plain ? 0 : s.flags;
+    const int has_l2 = !plain && s.coefficients[L2] != 0.0f, has_out = plain ? known.out != NONE : s.out.data != 0;
+    const int paired = known.master == DTYPE_BF16 && known.states == DTYPE_BF16 && known.grad == DTYPE_BF16 && known.out == NONE;
+    const int reads_grad = rule != LAMB_APPLY, writes_states = rule != LAMB_APPLY;
     const int adds_l2 = rule == ADAMW || rule == SGD || rule == ADAGRAD;
     const int has_first = rule != ADAGRAD && (rule != SGD || s.first.data), has_second = rule != LION && rule != SGD;
     const int may_code = rule == ADAMW || rule == LION || rule == SGD;
     const int codes_first = may_code && has_first && s.first.kind == CODES;
     const int codes_second = may_code && has_second && s.second.kind == CODES;
+    const struct written written = {writes_states && has_first && !codes_first, writes_states && has_second && !codes_second,
+                                    rule != LAMB_UPDATE, rule != LAMB_UPDATE && has_out};
+    const int64_t block = codes_first || codes_second ? CODED : stop - start;
     vec c[NUM_COEFFICIENTS];
     for (int k = 0; k < NUM_COEFFICIENTS; ++k)
         c[k] = vec_set(s.coefficients[k]);
     vec64 weight_squares = vec64_zero(), update_squares = vec64_zero();
     float first[CODED], second[CODED], dither[CODED]; /* of a block with codes: new values, random numbers from -1/2 to 1/2 */
-    for (int64_t at = start; at < stop; at += CODED) {
-        const int64_t end = stop - at < CODED ? stop : at + CODED;
-        const vec first_unit = codes_first ? vec_set(s.first.scales[at / CODED] / 127.0f) : vec_set(0.0f);
-        const vec second_unit = codes_second ? vec_set(s.second.scales[at / CODED] / 255.0f) : vec_set(0.0f);
+    for (int64_t at = start; at < stop; at += block) {
+        struct kept kept = {codes_first, codes_second, vec_set(0.0f), vec_set(0.0f)};
         vec first_most = vec_set(0.0f), second_most = vec_set(0.0f);
-        for (int64_t i = at; i < end; i += 16) {
+        if (codes_first) {
+            const float unit = s.first.scales[at / CODED] / 127.0f;
+            kept.m = vec_set(rule == ADAMW ? unit * s.coefficients[BETA1] : unit);
+            prefetch_codes(s.first, at);
+        }
+        if (codes_second) {
+            const float unit = s.second.scales[at / CODED] / 255.0f;
+            kept.v = vec_set(unit * unit * s.coefficients[BETA]);
+            prefetch_codes(s.second, at);
+        }
+        for (int64_t i = at; i < at + block; i += 16) {
             prefetch(s.master, i);
             if (reads_grad)
                 prefetch(s.grad, i);
@@ -187,66 +247,63 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
                 prefetch(s.first, i);
             if (has_second && !codes_second)
                 prefetch(s.second, i);
-            lanes x = {get(s.master, i), vec_set(0.0f), vec_set(0.0f), vec_set(0.0f)};
-            vec g = reads_grad ? vec_mul(get(s.grad, i), c[SCALE]) : vec_set(0.0f);
+            lanes x = {get(s.master, i, paired), vec_set(0.0f), vec_set(0.0f), vec_set(0.0f)};
+            vec g = reads_grad ? vec_mul(get(s.grad, i, paired), c[SCALE]) : vec_set(0.0f);
             if (has_first)
-                x.m = codes_first ? get_codes(s.first, i, first_unit, 1) : get(s.first, i);
-            if (codes_second) {
-                x.root = get_codes(s.second, i, second_unit, 0);
-                x.v = vec_mul(x.root, x.root);
-            } else if (has_second) {
-                x.v = get(s.second, i);
-            }
+                x.m = codes_first ? get_codes(s.first, i, 1) : get(s.first, i, paired);
+            if (codes_first && rule != ADAMW)
+                x.m = vec_mul(x.m, kept.m);
+            if (has_second)
+                x.v = codes_second ? get_codes(s.second, i, 0) : get(s.second, i, paired);
 
             if (adds_l2 && has_l2)
                 g = vec_add(g, vec_mul(c[L2], x.p));
             if (rule == ADAMW)
-                x = adamw(x, g, c, s.flags);
+                x = adamw(x, g, c, flags, kept, !plain || known.states == DTYPE_F32);
             else if (rule == LION)
-                x = lion(x, g, c, s.flags);
+                x = lion(x, g, c, flags);
             else if (rule == SGD)
-                x = sgd(x, g, c, s.flags, has_first);
+                x = sgd(x, g, c, flags, has_first);
             else if (rule == ADAGRAD)
                 x = adagrad(x, g, c);
             else if (rule == LAMB_UPDATE)
-                x = average(x, g, c, s.flags);
+                x = average(x, g, c, flags);
             else
-                x.p = vec_sub(x.p, vec_mul(c[LR], lamb_update(x, c, s.flags)));
+                x.p = vec_sub(x.p, vec_mul(c[LR], lamb_update(x, c, flags)));
 
-            words weight_bits = words_set(0), state_bits = words_set(0);
+            words bits[2]; /* of weights, of states */
             if (stochastic) {
-                const words random = random_words(s.offset + i, s.keys);
-                weight_bits = words_right(random, 16);
-                state_bits = words_and(random, words_set(0xffff));
-            }
-            if (stochastic && (codes_first || codes_second)) {
-                const vec unit = vec_mul(words_to_vec(state_bits), vec_set(0x1p-16f));
-                store_f32(dither + (i - at), vec_sub(unit, vec_set(0.5f - 0x1p-17f)), 0);
+                const halves random = random_halves(s.offset + i, s.keys);
+                bits[0] = own_half(random, paired);
+                bits[1] = other_half(random, paired);
+                if (codes_first || codes_second) {
+                    const vec unit = vec_mul(words_to_vec(bits[1]), vec_set(0x1p-16f));
+                    store_f32(dither + (i - at), vec_sub(unit, vec_set(0.5f - 0x1p-17f)), 0);
+                }
             }
             if (codes_first) {
                 store_f32(first + (i - at), x.m, 0);
                 first_most = vec_larger(first_most, vec_abs(x.m));
-            } else if (writes_states && has_first)
-                x.m = put(s.first, i, x.m, stochastic, state_bits, 0);
+            }
             if (codes_second) {
                 store_f32(second + (i - at), x.root, 0);
-                second_most = vec_larger(second_most, vec_abs(x.root));
-            } else if (writes_states && has_second)
-                x.v = put(s.second, i, x.v, stochastic, state_bits, 0);
+                second_most = vec_larger(second_most, x.root);
+            }
+            /* AdamW makes of a NaN anywhere one in the weights. */
+            const int nans = rule != ADAMW || vec_has_nan(x.p);
+            if (__builtin_expect(nans, rule != ADAMW))
+                x = write(&s, written, i, x, (struct manner){stochastic, paired, 1}, bits);
+            else
+                x = write(&s, written, i, x, (struct manner){stochastic, paired, 0}, bits);
             if (rule == LAMB_UPDATE) {
                 weight_squares = vec64_add_squares(weight_squares, x.p);
-                update_squares = vec64_add_squares(update_squares, lamb_update(x, c, s.flags));
-            }
-            if (writes_weights) {
-                x.p = put(s.master, i, x.p, stochastic, weight_bits, 0);
-                if (s.out.data)
-                    put(s.out, i, x.p, 0, weight_bits, s.flags & STREAM);
+                update_squares = vec64_add_squares(update_squares, lamb_update(x, c, flags));
             }
         }
         if (codes_first)
-            encode(s.first, at, end - at, first, first_most, stochastic ? dither : 0, 1);
+            encode(s.first, at, first, first_most, stochastic ? dither : 0, 1);
         if (codes_second)
-            encode(s.second, at, end - at, second, second_most, stochastic ? dither : 0, 0);
+            encode(s.second, at, second, second_most, stochastic ? dither : 0, 0);
     }
     if (s.flags & STREAM)
         fence_streams();
@@ -256,27 +313,37 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
     }
 }
 
-/* The kinds are those of the recipe, which the compiler then knows. */
-#define RECIPE(rule, weights, states)                                                               \
-    if (step->master.kind == (weights) && first == (states) && second == (states)) {                \
-        pass(rule, step, start, stop, sums, weights, states);                                       \
-        return;                                                                                     \
+/* A pass with what the compiler knows. One that knows the gradient's kind is for a step with decoupled decay and an average that
+ * starts from the state, and rounds at random exactly what has no fp32 master; where states are not fp32 their correction is in the
+ * other coefficients (ops/optim.py). */
+#define RECIPE(rule, weights, states, grads, weights_out)                                                                 \
+    if (step->master.kind == (weights) && first == (states) && second == (states) &&                                      \
+        ((grads) == ANY || (plain && step->grad.kind == (grads) && out == (weights_out) &&                                \
+                            ((states) == DTYPE_F32 || step->coefficients[CORRECTION2] == 1.0f)))) {                       \
+        pass(rule, step, start, stop, sums, (struct known){weights, states, grads, weights_out});                         \
+        return;                                                                                                           \
     }
-#define PASS(name, rule)                                                                            \
-    TARGET static void name(const struct step *step, int64_t start, int64_t stop, double *sums)     \
-    {                                                                                               \
-        const int64_t first = rule == ADAGRAD ? step->second.kind : step->first.kind;               \
-        const int64_t second = rule == LION || rule == SGD ? first : step->second.kind;             \
-        if (KNOW_RECIPES) {                                                                         \
-            RECIPE(rule, DTYPE_F32, DTYPE_F32)                                                      \
-            if (rule == ADAMW) {                                                                    \
-                RECIPE(rule, DTYPE_F32, DTYPE_BF16)                                                 \
-                RECIPE(rule, DTYPE_F32, CODES)                                                      \
-                RECIPE(rule, DTYPE_BF16, DTYPE_BF16)                                                \
-                RECIPE(rule, DTYPE_BF16, CODES)                                                     \
-            }                                                                                       \
-        }                                                                                           \
-        pass(rule, step, start, stop, sums, ANY, ANY);                                              \
+#define PASS(name, rule)                                                                                                  \
+    TARGET static void name(const struct step *step, int64_t start, int64_t stop, double *sums)                           \
+    {                                                                                                                     \
+        const int64_t first = rule == ADAGRAD ? step->second.kind : step->first.kind;                                     \
+        const int64_t second = rule == LION || rule == SGD ? first : step->second.kind;                                   \
+        const int64_t out = step->out.data ? step->out.kind : NONE;                                                       \
+        const int plain = rule == ADAMW && step->coefficients[L2] == 0.0f && !(step->flags & FROM_GRAD) &&                \
+                          !(step->flags & STOCHASTIC) == (step->master.kind != DTYPE_BF16);                               \
+        (void)plain, (void)out;                                                                                           \
+        if (KNOW_RECIPES) {                                                                                               \
+            if (rule == ADAMW) {                                                                                          \
+                RECIPE(rule, DTYPE_F32, DTYPE_F32, DTYPE_BF16, DTYPE_BF16)                                                \
+                RECIPE(rule, DTYPE_F32, DTYPE_F32, DTYPE_F32, NONE)                                                       \
+                RECIPE(rule, DTYPE_F32, DTYPE_BF16, DTYPE_BF16, DTYPE_BF16)                                               \
+                RECIPE(rule, DTYPE_F32, CODES, DTYPE_BF16, DTYPE_BF16)                                                    \
+                RECIPE(rule, DTYPE_BF16, DTYPE_BF16, DTYPE_BF16, NONE)                                                    \
+                RECIPE(rule, DTYPE_BF16, CODES, DTYPE_BF16, NONE)                                                         \
+            }                                                                                                             \
+            RECIPE(rule, DTYPE_F32, DTYPE_F32, ANY, ANY)                                                                  \
+        }                                                                                                                 \
+        pass(rule, step, start, stop, sums, (struct known){ANY, ANY, ANY, ANY});                                          \
     }
 PASS(adamw_pass, ADAMW)
 PASS(lion_pass, LION)
@@ -291,7 +358,8 @@ static void (*const passes[NUM_RULES])(const struct step *, int64_t, int64_t, do
 /* What is left of a last block goes through a copy with zeros behind it. */
 TARGET static void step(int rule, const struct step *whole, int64_t start, int64_t stop, double *sums)
 {
-    const int64_t rest = stop % 16 ? stop % CODED : 0;
+    const int coded = whole->first.kind == CODES || whole->second.kind == CODES;
+    const int64_t rest = coded || stop % 16 ? stop % CODED : 0;
     if (sums)
         sums[0] = sums[1] = 0.0;
     passes[rule](whole, start, stop - rest, sums);
@@ -310,7 +378,7 @@ TARGET static void step(int rule, const struct step *whole, int64_t start, int64
         }
     s.offset += stop - rest;
     s.flags &= ~STREAM;
-    passes[rule](&s, 0, (rest + 15) / 16 * 16, sums);
+    passes[rule](&s, 0, coded ? CODED : (rest + 15) / 16 * 16, sums);
     for (int k = 0; k < 5; ++k)
         if (from[k] && k != 1)
             memcpy(from[k], padded[k], (size_t)(rest * bytes_of(arrays[k]->kind)));

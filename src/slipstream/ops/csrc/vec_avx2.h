@@ -43,9 +43,10 @@ INLINE vec vec_abs(vec a)
 }
 INLINE __m256 larger(__m256 a, __m256 b)
 {
-    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+    return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
 }
 INLINE vec vec_larger(vec a, vec b) { return (vec){larger(a.low, b.low), larger(a.high, b.high)}; }
+INLINE int vec_has_nan(vec a) { return _mm256_movemask_ps(_mm256_cmp_ps(a.low, a.high, _CMP_UNORD_Q)) != 0; }
 
 INLINE vec load_f32(const void *p)
 {
@@ -82,6 +83,8 @@ INLINE float lanes_sum(vec a) { return halves_sum(a.low, a.high); }
 INLINE float lanes_max(vec a) { return halves_max(a.low, a.high); }
 INLINE void store_i8(void *p, vec a) { halves_store_i8(p, a.low, a.high); }
 INLINE void store_u8(void *p, vec a) { halves_store_u8(p, a.low, a.high); }
+INLINE void store_codes(void *p, vec a, vec b, int negative) { halves_store_codes(p, a.low, a.high, b.low, b.high, negative); }
+INLINE uint32_t lanes_largest(vec a) { return halves_largest(_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)); }
 INLINE vec load_i8(const void *p) { return (vec){widen_i8(p), widen_i8((const char *)p + 8)}; }
 INLINE vec load_u8(const void *p) { return (vec){widen_u8(p), widen_u8((const char *)p + 8)}; }
 
@@ -111,21 +114,22 @@ INLINE void store_halves(void *p, __m256i bits, int stream)
     else
         _mm256_storeu_si256((__m256i *)p, bits);
 }
-/* bf16 bits in the low half of each 32-bit lane, to nearest even; a NaN becomes 0xffff. */
-INLINE __m256i round_bf16(__m256 a)
+/* bf16 bits in the low half of each 32-bit lane, to nearest even; a NaN, where there may be one, becomes 0xffff. */
+INLINE __m256i round_bf16(__m256 a, int nans)
 {
     __m256i bits = _mm256_castps_si256(a);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i even_up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)); /* all ones, itself a NaN */
-    return _mm256_srli_epi32(_mm256_or_si256(even_up, is_nan), 16);
+    return _mm256_srli_epi32(nans ? _mm256_or_si256(even_up, is_nan) : even_up, 16);
 }
-INLINE vec store_bf16(void *p, vec a, int stream)
+INLINE vec store_bf16_numbers(void *p, vec a, int stream, int nans)
 {
-    __m256i low = round_bf16(a.low), high = round_bf16(a.high);
+    __m256i low = round_bf16(a.low, nans), high = round_bf16(a.high, nans);
     store_halves(p, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8), stream);
     return (vec){_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
 }
+INLINE vec store_bf16(void *p, vec a, int stream) { return store_bf16_numbers(p, a, stream, 1); }
 INLINE vec store_f16(void *p, vec a, int stream)
 {
     __m128i low = _mm256_cvtps_ph(a.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -134,35 +138,42 @@ INLINE vec store_f16(void *p, vec a, int stream)
     return (vec){_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)};
 }
 
+/* bf16 in pairs: the first of each in `low`, the second in `high`. Neither loads nor stores have lanes to cross. */
+INLINE __m256i pairs(__m256i low, __m256i high) { return _mm256_blend_epi16(_mm256_srli_epi32(low, 16), high, 0xaa); }
+INLINE vec load_bf16_pairs(const char *p) { return (vec){even_bf16(p), odd_bf16(p)}; }
+
 typedef struct {
     __m256i low, high;
 } words;
-INLINE words words_set(uint32_t x) { return (words){_mm256_set1_epi32((int32_t)x), _mm256_set1_epi32((int32_t)x)}; }
-INLINE words words_from(uint32_t x)
+/* Each lane's own number, and its neighbour's in the word. */
+INLINE words own_half(halves x, int paired)
 {
-    const words all = words_set(x);
-    return (words){_mm256_add_epi32(all.low, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)),
-                   _mm256_add_epi32(all.high, _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15))};
+    if (paired)
+        return (words){_mm256_and_si256(x, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(x, 16)};
+    return (words){_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1))};
 }
-INLINE words words_xor(words a, words b) { return (words){_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)}; }
-INLINE words words_and(words a, words b) { return (words){_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)}; }
-INLINE words words_mul(words a, words b) { return (words){_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)}; }
-INLINE words words_right(words a, int bits)
+INLINE words other_half(halves x, int paired)
 {
-    return (words){_mm256_srli_epi32(a.low, bits), _mm256_srli_epi32(a.high, bits)};
+    const words own = own_half(paired ? x : halves_swapped(x), paired);
+    return paired ? (words){own.high, own.low} : own;
 }
 INLINE vec words_to_vec(words a) { return (vec){_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
-/* The bits of a + below without their low halves: bf16, rounded up where `below` (16 bits) carries. A NaN stays one. */
-INLINE __m256i carried(__m256 a, __m256i below)
+/* a + below: its upper half is bf16, rounded up where `below` (16 bits) carries. A NaN stays one. */
+INLINE __m256i carried(__m256 a, __m256i below, int nans)
 {
-    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
-    return _mm256_srli_epi32(_mm256_or_si256(_mm256_add_epi32(_mm256_castps_si256(a), below), is_nan), 16);
+    const __m256i sum = _mm256_add_epi32(_mm256_castps_si256(a), below);
+    return nans ? _mm256_or_si256(sum, _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q))) : sum;
 }
-INLINE vec store_bf16_up(void *p, vec a, words below)
+INLINE vec store_bf16_up(void *p, vec a, words below, int paired, int nans)
 {
-    const __m256i low = carried(a.low, below.low), high = carried(a.high, below.high);
-    store_halves(p, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8), 0);
-    return (vec){_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+    const __m256i low = carried(a.low, below.low, nans), high = carried(a.high, below.high, nans);
+    const __m256i upper = _mm256_set1_epi32((int32_t)0xffff0000);
+    if (paired)
+        _mm256_storeu_si256(p, pairs(low, high));
+    else
+        _mm256_storeu_si256(
+            p, _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_srli_epi32(low, 16), _mm256_srli_epi32(high, 16)), 0xd8));
+    return (vec){_mm256_castsi256_ps(_mm256_and_si256(low, upper)), _mm256_castsi256_ps(_mm256_and_si256(high, upper))};
 }
 
 INLINE vec64 vec64_zero(void)

@@ -39,8 +39,9 @@ INLINE vec vec_abs(vec a)
 }
 INLINE vec vec_larger(vec a, vec b)
 {
-    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+    return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
 }
+INLINE int vec_has_nan(vec a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
 
 INLINE vec load_f32(const void *p) { return _mm512_loadu_ps(p); }
 INLINE vec load_bf16(const void *p)
@@ -79,6 +80,14 @@ INLINE float lanes_sum(vec a) { return halves_sum(_mm512_castps512_ps256(a), hig
 INLINE float lanes_max(vec a) { return halves_max(_mm512_castps512_ps256(a), high_half(a)); }
 INLINE void store_i8(void *p, vec a) { halves_store_i8(p, _mm512_castps512_ps256(a), high_half(a)); }
 INLINE void store_u8(void *p, vec a) { halves_store_u8(p, _mm512_castps512_ps256(a), high_half(a)); }
+INLINE void store_codes(void *p, vec a, vec b, int negative)
+{
+    halves_store_codes(p, _mm512_castps512_ps256(a), high_half(a), _mm512_castps512_ps256(b), high_half(b), negative);
+}
+INLINE uint32_t lanes_largest(vec a)
+{
+    return halves_largest(_mm256_castps_si256(_mm512_castps512_ps256(a)), _mm256_castps_si256(high_half(a)));
+}
 INLINE vec both_halves(__m256 low, __m256 high)
 {
     return _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(low)), _mm256_castps_pd(high), 1));
@@ -101,16 +110,19 @@ INLINE void store_halves(void *p, __m256i bits, int stream)
     else
         _mm256_storeu_si256((__m256i *)p, bits);
 }
-INLINE vec store_bf16(void *p, vec a, int stream)
+/* nans: whether there may be any. */
+INLINE vec store_bf16_numbers(void *p, vec a, int stream, int nans)
 {
     __m512i bits = _mm512_castps_si512(a);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i even_up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-    __m512i rounded = _mm512_srli_epi32(_mm512_mask_set1_epi32(even_up, is_nan, -1), 16);
+    if (nans)
+        even_up = _mm512_mask_set1_epi32(even_up, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), -1);
+    __m512i rounded = _mm512_srli_epi32(even_up, 16);
     store_halves(p, _mm512_cvtepi32_epi16(rounded), stream);
     return _mm512_castsi512_ps(_mm512_slli_epi32(rounded, 16));
 }
+INLINE vec store_bf16(void *p, vec a, int stream) { return store_bf16_numbers(p, a, stream, 1); }
 INLINE vec store_f16(void *p, vec a, int stream)
 {
     __m256i bits = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -119,20 +131,22 @@ INLINE vec store_f16(void *p, vec a, int stream)
 }
 
 typedef __m512i words;
-INLINE words words_set(uint32_t x) { return _mm512_set1_epi32((int32_t)x); }
-INLINE words words_from(uint32_t x)
+/* Each lane's own number, and its neighbour's in the word. */
+INLINE words own_half(halves x, int paired)
 {
-    return _mm512_add_epi32(words_set(x), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    (void)paired;
+    return _mm512_cvtepu16_epi32(x);
 }
-INLINE words words_xor(words a, words b) { return _mm512_xor_si512(a, b); }
-INLINE words words_and(words a, words b) { return _mm512_and_si512(a, b); }
-INLINE words words_mul(words a, words b) { return _mm512_mullo_epi32(a, b); }
-INLINE words words_right(words a, const unsigned bits) { return _mm512_srli_epi32(a, bits); }
+INLINE words other_half(halves x, int paired) { return own_half(halves_swapped(x), paired); }
 INLINE vec words_to_vec(words a) { return _mm512_cvtepi32_ps(a); }
-INLINE vec store_bf16_up(void *p, vec a, words below)
+/* Pairs gain nothing here, where widening and narrowing are one instruction: all lanes lie in order. */
+INLINE vec load_bf16_pairs(const char *p) { return load_bf16(p); }
+INLINE vec store_bf16_up(void *p, vec a, words below, int paired, int nans)
 {
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-    const __m512i sum = _mm512_mask_set1_epi32(_mm512_add_epi32(_mm512_castps_si512(a), below), is_nan, -1);
+    __m512i sum = _mm512_add_epi32(_mm512_castps_si512(a), below);
+    (void)paired;
+    if (nans)
+        sum = _mm512_mask_set1_epi32(sum, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), -1);
     const __m512i bits = _mm512_srli_epi32(sum, 16);
     store_halves(p, _mm512_cvtepi32_epi16(bits), 0);
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));

@@ -29,3 +29,35 @@ INLINE void halves_store_u8(void *p, __m256 low, __m256 high)
 }
 INLINE __m256 widen_i8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p))); }
 INLINE __m256 widen_u8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p))); }
+
+/* 32 codes: to the nearest whole number, and what lies beyond the 8 bits to their end; a NaN to the lowest. Of unsigned codes the
+ * lowest is 1. */
+INLINE void halves_store_codes(void *p, __m256 a, __m256 b, __m256 c, __m256 d, int negative)
+{
+    const __m256i ab = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b)); /* 128 bits at a time */
+    const __m256i cd = _mm256_packs_epi32(_mm256_cvtps_epi32(c), _mm256_cvtps_epi32(d));
+    const __m256i codes =
+        negative ? _mm256_packs_epi16(ab, cd) : _mm256_max_epu8(_mm256_packus_epi16(ab, cd), _mm256_set1_epi8(1));
+    _mm256_storeu_si256(p, _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+}
+INLINE uint32_t halves_largest(__m256i low, __m256i high)
+{
+    const __m256i eight = _mm256_max_epu32(low, high);
+    __m128i four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+
+/* 16 random numbers of 16 bits: [Note: Random bits] in optim_body.h. */
+typedef __m256i halves;
+INLINE halves halves_of(uint32_t seed)
+{
+    const __m256i number = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i place = _mm256_mullo_epi32(number, _mm256_set1_epi32((int32_t)0x9e3779b9));
+    __m256i x = _mm256_xor_si256(_mm256_set1_epi32((int32_t)seed), place);
+    x = _mm256_mullo_epi32(x, _mm256_set1_epi32(0x7feb352d));
+    x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 15));
+    x = _mm256_mullo_epi32(x, _mm256_set1_epi32((int32_t)0x846ca68b));
+    return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
+}
+INLINE halves halves_swapped(halves x) { return _mm256_or_si256(_mm256_slli_epi32(x, 16), _mm256_srli_epi32(x, 16)); }

@@ -38,7 +38,13 @@ INLINE vec vec_min(vec a, vec b) { return vec_select(a < b, a, b); }
 INLINE vec vec_max(vec a, vec b) { return vec_select(a > b, a, b); }
 INLINE vec vec_pick(vec a, vec least, vec yes, vec no) { return vec_select(a >= least, yes, no); }
 INLINE vec vec_abs(vec a) { return (vec)((mask)a & INT32_MAX); }
-INLINE vec vec_larger(vec a, vec b) { return vec_select((mask)a > (mask)b, a, b); }
+typedef uint32_t words __attribute__((vector_size(64)));
+INLINE vec vec_larger(vec a, vec b) { return vec_select((words)a > (words)b, a, b); }
+INLINE int vec_has_nan(vec a)
+{
+    (void)a;
+    return 1; /* there may be one */
+}
 INLINE vec vec_pow2(vec n)
 {
     float lanes[16];
@@ -109,6 +115,27 @@ INLINE void store_u8(void *p, vec a)
     a = vec_nearest(a);
     for (int lane = 0; lane < 16; ++lane)
         codes[lane] = (uint8_t)a[lane];
+}
+/* 32 codes: to the nearest whole number, and what lies beyond the 8 bits to their end; a NaN to the lowest. Of unsigned codes the
+ * lowest is 1. */
+INLINE void store_codes(void *p, vec a, vec b, int negative)
+{
+    const vec least = vec_set(negative ? -128.0f : 1.0f), most = vec_set(negative ? 127.0f : 255.0f);
+    for (int half = 0; half < 2; ++half) {
+        const vec codes = vec_min(vec_max(half ? b : a, least), most);
+        char *to = (char *)p + 16 * half;
+        if (negative)
+            store_i8(to, codes);
+        else
+            store_u8(to, codes);
+    }
+}
+INLINE uint32_t lanes_largest(vec a)
+{
+    uint32_t largest = 0;
+    for (int lane = 0; lane < 16; ++lane)
+        largest = ((words)a)[lane] > largest ? ((words)a)[lane] : largest;
+    return largest;
 }
 INLINE vec load_i8(const void *p)
 {
@@ -210,22 +237,37 @@ INLINE vec store_halves(void *p, vec a, void (*narrow)(uint16_t *, const float *
     return load_f32(lanes);
 }
 INLINE vec load_bf16(const void *p) { return load_halves(p, widen_bf16); }
-typedef uint32_t words __attribute__((vector_size(64)));
-INLINE words words_set(uint32_t x) { return x - (words){0}; }
-INLINE words words_from(uint32_t x) { return x + (words){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-INLINE words words_xor(words a, words b) { return a ^ b; }
-INLINE words words_and(words a, words b) { return a & b; }
-INLINE words words_mul(words a, words b) { return a * b; }
-INLINE words words_right(words a, int bits) { return a >> bits; }
+/* 16 random numbers of 16 bits: [Note: Random bits] in optim_body.h. */
+typedef uint32_t halves __attribute__((vector_size(32)));
+INLINE halves halves_of(uint32_t seed)
+{
+    halves x = (halves){0, 1, 2, 3, 4, 5, 6, 7} * 0x9e3779b9u ^ seed;
+    x *= 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
+}
+/* Each lane's own number, and its neighbour's in the word. */
+INLINE words own_half(halves x, int paired)
+{
+    words wide;
+    (void)paired;
+    for (int lane = 0; lane < 16; ++lane)
+        wide[lane] = x[lane / 2] >> 16 * (lane % 2) & 0xffffu;
+    return wide;
+}
+INLINE words other_half(halves x, int paired) { return own_half(x << 16 | x >> 16, paired); }
 INLINE vec words_to_vec(words a) { return __builtin_convertvector((mask)a, vec); }
+/* Pairs gain nothing here: all lanes lie in order. */
+INLINE vec load_bf16_pairs(const char *p) { return load_bf16(p); }
 /* The bits of a + below without their low halves: bf16, rounded up where `below` (16 bits) carries. A NaN stays one. */
-INLINE vec store_bf16_up(void *p, vec a, words below)
+INLINE vec store_bf16_up(void *p, vec a, words below, int paired, int nans)
 {
     const words sum = ((words)a + below) | (words)(a != a), bits = sum >> 16;
-    uint16_t halves[16];
+    uint16_t narrow[16];
+    (void)paired, (void)nans;
     for (int lane = 0; lane < 16; ++lane)
-        halves[lane] = (uint16_t)bits[lane];
-    memcpy(p, halves, sizeof halves);
+        narrow[lane] = (uint16_t)bits[lane];
+    memcpy(p, narrow, sizeof narrow);
     return (vec)(bits << 16);
 }
 /* 16 pairs of bf16, next to each other: the first of each, and the second. */
@@ -246,6 +288,11 @@ INLINE vec store_bf16(void *p, vec a, int stream)
 {
     (void)stream;
     return store_halves(p, a, narrow_bf16, widen_bf16);
+}
+INLINE vec store_bf16_numbers(void *p, vec a, int stream, int nans)
+{
+    (void)nans;
+    return store_bf16(p, a, stream);
 }
 INLINE vec store_f16(void *p, vec a, int stream)
 {
