@@ -304,9 +304,9 @@ def test_leaf_modules_are_marked_and_returned(deepspeed: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "ours"),
     [
-        ("--num_gpus 2 a.py --lr 1", "run --num-gpus 2 --pass-local-rank a.py --lr 1"),
-        ("--num_gpus=2 --no_local_rank -m a.b", "run --num-gpus=2 -m a.b"),
-        ("-i host:0,1 --master_port 29501 --force_multi a.py", "run -i host:0,1 --master-port 29501 --pass-local-rank a.py"),
+        ("--num_gpus 2 a.py --lr 1", "run --pass-local-rank --num_gpus 2 a.py --lr 1"),
+        ("--num_accelerators=2 --no_local_rank -m a.b", "run --num_gpus=2 -m a.b"),
+        ("-i host:0,1 --master_port 29501 --force_multi a.py", "run --pass-local-rank -i host:0,1 --master_port 29501 a.py"),
         ("a.py --num_gpus 2", "run --pass-local-rank a.py --num_gpus 2"),
     ],
 )

@@ -6,7 +6,11 @@ import sys
 from collections.abc import Sequence
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-_DROPPED = ("--no_ssh_check", "--force_multi")  # nothing to do
+_VALUED = frozenset(
+    {"-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators", "--master_port",
+     "--master_addr", "--node_rank", "--launcher", "--launcher_args", "--ssh_port"}
+)  # fmt: skip
+_DROPPED = frozenset({"--no_ssh_check", "--force_multi"})  # nothing to do
 _REFUSED = {
     "--autotuning": "autotuning is not built; `slipstream plan` shows the bytes before anything runs",
     "--elastic_training": "elastic training is not built; restart at another size, every checkpoint loads",
@@ -17,35 +21,20 @@ _REFUSED = {
 
 
 def translate(arguments: Sequence[str]) -> list[str]:
-    """`slipstream run`'s arguments for DeepSpeed's. Raises ValueError for what does not exist."""
-    ours: list[str] = ["run"]
-    given = list(arguments)
-    local_rank = True
+    """`slipstream run`'s arguments for DeepSpeed's, whose spellings it takes. Raises ValueError for what does not exist."""
+    ours, given = ["run", "--pass-local-rank"], list(arguments)  # as DeepSpeed does, unless it is told not to
     while given and given[0].startswith("-"):
         flag = given.pop(0)
-        name = flag.partition("=")[0]
+        name, equals, _ = flag.partition("=")
         if name in _REFUSED:
             raise ValueError(f"deepspeed {name}: {_REFUSED[name]}")
         if name == "--no_local_rank":
-            local_rank = False
-        elif name == "--num_accelerators":
-            ours.append(flag.replace("--num_accelerators", "--num-gpus"))
+            ours.remove("--pass-local-rank")
         elif name not in _DROPPED:
-            ours.append(flag if flag.startswith("-") and not flag.startswith("--") else _dashed(flag))
-        if name in _VALUED and "=" not in flag and given:
+            ours.append(flag.replace("--num_accelerators", "--num_gpus"))
+        if name in _VALUED and not equals and given:
             ours.append(given.pop(0))
-    return [*ours, *(["--pass-local-rank"] if local_rank else []), *given]
-
-
-_VALUED = frozenset(
-    {"-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators", "--master_port",
-     "--master_addr", "--node_rank", "--launcher", "--launcher_args", "--ssh_port"}
-)  # fmt: skip
-
-
-def _dashed(flag: str) -> str:
-    name, equals, value = flag.partition("=")
-    return name.replace("_", "-") + equals + value
+    return [*ours, *given]
 
 
 def main() -> int:

@@ -22,7 +22,8 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "unregister_external_parameter unwrap_model_for_generation",
     },
     "deepspeed.runtime.zero.partition_parameters": {
-        "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter",
+        "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
+        "zero_wrapper_for_fp_tensor_constructor",
     },
     "deepspeed.runtime.zero.offload_config": {"slipstream.compat.enums": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "deepspeed.runtime.lr_schedules": {

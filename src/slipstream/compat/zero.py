@@ -90,7 +90,7 @@ def _whole(param: Any) -> Tensor:
         return param.ds_tensor.clone().view(param.ds_shape)
     mine = _wire(param.ds_tensor, group)
     everything = torch.empty(size * mine.numel(), dtype=torch.uint8, device=mine.device)
-    dist.all_gather_into_tensor(everything, mine, group=group)
+    dist.all_gather(list(everything.chunk(size)), mine, group=group)
     return everything.cpu().view(param.dtype)[: param.ds_numel].view(param.ds_shape)
 
 
@@ -290,6 +290,11 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """No effect."""
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's constructors are left alone; transformers exchanges this for the time of an `Init`, to have `arange` left alone."""
+    return fn
 
 
 # -- from held parameters to an engine --
