@@ -93,7 +93,19 @@ def sft(stage: int, adapters: bool) -> list[tuple[float, float]]:
     trainer = trl.SFTTrainer(
         model=model, args=args, train_dataset=data, processing_class=tokenizer(), peft_config=LORA if adapters else None
     )
-    return curve(trainer)
+    logs = curve(trainer)
+    generate(trainer)
+    return logs
+
+
+def generate(trainer: Any) -> None:
+    """As TRL's online trainers do between steps: parameters whole, hooks off and on again; each rank as long as it takes."""
+    from trl.models import unwrap_model_for_generation
+
+    length = 3 + PartialState().process_index
+    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model, torch.no_grad():
+        out = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=length, min_new_tokens=length, do_sample=False)
+    assert out.shape == (1, 3 + length)
 
 
 def dpo(stage: int, adapters: bool) -> list[tuple[float, float]]:

@@ -186,10 +186,21 @@ def pretrained() -> None:
     assert abs(first[0] - 4.87) < 0.3
 
 
+def evaluate_only() -> None:
+    """Under stage 3 an evaluation makes an engine without optimizer."""
+    trainer = InOrder(model=llama(), args=arguments(3, "evaluate_only"), eval_dataset=samples(4))
+    ids = torch.stack([row["input_ids"] for row in samples(4)])
+    with torch.no_grad():
+        expected = llama().eval()(input_ids=ids, labels=ids).loss.item()
+    torch.testing.assert_close(trainer.evaluate()["eval_loss"], expected, rtol=1e-5, atol=0)
+    assert trainer.deepspeed.optimizer is None
+
+
 def everything() -> None:
     begin()
     for stage, optimizer in ((1, False), (2, True), (3, False), (3, True)):
         train(stage, optimizer)
+    evaluate_only()
     pretrained()
     torch.distributed.destroy_process_group()
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 
@@ -189,6 +190,8 @@ def test_checkpoint_tags(deepspeed: Any, tmp_path: Path) -> None:
     assert engine.save_16bit_model(str(tmp_path / "out")) is True
     saved = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert all(torch.equal(saved[name], ours[name]) for name in ours)
+    engine.save_16bit_model(str(tmp_path / "out"), "model.safetensors", exclude_frozen_parameters=True)
+    assert safetensors.torch.load_file(tmp_path / "out" / "model.safetensors").keys() == ours.keys()
     engine.destroy()
 
 

@@ -26,6 +26,7 @@ from slipstream.train.data import distributed_loader
 from slipstream.train.engine import Engine
 
 T = TypeVar("T")
+DeepSpeedConfigError = ValueError  # what Slipstream raises for everything that a user can mend
 
 # What DeepSpeed calls the states that `offload_states` moves, and what `Engine.sleep` calls them.
 _STATES = {
@@ -222,9 +223,10 @@ class DeepSpeedEngine(Engine):
             path = Path(save_dir) / save_filename
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".safetensors":
-                from safetensors.torch import save_model
+                from safetensors.torch import save_file
 
-                save_model(_Holder(state), str(path))
+                once = {id(value): name for name, value in reversed(state.items())}  # tied weights under their first name
+                save_file({name: state[name] for name in once.values()}, str(path), metadata={"format": "pt"})
             else:
                 torch.save(state, path)
         if dist.is_initialized():
@@ -275,17 +277,6 @@ class DeepSpeedEngine(Engine):
             if module is None or not hasattr(module, name):
                 raise
             return getattr(module, name)
-
-
-class _Holder(nn.Module):
-    """A state as a module, for safetensors' own treatment of tied tensors."""
-
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.state = dict(state)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return self.state
 
 
 def initialize(

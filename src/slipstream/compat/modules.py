@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,15 @@ def serve(package: str) -> None:
 def refuse_mixture(folders: Sequence[str]) -> None:
     """Raise ImportError where files of another `deepspeed` lie in the package's folders, or its metadata are another's."""
     strangers = [str(Path(folder) / name) for folder in folders for name in sorted(os.listdir(folder)) if name not in OURS]
+    try:
+        installed = version("deepspeed")
+    except PackageNotFoundError:  # run from the repository
+        installed = "+slipstream"
+    if "+slipstream" not in installed:
+        raise ImportError(
+            f"this is Slipstream's deepspeed, and the one that is installed is DeepSpeed {installed}: its clients would believe in "
+            f"both. Run `pip uninstall deepspeed` and install one of the two again"
+        )
     if strangers:
         raise ImportError(
             f"this is Slipstream's deepspeed, and files of another one lie in its folder ({strangers[0]} and "

@@ -10,16 +10,18 @@ from collections.abc import Mapping
 # module of DeepSpeed -> {module of Slipstream: names in it}
 SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
-        "slipstream.compat.engine": "DeepSpeedEngine initialize tp_model_init",
+        "slipstream.compat.engine": "DeepSpeedConfigError DeepSpeedEngine initialize tp_model_init",
         "slipstream.compat.comm": "init_distributed",
         "slipstream.compat.accelerator": "get_accelerator",
         "slipstream.compat.utils": "OnDevice log_dist logger",
         "slipstream": "InferenceEngine add_config_arguments init_inference",
     },
+    "deepspeed.runtime.config": {"slipstream.compat.engine": "DeepSpeedConfigError"},
     "deepspeed.runtime.engine": {"slipstream.compat.engine": "DeepSpeedEngine"},
     "deepspeed.runtime.zero": {
         "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
         "unregister_external_parameter unwrap_model_for_generation",
+        "slipstream.tiled": "TiledLinear",
     },
     "deepspeed.runtime.zero.partition_parameters": {
         "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
@@ -88,6 +90,7 @@ ALIASES: Mapping[str, str] = {
     "deepspeed.utils.z3_leaf_module": "deepspeed.utils",
     "deepspeed.utils.init_on_device": "deepspeed.utils",
     "deepspeed.runtime.zero.stage3": "deepspeed.runtime.zero",
+    "deepspeed.runtime.zero.tiling": "deepspeed.runtime.zero",
 }
 
 # modules whose other names are another module's
@@ -97,6 +100,7 @@ BEYOND: Mapping[str, str] = {"deepspeed.comm": "torch.distributed"}
 DIFFERS: Mapping[str, str] = {
     "deepspeed.initialize": "an unknown key of the config is an error with the nearest known one; `mesh_param` is refused",
     "deepspeed.init_inference": "returns Slipstream's InferenceEngine, with `generate`; one device, transformers' decoders",
+    "deepspeed.DeepSpeedConfigError": "is ValueError; also batch sizes that disagree raise it, and name all of them",
     "deepspeed.zero.Init": "a parameter keeps its shape, and reads as NaN; ranges are kept in host memory",
     "deepspeed.zero.GatheredParameters": "at every stage, not 3 only",
     "deepspeed.utils.safe_get_local_*, safe_set_local_*": "collective",
@@ -120,11 +124,13 @@ _ONE_BIT = "compressed communication; use Adam or LAMB"
 _ATTENTION = "block-sparse attention; FlexAttention of torch takes block masks"
 _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
 _BUILDERS = "DeepSpeed's builders of C++ code; Slipstream's kernels are built when it is installed"
+_CONFIG = "the config as an object; engine.config is the dictionary, and the engine's methods say what became of it"
 _ESTIMATE = "`slipstream plan` and engine.explain() give the bytes, activations too"
 
 # module of DeepSpeed -> {name, or * for all others: why, and what to do}
 MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
+        "DeepSpeedConfig": _CONFIG,
         "PipelineModule": _PIPELINE,
         "PipelineEngine": _PIPELINE,
         "DeepSpeedHybridEngine": "the hybrid engine; generation under torch.no_grad() works at every stage",
@@ -133,11 +139,14 @@ MISSING: Mapping[str, Mapping[str, str]] = {
         "replace_transformer_layer": "kernel injection; init_inference takes the whole model",
     },
     "deepspeed.runtime.zero": {
-        "TiledLinear": "tiled linear layers; slipstream.tiled computes a loss or an MLP in tiles",
-        "TiledLinearReturnBias": "tiled linear layers; slipstream.tiled computes a loss or an MLP in tiles",
+        "TiledLinearReturnBias": "a tiled layer that returns its bias; TiledLinear adds it",
         "estimate_zero3_model_states_mem_needs_all_live": _ESTIMATE,
         "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATE,
         "MiCS_Init": "a constructor of its own for it; zero_optimization.mics_shard_size with zero.Init does the same",
+    },
+    "deepspeed.runtime.config": {"DeepSpeedConfig": _CONFIG},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {
+        "get_cuda_rng_tracker": "random states per model-parallel rank, as there is no tensor parallelism; use torch's",
     },
     "deepspeed.runtime.zero.stage_1_and_2": {"*": _ESTIMATE},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {"*": _SEQUENCE},
@@ -168,7 +177,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.monitor.monitor": {"*": "monitoring; log the loss and engine.get_global_grad_norm() from the script"},
     "deepspeed.elasticity": {"*": "elastic batch sizes; every checkpoint loads at any number of ranks"},
     "deepspeed.linear": {"*": "DeepSpeed's quantised LoRA layers; use PEFT"},
-    "deepspeed.autotuning": {"*": "autotuning; `slipstream plan --propose` chooses a config by the bytes"},
+    "deepspeed.autotuning": {"*": "autotuning; `slipstream plan --memory 24G` finds the fastest configuration that fits"},
 }
 
 # methods of DeepSpeed's engine
