@@ -5,6 +5,7 @@
 #   make serve    serve a model over HTTP (ARGS="--port 8080 --dtype int8"); open the page that it names
 #   make chat     talk to a model in the terminal
 #   make test     all tests            (ARGS="-k placement" for some)
+#   make test-clients  accelerate, transformers' Trainer, PEFT and TRL over Slipstream's names for DeepSpeed
 #   make lint     ruff and mypy
 #   make bench    Slipstream beside DeepSpeed, FSDP2 and DDP, into benchmarks/RESULTS.md
 #   make bench-serve   the serving engine beside vLLM, llama.cpp and transformers, into the same file (ARGS="--quick")
@@ -26,6 +27,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 SERVE_PEERS := .venv-serve-peers
+CLIENTS := .venv-clients
 # Python compiles what it imports; to compile all of torch and transformers would take most of a minute.
 INSTALL := python -m pip install --quiet --no-compile
 # CPU kernels and the launcher's entry point go stale only when one of these changes.
@@ -42,7 +44,7 @@ READY := $(VENV)/.ready
 TRITONED := $(VENV)/.tritoned
 
 .DELETE_ON_ERROR:
-.PHONY: train train-big serve chat test lint bench bench-serve clean setup
+.PHONY: train train-big serve chat test test-clients lint bench bench-serve clean setup
 
 train: $(READY)
 	$(BIN)/slipstream run --nproc $${NPROC:-$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')} \
@@ -57,6 +59,9 @@ serve chat: $(READY)
 test: $(READY) $(TRITONED)
 	$(BIN)/python -m pytest $(ARGS)
 
+test-clients: $(CLIENTS)/.ready
+	SLIPSTREAM_TEST_CLIENTS=1 $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/mypy
@@ -68,7 +73,7 @@ bench-serve: $(READY) $(SERVE_PEERS)/$(PINNED)
 	$(BIN)/python -m benchmarks.serve $(ARGS)
 
 clean:
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info $(READY)
+	rm -rf build compat/*/build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info compat/*/*.egg-info $(READY) $(CLIENTS)/.ready
 	find src -name '*.so' -delete
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
@@ -88,17 +93,25 @@ $(TRITONED): requirements/triton.txt | $(READY)
 	$(if $(filter isolated,$(KIND)),$(BIN)/$(INSTALL) --no-deps --target $(VENV)/triton --requirement $<)
 	@touch $@
 
+# As a user has it: Slipstream, and its deepspeed beside the clients.
+$(CLIENTS)/.ready: $(CLIENTS)/$(PINNED) $(BUILD_INPUTS) $(wildcard compat/deepspeed/*.toml compat/deepspeed/deepspeed/*.py)
+	$(CLIENTS)/bin/$(INSTALL) --no-build-isolation --no-deps --editable .
+	$(CLIENTS)/bin/$(INSTALL) --no-build-isolation --no-deps ./compat/deepspeed
+	@touch $@
+
 # An environment: made, then torch by itself, then the pinned rest, which must find its torch there.
-ENVIRONMENTS := $(VENV) $(PEERS) $(SERVE_PEERS)
+ENVIRONMENTS := $(VENV) $(PEERS) $(SERVE_PEERS) $(CLIENTS)
 HOW := --no-build-isolation
 $(VENV)/$(PINNED): requirements/dev.txt
 $(VENV)/$(PINNED): HOW := --no-deps
 $(PEERS)/$(PINNED): requirements/peers.txt
 $(SERVE_PEERS)/$(PINNED): requirements/peers-serve.txt
 $(SERVE_PEERS)/$(PINNED): HOW := --no-deps
+$(CLIENTS)/$(PINNED): requirements/dev.txt requirements/clients.txt
+$(CLIENTS)/$(PINNED): HOW := --no-deps
 
 $(ENVIRONMENTS:=/$(PINNED)): %/$(PINNED): %/$(TORCHED)
-	$*/bin/$(INSTALL) $(HOW) --requirement $(filter %.txt,$^)
+	$*/bin/$(INSTALL) $(HOW) $(addprefix --requirement ,$(filter %.txt,$^))
 	@touch $@
 
 $(ENVIRONMENTS:=/$(TORCHED)): %/$(TORCHED): %/$(MADE)

@@ -52,6 +52,9 @@ class WeightFiles:
     def dtype(self, name: str) -> torch.dtype:
         return _DTYPES[self._taken[name].dtype]
 
+    def fetch(self, names: Sequence[str]) -> None:
+        """Nothing: ranges are read from the files."""
+
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) in row-major order, 1D: of the mapped file, so to be copied before `close`."""
         stored = self._taken[name]

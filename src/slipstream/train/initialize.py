@@ -32,8 +32,8 @@ from slipstream.train.tiers import open_spaces, tiers_of
 from slipstream.zero import access
 from slipstream.zero.build import Recipe, build_units, connect, unfreeze
 from slipstream.zero.hooks import Hooks, Reducer
-from slipstream.zero.init import asked, forget
-from slipstream.zero.materialize import FirstValues
+from slipstream.zero.init import Load, asked, forget
+from slipstream.zero.materialize import FirstValues, Reader
 from slipstream.zero.placement import Tier, stage_placement
 from slipstream.zero.watch import Watch
 
@@ -147,11 +147,11 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
     )  # fmt: skip
 
 
-def _weights(model: nn.Module, mesh: Mesh) -> WeightFiles | None:
+def _weights(model: nn.Module, mesh: Mesh) -> Reader | None:
     """The files that `zero.load` has named for the model, known to fit it on every rank. Collective."""
     load = asked(model)
-    if load is None:
-        return None
+    if not isinstance(load, Load):
+        return load
     found: list[WeightFiles] = []
 
     def open_files() -> str:

@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+
+if TYPE_CHECKING:
+    from slipstream.zero.materialize import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +95,7 @@ class Load:
     strict: bool
 
 
-_asked: weakref.WeakKeyDictionary[nn.Module, Load] = weakref.WeakKeyDictionary()
+_asked: weakref.WeakKeyDictionary[nn.Module, Load | Reader] = weakref.WeakKeyDictionary()
 
 
 def load(
@@ -115,8 +118,13 @@ def load(
     _asked[model] = Load(path=path, rename=rename, strict=strict)
 
 
-def asked(model: nn.Module) -> Load | None:
-    """What `load` was last told of `model`."""
+def supply(model: nn.Module, reader: Reader) -> None:
+    """Say that `reader` has values of `model`'s parameters, which then need no memory before `initialize`."""
+    _asked[model] = reader
+
+
+def asked(model: nn.Module) -> Load | Reader | None:
+    """What `load` or `supply` was last told of `model`."""
     return _asked.get(model)
 
 

@@ -37,6 +37,9 @@ class Reader(Protocol):
 
     def dtype(self, name: str) -> torch.dtype: ...
 
+    def fetch(self, names: Sequence[str]) -> None:
+        """The names of a block's parameters, in one order on all ranks, just before their ranges are read. Collective."""
+
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) in row-major order, 1D. To be copied at once."""
 
@@ -144,6 +147,8 @@ class FirstValues:
         for flat in flats:
             if flat is not None:
                 comm.broadcast(flat)
+        if self.reader is not None:
+            self.reader.fetch([slot.name for _, layout in units for slot in layout.slots if slot.name in self.reader])
         return [Values(layout, flat, self.reader) for (_, layout), flat in zip(units, flats, strict=True)]
 
     def _initialise(self, block: str, fresh: Mapping[int, str]) -> None:

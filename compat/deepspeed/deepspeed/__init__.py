@@ -1,0 +1,9 @@
+"""DeepSpeed's names, served by Slipstream (slipstream.compat). Nothing of DeepSpeed is in here."""
+
+from slipstream.compat.modules import refuse_mixture, serve
+
+__version__ = version = "0.19.8+slipstream.0.1.0"
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+
+refuse_mixture(__path__)
+serve(__name__)

@@ -1,0 +1,48 @@
+"""`python -m slipstream.compat`: the tables of docs/COMING_FROM_DEEPSPEED.md."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+
+from slipstream.compat.names import ALIASES, DIFFERS, MISSING, MISSING_METHODS, SERVED
+
+
+def tables() -> str:
+    served = ((f"`{module}`", _names(" ".join(homes.values()).split())) for module, homes in SERVED.items())
+    also = ((f"`{alias}`", f"`{module}`") for alias, module in ALIASES.items())
+    missing = (
+        (f"`{module}`: {_names(n for n in names if n != '*') or 'all other names'}", why)
+        for module, reasons in MISSING.items()
+        for why, names in _by_reason(reasons)
+    )
+    methods = ((_names(f"engine.{name}" for name in names), why) for why, names in _by_reason(MISSING_METHODS))
+    differs = ((f"`{name}`", how) for name, how in DIFFERS.items())
+    return "\n\n".join(
+        [
+            _table("Served", ("module", "names"), served),
+            _table("The same under another path", ("module", "is"), also),
+            _table("Served, and differs", ("name", "how"), differs),
+            _table("Missing: using one says why", ("name", "why, and what to do"), [*missing, *methods]),
+        ]
+    )
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    found: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        found.setdefault(why, []).append(name)
+    return list(found.items())
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _table(title: str, head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
+    lines = [f"### {title}", "", f"| {head[0]} | {head[1]} |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(tables() + "\n")

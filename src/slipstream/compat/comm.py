@@ -1,0 +1,98 @@
+"""`deepspeed.comm`: torch.distributed under DeepSpeed's names. What is not here is torch.distributed's own."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.distributed import init_distributed as _init_distributed
+
+
+def init_distributed(
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int | None = None, verbose: bool = True,
+    timeout: timedelta | None = None, init_method: str | None = None, dist_init_required: bool | None = None, config: Any = None,
+    rank: int = -1, world_size: int = -1,
+) -> None:  # fmt: skip
+    """As `slipstream.init_distributed`; `dist_backend=None` is gloo on the CPU."""
+    if timeout is None and (minutes := os.environ.get("DEEPSPEED_TIMEOUT")):
+        timeout = timedelta(minutes=int(minutes))
+    _init_distributed(
+        dist_backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size,
+        auto_mpi_discovery=auto_mpi_discovery, distributed_port=distributed_port, verbose=verbose,
+        dist_init_required=dist_init_required, config=config,
+    )  # fmt: skip
+
+
+def is_initialized() -> bool:
+    return dist.is_initialized()
+
+
+def is_available() -> bool:
+    return dist.is_available()
+
+
+def get_rank(group: Any = None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_group() -> Any:
+    return dist.group.WORLD
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def new_group(ranks: list[int]) -> Any:
+    return dist.new_group(ranks)
+
+
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def inference_all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
+    return dist.all_reduce(tensor, op=op, group=group)
+
+
+def reduce_scatter_fn(
+    output_tensor: Tensor, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def has_all_gather_into_tensor() -> bool:
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    return True
+
+
+def configure(deepspeed_config: Any = None, enabled: bool | None = None, **kwargs: Any) -> None:
+    """Raises where the log of collectives is asked for, which is not built; `engine.explain()` gives the bytes of a step."""
+    if enabled or (isinstance(deepspeed_config, dict) and deepspeed_config.get("comms_logger", {}).get("enabled")):
+        raise ValueError("deepspeed.comm.configure(enabled=True): the log of collectives is not built yet; use engine.explain()")

@@ -1,0 +1,107 @@
+"""`deepspeed.utils.safe_get_*` and `safe_set_*`: states of one parameter, found from the parameter itself.
+
+All are collective, also those of a rank's own part (DeepSpeed's are not): call them on all ranks, as its examples do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from slipstream.compat.zero import engine_of
+from slipstream.zero import access
+from slipstream.zero.comm import gather_objects
+from slipstream.zero.layout import overlap
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
+    """The master, whole."""
+    engine, name = engine_of(param)
+    return engine.optimizer_state(name)["master"]
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    engine, name = engine_of(param)
+    engine.set_optimizer_state(name, {"master": value})
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """None before the first step and for frozen parameters."""
+    engine, name = engine_of(param)
+    return engine.optimizer_state(name).get(optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    engine, name = engine_of(param)
+    engine.set_optimizer_state(name, {optim_state_key: value})
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The mean over ranks so far, unscaled, in fp32; None for frozen parameters and where no backward has been."""
+    engine, name = engine_of(param)
+    return engine.gradient(name) if param.requires_grad and engine.hooks.backwards else None
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    engine, name = engine_of(param)
+    engine.set_gradient(name, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """`update_func(gradient, param)` gives the new gradient of each, which may be the old one, changed."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
+    """The elements of the master that this rank updates, 1D."""
+    return _local(param, safe_get_full_fp32_param(param))
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    return _local(param, safe_get_full_optimizer_state(param, optim_state_key))
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    return _local(param, safe_get_full_grad(param))
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    safe_set_full_fp32_param(param, _joined(param, value))
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    safe_set_full_optimizer_state(param, _joined(param, value), optim_state_key)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    safe_set_full_grad(param, _joined(param, value))
+
+
+def _local(param: nn.Parameter, whole: Tensor | None) -> Any:
+    start, stop = _range(param)
+    return None if whole is None else whole.reshape(-1)[start:stop]
+
+
+def _joined(param: nn.Parameter, value: Tensor) -> Tensor:
+    """All ranks' parts as one tensor."""
+    engine, _ = engine_of(param)
+    whole = torch.zeros(param.numel(), dtype=torch.float32)
+    for start, part in gather_objects((_range(param)[0], value.reshape(-1).float().cpu()), engine.mesh.data):
+        whole[start : start + part.numel()] = part
+    return whole.view(param.shape)
+
+
+def _range(param: nn.Parameter) -> tuple[int, int]:
+    ((unit, (i,)),) = access.units_of([param]).items()
+    slot = unit.layout.slots[i]
+    start, stop = overlap(slot.span, unit.optim_span)
+    return (start - slot.offset, stop - slot.offset) if stop > start else (0, 0)

@@ -1,0 +1,104 @@
+"""The `deepspeed` package as the import system sees it: modules made from the table in `names.py` when they are first imported.
+
+A module resolves a name when it is first read, so that importing `deepspeed` imports nothing of Slipstream's that is not used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slipstream.compat.names import ALIASES, BEYOND, MISSING, SERVED
+
+OURS = frozenset({"__init__.py", "__pycache__"})
+
+
+def _with_parents(names: Iterable[str]) -> frozenset[str]:
+    parts = (name.split(".") for name in names)
+    return frozenset(".".join(part[:i]) for part in parts for i in range(1, len(part) + 1))
+
+
+MODULES = _with_parents([*SERVED, *MISSING, *ALIASES])
+
+
+def serve(package: str) -> None:
+    """Make the module `package`, which has been imported from a file, and all modules below it answer to the table."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    _fill(sys.modules[package])
+
+
+def refuse_mixture(folders: Sequence[str]) -> None:
+    """Raise ImportError where files of another `deepspeed` lie in the package's folders, or its metadata are another's."""
+    strangers = [str(Path(folder) / name) for folder in folders for name in sorted(os.listdir(folder)) if name not in OURS]
+    try:
+        installed = version("deepspeed")
+    except PackageNotFoundError:  # run from the repository
+        installed = "+slipstream"
+    if "+slipstream" not in installed:
+        raise ImportError(
+            f"this is Slipstream's deepspeed, and the one that is installed is DeepSpeed {installed}: its clients would believe in "
+            f"both. Run `pip uninstall deepspeed` and install one of the two again"
+        )
+    if strangers:
+        raise ImportError(
+            f"this is Slipstream's deepspeed, and files of another one lie in its folder ({strangers[0]} and "
+            f"{len(strangers) - 1} more): run `pip uninstall deepspeed`, remove the folder, and install one of the two again"
+        )
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in MODULES or "." not in fullname:  # the package itself is a file
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        _fill(module)
+
+
+def _fill(module: ModuleType) -> None:
+    homes = SERVED.get(_real(module.__name__), {})
+    names = [name for listed in homes.values() for name in listed.split()]
+    below = [name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == module.__name__]
+    found: Any = module
+    found.__getattr__ = partial(_find, module)
+    found.__dir__ = lambda: sorted({*vars(module), *names, *below})
+    found.__all__ = names
+
+
+def _real(name: str) -> str:
+    """The module that an alias stands for: deepspeed.zero is deepspeed.runtime.zero, as an attribute."""
+    return ALIASES.get(name, name)
+
+
+def _find(module: ModuleType, name: str) -> Any:
+    real = _real(module.__name__)
+    for home, listed in SERVED.get(real, {}).items():
+        if name in listed.split():
+            value = getattr(importlib.import_module(home), name)
+            setattr(module, name, value)
+            return value
+    for below in (f"{module.__name__}.{name}", f"{real}.{name}"):
+        if below in MODULES:
+            return importlib.import_module(below)
+    why = MISSING.get(real, {}).get(name) or MISSING.get(real, {}).get("*")
+    if why is not None and not name.startswith("__"):
+        raise ImportError(f"{real}.{name} is not built yet: {why}")
+    if real in BEYOND and not name.startswith("_"):
+        return getattr(importlib.import_module(BEYOND[real]), name)
+    raise AttributeError(
+        f"module {module.__name__!r} of Slipstream has no {name!r}; docs/COMING_FROM_DEEPSPEED.md lists the names that are served"
+    )

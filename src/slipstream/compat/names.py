@@ -1,0 +1,193 @@
+"""Which names of DeepSpeed 0.19.8 are served, from where; what differs; what is missing and why.
+
+docs/COMING_FROM_DEEPSPEED.md prints these tables, and a test compares the two and imports every name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# module of DeepSpeed -> {module of Slipstream: names in it}
+SERVED: Mapping[str, Mapping[str, str]] = {
+    "deepspeed": {
+        "slipstream.compat.engine": "DeepSpeedConfigError DeepSpeedEngine initialize tp_model_init",
+        "slipstream.compat.comm": "init_distributed",
+        "slipstream.compat.accelerator": "get_accelerator",
+        "slipstream.compat.utils": "OnDevice log_dist logger",
+        "slipstream": "InferenceEngine add_config_arguments init_inference",
+    },
+    "deepspeed.runtime.config": {"slipstream.compat.engine": "DeepSpeedConfigError"},
+    "deepspeed.runtime.engine": {"slipstream.compat.engine": "DeepSpeedEngine"},
+    "deepspeed.runtime.zero": {
+        "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
+        "unregister_external_parameter unwrap_model_for_generation",
+        "slipstream.tiled": "TiledLinear",
+    },
+    "deepspeed.runtime.zero.partition_parameters": {
+        "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
+        "zero_wrapper_for_fp_tensor_constructor",
+    },
+    "deepspeed.runtime.zero.offload_config": {"slipstream.compat.enums": "OffloadDeviceEnum OffloadStateTypeEnum"},
+    "deepspeed.runtime.lr_schedules": {
+        "slipstream.compat.schedules": "LRRangeTest ONE_CYCLE OneCycle LR_RANGE_TEST VALID_LR_SCHEDULES WARMUP_COSINE_LR "
+        "WARMUP_DECAY_LR WARMUP_LR WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments",
+    },
+    "deepspeed.runtime.dataloader": {"slipstream": "RepeatingLoader"},
+    "deepspeed.runtime.utils": {"slipstream.compat.utils": "move_to_device see_memory_usage set_random_seed"},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {
+        "slipstream.compat.checkpointing": "checkpoint configure is_configured model_parallel_cuda_manual_seed "
+        "non_reentrant_checkpoint reset",
+    },
+    "deepspeed.comm": {
+        "slipstream.compat.comm": "allgather_fn configure get_all_ranks_from_group get_global_rank get_local_rank get_rank "
+        "get_world_group get_world_size has_all_gather_into_tensor has_reduce_scatter_tensor inference_all_reduce init_distributed "
+        "initialize_mesh_device is_available is_initialized new_group reduce_scatter_fn",
+    },
+    "deepspeed.utils": {
+        "slipstream.compat.utils": "OnDevice get_z3_leaf_modules log_dist logger set_log_level_from_string set_z3_leaf_module "
+        "set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules",
+        "slipstream.compat.fragments": "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
+        "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+        "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+        "safe_update_full_grad_vectorized",
+        "slipstream": "RepeatingLoader",
+    },
+    "deepspeed.utils.logging": {"slipstream.compat.utils": "log_dist logger set_log_level_from_string"},
+    "deepspeed.utils.groups": {
+        "slipstream.compat.groups": "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
+        "_get_model_parallel_world_size _get_sequence_data_parallel_group _get_sequence_data_parallel_rank "
+        "_get_sequence_data_parallel_world_size _get_sequence_parallel_group _get_sequence_parallel_rank "
+        "_get_sequence_parallel_world_size get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
+        "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_rank "
+        "get_tensor_model_parallel_world_size",
+    },
+    "deepspeed.utils.zero_to_fp32": {
+        "slipstream.compat.weights": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
+        "load_state_dict_from_zero_checkpoint",
+    },
+    "deepspeed.checkpoint.utils": {"slipstream.compat.weights": "clone_tensors_for_torch_save"},
+    "deepspeed.ops.adam": {"slipstream.compat.optimizers": "DeepSpeedCPUAdam FusedAdam"},
+    "deepspeed.ops.adagrad": {"slipstream.compat.optimizers": "DeepSpeedCPUAdagrad"},
+    "deepspeed.ops.lion": {"slipstream.compat.optimizers": "DeepSpeedCPULion FusedLion"},
+    "deepspeed.ops.lamb": {"slipstream.compat.optimizers": "FusedLamb"},
+    "deepspeed.accelerator": {"slipstream.compat.accelerator": "get_accelerator"},
+    "deepspeed.launcher.runner": {"slipstream.compat.launcher": "DEEPSPEED_ENVIRONMENT_NAME main"},
+    "deepspeed.env_report": {"slipstream.compat.launcher": "report"},
+}
+
+# attribute of DeepSpeed's packages, or the file that a name has in them -> the module above that answers
+ALIASES: Mapping[str, str] = {
+    "deepspeed.zero": "deepspeed.runtime.zero",
+    "deepspeed.checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "deepspeed.comm.comm": "deepspeed.comm",
+    "deepspeed.ops.adam.cpu_adam": "deepspeed.ops.adam",
+    "deepspeed.ops.adam.fused_adam": "deepspeed.ops.adam",
+    "deepspeed.ops.lamb.fused_lamb": "deepspeed.ops.lamb",
+    "deepspeed.ops.lion.cpu_lion": "deepspeed.ops.lion",
+    "deepspeed.ops.adagrad.cpu_adagrad": "deepspeed.ops.adagrad",
+    "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator",
+    "deepspeed.utils.tensor_fragment": "deepspeed.utils",
+    "deepspeed.utils.z3_leaf_module": "deepspeed.utils",
+    "deepspeed.utils.init_on_device": "deepspeed.utils",
+    "deepspeed.runtime.zero.stage3": "deepspeed.runtime.zero",
+    "deepspeed.runtime.zero.tiling": "deepspeed.runtime.zero",
+}
+
+# modules whose other names are another module's
+BEYOND: Mapping[str, str] = {"deepspeed.comm": "torch.distributed"}
+
+# what is served and not the same
+DIFFERS: Mapping[str, str] = {
+    "deepspeed.initialize": "an unknown key of the config is an error with the nearest known one; `mesh_param` is refused",
+    "deepspeed.init_inference": "returns Slipstream's InferenceEngine, with `generate`; one device, transformers' decoders",
+    "deepspeed.DeepSpeedConfigError": "is ValueError; also batch sizes that disagree raise it, and name all of them",
+    "deepspeed.zero.Init": "a parameter keeps its shape, and reads as NaN; ranges are kept in host memory",
+    "deepspeed.zero.GatheredParameters": "at every stage, not 3 only",
+    "deepspeed.utils.safe_get_local_*, safe_set_local_*": "collective",
+    "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "make torch's or Slipstream's class, stepped by Slipstream's kernels",
+    "deepspeed.ops.lamb.FusedLamb": "corrects the bias before it takes the norm, as the paper does",
+    "deepspeed.utils.zero_to_fp32": "reads Slipstream's checkpoints; tied weights once",
+    "deepspeed.utils.set_z3_leaf_modules": "only marks: blocks are gathered whole, so what is inside one is a leaf already",
+    "deepspeed.utils.logger": "is Slipstream's logger, which says nothing below WARNING unless told",
+    "engine.save_16bit_model": "writes at every stage, whatever stage3_gather_16bit_weights_on_model_save says",
+    "engine.destroy": "collective; the model's parameters become ordinary whole ones",
+    "engine.no_sync": "at every stage",
+    "engine.offload_states, reload_states": "are `Engine.sleep` and `wake`; on a CPU there is only the disk to move to",
+    "optimizer.state_dict, load_state_dict": "are refused: engine.save_checkpoint saves the state, whatever the number of ranks",
+}
+
+_EXPERTS = "expert parallelism; experts train as ordinary parameters at every ZeRO stage"
+_PIPELINE = "pipeline parallelism; ZeRO stage 3 spreads the layers as well"
+_SEQUENCE = "sequence parallelism; checkpoint or offload activations (docs/ACTIVATIONS.md) for long sequences"
+_COMPRESSION = "compression; drop the call"
+_ONE_BIT = "compressed communication; use Adam or LAMB"
+_ATTENTION = "block-sparse attention; FlexAttention of torch takes block masks"
+_SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
+_BUILDERS = "DeepSpeed's builders of C++ code; Slipstream's kernels are built when it is installed"
+_CONFIG = "the config as an object; engine.config is the dictionary, and the engine's methods say what became of it"
+_ESTIMATE = "`slipstream plan` and engine.explain() give the bytes, activations too"
+
+# module of DeepSpeed -> {name, or * for all others: why, and what to do}
+MISSING: Mapping[str, Mapping[str, str]] = {
+    "deepspeed": {
+        "DeepSpeedConfig": _CONFIG,
+        "PipelineModule": _PIPELINE,
+        "PipelineEngine": _PIPELINE,
+        "DeepSpeedHybridEngine": "the hybrid engine; generation under torch.no_grad() works at every stage",
+        "DeepSpeedTransformerLayer": "DeepSpeed's transformer kernels; torch's scaled_dot_product_attention is as fast",
+        "DeepSpeedTransformerConfig": "DeepSpeed's transformer kernels; torch's scaled_dot_product_attention is as fast",
+        "replace_transformer_layer": "kernel injection; init_inference takes the whole model",
+    },
+    "deepspeed.runtime.zero": {
+        "TiledLinearReturnBias": "a tiled layer that returns its bias; TiledLinear adds it",
+        "estimate_zero3_model_states_mem_needs_all_live": _ESTIMATE,
+        "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATE,
+        "MiCS_Init": "a constructor of its own for it; zero_optimization.mics_shard_size with zero.Init does the same",
+    },
+    "deepspeed.runtime.config": {"DeepSpeedConfig": _CONFIG},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {
+        "get_cuda_rng_tracker": "random states per model-parallel rank, as there is no tensor parallelism; use torch's",
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {"*": _ESTIMATE},
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {"*": _SEQUENCE},
+    "deepspeed.sequence.layer": {"*": _SEQUENCE},
+    "deepspeed.runtime.fp16.onebit.adam": {"*": _ONE_BIT},
+    "deepspeed.runtime.fp16.onebit.lamb": {"*": _ONE_BIT},
+    "deepspeed.runtime.fp16.onebit.zoadam": {"*": _ONE_BIT},
+    "deepspeed.runtime.pipe": {"*": _PIPELINE},
+    "deepspeed.runtime.pipe.topology": {"*": _PIPELINE},
+    "deepspeed.runtime.data_pipeline": {"*": "data efficiency (curriculum sampling, random-LTD); sample in the data loader"},
+    "deepspeed.runtime.progressive_layer_drop": {"*": "progressive layer dropping; DeepSpeed 0.19.8 has none either"},
+    "deepspeed.runtime.sparse_tensor": {"*": "sparse gradients; dense reduction gives the same numbers"},
+    "deepspeed.runtime.hybrid_engine": {"*": "the hybrid engine; generation under torch.no_grad() works at every stage"},
+    "deepspeed.pipe": {"*": _PIPELINE},
+    "deepspeed.moe.layer": {"*": _EXPERTS},
+    "deepspeed.moe.sharded_moe": {"*": _EXPERTS},
+    "deepspeed.moe.utils": {"*": _EXPERTS},
+    "deepspeed.compression.compress": {"*": _COMPRESSION},
+    "deepspeed.compression.helper": {"*": _COMPRESSION},
+    "deepspeed.ops.sparse_attention": {"*": _ATTENTION},
+    "deepspeed.ops.transformer": {"*": "DeepSpeed's transformer kernels; torch's scaled_dot_product_attention is as fast"},
+    "deepspeed.ops.op_builder": {"*": _BUILDERS},
+    "deepspeed.ops.aio": {"*": "a handle of its own for files; offload_optimizer and offload_param use the disk"},
+    "deepspeed.inference.v2": {"*": _SERVING},
+    "deepspeed.inference": {"*": _SERVING},
+    "deepspeed.module_inject": {"*": "kernel injection; init_inference takes the whole model"},
+    "deepspeed.profiling.flops_profiler": {"*": "the flops profiler; torch.utils.flop_counter counts a forward and backward"},
+    "deepspeed.monitor.monitor": {"*": "monitoring; log the loss and engine.get_global_grad_norm() from the script"},
+    "deepspeed.elasticity": {"*": "elastic batch sizes; every checkpoint loads at any number of ranks"},
+    "deepspeed.linear": {"*": "DeepSpeed's quantised LoRA layers; use PEFT"},
+    "deepspeed.autotuning": {"*": "autotuning; `slipstream plan --memory 24G` finds the fastest configuration that fits"},
+}
+
+# methods of DeepSpeed's engine
+MISSING_METHODS: Mapping[str, str] = {
+    "train_batch": _PIPELINE,
+    "eval_batch": _PIPELINE,
+    "get_pld_theta": "progressive layer dropping",
+    "random_ltd_scheduler": "random-LTD",
+    "set_custom_curriculum_learning_schedule": "curriculum learning",
+    "set_data_post_process_func": "data efficiency",
+    "allreduce_gradients": "gradients are reduced by themselves during backward and step",
+    "register_compile_pass": "DeepCompile; engine.compile() is torch.compile",
+}

@@ -1,0 +1,107 @@
+"""DeepSpeed's optimizer classes: torch's and Slipstream's own, made with DeepSpeed's arguments.
+
+Each is a class whose `__new__` gives the optimizer that Slipstream has a kernel for, so that the engine knows it by its type.
+`isinstance(made, DeepSpeedCPUAdam)` is therefore true of what torch calls Adam and AdamW.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slipstream.optim import Lamb, Lion
+
+
+class _IsAdam(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, (torch.optim.Adam, torch.optim.AdamW))
+
+
+class DeepSpeedCPUAdam(metaclass=_IsAdam):
+    """AdamW, or Adam with `adamw_mode=False`; on the device where the engine keeps the states."""
+
+    def __new__(
+        cls, model_params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> Any:  # fmt: skip
+        if not fp32_optimizer_states:
+            raise ValueError("fp32_optimizer_states=False: set bf16.bf16_optimizer_states in the config instead")
+        return _adam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+
+class FusedAdam(metaclass=_IsAdam):
+    """AdamW, or Adam with `adam_w_mode=False`."""
+
+    def __new__(
+        cls, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,
+    ) -> Any:  # fmt: skip
+        return _adam(params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad)
+
+
+def _adam(
+    params: Any, lr: float, bias_correction: bool, betas: tuple[float, float], eps: float, decoupled: bool, weight_decay: float,
+    amsgrad: bool,
+) -> torch.optim.Optimizer:  # fmt: skip
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    made = kind(_fresh(params), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    for group in made.param_groups:
+        group["decoupled_weight_decay"] = decoupled  # groups of another optimizer may bring their own
+        if not bias_correction:
+            group["bias_correction"] = False
+    return made
+
+
+def _fresh(params: Any) -> Any:
+    """Copies of groups that another optimizer may own."""
+    return [dict(group) if isinstance(group, dict) else group for group in params]
+
+
+class DeepSpeedCPUAdagrad:
+    """torch's Adagrad."""
+
+    def __new__(
+        cls, model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> Any:  # fmt: skip
+        if amsgrad:
+            raise ValueError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no such variant")
+        return torch.optim.Adagrad(_fresh(model_params), lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+class DeepSpeedCPULion:
+    """Slipstream's Lion."""
+
+    def __new__(
+        cls, model_params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> Any:  # fmt: skip
+        return Lion(_fresh(model_params), lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class FusedLion:
+    """Slipstream's Lion."""
+
+    def __new__(
+        cls, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> Any:  # fmt: skip
+        return Lion(_fresh(params), lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class FusedLamb:
+    """Slipstream's LAMB."""
+
+    def __new__(
+        cls, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0, min_coeff: float = 0.01, amsgrad: bool = False,
+    ) -> Any:  # fmt: skip
+        if max_grad_norm or amsgrad:
+            raise ValueError("FusedLamb(max_grad_norm=) clips: set gradient_clipping in the config; amsgrad is no variant of it")
+        return Lamb(
+            _fresh(params), lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, eps_inside_sqrt=eps_inside_sqrt,
+            weight_decay=weight_decay, max_coeff=max_coeff, min_coeff=min_coeff,
+        )  # fmt: skip

@@ -1,0 +1,400 @@
+"""`deepspeed.zero`: models built in shards before there is an engine, and parameters shown whole.
+
+A parameter that `Init` has built is *held*: each rank keeps one range of it (`param.ds_tensor`), and what the parameter shows is
+its shape, dtype and device over a single NaN. `GatheredParameters` shows it whole; `initialize` takes the ranges, block by block.
+
+[Note: Held, not on meta] DeepSpeed's clients ask a parameter for its device, put new modules beside it and write values before
+there is an engine (`from_pretrained`, PEFT's adapters, resized embeddings). On meta such values would be lost; here they stay.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+
+from slipstream.distributed import init_distributed
+from slipstream.train.engine import Engine
+from slipstream.zero import access
+from slipstream.zero.init import asked, forget, supply
+
+
+class ZeroParamType(enum.Enum):
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(enum.Enum):
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+_ids = itertools.count()
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_DATA: Any = torch.Tensor.data  # the slot of param.data
+_NO_WRITES = frozenset({"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_", "__get__"})
+
+
+# -- ranges of a parameter over the ranks of a group --
+
+
+def _group_rank(group: Any) -> tuple[int, int]:
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+
+
+def _wire(tensor: Tensor, group: Any) -> Tensor:
+    """The tensor's bytes where the group's backend can send them from."""
+    on_cuda = dist.get_backend(group) == "nccl"
+    return (tensor.cuda() if on_cuda else tensor).contiguous().view(torch.uint8)
+
+
+def _chunk(param: nn.Parameter, size: int) -> int:
+    return -(-param.numel() // size)
+
+
+def _deal(param: nn.Parameter, values: Tensor | None, group: Any, source: int) -> Tensor:
+    """This rank's range of the values that rank `source` of the group has, padded to the same length on all. Collective."""
+    rank, size = _group_rank(group)
+    mine = torch.zeros(_chunk(param, size), dtype=param.dtype)
+    if size == 1:
+        assert values is not None
+        return mine.copy_(values.detach().reshape(-1))
+    pieces: list[Tensor] | None = None
+    if rank == source:
+        assert values is not None
+        padded = torch.zeros(size * len(mine), dtype=param.dtype)
+        padded[: param.numel()].copy_(values.detach().reshape(-1))
+        pieces = [_wire(piece, group) for piece in padded.chunk(size)]
+    received = _wire(mine, group)
+    dist.scatter(received, pieces, group=group, group_src=source)
+    return received.cpu().view(param.dtype)
+
+
+def _whole(param: Any) -> Tensor:
+    """All values of a held parameter, in its shape, memory of this rank's own. Collective."""
+    group = param.ds_process_group
+    _, size = _group_rank(group)
+    if size == 1:
+        return param.ds_tensor.clone().view(param.ds_shape)
+    mine = _wire(param.ds_tensor, group)
+    everything = torch.empty(size * mine.numel(), dtype=torch.uint8, device=mine.device)
+    dist.all_gather(list(everything.chunk(size)), mine, group=group)
+    return everything.cpu().view(param.dtype)[: param.ds_numel].view(param.ds_shape)
+
+
+class HeldParameter(nn.Parameter):
+    """A parameter of which this rank keeps a range. Writes inside `Init` go to all ranges; anywhere else they are refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        target, name = (args[0] if args else None), getattr(func, "__name__", "")
+        if isinstance(target, HeldParameter):
+            if func == _DATA.__get__ and Init.is_open():
+                return target  # so that param.data.normal_() in a constructor writes
+            writes = name.endswith("_") and not name.startswith("__") and name not in _NO_WRITES
+            if writes or name == "__setitem__" or func == _DATA.__set__:
+                return _write(target, func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _write(param: HeldParameter, func: Any, args: Any, kwargs: Mapping[str, Any]) -> HeldParameter:
+    if not Init.is_open():
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} is in ranges over the ranks since zero.Init; write it inside "
+            f"`with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`"
+        )
+    whole = {id(each): _whole(each) for each in (*args, *kwargs.values()) if isinstance(each, HeldParameter)}
+    with torch._C.DisableTorchFunctionSubclass():
+        func(*(whole.get(id(each), each) for each in args), **{key: whole.get(id(each), each) for key, each in kwargs.items()})
+    held: Any = param
+    held.ds_tensor = _deal(param, whole[id(param)], held.ds_process_group, 0)
+    return param
+
+
+def is_held(param: Any) -> bool:
+    return isinstance(param, HeldParameter)
+
+
+def _hold(param: Any, group: Any, source: int = 0) -> None:
+    """Keep this rank's range of what rank `source` has in the parameter. Collective."""
+    if param.numel() == 0 or param.is_meta:
+        return
+    param.ds_tensor = _deal(param, param.data, group, source)
+    param.ds_process_group, param.ds_id = group, next(_ids)
+    param.ds_shape, param.ds_numel = param.shape, param.numel()
+    param.ds_active_sub_modules = set()
+    _hide(param)
+
+
+def _hide(param: Any) -> None:
+    fill = float("nan") if param.is_floating_point() else 0
+    param.data = torch.full((), fill, dtype=param.dtype).expand(param.ds_shape)
+    param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    param.__class__ = HeldParameter
+
+
+class Init:
+    """`with deepspeed.zero.Init(...):` parameters built inside are in ranges over the ranks as soon as their module is complete.
+
+    module            one that has been built: the first rank's values are dealt out
+    data_parallel_group, mpu   whose ranks share the parameters; all by default
+    dtype             the default dtype inside. In which precision the engine computes is the config's to say
+    enabled           False does nothing
+
+    Buffers are ordinary ones. The other arguments are accepted and have no effect: ranges are kept in host memory until
+    `initialize` puts them where its config says. Collective: all ranks build the same model; the first one's values count.
+    """
+
+    _open: Init | None = None
+
+    def __init__(
+        self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
+        remote_device: str | None = None, pin_memory: bool = False, config_dict_or_path: Any = None, config: Any = None,
+        enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None, zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None, param_swapper: Any = None, tensor_overrides: Any = None,
+    ) -> None:  # fmt: skip
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            raise ValueError("zero.Init(zero_quantized_weights=True): quantised communication (ZeRO++) is not built yet; drop it")
+        self.enabled, self.dtype = enabled, dtype
+        self.group = mpu.get_data_parallel_group() if mpu is not None else data_parallel_group
+        self._fresh: dict[int, nn.Parameter] = {}  # built inside, not held yet
+        self._stack = ExitStack()
+        if enabled:
+            init_distributed()
+            for param in module.parameters() if module is not None else ():
+                if not is_held(param):
+                    _hold(param, self.group)
+
+    @classmethod
+    def is_open(cls) -> bool:
+        return cls._open is not None
+
+    def __enter__(self) -> Init:
+        if self.enabled and not Init.is_open():  # inside another one, that one acts
+            Init._open = self
+            stack = self._stack
+            stack.callback(self._close)
+            stack.callback(register_module_module_registration_hook(self._take_child).remove)
+            stack.callback(register_module_parameter_registration_hook(self._take_param).remove)
+            if self.dtype is not None:
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self.dtype)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if Init._open is self and kind is None:
+            self._hold_fresh(list(self._fresh.values()))
+        self._stack.close()
+
+    def _close(self) -> None:
+        Init._open = None
+        self._fresh.clear()
+
+    def _take_param(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not is_held(param):
+            self._fresh[id(param)] = param
+
+    def _take_child(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None:
+            self._hold_fresh(list(child.parameters()))
+
+    def _hold_fresh(self, params: Iterable[nn.Parameter]) -> None:
+        for param in params:
+            if self._fresh.pop(id(param), None) is not None:
+                _hold(param, self.group)
+
+
+class GatheredParameters:
+    """`with deepspeed.zero.GatheredParameters(params, modifier_rank=0):` parameters whole, before and after `initialize`.
+
+    With `modifier_rank` what that rank (of all ranks) writes counts on all; without it what is written inside is dropped.
+    Collective. Parameters that are in no shards stay as they are. `fwd_module` has no effect: a forward gathers what it reads.
+    """
+
+    def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True) -> None:
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, Tensor):
+            params = [params]
+        chosen = {id(param): param for param in params if param is not None} if enabled else {}
+        self.held: list[Any] = sorted((param for param in chosen.values() if is_held(param)), key=lambda param: param.ds_id)
+        self.ours: list[Any] = [param for param in chosen.values() if isinstance(param, nn.Parameter) and not is_held(param)]
+        self.modifier_rank = modifier_rank
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for param in self.held:
+            values = _whole(param)
+            param.__class__ = nn.Parameter
+            param.data = values
+            param.ds_status = ZeroParamStatus.AVAILABLE
+        chosen = access.units_of(self.ours)
+        if chosen:
+            rank = self.modifier_rank
+            if rank is not None:
+                rank = next(iter(chosen)).comms.data.axis.ranks.index(rank)
+            self._stack.enter_context(_shown([unit.params[i] for unit, which in chosen.items() for i in which]))
+            self._stack.enter_context(access.gathered_units(chosen, rank, write=rank is not None))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for param in self.held:
+            if kind is None and self.modifier_rank is not None:
+                group = param.ds_process_group
+                source = dist.get_group_rank(group, self.modifier_rank) if group is not None else self.modifier_rank
+                param.ds_tensor = _deal(param, param.data, group, source)
+            _hide(param)
+        self._stack.__exit__(kind, error, traceback)
+
+
+@contextmanager
+def _shown(params: Sequence[Any]) -> Iterator[None]:
+    marked = [param for param in params if hasattr(param, "ds_status")]
+    before = [param.ds_status for param in marked]
+    for param in marked:
+        param.ds_status = ZeroParamStatus.AVAILABLE
+    try:
+        yield
+    finally:
+        for param, status in zip(marked, before, strict=True):
+            param.ds_status = status
+
+
+@contextmanager
+def unwrap_model_for_generation(engine: Engine) -> Iterator[nn.Module]:
+    """The engine's model with all its parameters whole."""
+    with GatheredParameters(engine.module):
+        yield engine.module
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """No effect: a parameter that is read in a forward outside its own module is gathered there."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """No effect."""
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's constructors are left alone; transformers exchanges this for the time of an `Init`, to have `arange` left alone."""
+    return fn
+
+
+# -- from held parameters to an engine --
+
+
+class _Held:
+    """A Reader (zero/materialize.py) of held parameters: each block's are gathered before they are read, and dropped after."""
+
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        self.named = named
+        self._there: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.named
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.named[name].dtype
+
+    def fetch(self, names: Sequence[str]) -> None:
+        self._there = {name: _whole(self.named[name]).reshape(-1) for name in names}
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self._there[name][start:stop]
+
+    def close(self) -> None:
+        self._there = {}
+
+
+@contextmanager
+def held_values(model: nn.Module | None) -> Iterator[None]:
+    """Inside, `slipstream.initialize` finds the held parameters' values. Where it fails, they are held again."""
+    named: dict[str, Any] = {}
+    if model is not None:
+        named = {name: param for name, param in model.named_parameters(remove_duplicate=False) if is_held(param)}
+    if model is None or not named:
+        yield
+        return
+    if asked(model) is None:
+        supply(model, _Held(named))
+    for param in named.values():
+        param.__class__ = nn.Parameter
+    try:
+        yield
+    except BaseException:
+        forget(model)
+        for param in named.values():
+            param.__class__ = HeldParameter
+        raise
+    for param in {id(param): param for param in named.values()}.values():
+        for name in ("ds_tensor", "ds_process_group", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules"):
+            delattr(param, name)
+
+
+def adopt(engine: Engine) -> None:
+    """Give the parameters of a new engine the attributes by which scripts know that they are in shards."""
+    _engines.add(engine)
+    if engine.plan.zero.stage < 3:
+        return
+    for param in (param for unit in engine.units for param in unit.params):
+        marked: Any = param
+        marked.ds_id, marked.ds_shape, marked.ds_numel = next(_ids), param.shape, param.numel()
+        marked.ds_status, marked.ds_active_sub_modules = ZeroParamStatus.NOT_AVAILABLE, set()
+    if engine.optimizer is not None:
+        engine.optimizer.parameter_offload = ParameterOffload(engine.module)
+
+
+def engine_of(param: nn.Parameter) -> tuple[Engine, str]:
+    """The engine that a parameter belongs to, and its name there. Raises ValueError where there is none."""
+    for unit, indices in access.units_of([param]).items():
+        for engine in _engines:
+            if unit in engine.units:
+                return engine, unit.names[indices[0]]
+    raise ValueError(
+        f"a parameter of shape {tuple(param.shape)} belongs to no engine of deepspeed.initialize(); pass one of engine.parameters()"
+    )
+
+
+class ParameterOffload:
+    """What clients that take DeepSpeed's hooks off an engine before they generate, and put them on again, hold on to.
+
+    There is nothing to take off: inside `GatheredParameters` the engine's hooks see the whole parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = _Parameters(model)
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Nothing to put on."""
+
+    _register_hooks_recursively = _register_deepspeed_module
+
+
+class _Parameters:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters(recurse=recurse)
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())

@@ -1,0 +1,145 @@
+"""LoRA on a frozen base, and TRL's trainers, each as its documentation has it."""
+
+from typing import Any
+
+import torch
+import transformers
+from accelerate import PartialState
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from tests.clients.transformers_script import FOLDER, InOrder, arguments, begin, llama, logs_of, samples
+
+LORA = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
+
+
+def forget() -> None:
+    """As after the arguments are gone: transformers loads as without DeepSpeed."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+
+
+def source() -> str:
+    folder = FOLDER / "source"
+    if PartialState().process_index == 0 and not folder.exists():
+        forget()
+        llama().save_pretrained(folder)
+    PartialState().wait_for_everyone()
+    return str(folder)
+
+
+def lora(stage: int) -> None:
+    """Trains its adapters only, saves those only, resumes, and is loaded onto the base again."""
+    base = source()
+    name = f"lora_{stage}"
+    losses = []
+    for resume in (None, str(FOLDER / name / "checkpoint-2")):
+        args = arguments(stage, name, optimizer=False)
+        torch.manual_seed(11)  # the adapters' first values
+        model = get_peft_model(transformers.LlamaForCausalLM.from_pretrained(base), LORA)
+        trainer = InOrder(model=model, args=args, train_dataset=samples(), eval_dataset=samples(4))
+        trainer.train(resume_from_checkpoint=resume)
+        losses.append((logs_of(trainer)[3], logs_of(trainer)[4], trainer.evaluate()["eval_loss"]))
+        assert sum(p.numel() for p in trainer.model.parameters() if p.requires_grad) == 2 * 2 * 4 * 32 + 2 * 4 * (32 + 16)
+    assert losses[0] == losses[1], losses
+    folder = FOLDER / name / "saved"
+    trainer.save_model(str(folder))
+    PartialState().wait_for_everyone()
+    assert (folder / "adapter_model.safetensors").stat().st_size < 16384
+    forget()
+    loaded = PeftModel.from_pretrained(transformers.LlamaForCausalLM.from_pretrained(base), folder).eval()
+    ids = torch.stack([row["input_ids"] for row in samples(4)])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=ids, labels=ids).loss.item(), losses[1][2], rtol=1e-4, atol=1e-5)
+
+
+def tokenizer() -> Any:
+    """Of words w0 to w99."""
+    import tokenizers
+
+    vocabulary = {f"w{i}": i for i in range(100)} | {"<pad>": 100, "<eos>": 101, "<unk>": 102}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def words(start: int, count: int) -> str:
+    return " ".join(f"w{(start + i) % 100}" for i in range(count))
+
+
+def common(stage: int, name: str) -> dict[str, Any]:
+    kept = arguments(stage, name, optimizer=False)
+    names = ("output_dir", "deepspeed", "per_device_train_batch_size", "max_steps", "learning_rate", "logging_steps", "report_to")
+    return {each: getattr(kept, each) for each in names} | {
+        "accelerator_config": {"use_configured_state": True}, "save_strategy": "no", "disable_tqdm": True, "bf16": False,
+        "dataloader_pin_memory": False, "gradient_checkpointing": stage == 3,
+    }  # fmt: skip
+
+
+def curve(trainer: Any) -> list[tuple[float, float]]:
+    trainer.train()
+    return list(logs_of(trainer).values())
+
+
+def sft(stage: int, adapters: bool) -> list[tuple[float, float]]:
+    import datasets
+    import trl
+
+    base = source()
+    args = trl.SFTConfig(**common(stage, f"sft_{stage}"), max_length=32)
+    model = transformers.LlamaForCausalLM.from_pretrained(base)
+    data = datasets.Dataset.from_list([{"text": words(i, 12)} for i in range(64)])
+    torch.manual_seed(11)
+    trainer = trl.SFTTrainer(
+        model=model, args=args, train_dataset=data, processing_class=tokenizer(), peft_config=LORA if adapters else None
+    )
+    logs = curve(trainer)
+    generate(trainer)
+    return logs
+
+
+def generate(trainer: Any) -> None:
+    """As TRL's online trainers do between steps: parameters whole, hooks off and on again; each rank as long as it takes."""
+    from trl.models import unwrap_model_for_generation
+
+    length = 3 + PartialState().process_index
+    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model, torch.no_grad():
+        out = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=length, min_new_tokens=length, do_sample=False)
+    assert out.shape == (1, 3 + length)
+
+
+def dpo(stage: int, adapters: bool) -> list[tuple[float, float]]:
+    import datasets
+    import trl
+
+    base = source()
+    args = trl.DPOConfig(**common(stage, f"dpo_{stage}"), max_length=32, beta=0.5)
+    model = transformers.LlamaForCausalLM.from_pretrained(base)
+    reference = None if adapters else transformers.LlamaForCausalLM.from_pretrained(base)
+    rows = [{"prompt": words(i, 4) + " ", "chosen": words(i + 4, 6), "rejected": words(i + 50, 6)} for i in range(64)]
+    torch.manual_seed(11)
+    trainer = trl.DPOTrainer(
+        model=model, ref_model=reference, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer(),
+        peft_config=LORA if adapters else None,
+    )  # fmt: skip
+    logs = curve(trainer)
+    assert abs(logs[0][0] - 0.6931) < 1e-3, logs  # log 2: the reference is the model
+    return logs
+
+
+def peft() -> None:
+    begin()
+    lora(2)
+    lora(3)
+    torch.distributed.destroy_process_group()
+
+
+def trl_trainers() -> None:
+    """Stage 3, whose model is in ranges from its first line and recomputes activations, trains as stage 2 does."""
+    begin()
+    for trainer in (sft, dpo):
+        for adapters in (False, True):
+            staged = [torch.tensor(trainer(stage, adapters)) for stage in (2, 3)]
+            assert staged[0].shape == (4, 2)
+            torch.testing.assert_close(staged[1], staged[0], rtol=2e-3, atol=1e-4)
+    torch.distributed.destroy_process_group()

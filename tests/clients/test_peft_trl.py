@@ -1,0 +1,13 @@
+"""LoRA on a frozen base, and TRL's SFT and DPO: peft_script.py."""
+
+from tests.clients.conftest import Run, needs
+
+
+@needs("accelerate", "transformers", "peft")
+def test_lora_trains_saves_and_resumes(run_clients: Run) -> None:
+    run_clients("peft_script", "peft")
+
+
+@needs("accelerate", "transformers", "peft", "trl", "datasets")
+def test_sft_and_dpo(run_clients: Run) -> None:
+    run_clients("peft_script", "trl_trainers")

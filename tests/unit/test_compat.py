@@ -1,0 +1,325 @@
+"""DeepSpeed's names: every one is served or says why not, and behaves as its contracts say. Engines here are of one rank."""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from slipstream.compat import launcher, modules, names
+from slipstream.compat.__main__ import tables
+from tests import toy
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIM = ROOT / "compat" / "deepspeed"
+
+
+@pytest.fixture
+def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The package from the repository, as if it were installed."""
+    before, finders = dict(sys.modules), list(sys.meta_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(str(SHIM))
+    yield importlib.import_module("deepspeed")
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+    sys.modules.update({name: module for name, module in before.items() if name.split(".")[0] == "deepspeed"})
+    sys.meta_path[:] = finders
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone, which is what `zero.Init` and an engine join."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make(deepspeed: Any, stage: int = 3, model: Any = None, **blocks: Any) -> Any:
+    config = toy.settings(stage, **blocks)
+    engine, *_ = deepspeed.initialize(model=model or toy.seeded(toy.Lm), config=config, dist_init_required=False)
+    return engine
+
+
+def step(engine: Any, number: int = 0) -> None:
+    engine.backward(engine(toy.tokens(0, number)))
+    engine.step()
+
+
+# -- names --
+
+
+def test_every_name_that_is_said_to_be_served_is(deepspeed: ModuleType) -> None:
+    for module, homes in names.SERVED.items():
+        loaded = importlib.import_module(module)
+        for name in " ".join(homes.values()).split():
+            assert getattr(loaded, name) is not None
+            assert name in dir(loaded)
+    for alias, module in names.ALIASES.items():
+        for name in " ".join(names.SERVED[module].get(home, "") for home in names.SERVED[module]).split():
+            assert getattr(importlib.import_module(alias), name) is getattr(importlib.import_module(module), name)
+
+
+def test_a_missing_name_says_why(deepspeed: ModuleType) -> None:
+    for module, reasons in names.MISSING.items():
+        loaded = importlib.import_module(module)
+        for name, why in reasons.items():
+            with pytest.raises(ImportError, match="is not built yet") as error:
+                getattr(loaded, "Anything" if name == "*" else name)
+            assert why in str(error.value)
+    with pytest.raises(ImportError, match="expert parallelism"):
+        exec("from deepspeed.moe.layer import MoE")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("deepspeed.nothing")
+    with pytest.raises(AttributeError, match="COMING_FROM_DEEPSPEED"):
+        deepspeed.nothing  # noqa: B018
+
+
+def test_what_clients_look_for_when_they_import(deepspeed: Any) -> None:
+    """accelerate and transformers read attributes of attributes after a bare `import deepspeed`."""
+    assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+    assert deepspeed.zero.GatheredParameters is deepspeed.runtime.zero.partition_parameters.GatheredParameters
+    assert deepspeed.comm.ReduceOp.SUM is dist.ReduceOp.SUM  # torch.distributed's own
+    assert callable(deepspeed.checkpointing.checkpoint) and callable(deepspeed.ops.adam.DeepSpeedCPUAdam)
+    assert deepspeed.utils.logger.name == "slipstream" and deepspeed.__version__.startswith("0.19.8+slipstream")
+    assert deepspeed.get_accelerator().current_device_name() == "cpu"
+    assert deepspeed.utils.groups._get_sequence_parallel_world_size() == 1
+
+
+def test_it_refuses_the_real_ones_files(tmp_path: Path) -> None:
+    folder = tmp_path / "deepspeed"
+    folder.mkdir()
+    (folder / "__init__.py").write_bytes((SHIM / "deepspeed" / "__init__.py").read_bytes())
+    (folder / "runtime").mkdir()
+    (folder / "env_report.py").touch()
+    with pytest.raises(ImportError, match=r"env_report.py and 1 more.*pip uninstall deepspeed"):
+        modules.refuse_mixture([str(folder)])
+
+
+def test_importing_it_imports_neither_the_engine_nor_pydantic() -> None:
+    code = "import deepspeed, sys; print('slipstream.train' in sys.modules, 'pydantic' in sys.modules)"
+    env = {"PYTHONPATH": f"{SHIM}:{ROOT / 'src'}"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_page_prints_these_tables() -> None:
+    page = (ROOT / "docs" / "COMING_FROM_DEEPSPEED.md").read_text()
+    assert page.endswith(tables() + "\n"), "replace what follows 'Names' by what `python -m slipstream.compat` prints"
+
+
+# -- behaviour (reference/deepspeed-surface.md, 1.18) --
+
+
+@pytest.mark.usefixtures("group")
+def test_a_window_counts_and_scales_as_deepspeed_does(deepspeed: Any) -> None:
+    engine = make(deepspeed, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=2)
+    assert isinstance(engine, deepspeed.DeepSpeedEngine) and engine.get_batch_info() == (4, 2, 2)
+    loss = engine(toy.tokens(0, 0))
+    torch.testing.assert_close(engine.backward(loss), loss.detach() / 2)
+    assert not engine.is_gradient_accumulation_boundary()
+    engine.step()
+    assert (engine.global_steps, engine.micro_steps, engine.was_step_applied()) == (0, 1, False)
+    assert engine.is_gradient_accumulation_boundary()
+    engine.backward(engine(toy.tokens(0, 1)))
+    engine.step()
+    assert (engine.global_steps, engine.global_samples, engine.was_step_applied()) == (1, 4, True)
+    assert engine.get_global_grad_norm() > 0
+    engine.set_train_batch_size(8)
+    assert engine.gradient_accumulation_steps() == 4 and engine.train_batch_size() == 8
+    for i in range(3):
+        step(engine, i)
+    assert engine.global_steps == 1
+    step(engine)
+    assert engine.global_steps == 2
+    with pytest.raises(ValueError, match=r"set_train_batch_size\(7\)"):
+        engine.set_train_batch_size(7)
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_an_overflow_is_a_step_that_is_skipped(deepspeed: Any) -> None:
+    engine = make(deepspeed, 1, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
+    engine.backward(engine(toy.tokens(0, 0)) * float("inf"))
+    engine.step()
+    assert (engine.global_steps, engine.skipped_steps, engine.loss_scale()) == (1, 1, 128.0)
+    assert engine.optimizer.overflow and not engine.was_step_applied()
+    assert engine.dynamic_loss_scale() and engine.fp16_enabled() and not engine.bfloat16_enabled()
+    step(engine)
+    assert not engine.optimizer.overflow and engine.skipped_steps == 1
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_schedule_steps_with_the_engine(deepspeed: Any) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    engine = make(deepspeed, 0, scheduler=scheduler)
+    rates = []
+    for i in range(3):
+        step(engine, i)
+        rates += engine.get_lr()
+    assert rates == pytest.approx([0.0, 0.025, 0.05]) and engine.lr_scheduler.get_last_lr() == engine.get_lr()
+    assert type(engine.lr_scheduler).__name__ in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_checkpoint_tags(deepspeed: Any, tmp_path: Path) -> None:
+    engine = make(deepspeed)
+    assert engine.load_checkpoint(str(tmp_path)) == (None, {})
+    step(engine)
+    engine.save_checkpoint(str(tmp_path), client_state={"epoch": 3})
+    assert (tmp_path / "latest").read_text().strip() == "global_step1" and (tmp_path / "global_step1").is_dir()
+    step(engine)
+    folder, client = engine.load_checkpoint(str(tmp_path))
+    assert folder == str(tmp_path / "global_step1") and client == {"epoch": 3} and engine.global_steps == 1
+    state = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    ours = engine.module_state_dict()
+    assert state.keys() == ours.keys() and all(torch.equal(state[name], ours[name]) for name in ours)
+    other = deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(toy.seeded(toy.Lm, seed=5), tmp_path)
+    assert torch.equal(other.head.weight, ours["head.weight"])
+    assert engine.save_16bit_model(str(tmp_path / "out")) is True
+    saved = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(saved[name], ours[name]) for name in ours)
+    engine.save_16bit_model(str(tmp_path / "out"), "model.safetensors", exclude_frozen_parameters=True)
+    assert safetensors.torch.load_file(tmp_path / "out" / "model.safetensors").keys() == ours.keys()
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_states_of_a_parameter(deepspeed: Any) -> None:
+    utils = deepspeed.utils
+    engine = make(deepspeed)
+    weight = engine.module.head.weight
+    assert hasattr(weight, "ds_id") and weight.ds_status is deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE
+    assert utils.safe_get_full_grad(weight) is None
+    engine.backward(engine(toy.tokens(0, 0)))
+    grad = utils.safe_get_full_grad(weight)
+    assert grad.shape == weight.ds_shape and grad.norm() > 0
+    utils.safe_set_full_grad(weight, torch.zeros_like(grad))
+    assert utils.safe_get_full_grad(weight).norm() == 0
+    utils.safe_set_local_grad(weight, torch.ones_like(utils.safe_get_local_grad(weight)))
+    utils.safe_update_full_grad_vectorized([weight], lambda grad, param: grad * 2)
+    torch.testing.assert_close(utils.safe_get_full_grad(weight), torch.full(weight.shape, 2.0))
+    engine.step()
+    assert utils.safe_get_full_optimizer_state(weight, "exp_avg").norm() > 0
+    utils.safe_set_full_optimizer_state(weight, torch.zeros(weight.shape), "exp_avg")
+    assert utils.safe_get_local_optimizer_state(weight, "exp_avg").norm() == 0
+    utils.safe_set_full_fp32_param(weight, torch.ones(weight.shape))
+    utils.safe_set_local_fp32_param(weight, utils.safe_get_local_fp32_param(weight) * 3)
+    with deepspeed.zero.GatheredParameters(weight):
+        assert weight.ds_status is deepspeed.zero.ZeroParamStatus.AVAILABLE and weight.eq(3).all()
+        weight.data.zero_()  # dropped: no modifier_rank
+    with deepspeed.zero.GatheredParameters([weight, None], modifier_rank=0):
+        assert weight.eq(3).all()
+        weight.data.fill_(7)
+    assert utils.safe_get_full_fp32_param(weight).eq(7).all()
+    engine.destroy()
+    with pytest.raises(ValueError, match="belongs to no engine"):
+        utils.safe_get_full_fp32_param(weight)
+
+
+@pytest.mark.usefixtures("group")
+def test_what_the_engine_lacks_it_looks_for_in_the_model(deepspeed: Any) -> None:
+    engine = make(deepspeed)
+    assert engine.head is engine.module.head
+    with pytest.raises(AttributeError, match=r"engine.train_batch is not built yet: pipeline"):
+        engine.train_batch  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        engine.nothing  # noqa: B018
+    engine.destroy()
+
+
+def test_configs_of_clients(deepspeed: Any) -> None:
+    """base64 (DeepSpeed's command lines), and TRL's dotted keys, which do not override what the block says."""
+    import base64
+    import json
+
+    from slipstream.compat.engine import _decode, _unfold
+
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+    assert _decode(base64.urlsafe_b64encode(json.dumps(config).encode()).decode()) == config
+    assert _decode("missing.json") == "missing.json"
+    dotted = config | {"zero_optimization.stage": 1, "zero_optimization.reduce_bucket_size": 0.9}
+    assert _unfold(dotted)["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 0.9}
+
+
+@pytest.mark.usefixtures("group")
+def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: Any) -> None:
+    zero = deepspeed.zero
+    plain = toy.seeded(toy.Lm)
+    with zero.Init():
+        model = toy.seeded(toy.Lm)
+        model.head.weight.data.mul_(2)  # constructors write after modules are complete
+    weight = model.head.weight
+    assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE and weight.isnan().all()
+    assert weight.shape == plain.head.weight.shape and weight.device.type == "cpu" and weight.untyped_storage().nbytes() == 4
+    with pytest.raises(RuntimeError, match="GatheredParameters"):
+        weight.zero_()
+    with zero.GatheredParameters(model.parameters()):
+        torch.testing.assert_close(weight, plain.head.weight * 2)
+        weight.data.zero_()
+    with zero.GatheredParameters([model.embedding.weight], modifier_rank=0):
+        model.embedding.weight.data.fill_(0.5)
+    model.extra = torch.nn.Linear(2, 2)  # an adapter, beside parameters in ranges
+    with pytest.raises(ValueError, match="no_such_key"):
+        deepspeed.initialize(model=model, config={"no_such_key": 1}, dist_init_required=False)
+    engine = make(deepspeed, model=model)
+    state = engine.state_dict()
+    torch.testing.assert_close(state["head.weight"], plain.head.weight * 2)
+    torch.testing.assert_close(state["blocks.1.up.weight"], plain.blocks[1].up.weight)
+    assert state["embedding.weight"].eq(0.5).all() and not hasattr(weight, "ds_tensor")
+    step(engine)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_optimizers_are_those_that_have_kernels(deepspeed: Any, mode: bool) -> None:
+    from slipstream.optim import rule_of
+
+    param = torch.nn.Parameter(torch.zeros(3))
+    groups = torch.optim.Adam([param]).param_groups  # as accelerate hands them over
+    made = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.1, weight_decay=0.0, adamw_mode=mode)
+    assert isinstance(made, torch.optim.AdamW) is mode and isinstance(made, deepspeed.ops.adam.DeepSpeedCPUAdam)
+    assert rule_of(made).decoupled is mode  # type: ignore[union-attr]
+    for kind in (deepspeed.ops.adagrad.DeepSpeedCPUAdagrad, deepspeed.ops.lion.FusedLion, deepspeed.ops.lamb.FusedLamb):
+        assert kind([param]).param_groups[0]["params"] == [param]
+
+
+def test_leaf_modules_are_marked_and_returned(deepspeed: Any) -> None:
+    utils, model = deepspeed.utils, toy.Lm()
+    assert utils.set_z3_leaf_modules(model, [toy.Block]) == list(model.blocks) == utils.get_z3_leaf_modules(model)
+    assert utils.set_z3_leaf_modules_by_name(model, ["head"]) == [model.head]
+    assert utils.unset_z3_leaf_modules(model, [toy.Block]) and utils.get_z3_leaf_modules(model) == [model.head]
+    with pytest.raises(ValueError, match="no module of Lm is of class"):
+        utils.set_z3_leaf_modules(model, ["Experts"])
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("--num_gpus 2 a.py --lr 1", "run --pass-local-rank --num_gpus 2 a.py --lr 1"),
+        ("--num_accelerators=2 --no_local_rank -m a.b", "run --num_gpus=2 -m a.b"),
+        ("-i host:0,1 --master_port 29501 --force_multi a.py", "run --pass-local-rank -i host:0,1 --master_port 29501 a.py"),
+        ("a.py --num_gpus 2", "run --pass-local-rank a.py --num_gpus 2"),
+    ],
+)
+def test_the_command_is_slipstream_run(given: str, ours: str) -> None:
+    from slipstream.launch import cli
+
+    assert launcher.translate(given.split()) == ours.split()
+    cli.build_parser().parse_args(ours.split())
+
+
+def test_the_command_refuses_what_is_not_there() -> None:
+    with pytest.raises(ValueError, match="autotuning is not built"):
+        launcher.translate(["--autotuning", "run", "a.py"])
