@@ -289,7 +289,7 @@ class Reader(StorageReader):
         needed: dict[tuple[str, Shape], set[int]] = defaultdict(set)
         for item in items:
             entry, piece = self._find(item.storage_index)
-            for first, nbytes in _runs(entry, piece, item):
+            for first, nbytes in _runs(entry, piece, item) if piece.crc32 else ():
                 needed[item.storage_index.fqn, piece.box.offsets].update(
                     range(first // block, (first + nbytes - 1) // block + 1)
                 )

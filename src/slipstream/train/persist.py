@@ -181,7 +181,7 @@ def _take_values(
         undo.append(lambda: _restore_random(present, engine.device))
         _restore_random(loaded.per_rank["random"], engine.device)
     else:
-        logger.info("random states are those of this run: the checkpoint was saved by another number of ranks")
+        logger.info("random states are those of this run: the checkpoint has none for this number of ranks")
 
 
 def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> None:
@@ -353,7 +353,7 @@ def _take_scalars(engine: Engine, saved: Any, undo: list[Callable[[], None]], la
     if saved is None:
         raise CheckpointError(f"it was saved without an optimizer, and this engine has one; {_OWN_OPTIMIZER}")
     classes, groups = _optimizer_classes(steps), steps.inner.param_groups
-    if not set(classes) & set(saved["classes"]):
+    if saved["classes"] is not None and not set(classes) & set(saved["classes"]):
         raise CheckpointError(f"its optimizer is {saved['classes'][0]} and this engine's is {classes[0]}; {_OWN_OPTIMIZER}")
     if len(groups) != len(saved["groups"]):
         raise CheckpointError(
