@@ -5,10 +5,11 @@ tensor, or a plain value. `save` and `load` are collective over a group; see sto
 document.py for metadata.json, directory.py for tags and atomicity, values.py for what a value may be.
 """
 
+from .background import Saving, Staging
 from .errors import CheckpointError
 from .flat_slice import Box, FlatSlice, boxes
 from .load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, reader
-from .save import save
+from .save import save, save_behind
 
 __all__ = [
     "Box",
@@ -16,6 +17,8 @@ __all__ = [
     "FlatSlice",
     "Loaded",
     "Metadata",
+    "Saving",
+    "Staging",
     "TensorInfo",
     "boxes",
     "latest_tag",
@@ -23,4 +26,5 @@ __all__ = [
     "load_metadata",
     "reader",
     "save",
+    "save_behind",
 ]

@@ -236,7 +236,7 @@ class _Import:
     def _values(self, groups: list[dict[str, Any]], state: Mapping[str, Any]) -> None:
         if self.groups is None:
             self.groups = [{key: value for key, value in group.items() if key not in ("params", "step")} for group in groups]
-            self.scaler = state["loss_scaler"]
+            self.scaler = state.get("loss_scaler")
 
     def _shared(self) -> dict[str, Any]:
         model = self.model
@@ -246,7 +246,7 @@ class _Import:
                 _, kind, param = name.split(".", 2)
                 kinds.setdefault(param, set()).add(kind)
         found = max(kinds.values(), key=len, default=set())
-        scaler = self.scaler
+        scaler = self.scaler or {}
         clean = int(scaler.get("cur_iter", 0)) - int(scaler.get("last_overflow_iter", -1)) - 1
         values = {
             "counters": {name: int(model[name]) for name in ("global_steps", "skipped_steps", "global_samples")},

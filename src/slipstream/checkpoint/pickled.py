@@ -100,7 +100,7 @@ def _read(path: Path, archive: zipfile.ZipFile) -> Any:
 def _check_memo(raw: bytes) -> None:
     """Refuse a number in the memo that no honest pickle reaches: Python makes room for all below it."""
     for count, (opcode, argument, _) in enumerate(pickletools.genops(raw)):
-        if "PUT" in opcode.name and argument > count:
+        if "PUT" in opcode.name and int(argument or 0) > count:
             raise CheckpointError(f"damaged or hostile: its pickle stores value {count} under the number {argument}")
 
 

@@ -240,6 +240,7 @@ class Slipstream(Block):
     stochastic_rounding: bool = False
     seed: Int = 0
     activations: Annotated[Literal["keep", "recompute", "offload"], BeforeValidator(lower)] = "keep"
+    keep_checkpoints: Count | None = None
 
 
 class Config(Block):
