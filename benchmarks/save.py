@@ -1,7 +1,7 @@
-"""The leg `save`: a checkpoint of 1.6 GB of state, beside fio's sequential write of as many bytes, torch.save and DeepSpeed, in turns.
+"""The leg `save`: a checkpoint of 1.6 GB of state, beside fio's sequential write of as many bytes, torch.save and DeepSpeed.
 
-Until all is on disk, for everybody: torch.save and DeepSpeed return before that, so their files are synced behind them, and the time
-of their call alone is told too. fio writes blocks of a checksum's size, through the page cache and synced at the end as we do, and
+In turns, until all is on disk for everybody: torch.save and DeepSpeed return before that, so their files are synced behind them,
+and the time of their call alone is told too. fio writes blocks of a checksum's size, through the page cache and synced at the end as we do, and
 directly. Then what a save behind training takes from training, and what is left of saves that are killed.
 """
 
@@ -125,7 +125,7 @@ def _words(
     def seconds(kind: str, what: str) -> list[float]:
         return [each[what] for each in found[kind]]
 
-    names = {"slipstream": "Slipstream, save_checkpoint", "torch": "torch.save", "deepspeed": "DeepSpeed, save_checkpoint (ZeRO-1)"}
+    names = {"slipstream": "Slipstream, save_checkpoint", "torch": "torch.save", "deepspeed": "DeepSpeed, save_checkpoint"}
     rows = [
         ["fio, page cache, fsync", "-", Spread.of(disk["cached"]).show(2), _rate(nbytes, disk["cached"])],
         ["fio, direct", "-", Spread.of(disk["direct"]).show(2), _rate(nbytes, disk["direct"])],

@@ -1,6 +1,7 @@
 """Saves that are killed: `python crashes.py FOLDER SEED "at once"|behind KILLS`.
 
-After each, the checkpoint before or the new one loads. Killed KILLS times at a random instant, then before each system call that makes a save, in turn.
+After each, the checkpoint before or the new one loads. Killed KILLS times at a random instant, then before each system call that
+makes a save, in turn.
 """
 
 import os

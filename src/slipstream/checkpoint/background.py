@@ -1,6 +1,6 @@
 """Saves that go on while training does: copied at the call, written behind it.
 
-    the call:   agree, draft, plan, as every save; then each rank copies its pieces to host memory (`Staging`), and training goes on
+    the call:   agree, draft, plan, as every save; then each rank copies its pieces to host memory (`Staging`)
     behind it:  each rank writes its file from that copy and, last, its checksums beside it (`rank_00001.crc`);
                 rank 0 waits for all of those, then commits. No collective: the ranks' groups belong to training
 

@@ -30,7 +30,7 @@ def convert(
     source: str | os.PathLike[str], target: str | os.PathLike[str], to: Kind, *, tag: str | None = None,
     dtype: torch.dtype | None = None, shard_nbytes: int = pretrained.SHARD_NBYTES, like: str | os.PathLike[str] | None = None,
 ) -> Path:  # fmt: skip
-    """Write `target` from the checkpoint `source` (a folder of one, or of several: then `tag`, or the last). Gives what was written.
+    """Write `target` from the checkpoint `source` (the folder of one, or of several: then `tag`, or the last); returns its folder.
 
     dtype: of parameters in a Hugging Face folder; None: as stored. like: a Hugging Face folder of the same model, whose
     configuration and tokenizer go along. Raises CheckpointError, with nothing written.
@@ -147,7 +147,8 @@ def _write_states(folder: Folder, zero: Path, optimizer: dict[str, Any], states:
             torch.save(step, zero / name / "step.pt")
     groups = [{**group, "params": []} for group in optimizer["groups"]]
     common = {"dynamic_loss_scale": False, "overflow": False, "clip_grad": 0.0, "ds_version": "0.19.8", "param_groups": groups}
-    torch.save(common | {"optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups}}, zero / "optimizer_state.pt")
+    stage_3 = {"state": {0: {"step": step}}, "param_groups": groups}
+    torch.save(common | {"optimizer_state_dict": stage_3}, zero / "optimizer_state.pt")
 
 
 def _model_file(folder: Folder, shared: dict[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import queue
 import stat
+import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -165,6 +167,7 @@ class Writer(StorageWriter):
         self.files: dict[str, int] = {}
         self._staging, self._staged = staging, torch.empty(0, dtype=torch.uint8)
         self._places: list[tuple[int, int]] = []  # (first byte, bytes) of what is staged
+        self._summing = _Summing()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -195,7 +198,7 @@ class Writer(StorageWriter):
         """The file, on disk when it is left."""
         path = self.folder / self.file
         try:
-            with open(path, "wb", buffering=BLOCK) as file:
+            with self._summing, open(path, "wb", buffering=BLOCK) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -237,12 +240,23 @@ class Writer(StorageWriter):
             with self._opened() as file:
                 for at, nbytes in self._places:
                     file.write(raw[file.tell() : at])
-                    blocks = [raw[start : min(start + BLOCK, at + nbytes)] for start in range(at, at + nbytes, BLOCK)]
-                    sums[at] = []
-                    for block in blocks:
-                        sums[at].append(zlib.crc32(block))
-                        file.write(block)
+                    sums[at] = self._put(file, raw[at : at + nbytes])
         self._staged = torch.empty(0, dtype=torch.uint8)
+        return sums
+
+    def _put(self, file: BinaryIO, raw: memoryview) -> list[int]:
+        """Write the bytes; the checksum of each block, computed while the block is written.
+
+        What has been written is sent on its way to the disk at once, not when memory is full of it or at the end.
+        """
+        sums: list[int] = []
+        for start in range(0, len(raw), _STAGE):
+            stage = raw[start : start + _STAGE]
+            self._summing.begin(stage)
+            file.write(stage)
+            if len(stage) == _STAGE:
+                os.posix_fadvise(file.fileno(), file.tell() - _STAGE, _STAGE, os.POSIX_FADV_DONTNEED)
+            sums += self._summing.result()
         return sums
 
     def _append(self, file: BinaryIO, item: WriteItem, planner: SavePlanner) -> WriteResult:
@@ -250,11 +264,8 @@ class Writer(StorageWriter):
         assert isinstance(tensor, Tensor | Part) and item.tensor_data is not None, "only tensors become items"
         file.write(bytes(-file.tell() % _ALIGN))
         at, sums = file.tell(), []
-        for stage in _host_bytes(tensor):
-            for start in range(0, len(stage), BLOCK):
-                block = stage[start : start + BLOCK]
-                sums.append(zlib.crc32(block))
-                file.write(block)
+        for part in _host_bytes(tensor):
+            sums += self._put(file, part)
         piece = Piece(box=_box(item.tensor_data.chunk), file=self.file, at=at, crc32=tuple(sums))
         return WriteResult(index=item.index, size_in_bytes=file.tell() - at, storage_data=piece)
 
@@ -272,6 +283,39 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False  # never chosen by the look of a path
+
+
+class _Summing:
+    """Checksums of a stage's blocks on a thread beside the one that writes.
+
+    No executor: those take nothing more once the interpreter ends, and a save behind training may be under way then.
+    """
+
+    def __init__(self) -> None:
+        self._stages: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._sums: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="checksums")
+
+    def __enter__(self) -> _Summing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stages.put(None)
+        self._thread.join()
+
+    def begin(self, stage: memoryview) -> None:
+        if len(stage) > BLOCK:
+            self._stages.put(stage)
+        else:  # not worth the way there
+            self._sums.put([zlib.crc32(stage)])
+
+    def result(self) -> list[int]:
+        return self._sums.get()
+
+    def _run(self) -> None:
+        while (stage := self._stages.get()) is not None:
+            self._sums.put([zlib.crc32(stage[at : at + BLOCK]) for at in range(0, len(stage), BLOCK)])
 
 
 class Reader(StorageReader):
