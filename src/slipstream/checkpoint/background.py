@@ -4,9 +4,9 @@
     behind it:  each rank writes its file from that copy and, last, its checksums beside it (`rank_00001.crc`);
                 rank 0 waits for all of those, then commits. No collective: the ranks' groups belong to training
 
-One save is in flight at a time: `Saving.result` waits for it, and raises what went wrong. A rank that fails takes its file away, which
-makes room for saying why (`rank_00001.failed`), and rank 0 discards the draft; where a rank dies, nothing grows any more, and after
-`patience` seconds rank 0 gives up. A process that ends in order finishes its save first; one that is killed leaves a draft, which
+One save is in flight at a time: `Saving.result` waits for it, and raises what went wrong. A rank that fails takes its file away,
+which makes room for saying why (`rank_00001.failed`), and rank 0 discards the draft; where a rank dies, nothing grows any more, and
+after `patience` seconds rank 0 gives up. A process that ends in order finishes its save first; one that is killed leaves a draft, which
 is no checkpoint.
 """
 
