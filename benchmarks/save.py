@@ -1,8 +1,8 @@
 """The leg `save`: a checkpoint of 1.6 GB of state, beside fio's sequential write of as many bytes, torch.save and DeepSpeed.
 
 In turns, until all is on disk for everybody: torch.save and DeepSpeed return before that, so their files are synced behind them,
-and the time of their call alone is told too. fio writes blocks of a checksum's size, through the
-page cache and synced at the end as we do, and directly. Then what a save behind training takes from training, and what is left of saves that are killed.
+and the time of their call alone is told too. fio writes blocks of a checksum's size, through the page cache and synced at the end
+as we do, and directly. Then what a save behind training takes from training, and what is left of saves that are killed.
 """
 
 from __future__ import annotations
@@ -145,16 +145,16 @@ def _words(
     if "deepspeed" in found:
         goals += [verdict("DeepSpeed's save, synced, times ours", times(seconds("deepspeed", "disk")), 1.5, at_least=True)]
     behind: list[dict[str, Any]] = list(found["behind"])
+    shown = {what: Spread.of(seconds("behind", what)).show(2) for what in ("call", "disk", "taken", "step")}
     copies = Spread.of([each["call"] / (each["copy_s_per_byte"] * nbytes) for each in behind])
     goals += [verdict("taken from training, % of the time from a save to its end", 100 * _median(behind, "taken", "disk"), 5)]
     return "\n\n".join([
         machine(peers),
         f"{nbytes / 1e9:.2f} GB of master weights and moments, one process; seconds, median (min-max) of {len(ours)} rounds.",
         table(["", "the call", "until on disk", "10^9 bytes/s"], rows),
-        f"Behind training (checkpoint.writer.decoupled): the call takes {Spread.of(seconds('behind', 'call')).show(2)} s, "
-        f"{copies.show(1)} times a bare copy of as many bytes; the write ends {Spread.of(seconds('behind', 'disk')).show(2)} s "
-        f"after the call began, and {Spread.of(seconds('behind', 'taken')).show(2)} s less was trained meanwhile, the call included "
-        f"(steps of {Spread.of(seconds('behind', 'step')).show(2)} s).",
+        f"Behind training (checkpoint.writer.decoupled): the call takes {shown['call']} s, {copies.show(1)} times a bare copy of as "
+        f"many bytes; the write ends {shown['disk']} s after the call began, and {shown['taken']} s less was trained meanwhile, the "
+        f"call included (steps of {shown['step']} s).",
         crashes,
         verdicts(goals),
     ])  # fmt: skip
