@@ -152,9 +152,9 @@ def _words(
         machine(peers),
         f"{nbytes / 1e9:.2f} GB of master weights and moments, one process; seconds, median (min-max) of {len(ours)} rounds.",
         table(["", "the call", "until on disk", "10^9 bytes/s"], rows),
-        f"Behind training (checkpoint.writer.decoupled): the call takes {shown['call']} s, {copies.show(1)} times a bare copy of as "
-        f"many bytes; the write ends {shown['disk']} s after the call began, and {shown['taken']} s less was trained meanwhile, the "
-        f"call included (steps of {shown['step']} s).",
+        f"Behind training (checkpoint.writer.decoupled): the call takes {shown['call']} s, {copies.show(1)} times a bare copy of "
+        f"as many bytes; the write ends {shown['disk']} s after the call began, and {shown['taken']} s less was trained meanwhile, "
+        f"the call included (steps of {shown['step']} s).",
         crashes,
         verdicts(goals),
     ])  # fmt: skip

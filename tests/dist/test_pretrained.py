@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from slipstream.checkpoint import CheckpointError, pretrained
-from slipstream.checkpoint.convert import convert
+from slipstream.checkpoint import CheckpointError, convert, pretrained
 from slipstream.launch import cli
 from tests import deepspeed_checkpoints as ds
 from tests import toy
@@ -116,7 +115,7 @@ def test_conversions_keep_everything(tmp_path: Path) -> None:
             assert go_on(engine, range(ds.STEPS, ds.STEPS + ds.MORE)) == pytest.approx(expected, rel=CLOSE[case.dtype])
             engine.destroy()
         assert cli.main(["convert", str(source), str(made / "hf"), "--dtype", "fp32"]) == 0
-        convert(made / "back", made / "hf-bf16", "hf", dtype=torch.bfloat16, shard_nbytes=200)
+        convert(made / "back", made / "hf-bf16", "hf", dtype=torch.bfloat16, max_shard_size=200)
         one, two = content(made / "hf"), content(made / "hf-bf16")
         assert one.keys() == two.keys() == {name for name in ds.model().state_dict() if name != "head.weight"}
         assert one["up.weight"].equal(state["master"]) and two["up.weight"].equal(state["master"].bfloat16())

@@ -6,6 +6,7 @@ document.py for metadata.json, directory.py for tags and atomicity, values.py fo
 """
 
 from .background import Saving, Staging
+from .conversion import convert
 from .errors import CheckpointError
 from .flat_slice import Box, FlatSlice, boxes
 from .load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, reader
@@ -21,6 +22,7 @@ __all__ = [
     "Staging",
     "TensorInfo",
     "boxes",
+    "convert",
     "latest_tag",
     "load",
     "load_metadata",

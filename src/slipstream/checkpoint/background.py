@@ -6,8 +6,8 @@
 
 One save is in flight at a time: `Saving.result` waits for it, and raises what went wrong. A rank that fails takes its file away,
 which makes room for saying why (`rank_00001.failed`), and rank 0 discards the draft; where a rank dies, nothing grows any more, and
-after `patience_s` rank 0 gives up. A process that ends in order finishes its save first; one that is killed leaves a draft, which is
-no checkpoint.
+after `patience_s` rank 0 gives up. A process that ends in order finishes its save first; one that is killed leaves a draft, which
+is no checkpoint.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from torch import Tensor
 from .document import Document, Entry
 from .errors import CheckpointError
 from .flat_slice import FlatSlice, flat_range, memory
-from .storage import open_data
 
 
 class Folder:
@@ -52,6 +51,8 @@ class Folder:
         if piece.crc32:
             first, last = start // block * block, min(-(-stop // block) * block, entry.nbytes(piece))
         if piece.file not in self._handles:
+            from .storage import open_data  # which imports DCP
+
             self._handles[piece.file] = open_data(self.path / piece.file, self.document.files[piece.file])
         held = memoryview(bytearray(last - first))
         done = 0

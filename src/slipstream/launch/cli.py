@@ -451,12 +451,11 @@ def _execute(options: argparse.Namespace) -> int:
 
             return plan.execute(options)
         case "convert":
-            from slipstream.checkpoint.convert import convert
-            from slipstream.checkpoint.pretrained import dtype_of, num_bytes
+            from slipstream.checkpoint import convert
 
             written = convert(
-                options.source, options.target, options.to, tag=options.tag, dtype=dtype_of(options.dtype),
-                shard_nbytes=num_bytes(options.max_shard_size), like=options.like,
+                options.source, options.target, options.to, tag=options.tag, dtype=options.dtype,
+                max_shard_size=options.max_shard_size, like=options.like,
             )  # fmt: skip
             print(written)
             return 0

@@ -28,19 +28,20 @@ _LIKE = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_
 
 def convert(
     source: str | os.PathLike[str], target: str | os.PathLike[str], to: Kind, *, tag: str | None = None,
-    dtype: torch.dtype | None = None, shard_nbytes: int = pretrained.SHARD_NBYTES, like: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | str | None = None, max_shard_size: int | str = "5GB", like: str | os.PathLike[str] | None = None,
 ) -> Path:  # fmt: skip
     """Write `target` from the checkpoint `source` (the folder of one, or of several: then `tag`, or the last); returns its folder.
 
     dtype: of parameters in a Hugging Face folder; None: as stored. like: a Hugging Face folder of the same model, whose
     configuration and tokenizer go along. Raises CheckpointError, with nothing written.
     """
+    cast, shard_nbytes = pretrained.dtype_of(dtype), pretrained.num_bytes(max_shard_size)
     path, target = _find(Path(source), tag), Path(target)
     with _opened(path) as folder:
         if to == "hf":
-            _to_hf(folder, target, dtype, shard_nbytes, None if like is None else Path(like))
+            _to_hf(folder, target, cast, shard_nbytes, None if like is None else Path(like))
             return target
-        if dtype is not None or like is not None:
+        if cast is not None or like is not None:
             raise CheckpointError(f"dtype and like are for Hugging Face folders; to={to!r} keeps everything as it is")
         return _to_slipstream(folder, target) if to == "slipstream" else _to_deepspeed(folder, target)
 
