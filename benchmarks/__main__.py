@@ -1,6 +1,6 @@
 """`python -m benchmarks [LEG ...]`: ours beside the peers; writes the legs' sections of benchmarks/RESULTS.md (not with --quick).
 
-Legs: step, memory, wire, start, activations, optimizer, plan, quality, disk, offload, or all of them (the default). `parts`
+Legs: step, memory, wire, start, activations, optimizer, plan, quality, disk, offload, save, or all of them (the default). `parts`
 prints where our own step goes and writes nothing. `python benchmarks/ops.py` compares the native kernels by themselves.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import activations, disk, memory, offload, optimizer, parts, plan, quality, start, step, wire
+from benchmarks import activations, disk, memory, offload, optimizer, parts, plan, quality, save, start, step, wire
 from benchmarks.peers import Peers, prepare
 from benchmarks.ranks import ROOT
 from benchmarks.report import LEGS, RESULTS, write_section
@@ -69,6 +69,7 @@ def main() -> None:
         "quality": lambda: quality.run(quick=quick),
         "disk": lambda: disk.run(quick=quick),
         "offload": lambda: offload.run(peers, quick=quick),
+        "save": lambda: save.run(peers, quick=quick),
     }
     for leg, run in legs.items():
         if leg.split(",")[0] in chosen:

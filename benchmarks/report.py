@@ -19,7 +19,8 @@ from benchmarks.ranks import ROOT
 from benchmarks.workloads import has_bf16_instructions
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
-LEGS = ("step", "memory", "wire", "start", "activations", "optimizer", "plan", "quality", "disk", "offload")  # of `make bench`
+# of `make bench`
+LEGS = ("step", "memory", "wire", "start", "activations", "optimizer", "plan", "quality", "disk", "offload", "save")
 SECTIONS = (*LEGS, "serve")
 
 _HEAD = """# Results

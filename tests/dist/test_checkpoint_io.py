@@ -13,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from slipstream.checkpoint import CheckpointError, FlatSlice, latest_tag, load, load_metadata, save
+from tests import crashes
 from tests.pool import distributed, run
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -285,88 +287,10 @@ def test_ranks_that_write_to_different_folders_are_told(tmp_path: Path) -> None:
 
 # Crashes
 
-CRASHES = """
-import os, random, signal, sys, time
-from pathlib import Path
-import torch
-from slipstream.checkpoint import latest_tag, load, save
-from slipstream.checkpoint.directory import committed_tags
 
-torch.set_num_threads(1)
-directory, rng = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
-POINTS = ("rename", "replace", "fsync", "mkdir", "open")
-
-def step(n):
-    # The same tag again and again, and now and then a new one.
-    tag = f"step{n}" if n % 5 == 0 else "same"
-    save(directory, tag, tensors={"w": torch.full((300_000,), float(n))}, shared={"n": n}, per_rank={})
-
-def check():
-    tag = latest_tag(directory)
-    for name in {tag, *committed_tags(directory)}:
-        w = torch.zeros(300_000)
-        n = load(directory, name, tensors={"w": w}).shared["n"]
-        assert bool((w == n).all()), name
-        if name == tag:
-            newest = n
-    return newest
-
-def child(work):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return pid
-
-step(0)
-done = check()
-
-# 1. killed at random instants
-for _ in range(20):
-    def forever(n=done):
-        while True:
-            n += 1
-            step(n)
-    pid = child(forever)
-    time.sleep(rng.random() * 0.15)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    now = check()
-    assert now >= done, (now, done)
-    done = now
-
-# 2. killed before each system call that makes a save, in turn
-killed = 0
-while True:
-    def counted(n=done + 1, left=killed):
-        left = [left]
-        for name in POINTS:
-            def call(*args, real=getattr(os, name), **kwargs):
-                if left[0] == 0:
-                    os._exit(9)
-                left[0] -= 1
-                return real(*args, **kwargs)
-            setattr(os, name, call)
-        step(n)
-    _, status = os.waitpid(child(counted), 0)
-    now = check()
-    assert now in (done, done + 1), (now, done)
-    done = now
-    if os.waitstatus_to_exitcode(status) == 0:
-        break
-    killed += 1
-
-step(done + 1)
-left = os.listdir(directory)
-assert not [name for name in left if ".tmp-" in name or ".old-" in name], left
-print("points", killed)
-"""
-
-
-def test_a_crash_at_any_moment_leaves_the_last_one_whole(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", CRASHES, str(tmp_path), "5"]
+@pytest.mark.parametrize("way", ["at once", "behind"])
+def test_a_crash_at_any_moment_leaves_the_last_one_whole(way: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", crashes.__file__, str(tmp_path), "5", way, "20"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[1]) >= 12, done.stdout

@@ -145,6 +145,32 @@ def test_checkpoint_tag_validation(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
+def test_checkpoint_writer_decoupled(tmp_path: Path) -> None:
+    """What is saved is not there when the call returns, and is there when it is waited for."""
+    for behind in (False, True):
+        engine = toy.make(toy.seeded(toy.Net), 1, checkpoint={"writer": {"decoupled": behind}})
+        engine.save_checkpoint(str(tmp_path / str(behind)))
+        assert (engine.saving is not None) is behind
+        engine.finish_save()
+        assert engine.saving is None and (tmp_path / str(behind) / "latest").read_text() == "global_step0\n"
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_slipstream_keep_checkpoints(tmp_path: Path) -> None:
+    for behind in (False, True):
+        folder = tmp_path / str(behind)
+        engine = toy.make(
+            toy.seeded(toy.Net), 1, slipstream={"keep_checkpoints": 2}, checkpoint={"writer": {"decoupled": behind}}
+        )
+        for tag in ("a", "b", "c"):
+            engine.save_checkpoint(str(folder), tag=tag)
+        engine.finish_save()
+        assert sorted(path.name for path in folder.iterdir()) == ["b", "c", "latest"]
+        engine.destroy()
+
+
+@distributed(world_size=2)
 def test_slipstream_transport() -> None:
     """Shared memory moves nothing through the process group; "auto" takes it where the ranks can, "shared" insists."""
     for transport, shared in (("auto", True), ("shared", True), ("gloo", False)):

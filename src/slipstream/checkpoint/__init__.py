@@ -5,10 +5,12 @@ tensor, or a plain value. `save` and `load` are collective over a group; see sto
 document.py for metadata.json, directory.py for tags and atomicity, values.py for what a value may be.
 """
 
+from .background import Saving, Staging
+from .conversion import convert
 from .errors import CheckpointError
 from .flat_slice import Box, FlatSlice, boxes
 from .load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, reader
-from .save import save
+from .save import save, save_behind
 
 __all__ = [
     "Box",
@@ -16,11 +18,15 @@ __all__ = [
     "FlatSlice",
     "Loaded",
     "Metadata",
+    "Saving",
+    "Staging",
     "TensorInfo",
     "boxes",
+    "convert",
     "latest_tag",
     "load",
     "load_metadata",
     "reader",
     "save",
+    "save_behind",
 ]

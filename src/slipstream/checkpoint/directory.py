@@ -1,6 +1,6 @@
 """A directory of checkpoints: tags, `latest`, and the renames that make a save all or nothing.
 
-    DIR/latest                      one line: the tag that a load without a tag takes
+    DIR/latest                      one line: the tag that a load without a tag takes (DeepSpeed's converter: latest_universal)
     DIR/TAG/metadata.json           see document.py
     DIR/TAG/rank_00000.bin ...      tensor bytes
     DIR/TAG.tmp-<16 hex digits>     a save in progress, or what a crash left of one
@@ -30,9 +30,10 @@ from pathlib import Path
 from .document import METADATA, SIZE_LIMIT, Document, is_ours, parse, render
 from .errors import ONE_PLACE, CheckpointError
 
-LATEST = "latest"
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _WORKING = re.compile(r"(?P<tag>.+)\.(?P<role>tmp|old)-[0-9a-f]{16}", re.DOTALL)
-_DEEPSPEED = re.compile(r"(mp_rank_\d+|.*zero_pp_rank_\d+|layer_\d+-model).*_states\.pt|zero_to_fp32\.py")
+
+_DEEPSPEED = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_\d+-model.*\.pt")
 
 
 def check_tag(tag: object) -> str:
@@ -59,8 +60,9 @@ def check_tag(tag: object) -> str:
 
 def read_latest(path: Path) -> str | None:
     """The tag that `latest` names, or None where there is no directory yet, or no `latest` in it."""
+    named = path / LATEST if (path / LATEST).exists() else path / LATEST_UNIVERSAL
     try:
-        with open(path / LATEST, "rb") as file:
+        with open(named, "rb") as file:
             raw = file.read(1024)
         if not raw.strip():
             raise CheckpointError("it is empty")
@@ -68,9 +70,9 @@ def read_latest(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read {path / LATEST}: {error}") from error
+        raise CheckpointError(f"cannot read {named}: {error}") from error
     except CheckpointError as error:
-        raise CheckpointError(f"{path / LATEST} is damaged: {error}") from error
+        raise CheckpointError(f"{named} is damaged: {error}") from error
 
 
 def locate(parent: Path, tag: str) -> Path:
@@ -85,7 +87,7 @@ def locate(parent: Path, tag: str) -> Path:
         found = committed_tags(parent)
         there = f"it has {', '.join(found[-8:])}" if found else "it has none"
         raise CheckpointError(f"{parent} has no checkpoint {tag!r}; {there}")
-    if not (folder / METADATA).is_file():
+    if not (folder / METADATA).is_file() and not is_deepspeed(folder):
         raise CheckpointError(f"{folder} is not a Slipstream checkpoint: {_what_is(folder)}")
     return folder
 
@@ -94,16 +96,23 @@ def _what_is(folder: Path) -> str:
     if not folder.is_dir():
         return "it is a file"
     names = sorted(os.listdir(folder))
-    if any(_DEEPSPEED.match(name) for name in names + os.listdir(folder.parent)):
-        return "it was written by DeepSpeed; this version cannot read those, a later one will import them"
     if ".metadata" in names:
         return "it is in torch.distributed.checkpoint's own format, whose metadata is a pickle; none is read"
     return f"it has no {METADATA}" + (f", it has {', '.join(names[:5])}" if names else ", it is empty")
 
 
+def is_deepspeed(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of DeepSpeed's, by the names in it."""
+    return folder.is_dir() and any(_DEEPSPEED.fullmatch(name) for name in os.listdir(folder))
+
+
 def read_document(folder: Path) -> Document:
-    """metadata.json of a folder, checked completely."""
+    """What a checkpoint holds, checked completely: metadata.json, or what DeepSpeed's files say together."""
     path = folder / METADATA
+    if not path.exists() and is_deepspeed(folder):
+        from . import deepspeed
+
+        return deepspeed.read_document(folder)
     try:
         with open(path, "rb") as file:
             raw = file.read(SIZE_LIMIT + 1)

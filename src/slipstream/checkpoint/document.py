@@ -68,7 +68,7 @@ class Piece:
     box: Box
     file: str
     at: int  # byte offset in the file
-    crc32: tuple[int, ...]  # of each BLOCK bytes
+    crc32: tuple[int, ...]  # of each BLOCK bytes; none in DeepSpeed's files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

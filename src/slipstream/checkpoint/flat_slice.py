@@ -13,6 +13,7 @@ Glossary: *box* offsets and sizes inside a tensor; *range* [start, stop) of its 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from bisect import insort
 from collections.abc import Iterator, Sequence
@@ -208,3 +209,15 @@ class FlatSlice:
             else:
                 yield box, Part(self.data, position, box.sizes)
             position += numel
+
+
+def memory(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable, without numpy. The caller keeps the tensor alive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return _view_memory(tensor.data_ptr(), nbytes, _WRITABLE) if nbytes else memoryview(b"")
+
+
+_WRITABLE = 0x200  # PyBUF_WRITE
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_memory.restype = ctypes.py_object
+_view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)

@@ -2,6 +2,8 @@
 
     agree (inputs, tag) -> draft folder -> DCP: plan, write, gather -> commit (rename, `latest`) -> retention
 
+(Behind training: plan, copy, gather; background.py has the rest.)
+
 Each arrow is passed by all ranks or by none (`Ranks`). Until the commit only a `TAG.tmp-...` folder exists;
 where anything fails it is removed, every rank raises the same CheckpointError, and the last checkpoint is as
 it was.
@@ -13,6 +15,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .background import PATIENCE_S, Saving, Staging
 from .directory import Draft, check_tag, retain
 from .document import BLOCK, DTYPES, Document
 from .errors import CheckpointError, Ranks, describe
@@ -55,7 +59,77 @@ def save(
     error ("Fail"), said ("Warn") or nothing ("Ignore"). A checkpoint of the same tag is replaced. `keep`
     leaves only so many newest checkpoints in the directory.
     """
-    ranks, parent = Ranks(group), Path(directory)
+    begun = _begin(Path(directory), tag, tensors, shared, per_rank, Ranks(group), tag_validation, keep, None)
+    try:
+        begun.ranks.decide(begun.step, lambda: begun.commit(begun.writer, save_latest))
+    finally:
+        begun.discard()
+    path = begun.path
+    if keep is not None:
+        step = f"checkpoint {path} is saved, but older ones could not be removed"
+        begun.ranks.decide(step, lambda: retain(path.parent, keep, path.name))
+    return path
+
+
+def save_behind(
+    directory: str | os.PathLike[str],
+    tag: str,
+    staging: Staging,
+    *,
+    tensors: Mapping[str, FlatSlice | Tensor],
+    shared: Mapping[str, Any],
+    per_rank: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+    save_latest: bool = True,
+    tag_validation: TagValidation = "Warn",
+    keep: int | None = None,
+    patience_s: float = PATIENCE_S,
+) -> Saving:
+    """As `save`, but on return everything is only copied into `staging`, of which one save at a time has the use."""
+    begun = _begin(Path(directory), tag, tensors, shared, per_rank, Ranks(group), tag_validation, keep, staging)
+
+    def commit(writer: Writer) -> None:
+        begun.commit(writer, save_latest)
+        if keep is not None:
+            retain(begun.path.parent, keep, begun.path.name)
+
+    return Saving(begun.path, begun.writer, commit if begun.ranks.rank == 0 else None, begun.discard, patience_s)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Begun:
+    """A save whose bytes are planned, and written or staged."""
+
+    ranks: Ranks
+    step: str
+    path: Path
+    writer: Writer
+    draft: Draft | None  # of rank 0
+    shared: Any
+    per_rank: list[Any]
+
+    def commit(self, writer: Writer, save_latest: bool) -> None:
+        assert self.draft is not None, "only rank 0 commits, and it has begun"
+        content = Document(
+            save_id=self.draft.save_id,
+            world_size=self.ranks.size,
+            block=BLOCK,
+            files=writer.files,
+            tensors=writer.entries,
+            shared=self.shared,
+            per_rank=self.per_rank,
+        )
+        self.draft.commit(content, save_latest=save_latest)
+
+    def discard(self) -> None:
+        if self.draft is not None:
+            self.draft.discard()
+
+
+def _begin(
+    parent: Path, tag: str, tensors: Mapping[str, FlatSlice | Tensor], shared: Mapping[str, Any], per_rank: Mapping[str, Any],
+    ranks: Ranks, tag_validation: TagValidation, keep: int | None, staging: Staging | None,
+) -> _Begun:  # fmt: skip
     step = ranks.first(f"checkpoint {parent / str(tag)} was not saved")
     state: dict[str, Any] = dict(tensors)
     common: Any = None
@@ -82,40 +156,26 @@ def save(
         draft = Draft(parent, _one_tag([given for given, _ in told], tag_validation))
         return draft.tag, draft.folder.name
 
-    def commit() -> None:
-        assert draft is not None, "only rank 0 commits, and it has begun"
-        content = Document(
-            save_id=draft.save_id,
-            world_size=ranks.size,
-            block=BLOCK,
-            files=writer.files,
-            tensors=writer.entries,
-            shared=common,
-            per_rank=[own for _, own in told],
-        )
-        draft.commit(content, save_latest=save_latest)
-
     try:
         tag, folder = ranks.decide(step, begin)
-        writer = _write(ranks, step, parent / folder, state)
-        ranks.decide(step, commit)
-    finally:
+        writer = _write(ranks, step, parent / folder, state, staging)
+    except BaseException:
         if draft is not None:
             draft.discard()
-    if keep is not None:
-        step = f"checkpoint {parent / tag} is saved, but older ones could not be removed"
-        ranks.decide(step, lambda: retain(parent, keep, tag))
-    return parent / tag
+        raise
+    return _Begun(
+        ranks=ranks, step=step, path=parent / tag, writer=writer, draft=draft, shared=common, per_rank=[own for _, own in told]
+    )
 
 
-def _write(ranks: Ranks, step: str, folder: Path, state: dict[str, Any]) -> Writer:
+def _write(ranks: Ranks, step: str, folder: Path, state: dict[str, Any], staging: Staging | None) -> Writer:
     """Every rank's pieces into `folder`, through DCP; rank 0's writer knows them all afterwards."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
     from .storage import FlatSavePlanner, Writer
 
-    writer = Writer(folder, ranks.rank)
+    writer = Writer(folder, ranks.rank, staging)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # group=None says so

@@ -17,14 +17,16 @@ This module imports DCP (0.6-2 s), so it is itself imported inside functions onl
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import os
+import queue
 import stat
+import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,9 +60,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from .background import Staging
 from .document import BLOCK, Document, Entry, Piece, file_name
 from .errors import ONE_PLACE, CheckpointError
-from .flat_slice import Box, FlatSlice, Part, Shape, check_cover, flat_range
+from .flat_slice import Box, FlatSlice, Part, Shape, check_cover, flat_range, memory
 
 _ALIGN = 64  # bytes; a piece that is mapped or read later starts on a cache line
 _STAGE = 16 * BLOCK  # bytes of host memory between a file and a tensor that cannot be reached directly
@@ -152,12 +155,19 @@ class FlatLoadPlanner(DefaultLoadPlanner):
 
 
 class Writer(StorageWriter):
-    """Writes this rank's pieces to one file; on rank 0, `finish` leaves all ranks' `entries` and `files`."""
+    """Writes this rank's pieces to one file; on rank 0, `finish` leaves all ranks' `entries` and `files`.
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._file = folder, file_name(rank)
+    With a `staging` they are only copied there, in the order and with the gaps of the file, and `flush` writes them later; until
+    then entries have no checksums.
+    """
+
+    def __init__(self, folder: Path, rank: int, staging: Staging | None = None) -> None:
+        self.folder, self.rank, self.file = folder, rank, file_name(rank)
         self.entries: dict[str, Entry] = {}
         self.files: dict[str, int] = {}
+        self._staging, self._staged = staging, torch.empty(0, dtype=torch.uint8)
+        self._places: list[tuple[int, int]] = []  # (first byte, bytes) of what is staged
+        self._summing = _Summing()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -172,36 +182,91 @@ class Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        path = self._folder / self._file
         results: list[WriteResult] = []
+        if self._staging is not None:
+            results = self._stage(plan, planner, self._staging)
+        elif plan.items:
+            with self._opened() as file:
+                for item in plan.items:
+                    results.append(self._append(file, item, planner))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        """The file, on disk when it is left."""
+        path = self.folder / self.file
         try:
-            if plan.items:
-                with open(path, "wb", buffering=BLOCK) as file:
-                    for item in plan.items:
-                        results.append(self._append(file, item, planner))
-                    file.flush()
-                    os.fsync(file.fileno())
+            with self._summing, open(path, "wb", buffering=BLOCK) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"cannot write {path}: rank 0 made its folder elsewhere; {ONE_PLACE}"
             ) from error
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+
+    def _stage(self, plan: SavePlan, planner: SavePlanner, staging: Staging) -> list[WriteResult]:
+        views, end = [], 0
+        for item in plan.items:
+            view = planner.resolve_data(item)
+            assert isinstance(view, Tensor | Part), "only tensors become items"
+            self._places.append((end + -end % _ALIGN, view.numel() * view.dtype.itemsize))
+            end = sum(self._places[-1])
+            views.append(view)
+        self._staged = staging.take(end)
+        results, filled = [], 0
+        for item, view, (at, nbytes) in zip(plan.items, views, self._places, strict=True):
+            assert item.tensor_data is not None, "only tensors become items"
+            self._staged[filled:at].zero_()
+            filled = at + nbytes
+            values = view.get(0, view.numel()) if isinstance(view, Part) else view.detach()
+            if nbytes:
+                self._staged[at:filled].view(values.dtype).view(values.shape).copy_(values, non_blocking=True)
+            piece = Piece(box=_box(item.tensor_data.chunk), file=self.file, at=at, crc32=())
+            results.append(WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=piece))
+        if any(isinstance(view, Tensor) and view.is_cuda for view in views):
+            torch.cuda.synchronize()
+        return results
+
+    def flush(self) -> dict[int, list[int]]:
+        """Write what was staged; the checksums of each piece, by its first byte. Not collective: on any thread."""
+        sums: dict[int, list[int]] = {}
+        if self._places:
+            raw = memory(self._staged)
+            with self._opened() as file:
+                for at, nbytes in self._places:
+                    file.write(raw[file.tell() : at])
+                    sums[at] = self._put(file, raw[at : at + nbytes])
+        self._staged = torch.empty(0, dtype=torch.uint8)
+        return sums
+
+    def _put(self, file: BinaryIO, raw: memoryview) -> list[int]:
+        """Write the bytes; the checksum of each block, computed while the block is written.
+
+        What has been written is sent on its way to the disk at once, not when memory is full of it or at the end.
+        """
+        sums: list[int] = []
+        for start in range(0, len(raw), _STAGE):
+            stage = raw[start : start + _STAGE]
+            self._summing.begin(stage)
+            file.write(stage)
+            if len(stage) == _STAGE:
+                os.posix_fadvise(file.fileno(), file.tell() - _STAGE, _STAGE, os.POSIX_FADV_DONTNEED)
+            sums += self._summing.result()
+        return sums
 
     def _append(self, file: BinaryIO, item: WriteItem, planner: SavePlanner) -> WriteResult:
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, Tensor | Part) and item.tensor_data is not None, "only tensors become items"
         file.write(bytes(-file.tell() % _ALIGN))
         at, sums = file.tell(), []
-        for stage in _host_bytes(tensor):
-            for start in range(0, len(stage), BLOCK):
-                block = stage[start : start + BLOCK]
-                sums.append(zlib.crc32(block))
-                file.write(block)
-        piece = Piece(box=_box(item.tensor_data.chunk), file=self._file, at=at, crc32=tuple(sums))
+        for part in _host_bytes(tensor):
+            sums += self._put(file, part)
+        piece = Piece(box=_box(item.tensor_data.chunk), file=self.file, at=at, crc32=tuple(sums))
         return WriteResult(index=item.index, size_in_bytes=file.tell() - at, storage_data=piece)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -218,6 +283,39 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False  # never chosen by the look of a path
+
+
+class _Summing:
+    """Checksums of a stage's blocks on a thread beside the one that writes.
+
+    No executor: those take nothing more once the interpreter ends, and a save behind training may be under way then.
+    """
+
+    def __init__(self) -> None:
+        self._stages: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._sums: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="checksums")
+
+    def __enter__(self) -> _Summing:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stages.put(None)
+        self._thread.join()
+
+    def begin(self, stage: memoryview) -> None:
+        if len(stage) > BLOCK:
+            self._stages.put(stage)
+        else:  # not worth the way there
+            self._sums.put([zlib.crc32(stage)])
+
+    def result(self) -> list[int]:
+        return self._sums.get()
+
+    def _run(self) -> None:
+        while (stage := self._stages.get()) is not None:
+            self._sums.put([zlib.crc32(stage[at : at + BLOCK]) for at in range(0, len(stage), BLOCK)])
 
 
 class Reader(StorageReader):
@@ -289,7 +387,7 @@ class Reader(StorageReader):
         needed: dict[tuple[str, Shape], set[int]] = defaultdict(set)
         for item in items:
             entry, piece = self._find(item.storage_index)
-            for first, nbytes in _runs(entry, piece, item):
+            for first, nbytes in _runs(entry, piece, item) if piece.crc32 else ():
                 needed[item.storage_index.fqn, piece.box.offsets].update(
                     range(first // block, (first + nbytes - 1) // block + 1)
                 )
@@ -310,9 +408,9 @@ class Reader(StorageReader):
         entry, piece = self._find(item.storage_index)
         runs = _runs(entry, piece, item)
         if target.is_contiguous() and target.device.type == "cpu" and target.dtype is entry.dtype:
-            memory, position = _memory(target), 0
+            raw, position = memory(target), 0
             for first, nbytes in runs:
-                self._read(piece.file, piece.at + first, memory[position : position + nbytes])
+                self._read(piece.file, piece.at + first, raw[position : position + nbytes])
                 position += nbytes
             return
         size = entry.dtype.itemsize
@@ -325,7 +423,7 @@ class Reader(StorageReader):
         for first, nbytes in runs:
             for at in range(first, first + nbytes, stage.numel() * size):
                 part = stage[: min(first + nbytes - at, stage.numel() * size) // size]
-                self._read(piece.file, piece.at + at, _memory(part))
+                self._read(piece.file, piece.at + at, memory(part))
                 flat[position : position + part.numel()].copy_(part)
                 position += part.numel()
 
@@ -406,25 +504,13 @@ def _host_bytes(tensor: Tensor | Part) -> Iterator[memoryview]:
         step = _STAGE // tensor.dtype.itemsize
         for start in range(0, tensor.numel(), step):
             part = tensor.get(start, min(start + step, tensor.numel()))
-            yield _memory(part)
+            yield memory(part)
         return
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.device.type == "cpu":
-        yield _memory(flat)
+        yield memory(flat)
         return
     step = _STAGE // flat.dtype.itemsize
     for start in range(0, flat.numel(), step):
         part = flat[start : start + step].cpu()
-        yield _memory(part)
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, writable, without numpy. The caller keeps the tensor alive."""
-    nbytes = tensor.numel() * tensor.element_size()
-    return _view_memory(tensor.data_ptr(), nbytes, _WRITABLE) if nbytes else memoryview(b"")
-
-
-_WRITABLE = 0x200  # PyBUF_WRITE
-_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-_view_memory.restype = ctypes.py_object
-_view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+        yield memory(part)

@@ -24,7 +24,8 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+WORDS = {dtype: word for word, dtype in _DTYPES.items()}  # safetensors' for torch's
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Stored(NamedTuple):
@@ -122,17 +123,17 @@ def _files(path: Any) -> list[Path]:
     folder = Path(path)
     if not folder.is_dir():
         return [folder]
-    if (folder / _INDEX).is_file():
+    if (folder / INDEX).is_file():
         try:
-            names = sorted(set(json.loads((folder / _INDEX).read_text("utf-8"))["weight_map"].values()))
+            names = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
             if any(Path(name).name != name for name in names):
                 raise ValueError("it names files elsewhere")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{folder / _INDEX} is no index of safetensors files: {error}") from None
+            raise ValueError(f"{folder / INDEX} is no index of safetensors files: {error}") from None
         return [folder / name for name in names]
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    raise ValueError(f"there is neither {_INDEX} nor {_SINGLE} in {folder}; name the .safetensors files themselves")
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    raise ValueError(f"there is neither {INDEX} nor {SINGLE} in {folder}; name the .safetensors files themselves")
 
 
 def _open(file: Path) -> Any:

@@ -546,7 +546,7 @@ class Checkpoint(Block):
     use_node_local_storage: bool = False
     parallel_write: ParallelWrite = ParallelWrite()
     checkpoint_serialization: bool = True
-    writer: CheckpointWriter | None = None
+    writer: CheckpointWriter = CheckpointWriter()
 
 
 class Nebula(Block):

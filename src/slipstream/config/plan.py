@@ -126,6 +126,8 @@ class DataPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
     tag_validation: Literal["ignore", "warn", "fail"]
+    asynchronous: bool = False
+    keep: int | None = None  # the newest so many checkpoints of a directory; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +243,8 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "activation_checkpointing.profile": plan.activations.profile,
         "dataloader_drop_last": plan.data.drop_last,
         "checkpoint.tag_validation": plan.checkpoint.tag_validation,
+        "checkpoint.writer.decoupled": plan.checkpoint.asynchronous,
+        "slipstream.keep_checkpoints": plan.checkpoint.keep,
         "steps_per_print": plan.steps_per_print,
         "wall_clock_breakdown": plan.wall_clock_breakdown,
         "dump_state": plan.dump_state,

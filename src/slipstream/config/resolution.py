@@ -113,20 +113,20 @@ def resolve(
     parsed = parse(_overridden(raw, overrides or {}))
     keys.refuse(parsed.leaves.values())
     values = _Values(parsed, facts, frozenset(overrides or ()))
-    batch = _batch(values, world)
+    batch, offload = _batch(values, world), _offload(values)
     precision = _precision(values)
     optimizer, clipping = _optimizer(values)
     return Plan(
         batch=batch,
         zero=_zero(values, world),
-        offload=_offload(values),
+        offload=offload,
         precision=precision,
         optimizer=optimizer,
         scheduler=_scheduler(values, optimizer),
         gradient_clipping=clipping,
         activations=_activations(values),
         data=DataPlan(drop_last=values.take("dataloader_drop_last")),
-        checkpoint=CheckpointPlan(tag_validation=values.take("checkpoint.tag_validation")),
+        checkpoint=_checkpoint(values, offload),
         steps_per_print=values.take("steps_per_print"),
         wall_clock_breakdown=values.take("wall_clock_breakdown"),
         dump_state=values.take("dump_state"),
@@ -139,6 +139,20 @@ def resolve(
         notes=(*keys.without_effect(parsed.leaves.values()), *values.notes),
         sources=dict(sorted(values.sources.items())),
     )
+
+
+def _checkpoint(values: _Values, offload: OffloadPlan) -> CheckpointPlan:
+    behind = values.take("checkpoint.writer.decoupled")
+    on_disk = "nvme" in (offload.optimizer, offload.param)
+    if behind and on_disk:
+        values.notes.append(
+            "checkpoint.writer.decoupled has no effect with states on nvme: those are saved before training goes on, since the "
+            "next step overwrites them where they are"
+        )
+    return CheckpointPlan(
+        tag_validation=values.take("checkpoint.tag_validation"), asynchronous=behind and not on_disk,
+        keep=values.take("slipstream.keep_checkpoints"),
+    )  # fmt: skip
 
 
 class _Values:

@@ -241,6 +241,7 @@ class Slipstream(Block):
     update_ahead: bool = True
     seed: Int = 0
     activations: Annotated[Literal["keep", "recompute", "offload"], BeforeValidator(lower)] = "keep"
+    keep_checkpoints: Count | None = None
 
 
 class Config(Block):

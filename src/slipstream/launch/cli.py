@@ -388,6 +388,23 @@ def _add_bench_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     judge.add_argument("--json", action="store_true", help="one object, times in seconds")
 
 
+def _add_convert(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="a checkpoint into another kind",
+        description="A checkpoint of Slipstream's or DeepSpeed's into a Hugging Face folder, into Slipstream's own kind, or into "
+        "DeepSpeed's universal one.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", metavar="SOURCE", help="the folder of a checkpoint, or of several")
+    parser.add_argument("target", metavar="TARGET", help="what is written")
+    parser.add_argument("--to", choices=("hf", "slipstream", "deepspeed"), default="hf", help="default hf")
+    parser.add_argument("--tag", metavar="TAG", help="of several checkpoints; default: the last")
+    parser.add_argument("--dtype", metavar="TYPE", help="bf16, fp16 or fp32, of a Hugging Face folder; default: as stored")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of its files; default 5GB")
+    parser.add_argument("--like", metavar="FOLDER", help="a Hugging Face folder whose configuration and tokenizer go along")
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="slipstream", description="Train and serve large PyTorch models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"slipstream {slipstream.__version__}")
@@ -395,6 +412,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_report(commands)
     _add_plan(commands)
+    _add_convert(commands)
     _add_generate(commands)
     _add_chat(commands)
     _add_serve(commands)
@@ -432,6 +450,15 @@ def _execute(options: argparse.Namespace) -> int:
             from slipstream.launch import plan
 
             return plan.execute(options)
+        case "convert":
+            from slipstream.checkpoint import convert
+
+            written = convert(
+                options.source, options.target, options.to, tag=options.tag, dtype=options.dtype,
+                max_shard_size=options.max_shard_size, like=options.like,
+            )  # fmt: skip
+            print(written)
+            return 0
         case "bench-serve":
             from slipstream.launch import bench_serve
 

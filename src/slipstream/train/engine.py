@@ -14,7 +14,7 @@ import errno
 import logging
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,8 @@ from slipstream.zero.unit import Comms, Unit
 from slipstream.zero.watch import PeerError, Watch
 
 if TYPE_CHECKING:
+    from slipstream.checkpoint import Saving, Staging
+    from slipstream.train.persist import Contents
     from slipstream.train.sleep import Asleep
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,8 @@ class Engine(nn.Module):
         self.homes = parts.homes
         self.updater = window.Updater(parts.units, parts.steps) if parts.steps is not None else None
         self.asleep: Asleep | None = None
+        self.saving: Saving | None = None  # a checkpoint that is being written
+        self.staging: Staging | None = None  # host memory that it is written from
         self.broken = ""  # why this engine can neither step nor save: its disk failed
         self.destroyed = False
         self.precision, self.watch = parts.precision, parts.watch
@@ -325,33 +329,67 @@ class Engine(nn.Module):
 
     def save_checkpoint(
         self, save_dir: str, tag: str | None = None, client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
+        exclude_frozen_parameters: bool = False, contents: Contents = "all",
     ) -> bool:  # fmt: skip
-        """Write everything needed to go on, atomically; any world size and stage can load it. Collective."""
+        """Write everything needed to go on, atomically; any world size and stage can load it. Collective.
+
+        contents: "all"; "without_optimizer", whose states are most of the bytes; "weights", with buffers; "adapters", what is
+        trainable. With `checkpoint.writer.decoupled` it is copied now and written while training goes on; the next save, load,
+        `finish_save` or `destroy` waits for that, and raises what went wrong.
+        """
         from slipstream.train import persist
 
+        if contents not in ("all", "without_optimizer", "weights", "adapters"):
+            raise ValueError(f"contents {contents!r}: it is all, without_optimizer, weights or adapters")
         with self._together("save_checkpoint"):
-            persist.save(self, str(save_dir), tag, client_state, save_latest, exclude_frozen_parameters)
+            persist.save(self, str(save_dir), tag, client_state, save_latest, exclude_frozen_parameters, contents)
         return True
+
+    def finish_save(self) -> None:
+        """Wait until the last checkpoint is on disk. Collective. Raises CheckpointError where it could not be written."""
+        from slipstream.train import persist
+
+        with self._together("finish_save"):
+            persist.finish(self)
+
+    def save_pretrained(
+        self, save_directory: str, dtype: torch.dtype | str | None = None, max_shard_size: int | str = "5GB",
+        only_trainable: bool = False,
+    ) -> None:  # fmt: skip
+        """Write a Hugging Face folder: sharded safetensors, and config.json where the model has one. Collective.
+
+        dtype: of parameters; None: the model's own. Each rank writes its own shards where they belong, so nothing is gathered.
+        only_trainable: without what is frozen, and without buffers (adapters).
+        """
+        from slipstream.checkpoint.pretrained import dtype_of, num_bytes
+        from slipstream.train import persist
+
+        wanted, nbytes = dtype_of(dtype), num_bytes(max_shard_size)
+        with self._together("save_pretrained"):
+            persist.save_pretrained(self, str(save_directory), wanted, nbytes, only_trainable)
 
     def load_checkpoint(
         self, load_dir: str, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        load_lr_scheduler_states: bool = True, load_module_only: bool = False, exclude: Sequence[str] = (),
     ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
-        """Go on from a checkpoint: (its folder, client_state), or (None, {}) without one. A failed load changes nothing."""
+        """Go on from a checkpoint, ours or DeepSpeed's: (its folder, client_state), or (None, {}) without one.
+
+        load_module_strict=False takes the names that both have. exclude: patterns ("head.*") of parameters and buffers that stay
+        as they are, with their optimizer states: for a model that has changed. A failed load changes nothing.
+        """
         from slipstream.train import persist
 
         with self._together("load_checkpoint"):
             return persist.load(
                 self, str(load_dir), tag, strict=load_module_strict, optimizer=load_optimizer_states,
-                scheduler=load_lr_scheduler_states, module_only=load_module_only,
+                scheduler=load_lr_scheduler_states, module_only=load_module_only, exclude=exclude,
             )  # fmt: skip
 
     @contextmanager
     def _together(self, method: str) -> Iterator[None]:
         """All ranks call a collective method, or all raise PeerError; nothing of it starts before."""
         with self.watch.guard(method):
-            if method == "save_checkpoint":
+            if method in ("save_checkpoint", "save_pretrained"):
                 self._refuse_broken()
             if method not in ("sleep", "wake", "destroy"):
                 self._refuse_asleep()
@@ -418,6 +456,13 @@ class Engine(nn.Module):
         """
         if self.destroyed:
             return
+        try:
+            if self.saving is not None:
+                self.finish_save()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         self.wake()
         self.destroyed = True
         on_disk = sum(len(unit.params) for unit in self.units if isinstance(unit.weights, DiskStore))
@@ -440,7 +485,7 @@ class Engine(nn.Module):
                 comm.close()
             self.watch.stop()
             self.homes.close()
-        self.units, self.steps, self.updater = [], None, None
+        self.units, self.steps, self.updater, self.staging = [], None, None, None
         self.slots = Slots({})
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
 

@@ -13,20 +13,21 @@ shapes and files and before it fills a tensor. Whatever is refused on any rank, 
 from __future__ import annotations
 
 import copy
+import fnmatch
 import json
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slipstream import checkpoint
-from slipstream.checkpoint import CheckpointError, FlatSlice
+from slipstream.checkpoint import CheckpointError, FlatSlice, pretrained
 from slipstream.checkpoint.errors import Ranks
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.train.data import OtherDataError, StatefulLoader
@@ -41,15 +42,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+Contents = Literal["all", "without_optimizer", "weights", "adapters"]
+
+
 def save(
     engine: Engine, directory: str, tag: str | None, client_state: Mapping[str, Any] | None, save_latest: bool,
-    exclude_frozen: bool,
-) -> str:  # fmt: skip
-    """Write one checkpoint; returns its folder. Collective; raises the same CheckpointError on every rank."""
+    exclude_frozen: bool, contents: Contents,
+) -> None:  # fmt: skip
+    """Write one checkpoint, or copy what it takes to be written behind training. Collective; raises the same CheckpointError on
+    every rank, also for the save before this one that was still being written."""
+    finish(engine)
     data = engine.mesh.data
     _warn_of_what_is_left_out(engine, directory)
     tag = tag or f"global_step{engine.global_steps}"
-    tensors = _weights(engine, exclude_frozen=exclude_frozen) | _buffers(engine) | _optimizer_tensors(engine)
+    tensors = _weights(engine, exclude_frozen=exclude_frozen or contents == "adapters")
+    if contents != "adapters":
+        tensors |= _buffers(engine)
+    if contents == "all":
+        tensors |= _optimizer_tensors(engine)
     shared: dict[str, Any] = {}
     per_rank: dict[str, Any] = {}
 
@@ -64,16 +74,53 @@ def save(
             data=position if together else None,
             client=dict(client_state or {}),
             model_config=_model_config(engine.module),
+            contents=contents,
         )
         per_rank.update(random=_random_state(engine.device), data=None if together else position)
 
     Ranks(data.group).gather(f"checkpoint {directory}/{tag} was not saved", collect)
-    shared["optimizer"] = _optimizer_scalars(engine)
-    folder = checkpoint.save(
-        directory, tag, tensors=tensors, shared=shared, per_rank=per_rank, group=data.group, save_latest=save_latest,
-        tag_validation=engine.plan.checkpoint.tag_validation.capitalize(),  # type: ignore[arg-type]
-    )  # fmt: skip
-    return str(folder)
+    shared["optimizer"] = _optimizer_scalars(engine) if contents == "all" else None
+    plan = engine.plan.checkpoint
+    how: dict[str, Any] = {
+        "tensors": tensors, "shared": shared, "per_rank": per_rank, "group": data.group, "save_latest": save_latest,
+        "tag_validation": plan.tag_validation.capitalize(), "keep": plan.keep,
+    }  # fmt: skip
+    if plan.asynchronous:
+        engine.staging = engine.staging or checkpoint.Staging(pinned=engine.device.type == "cuda")
+        engine.saving = checkpoint.save_behind(directory, tag, engine.staging, **how)
+    else:
+        checkpoint.save(directory, tag, **how)
+
+
+def finish(engine: Engine) -> None:
+    """Wait for the save that is being written behind training. Collective; raises the same CheckpointError on every rank, once."""
+    saving, engine.saving = engine.saving, None
+    if saving is not None:
+        ranks = Ranks(engine.mesh.data.group)
+        ranks.gather(f"checkpoint {saving.path}, written behind training, was not saved", saving.result)
+
+
+def save_pretrained(engine: Engine, folder: str, dtype: torch.dtype | None, shard_nbytes: int, only_trainable: bool) -> None:
+    """A Hugging Face folder of the masters' values. Collective; each rank writes what it owns."""
+    tensors: dict[str, pretrained.Out] = {}
+    for key, held in (_weights(engine, exclude_frozen=only_trainable) | ({} if only_trainable else _buffers(engine))).items():
+        kind, _, name = key.partition(".")
+        wanted = dtype if kind == "model" else None
+        tensors[name] = pretrained.Out(held, wanted or _dtype_of(engine, name, held))
+    config = _model_config(engine.module)
+    named = type(engine.module).__name__
+    texts = {} if config is None else pretrained.describe(config, named, dtype or engine.plan.precision.param_dtype)
+    generation = getattr(engine.module, "generation_config", None)
+    if generation is not None:
+        texts["generation_config.json"] = generation.to_json_string()
+    pretrained.write(folder, tensors, texts=texts, group=engine.mesh.data.group, shard_nbytes=shard_nbytes)
+
+
+def _dtype_of(engine: Engine, name: str, held: FlatSlice | Tensor) -> torch.dtype:
+    """What the model itself keeps: a master may be wider."""
+    if isinstance(held, Tensor):
+        return held.dtype
+    return next(unit.dtypes.weights for unit in engine.units if name in unit.names)
 
 
 def _warn_of_what_is_left_out(engine: Engine, directory: str) -> None:
@@ -93,26 +140,35 @@ def _warn_of_what_is_left_out(engine: Engine, directory: str) -> None:
 
 
 def load(
-    engine: Engine, directory: str, tag: str | None, *, strict: bool, optimizer: bool, scheduler: bool, module_only: bool
-) -> tuple[str | None, dict[str, Any]]:
+    engine: Engine, directory: str, tag: str | None, *, strict: bool, optimizer: bool, scheduler: bool, module_only: bool,
+    exclude: Sequence[str] = (),
+) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
     """Read a checkpoint into the engine; returns (folder, client_state), or (None, {}) where `latest` is missing.
 
     Collective. Raises CheckpointError on every rank, with nothing changed, when anything in it is wrong.
     """
+    finish(engine)
     tag = tag or checkpoint.latest_tag(directory, group=engine.mesh.data.group)
     if tag is None:
         logger.warning("no checkpoint was loaded: there is no %s/latest; the run starts afresh", directory)
         return None, {}
     found = checkpoint.load_metadata(directory, tag, group=engine.mesh.data.group)
-    wanted: dict[str, FlatSlice | Tensor] = _weights(engine) | _buffers(engine)
-    missing = [name for name in wanted if name not in found.tensors]
-    surplus = [name for name in found.tensors if name.startswith(("model.", "buffer.")) and name not in wanted]
+    contents = found.shared.get("contents", "all")
+    module_only = module_only or contents in ("weights", "adapters")
+    everything: dict[str, FlatSlice | Tensor] = _weights(engine) | _buffers(engine)
+    wanted = {name: held for name, held in everything.items() if not _is_excluded(name, exclude)}
+    needed = _weights(engine, exclude_frozen=True) if contents == "adapters" else wanted
+    missing = [name for name in needed if name in wanted and name not in found.tensors]
+    named = [name for name in found.tensors if name.startswith(("model.", "buffer."))]
+    surplus = [name for name in named if name not in everything and not _is_excluded(name, exclude)]
     optimizer = optimizer and not module_only and engine.steps is not None
     undo: list[Callable[[], None]] = _prepare_optimizer(engine, found) if optimizer else []
     if optimizer:
-        wanted |= _optimizer_tensors(engine)
+        states = _optimizer_tensors(engine)
+        wanted |= {name: held for name, held in states.items() if not _is_excluded(name, exclude)}
     lacking = [name for name in wanted if name.startswith("optim.") and name not in found.tensors]
     wanted = {name: held for name, held in wanted.items() if name in found.tensors}
+    shapes = {name: (found.tensors[name].shape, tuple(held.shape)) for name, held in wanted.items()}
 
     def accept(loaded: checkpoint.Loaded) -> None:
         if strict and (missing or surplus):
@@ -132,6 +188,7 @@ def load(
                 raise CheckpointError(f"its values are damaged or not of this version: {type(error).__name__}: {error}") from error
 
     try:
+        _check_shapes(f"checkpoint {found.path} was not loaded", shapes)
         loaded = checkpoint.load(directory, tag, tensors=wanted, group=engine.mesh.data.group, convert=True, accept=accept)
     except BaseException:
         for each in reversed(undo):
@@ -140,6 +197,26 @@ def load(
     _spread_weights(engine)
     _begin_window(engine)
     return str(found.path), loaded.shared["client"]
+
+
+def _is_excluded(name: str, exclude: Sequence[str]) -> bool:
+    """Whether a pattern names the parameter or buffer that an entry is of."""
+    kind, _, rest = name.partition(".")
+    bare = rest.partition(".")[2] if kind == "optim" else rest
+    return any(fnmatch.fnmatchcase(bare, pattern) for pattern in exclude)
+
+
+def _check_shapes(step: str, shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    wrong = [
+        f"{name.partition('.')[2]!r} has shape {there} in it and {here} here"
+        for name, (there, here) in shapes.items()
+        if there != here and not name.startswith("optim.")
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{step}: {'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; exclude=[...] leaves what "
+            f"its patterns name as it is here"
+        )
 
 
 def _begin_window(engine: Engine) -> None:
@@ -176,12 +253,12 @@ def _take_values(
     if scheduler and hasattr(engine.lr_scheduler, "load_state_dict"):
         _take_schedule(engine.lr_scheduler, shared["scheduler"], undo)
     _take_position(engine, loaded, undo)
-    if loaded.per_rank is not None:
+    if loaded.per_rank:
         present = _random_state(engine.device)
         undo.append(lambda: _restore_random(present, engine.device))
         _restore_random(loaded.per_rank["random"], engine.device)
     else:
-        logger.info("random states are those of this run: the checkpoint was saved by another number of ranks")
+        logger.info("random states are those of this run: the checkpoint has none for this number of ranks")
 
 
 def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> None:
@@ -199,7 +276,7 @@ def _take_position(engine: Engine, loaded: checkpoint.Loaded, undo: list[Callabl
     if not hasattr(loader, "load_state_dict"):
         return
     state = loaded.shared["data"]
-    if state is None and loaded.per_rank is not None:
+    if state is None and loaded.per_rank:
         state = loaded.per_rank["data"]
     why = (
         "it has none for this number of ranks (each rank's own, of a sharded dataset or of a loader that the user made, is taken "
@@ -353,7 +430,7 @@ def _take_scalars(engine: Engine, saved: Any, undo: list[Callable[[], None]], la
     if saved is None:
         raise CheckpointError(f"it was saved without an optimizer, and this engine has one; {_OWN_OPTIMIZER}")
     classes, groups = _optimizer_classes(steps), steps.inner.param_groups
-    if not set(classes) & set(saved["classes"]):
+    if saved["classes"] is not None and not set(classes) & set(saved["classes"]):
         raise CheckpointError(f"its optimizer is {saved['classes'][0]} and this engine's is {classes[0]}; {_OWN_OPTIMIZER}")
     if len(groups) != len(saved["groups"]):
         raise CheckpointError(

@@ -1,0 +1,173 @@
+"""From one kind of checkpoint to another without an engine, a tensor or less in memory at a time.
+
+    a checkpoint of ours or of DeepSpeed's  ->  a Hugging Face folder, a checkpoint of ours, DeepSpeed's universal format
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from . import pretrained
+from .directory import LATEST_UNIVERSAL, locate, read_document, read_latest, sync_folder
+from .errors import CheckpointError
+from .ranges import Folder
+from .save import save
+from .values import decode
+
+Kind = Literal["hf", "slipstream", "deepspeed"]
+_LIKE = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
+
+
+def convert(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], to: Kind, *, tag: str | None = None,
+    dtype: torch.dtype | str | None = None, max_shard_size: int | str = "5GB", like: str | os.PathLike[str] | None = None,
+) -> Path:  # fmt: skip
+    """Write `target` from the checkpoint `source` (the folder of one, or of several: then `tag`, or the last); returns its folder.
+
+    dtype: of parameters in a Hugging Face folder; None: as stored. like: a Hugging Face folder of the same model, whose
+    configuration and tokenizer go along. Raises CheckpointError, with nothing written.
+    """
+    cast, shard_nbytes = pretrained.dtype_of(dtype), pretrained.num_bytes(max_shard_size)
+    path, target = _find(Path(source), tag), Path(target)
+    with _opened(path) as folder:
+        if to == "hf":
+            _to_hf(folder, target, cast, shard_nbytes, None if like is None else Path(like))
+            return target
+        if cast is not None or like is not None:
+            raise CheckpointError(f"dtype and like are for Hugging Face folders; to={to!r} keeps everything as it is")
+        return _to_slipstream(folder, target) if to == "slipstream" else _to_deepspeed(folder, target)
+
+
+def _find(source: Path, tag: str | None) -> Path:
+    if tag is None and not any((source / name).exists() for name in ("latest", LATEST_UNIVERSAL)):
+        return locate(source.absolute().parent, source.name)
+    named = tag or read_latest(source)
+    assert named is not None, "one of the two files is there"
+    return locate(source, named)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Folder]:
+    folder = Folder(path, read_document(path))
+    try:
+        yield folder
+    finally:
+        folder.close()
+
+
+def _shared(folder: Folder) -> dict[str, Any]:
+    found = decode(folder.document.shared, folder.tensor, f"{folder.path}: shared")
+    assert isinstance(found, dict), "written by train/persist.py, or made by deepspeed.py"
+    return found
+
+
+def _named(folder: Folder, kind: str) -> dict[str, str]:
+    """Names without their kind -> names in the checkpoint."""
+    return {name.partition(".")[2]: name for name in folder.document.tensors if name.startswith(f"{kind}.")}
+
+
+def _to_hf(folder: Folder, target: Path, dtype: torch.dtype | None, shard_nbytes: int, like: Path | None) -> None:
+    tensors = {}
+    for kind in ("model", "buffer"):
+        for name, key in _named(folder, kind).items():
+            stored = folder.document.tensors[key].dtype
+            cast = dtype if kind == "model" and dtype is not None and stored.is_floating_point else stored
+            tensors[name] = pretrained.Out(folder.slice(key), cast)
+    if not tensors:
+        raise CheckpointError(f"{folder.path} has no parameters")
+    config, texts = _shared(folder).get("model_config"), {}
+    if config is not None:
+        texts = pretrained.describe(config, None, dtype or next(iter(tensors.values())).dtype)
+    if like is not None:
+        found = sorted(path for pattern in _LIKE for path in like.glob(pattern) if path.is_file())
+        texts |= {path.name: path.read_text("utf-8") for path in found}
+    pretrained.write(target, tensors, texts=texts, group=None, shard_nbytes=shard_nbytes)
+
+
+def _to_slipstream(folder: Folder, target: Path) -> Path:
+    tensors = {name: folder.slice(name) for name in folder.document.tensors if not name.startswith("$")}
+    return save(target, folder.path.name, tensors=tensors, shared=_shared(folder), per_rank={})
+
+
+def _to_deepspeed(folder: Folder, target: Path) -> Path:
+    """The universal format, which DeepSpeed loads at any world and stage with `"checkpoint": {"load_universal": true}`.
+
+    The loss scale begins anew, since it would be an object of DeepSpeed's; parameters without optimizer state (frozen ones) are
+    where DeepSpeed itself puts them, in the module's state, which it leaves to the model's own first values.
+    """
+    shared, states = _shared(folder), _states(folder)
+    if shared.get("optimizer") is None:
+        raise CheckpointError(f"{folder.path} has no optimizer state; write a Hugging Face folder of it, which DeepSpeed loads too")
+    tag = f"{folder.path.name}_universal"
+    draft, made = target / f"{tag}.tmp", target / tag
+    if made.exists():
+        raise CheckpointError(f"{made} is there already; remove it or choose another directory")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        (draft / "zero").mkdir(parents=True)
+        _write_states(folder, draft / "zero", shared["optimizer"], states)
+        model = _model_file(folder, shared, states)
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # stages 1 and 2; stage 3
+            torch.save(model, draft / name)
+        for path in (draft, *draft.rglob("*")):
+            _sync(path)
+        os.rename(draft, made)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    (target / LATEST_UNIVERSAL).write_text(tag, "utf-8")
+    sync_folder(target)
+    return made
+
+
+def _states(folder: Folder) -> dict[str, dict[str, str]]:
+    """Parameter -> file of DeepSpeed's -> tensor of the checkpoint."""
+    states: dict[str, dict[str, str]] = {}
+    for rest, key in _named(folder, "optim").items():
+        kind, _, name = rest.partition(".")
+        states.setdefault(name, {"fp32": f"model.{name}"})[kind] = key
+    return states
+
+
+def _write_states(folder: Folder, zero: Path, optimizer: dict[str, Any], states: Mapping[str, Mapping[str, str]]) -> None:
+    step: Any = None
+    for name, files in states.items():
+        (zero / name).mkdir()
+        for kind, key in files.items():
+            torch.save({"param": folder.tensor(key).float(), "cat_dim": 0}, zero / name / f"{kind}.pt")
+        step = optimizer["params"].get(name, {}).get("step")
+        if step is not None:
+            step = torch.tensor(float(step))
+            torch.save(step, zero / name / "step.pt")
+    groups = [{**group, "params": []} for group in optimizer["groups"]]
+    common = {"dynamic_loss_scale": False, "overflow": False, "clip_grad": 0.0, "ds_version": "0.19.8", "param_groups": groups}
+    stage_3 = {"state": {0: {"step": step}}, "param_groups": groups}
+    torch.save(common | {"optimizer_state_dict": stage_3}, zero / "optimizer_state.pt")
+
+
+def _model_file(folder: Folder, shared: dict[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {name: key for name, key in _named(folder, "model").items() if name not in states}
+    buffers = _named(folder, "buffer")
+    shapes = OrderedDict((name, torch.Size(folder.document.tensors[f"model.{name}"].shape)) for name in states)
+    module = OrderedDict((name, folder.tensor(key)) for name, key in (rest | buffers).items())
+    return {
+        **shared["client"], "module": module, "buffer_names": list(buffers), "optimizer": None, "param_shapes": [shapes],
+        "frozen_param_shapes": None, "frozen_param_fragments": None, "shared_params": {}, "lr_scheduler": shared["scheduler"],
+        "data_sampler": None, "random_ltd": None, **shared["counters"], "dp_world_size": 1, "mp_world_size": 1, "ds_config": {},
+        "ds_version": "0.19.8", "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
+    }  # fmt: skip
+
+
+def _sync(path: Path) -> None:
+    if path.is_dir():
+        sync_folder(path)
+        return
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

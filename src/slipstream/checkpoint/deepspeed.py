@@ -1,0 +1,297 @@
+"""DeepSpeed's checkpoints (ZeRO-1, 2, 3 and universal) as a `Document`: the same tensors by name, in DeepSpeed's own files.
+
+What follows from that: every path that loads a checkpoint of ours loads one of DeepSpeed's, at any world size and stage, and each
+rank reads only the byte ranges that it needs of files that were written for other ranks. The formats, as 0.19.8 writes them:
+
+ZeRO-1, 2  [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt: rank R's part of each flat parameter group in fp32 and of its states;
+           `param_slice_mappings` says where which parameter's next elements lie. mp_rank_00_model_states.pt: 16-bit weights
+           (frozen ones only there), buffers, counters
+ZeRO-3     the same files, with ceil(numel / world) elements of every parameter of `param_shapes` in turn; frozen parameters as
+           such fragments in zero_pp_rank_R_mp_rank_00_model_states.pt
+universal  zero/NAME/{fp32,exp_avg,...}.pt: whole parameters, flat or in their shape, alone or as "param" of a dictionary
+
+There are no checksums in them. Random states are not in them either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .document import BLOCK, Document, Entry, Piece
+from .errors import CheckpointError
+from .flat_slice import Shape, boxes, check_cover
+from .pickled import Array, Record, Stored, read
+from .values import encode
+
+logger = logging.getLogger(__name__)
+
+_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OTHER = re.compile(r"layer_\d+-model.*\.pt|layer_\d+_expert_.*\.pt|expp_rank_.*\.pt")
+_NODES = 1_000_000  # values of a client_state
+# What DeepSpeed itself puts beside the caller's client_state
+_OWN = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+    "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
+    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "num_experts",
+})  # fmt: skip
+# Which optimizers keep which states; of others it is not known, and whoever loads them answers for it
+_CLASSES = {
+    frozenset({"exp_avg", "exp_avg_sq"}): ["AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "Lamb", "FusedLamb", "NAdam", "RAdam"],
+    frozenset({"exp_avg"}): ["Lion", "FusedLion", "DeepSpeedCPULion"],
+    frozenset({"momentum_buffer"}): ["SGD", "Muon"],
+    frozenset({"sum"}): ["Adagrad"],
+}
+
+
+def read_document(folder: Path) -> Document:
+    """What the checkpoint holds and where. Reads structures, no tensor but single numbers. Raises CheckpointError."""
+    try:
+        return _Import(folder).document()
+    except CheckpointError as error:
+        where = "" if str(folder) in str(error) else f"{folder}: "
+        raise CheckpointError(f"{where}{error}") from error
+    except Exception as error:  # the structure is the file's: anything may be missing, or something else
+        raise CheckpointError(
+            f"{folder} is not as DeepSpeed 0.19 writes checkpoints: {type(error).__name__}: {error}"
+        ) from error
+
+
+class _Import:
+    """One checkpoint while its document is made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        names = sorted(os.listdir(folder))
+        self.model_files = self._by_rank(names, _MODEL)
+        self.optim_files = self._by_rank(names, _OPTIM)
+        other = [name for name in names if _OTHER.fullmatch(name)]
+        if other or not self.model_files:
+            what = "pipeline stages or experts" if other else "tensor-parallel ranks"
+            raise CheckpointError(f"it has files of {what} ({(other or names)[0]}); only data-parallel checkpoints are imported")
+        self.model = read(folder / self.model_files[0])
+        self.files: dict[str, int] = {}
+        self.shapes: dict[str, tuple[torch.dtype, Shape]] = {}
+        self.pieces: dict[str, list[Piece]] = {}
+        self.steps: dict[str, dict[str, Any]] = {}  # parameter -> what its optimizer state has beside tensors
+        self.groups: list[dict[str, Any]] | None = None
+        self.scaler: Any = None
+        self._nodes = 0
+
+    def _by_rank(self, names: list[str], pattern: re.Pattern[str]) -> list[str]:
+        found = {}
+        for name in names:
+            match = pattern.fullmatch(name)
+            if match is not None and int(match[2]) == 0:
+                found[int(match[1] or 0)] = name
+            elif match is not None:
+                raise CheckpointError(f"it has files of tensor-parallel ranks ({name}); only data-parallel ones are imported")
+        if sorted(found) != list(range(len(found))):
+            raise CheckpointError(f"its files are of ranks {sorted(found)}: some are missing")
+        return [found[rank] for rank in range(len(found))]
+
+    def document(self) -> Document:
+        trained = {name: tuple(shape) for group in self.model["param_shapes"] or [] for name, shape in group.items()}
+        if (self.folder / "zero").is_dir():
+            self._universal(trained)
+        elif self.optim_files:
+            self._optimizer_files(trained)
+        else:
+            raise CheckpointError(
+                "it is of ZeRO stage 0: its optimizer state has no names. Load its weights alone (torch.load with "
+                "weights_only=True), or save it at stage 1"
+            )
+        self._frozen(trained)
+        self._buffers()
+        for name, (_, shape) in self.shapes.items():
+            check_cover(name, shape, [piece.box for piece in self.pieces[name]])
+        shared = self._shared()
+        entries = {
+            name: Entry(dtype=dtype, shape=shape, pieces=tuple(self.pieces[name])) for name, (dtype, shape) in self.shapes.items()
+        }
+        seen = [(name, (self.folder / name).stat().st_size, (self.folder / name).stat().st_mtime_ns) for name in self.files]
+        return Document(
+            save_id=hashlib.sha256(repr(sorted(seen)).encode()).hexdigest()[:16], world_size=0, block=BLOCK, files=self.files,
+            tensors=entries, shared=shared, per_rank=[],
+        )  # fmt: skip
+
+    # -- tensors --
+
+    def _add(self, name: str, shape: Shape, start: int, held: Stored, first: int, numel: int) -> None:
+        """Elements [first, first + numel) of a stored tensor are the parameter's from `start` on."""
+        if held.at < 0 or first + numel > held.numel:
+            raise CheckpointError(f"{name!r}: {numel} elements from {first} of a tensor of shape {held.shape} in {held.path.name}")
+        if self.shapes.setdefault(name, (held.dtype, shape)) != (held.dtype, shape):
+            raise CheckpointError(f"{name!r} is both {self.shapes[name]} and {(held.dtype, shape)}")
+        file = held.path.relative_to(self.folder).as_posix()
+        if file not in self.files:
+            self.files[file] = held.path.stat().st_size
+        at, parts = held.at + first * held.dtype.itemsize, self.pieces.setdefault(name, [])
+        for box in boxes(shape, start, start + numel):
+            parts.append(Piece(box=box, file=file, at=at, crc32=()))
+            at += math.prod(box.sizes) * held.dtype.itemsize
+
+    def _optimizer_files(self, trained: Mapping[str, Shape]) -> None:
+        done = dict.fromkeys(trained, 0)  # elements of each parameter that lower ranks have
+        world = len(self.optim_files)
+        for file in self.optim_files:
+            state = read(self.folder / file)["optimizer_state_dict"]
+            count = state["partition_count"]
+            if max(count if isinstance(count, list) else [count]) != world:
+                raise CheckpointError(f"it was saved by {count} ranks and has the files of {world}")
+            is_stage_3 = "fp32_flat_groups" in state
+            masters = state["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"]
+            base = state["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"]
+            if not isinstance(base, dict):
+                raise CheckpointError("it was saved with zero_optimization.elastic_checkpoint, which is not imported")
+            self._values(base["param_groups"], state)
+            for index, master in enumerate(masters):
+                held = base["state"].get(index, {})
+                spans = self._stage_3(index, trained, done, world) if is_stage_3 else self._stage_1(state, index)
+                for name, first, numel in spans:
+                    start, done[name] = done[name], done[name] + numel
+                    self._parameter(name, trained[name], start, master, held, base["param_groups"], first, numel)
+
+    def _stage_1(self, state: Mapping[str, Any], index: int) -> Iterator[tuple[str, int, int]]:
+        for name, place in state["param_slice_mappings"][index].items():
+            yield name, place.get("start"), place.get("numel")
+
+    def _stage_3(
+        self, index: int, trained: Mapping[str, Shape], done: Mapping[str, int], world: int
+    ) -> Iterator[tuple[str, int, int]]:
+        first = 0
+        for name in self.model["param_shapes"][index]:
+            whole = math.prod(trained[name])
+            part = -(-whole // world)
+            yield name, first, max(0, min(part, whole - done[name]))
+            first += part
+
+    def _parameter(
+        self, name: str, shape: Shape, start: int, master: Stored, state: Mapping[str, Any], groups: list[dict[str, Any]],
+        first: int, numel: int,
+    ) -> None:  # fmt: skip
+        self._add(f"model.{name}", shape, start, master, first, numel)
+        scalars = self.steps.setdefault(name, {})
+        for key, value in state.items():
+            if isinstance(value, Stored) and value.shape:
+                self._add(f"optim.{key}.{name}", shape, start, value, first, numel)
+            elif key not in scalars:
+                scalars[key] = value
+        if state and "step" not in scalars and "step" in groups[0]:  # DeepSpeed's own Adam counts in its groups
+            scalars["step"] = groups[0]["step"]
+
+    def _universal(self, trained: Mapping[str, Shape]) -> None:
+        common = read(self.folder / "zero" / "optimizer_state.pt")
+        self._values(common["param_groups"], common)
+        states = common.get("optimizer_state_dict", {}).get("state", {})
+        for name, shape in trained.items():
+            if Path(name).name != name:
+                raise CheckpointError(f"a parameter named {name!r}")
+            folder, whole = self.folder / "zero" / name, math.prod(shape)
+            scalars = {key: value for key, value in states.get(0, {}).items() if not isinstance(value, Stored) or not value.shape}
+            held = {}
+            for file in sorted(folder.glob("*.pt")):
+                value = read(file)
+                value = value["param"] if isinstance(value, dict) else value
+                if isinstance(value, Stored) and value.numel == whole and file.stem != "step":
+                    held[file.stem] = value
+                else:
+                    scalars[file.stem] = value
+            self._parameter(name, shape, 0, held.pop("fp32"), scalars | held, common["param_groups"], 0, whole)
+
+    def _frozen(self, trained: Mapping[str, Shape]) -> None:
+        """What no optimizer has: fragments of each rank where weights were sharded, else whole in the module's state."""
+        module, aliases = self.model["module"], self.model["shared_params"] or {}
+        fragments = self.model.get("frozen_param_fragments") or {}
+        for file in self.model_files if fragments else []:
+            state = self.model if file == self.model_files[0] else read(self.folder / file)
+            for name, held in state["frozen_param_fragments"].items():
+                shape, start = tuple(state["frozen_param_shapes"][name]), self._elements(name)
+                if start < math.prod(shape) or f"model.{name}" not in self.pieces:
+                    self._add(f"model.{name}", shape, start, held, 0, min(held.numel, math.prod(shape) - start))
+        known = {*trained, *fragments, *self.model["buffer_names"], *aliases}
+        for name, held in module.items():
+            if name not in known and isinstance(held, Stored) and len(self.model_files) == 1:
+                self._add(f"model.{name}", held.shape, 0, held, 0, held.numel)
+
+    def _elements(self, name: str) -> int:
+        return sum(math.prod(piece.box.sizes) for piece in self.pieces.get(f"model.{name}", []))
+
+    def _buffers(self) -> None:
+        for name in self.model["buffer_names"]:
+            held = self.model["module"][name]
+            self._add(f"buffer.{name}", held.shape, 0, held, 0, held.numel)
+
+    # -- values --
+
+    def _values(self, groups: list[dict[str, Any]], state: Mapping[str, Any]) -> None:
+        if self.groups is None:
+            self.groups = [{key: value for key, value in group.items() if key not in ("params", "step")} for group in groups]
+            self.scaler = state.get("loss_scaler")
+
+    def _shared(self) -> dict[str, Any]:
+        model = self.model
+        kinds: dict[str, set[str]] = {}
+        for name in self.shapes:
+            if name.startswith("optim."):
+                _, kind, param = name.split(".", 2)
+                kinds.setdefault(param, set()).add(kind)
+        found = max(kinds.values(), key=len, default=set())
+        scaler = self.scaler or {}
+        clean = int(scaler.get("cur_iter", 0)) - int(scaler.get("last_overflow_iter", -1)) - 1
+        values = {
+            "counters": {name: int(model[name]) for name in ("global_steps", "skipped_steps", "global_samples")},
+            "loss_scale": {
+                "scale": float(scaler.get("cur_scale", 1.0)), "clean_steps": clean,
+                "patience": int(scaler.get("cur_hysteresis", 1)),
+            },
+            "scheduler": model["lr_scheduler"],
+            "data": None,
+            "model_config": None,
+            "optimizer": {
+                "classes": _CLASSES.get(frozenset(found)), "groups": self.groups,
+                "params": {name: scalars for name, scalars in self.steps.items() if scalars},
+            },
+        }  # fmt: skip
+        return {key: self._skeleton(value, key) for key, value in values.items()} | {"client": self._client()}
+
+    def _client(self) -> dict[str, Any]:
+        kept = {}
+        for key, value in self.model.items():
+            if key not in _OWN:
+                try:
+                    kept[key] = self._skeleton(value, f"client_state[{key!r}]")
+                except CheckpointError as error:
+                    logger.warning("client_state[%r] of %s is left out: %s", key, self.folder, error)
+        return kept
+
+    def _skeleton(self, value: Any, path: str) -> Any:
+        """As `values.encode` writes it; a tensor is an entry where it lies. Objects come as dictionaries, numpy arrays as lists."""
+        self._nodes += 1
+        if self._nodes > _NODES:
+            raise CheckpointError(f"more than {_NODES} values beside its tensors")
+        if type(value) in (list, tuple):
+            items = [self._skeleton(item, f"{path}[{i}]") for i, item in enumerate(value)]
+            return items if type(value) is list else {"$tuple": items}
+        if isinstance(value, dict) and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self._skeleton(item, f"{path}[{key!r}]") for key, item in value.items()}
+        if isinstance(value, dict):
+            return {"$dict": [[encode(key, path, "")[0], self._skeleton(item, f"{path}[{key!r}]")] for key, item in value.items()]}
+        if isinstance(value, Array):
+            return value.value.tolist()
+        if isinstance(value, Stored):
+            name = f"$shared/{len(self.shapes)}"
+            self._add(name, value.shape, 0, value, 0, value.numel)
+            return {"$tensor": name}
+        if isinstance(value, Record):
+            return self._skeleton({key: item for key, item in vars(value).items() if key != "args"}, path)
+        return encode(value, path, "$shared")[0]

@@ -1,0 +1,215 @@
+"""Files of `torch.save`, read without executing anything: the structure now, tensors where they lie.
+
+Such a file is a zip archive without compression: `data.pkl`, a pickle, and one record of raw bytes for each storage. A pickle can
+call whatever it names, so the unpickler here knows a short list of names and gives each a meaning of its own:
+
+Stored   a tensor: where its bytes are, not the bytes
+Record   an object of one of DeepSpeed's classes (or an `argparse.Namespace`): its attributes, none of its code
+
+Any other name refuses the file, with that name. Everything that names stand for is made anew for each file, so that a pickle that
+sets attributes on them (which a pickle can) changes nothing that outlives it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import pickletools
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .document import DTYPES
+from .errors import CheckpointError
+from .flat_slice import Shape
+
+_LIMIT = 1 << 28  # bytes of a pickle; a model of a hundred thousand parameters takes 30 million
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip record: its signature, and how long its name and extra field are
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16, "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8, "BoolStorage": torch.bool, "UntypedStorage": torch.uint8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A tensor in a file: `shape` elements of `dtype` from byte `at` on, one after another (else `at` is -1)."""
+
+    path: Path
+    at: int
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Record:
+    """What a pickle says of an object: the values that it was made with, and its attributes."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.__dict__.get(name, default)
+
+
+def read(path: Path) -> Any:
+    """The content of a file of `torch.save`, with a `Stored` for every tensor. Raises CheckpointError for whatever is not one."""
+    try:
+        if not path.is_file():  # a pipe must not make us wait
+            raise CheckpointError("it is not a regular file" if path.exists() else "it is missing")
+        with zipfile.ZipFile(path) as archive:
+            return _read(path, archive)
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(f"{path} is truncated, damaged, or of a torch older than 1.6: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    except Exception as error:  # whatever a pickle that is no pickle leads to
+        raise CheckpointError(f"{path} is damaged or hostile: {type(error).__name__}: {error}") from error
+
+
+def _read(path: Path, archive: zipfile.ZipFile) -> Any:
+    records = {name.partition("/")[2]: archive.getinfo(name) for name in archive.namelist()}
+    if "data.pkl" not in records:
+        raise CheckpointError("it is no file of torch.save")
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records.values()):
+        raise CheckpointError("it has compressed records, which torch does not write")
+    if records["data.pkl"].file_size > _LIMIT:
+        raise CheckpointError(f"its pickle has {records['data.pkl'].file_size} bytes; at most {_LIMIT} are read")
+    if "byteorder" in records and archive.read(records["byteorder"]) != sys.byteorder.encode():
+        raise CheckpointError(f"written on a machine of another byte order; this one is {sys.byteorder}-endian")
+    raw = archive.read(records["data.pkl"])
+    _check_memo(raw)
+    return _Unpickler(raw, path, records).load()
+
+
+def _check_memo(raw: bytes) -> None:
+    """Refuse a number in the memo that no honest pickle reaches: Python makes room for all below it."""
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(raw)):
+        if "PUT" in opcode.name and int(argument or 0) > count:
+            raise CheckpointError(f"damaged or hostile: its pickle stores value {count} under the number {argument}")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names that checkpoints need, none of which executes anything of the file's."""
+
+    def __init__(self, raw: bytes, path: Path, records: dict[str, zipfile.ZipInfo]) -> None:
+        super().__init__(BytesIO(raw))
+        self._path, self._records = path, records
+        self._classes: dict[str, type[Record]] = {}
+        self._base = type("Record", (Record,), {})
+        self._known: dict[tuple[str, str], Any] = {
+            ("collections", "OrderedDict"): OrderedDict,
+            ("builtins", "set"): set,
+            ("__builtin__", "set"): set,
+            ("builtins", "complex"): complex,
+            ("torch", "Size"): tuple,
+            ("torch", "device"): lambda *args: ":".join(map(str, args)),
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
+            ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+            ("torch._tensor", "_rebuild_from_type_v2"): lambda rebuild, _, args, attributes: rebuild(*args),
+            ("torch", "Tensor"): "Tensor",
+            ("torch.nn.parameter", "Parameter"): "Parameter",
+            ("_codecs", "encode"): lambda text, coding="latin1": _as(str, text).encode("latin1"),  # bytes, in protocol 2
+        }
+        for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
+            self._known[module, "_reconstruct"] = lambda *_: Array()
+            self._known[module, "scalar"] = lambda dtype, raw=b"": _array(dtype, (), raw)[()]
+        self._known["numpy", "ndarray"] = "ndarray"
+        self._known["numpy", "dtype"] = lambda name, *_: _Dtype(_as(str, name))
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._known:
+            return self._known[module, name]
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if module.partition(".")[0] == "deepspeed" or (module, name) == ("argparse", "Namespace"):
+            return self._classes.setdefault(f"{module}.{name}", type(name, (self._base,), {}))
+        raise CheckpointError(f"it asks for {module}.{name}, which no checkpoint needs: nothing that a file names is ever executed")
+
+    def persistent_load(self, pid: Any) -> tuple[torch.dtype, int, int]:
+        """A storage: (dtype, first byte, bytes). The record must lie inside the file, the storage inside the record."""
+        kind, dtype, key, _, numel = pid
+        record = self._records[f"data/{_as(str, key)}"]
+        nbytes = _as(int, numel) * _as(torch.dtype, dtype).itemsize
+        if kind != "storage" or not 0 <= nbytes <= record.file_size:
+            raise CheckpointError(f"storage {key} of {numel} elements has {record.file_size} bytes")
+        with open(self._path, "rb") as file:
+            file.seek(record.header_offset)
+            signature, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            at = record.header_offset + _LOCAL_HEADER.size + name + extra
+            if signature != b"PK\3\4" or at + nbytes > os.fstat(file.fileno()).st_size:
+                raise CheckpointError(f"storage {key} lies outside the file")
+        return dtype, at, nbytes
+
+    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Stored:
+        dtype, at, nbytes = storage
+        shape, strides = tuple(map(_size, size)), tuple(map(_size, stride))
+        numel, expected, consecutive = math.prod(shape), 1, True
+        for length, step in zip(reversed(shape), reversed(strides), strict=True):
+            consecutive &= length < 2 or step == expected
+            expected *= length
+        last = sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) if numel else -1
+        if (_size(offset) + last + 1) * dtype.itemsize > nbytes:
+            raise CheckpointError(f"a tensor of shape {shape} reaches beyond its storage of {nbytes} bytes")
+        consecutive = consecutive or numel == 0
+        return Stored(path=self._path, at=at + offset * dtype.itemsize if consecutive else -1, dtype=dtype, shape=shape)
+
+
+class _Dtype:
+    """A numpy dtype by name; what else a pickle says of it is its byte order."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.order = name, "="
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = _as(str, state[1]).replace("|", "=")
+
+
+class Array:
+    """A numpy array of numbers. numpy's own way back could make objects."""
+
+    value: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, raw = state
+        if fortran:
+            raise CheckpointError("a numpy array in Fortran's order")
+        self.value = _array(dtype, shape, raw)
+
+
+def _array(dtype: Any, shape: Any, raw: Any) -> Any:
+    import numpy
+
+    kind = numpy.dtype(_as(_Dtype, dtype).name).newbyteorder(dtype.order)
+    if kind.kind not in "biufc":
+        raise CheckpointError(f"a numpy array of {dtype.name}")
+    return numpy.frombuffer(_as(bytes, raw), kind).reshape(tuple(map(_size, shape))).astype(kind.newbyteorder("="))
+
+
+def _as(kind: Callable[..., Any], value: Any) -> Any:
+    if type(value) is not kind:
+        raise CheckpointError(f"damaged or hostile: {type(value).__name__} where {getattr(kind, '__name__', kind)} belongs")
+    return value
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 48:
+        raise CheckpointError(f"damaged or hostile: {str(value)[:40]} where a size belongs")
+    return value

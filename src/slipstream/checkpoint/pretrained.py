@@ -1,0 +1,247 @@
+"""A Hugging Face folder: sharded safetensors, an index, config.json. Written in place by all ranks, a few megabytes at a time.
+
+Where every byte goes follows from names, shapes and dtypes alone (`shards`), so rank 0 makes the files with their headers, and then
+each rank writes the ranges that it owns where they belong: nothing is gathered, and nobody holds more than `_STAGE` bytes beside
+what it has anyway. What several ranks have is written by one of them, in turn.
+
+A folder that is new appears whole. In one that was there, files are replaced one by one, the index last.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .directory import sync_folder
+from .errors import ONE_PLACE, CheckpointError, Ranks
+from .flat_slice import FlatSlice, Shape, memory
+from .weights import INDEX, SINGLE, WORDS
+
+_STAGE = 1 << 24  # bytes
+SHARD_NBYTES = 5_000_000_000  # a file of a folder; transformers' own
+
+
+class Out(NamedTuple):
+    """What is written under a name, and as which dtype."""
+
+    held: FlatSlice | Tensor
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.held.shape) * self.dtype.itemsize
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: in which file, from which byte on."""
+
+    file: str
+    at: int
+
+
+def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """bf16, fp16 and fp32 by their names here and torch's. Raises ValueError."""
+    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    known |= {str(each): each for each in known.values()} | {str(each).removeprefix("torch."): each for each in known.values()}
+    if dtype is not None and str(dtype) not in known:
+        raise ValueError(f"dtype {dtype!r}: weights are written in bf16, fp16 or fp32")
+    return None if dtype is None else known[str(dtype)]
+
+
+def num_bytes(size: int | str) -> int:
+    """Of 5GB or 200MB, as transformers has it (powers of ten), or a number. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", str(size), re.IGNORECASE)
+    number = int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if number <= 0:
+        raise ValueError(f"max_shard_size {size!r} is not a size; write 5GB or 200MB")
+    return number
+
+
+def describe(config: Mapping[str, Any], architecture: str | None, dtype: torch.dtype) -> dict[str, str]:
+    """config.json, by which transformers finds the class and the dtype."""
+    named = {"dtype": str(dtype).removeprefix("torch.")} | ({} if architecture is None else {"architectures": [architecture]})
+    return {"config.json": json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n"}
+
+
+def shards(sizes: Mapping[str, tuple[str, Shape, int]], limit: int) -> tuple[dict[str, bytes], dict[str, Place]]:
+    """The headers of the files that tensors of (safetensors' dtype, shape, bytes) fill, and each one's place. Pure.
+
+    A file ends before the tensor that would bring it above `limit` bytes. Inside one, wide dtypes come first: all are aligned.
+    """
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, (_, _, nbytes) in sizes.items():
+        if files[-1] and filled + nbytes > limit:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += nbytes
+    headers, places = {}, {}
+    for i, names in enumerate(files):
+        file = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name in sorted(names, key=lambda name: -_ITEMSIZES[sizes[name][0]]):
+            word, shape, nbytes = sizes[name]
+            header[name] = {"dtype": word, "shape": shape, "data_offsets": [at, at + nbytes]}
+            places[name] = Place(file, at)
+            at += nbytes
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        headers[file] = len(raw).to_bytes(8, "little") + raw
+        places |= {name: Place(file, places[name].at + len(headers[file])) for name in names}
+    return headers, places
+
+
+def write(
+    folder: str | os.PathLike[str], tensors: Mapping[str, Out], *, texts: Mapping[str, str], group: dist.ProcessGroup | None = None,
+    shard_nbytes: int = SHARD_NBYTES,
+) -> None:  # fmt: skip
+    """Write the folder. Collective; every rank names the same tensors. Raises the same CheckpointError on every rank.
+
+    texts: further files and what is in them (config.json).
+    """
+    ranks, target = Ranks(group), Path(folder)
+    step = ranks.first(f"{target} was not written")
+    headers: dict[str, bytes] = {}
+    places: dict[str, Place] = {}
+
+    def plan() -> None:
+        unknown = sorted({str(out.dtype) for out in tensors.values() if out.dtype not in WORDS})
+        if unknown:
+            raise CheckpointError(f"safetensors files have no {', '.join(unknown)}")
+        sizes = {name: (WORDS[out.dtype], tuple(out.held.shape), out.nbytes) for name, out in tensors.items()}
+        found = shards(sizes, shard_nbytes)
+        headers.update(found[0])
+        places.update(found[1])
+
+    ranks.gather(step, plan)
+    draft = target.with_name(f"{target.name}.tmp-{ranks.first(secrets.token_hex(8))}")
+    try:
+        ranks.decide(step, lambda: _begin(draft, headers, places, tensors))
+        mine = _mine(ranks, step, tensors)
+        ranks.gather(step, lambda: _fill(draft, headers, places, tensors, mine))
+        ranks.decide(step, lambda: _finish(draft, target, texts, places, tensors))
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _begin(draft: Path, headers: Mapping[str, bytes], places: Mapping[str, Place], tensors: Mapping[str, Out]) -> None:
+    draft.mkdir(parents=True)
+    ends = {file: len(header) for file, header in headers.items()}
+    for name, place in places.items():
+        ends[place.file] = max(ends[place.file], place.at + tensors[name].nbytes)
+    for file, header in headers.items():
+        with open(draft / file, "wb") as opened:
+            opened.write(header)
+            opened.truncate(ends[file])
+
+
+def _mine(ranks: Ranks, step: str, tensors: Mapping[str, Out]) -> list[str]:
+    """The tensors whose range this rank writes: of ranks that have the same range, one by turns. Refuses what nobody has."""
+    ranges = {name: _range(out.held) for name, out in tensors.items()}
+    everyone: list[dict[str, tuple[int, int]]] = [ranges] * ranks.size
+    if ranks.group is not None:
+        dist.all_gather_object(everyone, ranges, group=ranks.group)
+
+    def choose() -> list[str]:
+        chosen = []
+        for i, (name, out) in enumerate(tensors.items()):
+            have: dict[tuple[int, int], list[int]] = {}
+            for rank, theirs in enumerate(everyone):
+                if name not in theirs:
+                    raise CheckpointError(f"rank {rank} has no {name!r}")
+                have.setdefault(theirs[name], []).append(rank)
+            parts = sorted(span for span in have if span[0] < span[1])
+            if sum(stop - start for start, stop in parts) != math.prod(out.held.shape):
+                raise CheckpointError(f"{name!r} of shape {tuple(out.held.shape)} is there as {parts} only")
+            owners = have[ranges[name]]
+            if owners[i % len(owners)] == ranks.rank:
+                chosen.append(name)
+        return chosen
+
+    found: list[str] = []
+    ranks.gather(step, lambda: found.extend(choose()))
+    return found
+
+
+def _range(held: FlatSlice | Tensor) -> tuple[int, int]:
+    if isinstance(held, Tensor):
+        return 0, held.numel()
+    return (held.start, held.stop) if held.start < held.stop else (0, 0)
+
+
+def _fill(
+    draft: Path, headers: Mapping[str, bytes], places: Mapping[str, Place], tensors: Mapping[str, Out], mine: Sequence[str]
+) -> None:
+    handles: dict[str, int] = {}
+    try:
+        for name in mine:
+            out, place = tensors[name], places[name]
+            if place.file not in handles:
+                handles[place.file] = os.open(draft / place.file, os.O_WRONLY)
+            at = place.at + _range(out.held)[0] * out.dtype.itemsize
+            for part in _parts(out):
+                raw = memory(part)
+                while len(raw):
+                    done = os.pwrite(handles[place.file], raw, at)
+                    raw, at = raw[done:], at + done
+        for handle in handles.values():
+            os.fsync(handle)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"cannot write {draft}: rank 0 made its files elsewhere; {ONE_PLACE}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot write {draft}: {error.strerror}") from error
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+
+
+def _parts(out: Out) -> Iterator[Tensor]:
+    """The values in the dtype of the file, on the host, a stage at a time."""
+    held = out.held.data if isinstance(out.held, FlatSlice) else out.held.detach().reshape(-1)
+    step = _STAGE // max(held.dtype.itemsize, out.dtype.itemsize)
+    for start in range(0, held.numel(), step):
+        stop = min(start + step, held.numel())
+        part = held[start:stop] if isinstance(held, Tensor) else held.get(start, stop)
+        yield part.to(out.dtype).cpu().contiguous()
+
+
+def _finish(
+    draft: Path, target: Path, texts: Mapping[str, str], places: Mapping[str, Place], tensors: Mapping[str, Out]
+) -> None:
+    new = dict(texts)
+    if len({place.file for place in places.values()}) > 1:
+        total = sum(out.nbytes for out in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {name: place.file for name, place in places.items()}}
+        new[INDEX] = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    for name, text in new.items():
+        (draft / name).write_text(text, "utf-8")
+    sync_folder(draft)
+    if not target.exists():
+        os.rename(draft, target)
+    else:
+        names = sorted(os.listdir(draft), key=lambda name: (name == INDEX, name))
+        old = [path for path in target.glob("model*.safetensors") if path.name not in names]
+        (target / INDEX).unlink(missing_ok=True)
+        for name in names:
+            os.replace(draft / name, target / name)
+        for path in old:
+            path.unlink()
+    sync_folder(target)
+    sync_folder(target.absolute().parent)
+
+
+_ITEMSIZES = {word: dtype.itemsize for dtype, word in WORDS.items()}

@@ -1,0 +1,97 @@
+"""Flat ranges of the tensors of a checkpoint that has no engine: read when asked for, every block's checksum verified."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .document import Document, Entry
+from .errors import CheckpointError
+from .flat_slice import FlatSlice, flat_range, memory
+
+
+class Folder:
+    """The data files of one checkpoint, of ours or DeepSpeed's."""
+
+    def __init__(self, path: Path, document: Document) -> None:
+        self.path, self.document = path, document
+        self._handles: dict[str, int] = {}
+
+    def slice(self, name: str) -> FlatSlice:
+        """A whole tensor that rests in the files."""
+        return FlatSlice(_Held(self, name), self.document.tensors[name].shape, 0)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor, in memory."""
+        entry = self.document.tensors[name]
+        return self.read(name, 0, math.prod(entry.shape)).view(entry.shape)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) in row-major order, 1D."""
+        entry = self.document.tensors[name]
+        values = torch.empty(stop - start, dtype=entry.dtype)
+        size, raw = entry.dtype.itemsize, memory(values)
+        for i, (first, last) in enumerate(_spans(name, entry)):
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                part = self._bytes(name, i, (low - first) * size, (high - first) * size)
+                raw[(low - start) * size : (high - start) * size] = part
+        return values
+
+    def _bytes(self, name: str, index: int, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of a piece; with the rest of the blocks that they are in, where those have checksums."""
+        entry, block = self.document.tensors[name], self.document.block
+        piece = entry.pieces[index]
+        first, last = start, stop
+        if piece.crc32:
+            first, last = start // block * block, min(-(-stop // block) * block, entry.nbytes(piece))
+        if piece.file not in self._handles:
+            from .storage import open_data  # which imports DCP
+
+            self._handles[piece.file] = open_data(self.path / piece.file, self.document.files[piece.file])
+        held = memoryview(bytearray(last - first))
+        done = 0
+        while done < len(held):
+            got = os.preadv(self._handles[piece.file], [held[done:]], piece.at + first + done)
+            if got == 0:
+                raise CheckpointError(f"{self.path / piece.file} is truncated at byte {piece.at + first + done}")
+            done += got
+        for at in range(0, len(held) if piece.crc32 else 0, block):
+            if zlib.crc32(held[at : at + block]) != piece.crc32[(first + at) // block]:
+                raise CheckpointError(f"{self.path / piece.file} is damaged: the checksum of tensor {name!r} does not match")
+        return held[start - first : stop - first]
+
+    def close(self) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
+
+
+class _Held:
+    """One tensor of a folder, as `FlatSlice` takes what is not in memory."""
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        self._folder, self._name = folder, name
+        entry = folder.document.tensors[name]
+        self.dtype, self._numel = entry.dtype, math.prod(entry.shape)
+
+    def numel(self) -> int:
+        return self._numel
+
+    def get(self, start: int, stop: int) -> Tensor:
+        return self._folder.read(self._name, start, stop)
+
+    def put(self, start: int, values: Tensor) -> None:
+        raise AssertionError(f"{self._name} is of a checkpoint that is only read")
+
+
+def _spans(name: str, entry: Entry) -> list[tuple[int, int]]:
+    spans = [flat_range(entry.shape, piece.box) for piece in entry.pieces]
+    if any(span is None for span in spans):
+        raise CheckpointError(f"{name!r} lies in blocks of rows and columns (tensor parallelism), which are not converted")
+    return [span for span in spans if span is not None]

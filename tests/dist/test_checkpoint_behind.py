@@ -1,0 +1,175 @@
+"""Saves that are written while training goes on, and checkpoints of a part."""
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slipstream.checkpoint import CheckpointError, FlatSlice, Staging, latest_tag, load, save_behind
+from slipstream.checkpoint.directory import committed_tags
+from slipstream.checkpoint.storage import Writer
+from tests import toy
+from tests.dist.test_checkpoint_engine import Noisy
+from tests.pool import distributed
+
+BEHIND = {"writer": {"decoupled": True}}
+
+
+def engine_of(stage: int, transport: str = "auto", **blocks: Any) -> Any:
+    return toy.make(toy.seeded(Noisy), stage, transport, dtype="bf16", checkpoint=BEHIND, **blocks)
+
+
+@contextmanager
+def writing(before: Any) -> Iterator[None]:
+    """Every write behind training runs `before()` first."""
+    real = Writer.flush
+
+    def flush(self: Writer) -> Any:
+        before()
+        return real(self)
+
+    Writer.flush = flush  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Writer.flush = real  # type: ignore[method-assign]
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_what_is_written_is_the_moment_of_the_call(transport: str, tmp_path: Path) -> None:
+    for stage in (0, 3):
+        folder, gate = tmp_path / str(stage), threading.Event()
+        engine = engine_of(stage, transport)
+        toy.step(engine, toy.tokens(dist.get_rank(), 0))
+        expected = engine.state_dict()
+        with writing(gate.wait):
+            engine.save_checkpoint(str(folder))
+            for i in range(2):  # training goes on, and nothing is there yet
+                toy.step(engine, toy.tokens(dist.get_rank(), i))
+            assert latest_tag(folder) is None
+            threading.Timer(0.05, gate.set).start()
+            engine.save_checkpoint(str(folder), tag="next")  # waits for the one before
+            assert "global_step1" in committed_tags(folder)
+            engine.finish_save()
+        assert latest_tag(folder) == "next" and not [name for name in os.listdir(folder) if "tmp" in name]
+        assert sorted(os.listdir(folder / "next")) == ["metadata.json", "rank_00000.bin", "rank_00001.bin"]
+        engine.load_checkpoint(str(folder), "global_step1")
+        state = engine.state_dict()
+        assert all(state[name].equal(value) for name, value in expected.items())
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_failure_is_told_at_the_next_call_on_every_rank(tmp_path: Path) -> None:
+    engine, folder = engine_of(3), str(tmp_path)
+    engine.save_checkpoint(folder, tag="good")
+    engine.finish_save()
+
+    def full() -> None:
+        if engine.rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with writing(full):
+        engine.save_checkpoint(folder, tag="bad")
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        with pytest.raises(CheckpointError, match=r"bad, written behind training, was not saved: .*rank 1: No space left on device"):
+            engine.save_checkpoint(folder, tag="other")
+    assert latest_tag(tmp_path) == "good" and sorted(os.listdir(folder)) == ["good", "latest"]
+    engine.save_checkpoint(folder, tag="again")  # told once
+    engine.finish_save()
+    with writing(full):
+        engine.save_checkpoint(folder, tag="last")
+        with pytest.raises(CheckpointError, match="No space left"):
+            engine.destroy()
+    assert engine.destroyed and latest_tag(tmp_path) == "again"
+
+
+@distributed(world_size=2)
+def test_a_rank_that_writes_no_more_is_not_waited_for(tmp_path: Path) -> None:
+    rank, gate = dist.get_rank(), threading.Event()
+    part = FlatSlice(torch.full((4,), float(rank)), (8,), 4 * rank)
+    what = {"tensors": {"w": part}, "shared": {}, "per_rank": {}, "group": dist.group.WORLD}
+    with writing(lambda: rank == 1 and gate.wait()):
+        saving = save_behind(tmp_path, "t", Staging(pinned=False), patience_s=0.2, **what)
+        if rank == 0:
+            with pytest.raises(CheckpointError, match=r"rank_00001.bin has not grown for 0.2 s at 0 bytes: its rank has died"):
+                saving.result()
+            assert os.listdir(tmp_path) == []
+        dist.barrier()
+        gate.set()
+        if rank == 1:
+            with pytest.raises(CheckpointError):
+                saving.result()
+    save_behind(tmp_path, "t", Staging(pinned=False), **what).result()
+    dist.barrier()
+    whole = torch.zeros(8)
+    load(tmp_path, "t", tensors={"w": whole})
+    assert whole.tolist() == [0] * 4 + [1] * 4
+
+
+def size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.bin"))
+
+
+@distributed(world_size=2)
+def test_parts_of_a_checkpoint(tmp_path: Path) -> None:
+    """What is left out is small, and loads into an engine that has the rest."""
+    engine, folder = toy.make(toy.seeded(Noisy), 3), str(tmp_path)
+    toy.step(engine, toy.tokens(engine.rank, 0))
+    for contents in ("all", "without_optimizer", "weights", "adapters"):
+        engine.save_checkpoint(folder, tag=contents, contents=contents)
+    expected, steps = engine.state_dict(), engine.global_steps
+    trained = sum(param.numel() for param in engine.module.parameters() if param.requires_grad)
+    frozen = sum(param.numel() for param in engine.module.parameters() if not param.requires_grad)
+    assert size(tmp_path / "all") > 4 * (3 * trained + frozen)
+    for contents, floats in (("without_optimizer", trained + frozen), ("weights", trained + frozen), ("adapters", trained)):
+        assert 4 * floats <= size(tmp_path / contents) < 4 * floats + 16_000  # and random states
+    for contents in ("without_optimizer", "weights", "adapters"):
+        toy.step(engine, toy.tokens(engine.rank, 1))
+        if contents == "without_optimizer":
+            with pytest.raises(CheckpointError, match="load_optimizer_states=False"):
+                engine.load_checkpoint(folder, contents)
+        engine.load_checkpoint(folder, contents, load_optimizer_states=False)
+        state = engine.state_dict()
+        assert all(state[name].equal(value) for name, value in expected.items() if contents != "adapters" or name != "calls")
+        assert (engine.global_steps == steps) is (contents == "without_optimizer")
+    with pytest.raises(ValueError, match="all, without_optimizer, weights or adapters"):
+        engine.save_checkpoint(folder, contents="some")
+    engine.destroy()
+
+
+class Wider(Noisy):
+    """The same with another head, and a layer more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(16, toy.VOCABULARY + 2)
+        self.extra = torch.nn.Linear(16, 16)
+
+
+@distributed(world_size=2)
+def test_a_changed_model_takes_what_fits(tmp_path: Path) -> None:
+    engine, folder = toy.make(toy.seeded(Noisy), 2), str(tmp_path)
+    toy.step(engine, toy.tokens(engine.rank, 0))
+    engine.save_checkpoint(folder)
+    moments = engine.optimizer_state("blocks.0.up.weight")
+    engine.destroy()
+    engine = toy.make(toy.seeded(Wider), 3)
+    head = engine.state_dict()["head.bias"]
+    with pytest.raises(CheckpointError, match=r"'head.bias' has shape \(48,\) in it and \(50,\) here; exclude="):
+        engine.load_checkpoint(folder)
+    with pytest.raises(CheckpointError, match=r"does not hold \['model.extra.weight', 'model.extra.bias'\]"):
+        engine.load_checkpoint(folder, exclude=["head.*"])
+    engine.load_checkpoint(folder, exclude=["head.*", "extra.*"])
+    state, found = engine.state_dict(), engine.optimizer_state("blocks.0.up.weight")
+    assert all(found[name].equal(value) for name, value in moments.items()) and state["head.bias"].equal(head)
+    assert engine.global_steps == 1
+    toy.step(engine, toy.tokens(engine.rank, 1))
+    engine.destroy()

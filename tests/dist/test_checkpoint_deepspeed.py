@@ -1,0 +1,165 @@
+"""DeepSpeed's own checkpoints: loaded at another world and stage, training goes on as DeepSpeed went on."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import slipstream
+from slipstream.checkpoint import CheckpointError
+from tests import deepspeed_checkpoints as ds
+from tests.pool import distributed
+
+# fp32 differs by the order of sums; in 16 bits a weight may round the other way
+CLOSE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("written")
+    with tarfile.open(ds.ARCHIVE) as archive:
+        archive.extractall(path, filter="data")
+    return path / "deepspeed"
+
+
+def build(case: ds.Case, stage: int, **blocks: Any) -> Any:
+    module = ds.model()
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(0.5)  # nothing of it is to be left
+    settings = ds.config(case, dist.get_world_size(), stage) | {"slipstream": {"timeout_s": 20}} | blocks
+    settings["optimizer"]["params"].pop("torch_adam", None)
+    return slipstream.initialize(model=module, model_parameters=ds.groups(module), config=settings)[0]
+
+
+def go_on(engine: Any, steps: range) -> list[float]:
+    world, losses = dist.get_world_size(), []
+    for step in steps:
+        loss = engine(ds.batch(step, dist.get_rank(), world))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / world)
+    return losses
+
+
+@distributed(world_size=(1, 2, 4))
+def test_training_goes_on_as_deepspeed_does(world_size: int, folder: Path) -> None:
+    for i, case in list(enumerate(ds.CASES))[:: {1: 1, 2: 2, 4: 4}[world_size]]:
+        stage = (case.stage + world_size + i) % 4
+        engine = build(case, stage)
+        path, client = engine.load_checkpoint(str(folder / case.name))
+        assert Path(path).parent == folder / case.name
+        assert client == {"epoch": 7, "names": ["a", None], "seen": (1, 2.5)}
+        assert (engine.global_steps, engine.global_samples) == (ds.STEPS, ds.STEPS * ds.ROWS)
+        found = go_on(engine, range(ds.STEPS, ds.STEPS + ds.MORE))
+        expected = json.loads((folder / case.name / "losses.json").read_text())
+        assert found == pytest.approx(expected, rel=CLOSE[case.dtype]), f"{case} at stage {stage}"
+        engine.destroy()
+
+
+class Hostile:
+    """A pickle that runs a command where anything executes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+class Nested:
+    """A pickle in a pickle."""
+
+    def __reduce__(self) -> Any:
+        return pickle.loads, (b"",)
+
+
+def archive(raw: bytes) -> bytes:
+    """A file of torch.save with that pickle."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as file:
+        file.writestr("archive/data.pkl", raw)
+    return made.getvalue()
+
+
+@distributed(world_size=1)
+def test_what_a_file_asks_for_is_refused_by_name_and_nothing_runs(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "z1-w2-bf16", tmp_path / "c")
+    inside = tmp_path / "c" / "global_step3"
+    model, optim = inside / "mp_rank_00_model_states.pt", inside / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    engine = build(ds.CASES[0], 2)
+    before = engine.state_dict()
+    kept = torch.load(model, weights_only=True)
+    for harm, names in (
+        (Hostile(tmp_path / "ran"), r"mp_rank_00_model_states.pt: it asks for posix\.system"), (Nested(), r"asks for pickle\.loads"),
+        (CheckpointError("x"), r"slipstream\.checkpoint\.errors\.CheckpointError"),
+    ):  # fmt: skip
+        torch.save(kept | {"mine": harm}, model)
+        with pytest.raises(CheckpointError, match=names):
+            engine.load_checkpoint(str(tmp_path / "c"))
+    assert not (tmp_path / "ran").exists()
+    torch.save(kept, model)
+    whole = optim.read_bytes()
+    for raw, words in (
+        (whole[:-50], "truncated"), (b"\x80\x02}.", "truncated"), (archive(b"\x80\x02}r\xff\xff\xff\x7f."), "value 2 under the number"),
+        (archive(b"\x80\x02K\x01."), "not as DeepSpeed"), (archive(b"\x80\x02(dR."), "damaged or hostile"),
+    ):  # fmt: skip
+        optim.write_bytes(raw)
+        with pytest.raises(CheckpointError, match=words):
+            engine.load_checkpoint(str(tmp_path / "c"))
+    optim.unlink()
+    with pytest.raises(CheckpointError, match=r"saved by \[2, 2\] ranks and has the files of 1"):
+        engine.load_checkpoint(str(tmp_path / "c"))
+    (inside / "mp_rank_01_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="tensor-parallel ranks"):
+        engine.load_checkpoint(str(tmp_path / "c"))
+    after = engine.state_dict()
+    assert all(before[name].equal(after[name]) for name in before)
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_another_optimizer_is_refused_and_weights_load_without(folder: Path) -> None:
+    case = ds.CASES[1]
+    engine = build(case, 3, optimizer={"type": "Lion", "params": {"lr": 1e-3}})
+    with pytest.raises(CheckpointError, match=r"its optimizer is AdamW and this engine's is Lion"):
+        engine.load_checkpoint(str(folder / case.name))
+    engine.load_checkpoint(str(folder / case.name), load_module_only=True)
+    expected = json.loads((folder / case.name / "losses.json").read_text())
+    assert go_on(engine, range(ds.STEPS, ds.STEPS + 1)) == pytest.approx(expected[:1], rel=1e-5)
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_each_byte_of_a_state_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[int, int, int]] = []
+    real = os.preadv
+
+    def counted(handle: int, buffers: Any, at: int) -> int:
+        got = real(handle, buffers, at)
+        read.extend((os.fstat(handle).st_ino, byte, 1) for byte in range(at, at + got))
+        return got
+
+    engine = build(ds.CASES[3], 3)
+    monkeypatch.setattr(os, "preadv", counted)
+    engine.load_checkpoint(str(folder / ds.CASES[3].name))
+    monkeypatch.undo()
+    everyone: list[Any] = [None] * 2
+    dist.all_gather_object(everyone, read)
+    trained = sum(param.numel() for param in engine.module.parameters() if param.requires_grad)
+    values = [byte for mine in everyone for byte in mine]
+    # Also frozen weights in bf16, the buffer on each rank, and a step count of 4 bytes for each parameter on each
+    frozen, buffer, steps = 30 * 2, 2 * 5 * 4, 2 * 8 * 4
+    assert len(values) == trained * 12 + frozen + buffer + steps
+    engine.destroy()

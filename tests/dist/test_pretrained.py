@@ -1,0 +1,135 @@
+"""Hugging Face folders written from shards, and checkpoints converted without an engine."""
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from slipstream.checkpoint import CheckpointError, convert, pretrained
+from slipstream.launch import cli
+from tests import deepspeed_checkpoints as ds
+from tests import toy
+from tests.dist.test_checkpoint_deepspeed import CLOSE, build, go_on
+from tests.dist.test_checkpoint_engine import Noisy
+from tests.pool import distributed, run
+
+
+def content(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder, found as its index says."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return load_file(folder / "model.safetensors")
+    where = json.loads(index.read_text())["weight_map"]
+    files = {file: load_file(folder / file) for file in set(where.values())}
+    assert {name: file for file, held in files.items() for name in held} == where
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == sorted(files)
+    return {name: files[file][name] for name, file in where.items()}
+
+
+@distributed(world_size=(2, 4), transports=("gloo",))
+def test_every_stage_writes_the_same_folder(world_size: int, transport: str, tmp_path: Path) -> None:
+    for stage in range(4) if world_size == 2 else (3,):
+        engine = toy.make(toy.seeded(Noisy), stage, transport, dtype="bf16")
+        toy.step(engine, toy.tokens(dist.get_rank(), 0))
+        folder, exact = tmp_path / f"{stage}", tmp_path / f"{stage}-fp32"
+        engine.save_pretrained(str(folder), max_shard_size="2KB")
+        engine.save_pretrained(str(exact), dtype="fp32")
+        expected = {name: value for name, value in engine.state_dict().items() if name != "head.weight"}  # tied: once
+        masters = {name: engine.optimizer_state(name)["master"] for name, _ in engine.module.named_parameters()}
+        if dist.get_rank() == 0:
+            found, wide = content(folder), content(exact)
+            assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
+            assert found.keys() == wide.keys() == expected.keys()
+            assert all(found[name].dtype is value.dtype and found[name].equal(value) for name, value in expected.items())
+            assert all(wide[name].equal(value) for name, value in masters.items())
+        # Again, into the same folder, with fewer files, and of what is trained alone
+        engine.save_pretrained(str(folder), only_trainable=True)
+        if dist.get_rank() == 0:
+            trained = {name for name, param in engine.module.named_parameters() if param.requires_grad}
+            assert content(folder).keys() == trained and "blocks.1.up.weight" not in trained
+            assert sorted(path.name for path in folder.iterdir()) == ["model.safetensors"]
+            assert not list(tmp_path.glob("*.tmp-*"))
+        engine.destroy()
+
+
+def save_llama(folder: Path) -> dict[str, torch.Tensor]:
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=True)
+    engine = toy.make(toy.seeded(lambda: transformers.LlamaForCausalLM(config)), 3, dtype="bf16")
+    engine.save_pretrained(str(folder), max_shard_size=20_000)
+    state: dict[str, torch.Tensor] = engine.state_dict()
+    engine.destroy()
+    return state
+
+
+def test_transformers_loads_it(tmp_path: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'slipstream[hf]'")
+    expected = run(2, save_llama, tmp_path / "model")[0]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert loaded.dtype is torch.bfloat16 and type(loaded) is transformers.LlamaForCausalLM
+    assert all(value.equal(expected[name]) for name, value in loaded.state_dict().items())
+
+
+@distributed(world_size=2)
+def test_a_failure_on_one_rank_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = toy.make(toy.seeded(toy.Lm), 3)
+
+    def fail(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(pretrained.os, "pwrite", fail)
+    with pytest.raises(CheckpointError, match=r"rank 1 of 2: cannot write .*No space left"):
+        engine.save_pretrained(str(tmp_path / "model"))
+    monkeypatch.undo()
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+    for wrong, words in (({"dtype": "int4"}, "bf16, fp16 or fp32"), ({"max_shard_size": "much"}, "write 5GB")):
+        with pytest.raises(ValueError, match=words):
+            engine.save_pretrained(str(tmp_path / "model"), **wrong)
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_conversions_keep_everything(tmp_path: Path) -> None:
+    """DeepSpeed's -> ours -> DeepSpeed's universal -> ours, and each -> Hugging Face, offline."""
+    with tarfile.open(ds.ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    for case in (ds.CASES[3], ds.CASES[4]):
+        source, made = tmp_path / "deepspeed" / case.name, tmp_path / f"made-{case.name}"
+        expected = json.loads((source / "losses.json").read_text())
+        assert cli.main(["convert", str(source), str(made / "ours"), "--to", "slipstream"]) == 0
+        convert(made / "ours", made / "universal", "deepspeed")
+        convert(made / "universal" / "global_step3_universal", made / "back", "slipstream")
+        for folder in (made / "ours", made / "universal", made / "back"):
+            engine = build(case, 3)
+            engine.load_checkpoint(str(folder))
+            state = engine.optimizer_state("up.weight")
+            assert go_on(engine, range(ds.STEPS, ds.STEPS + ds.MORE)) == pytest.approx(expected, rel=CLOSE[case.dtype])
+            engine.destroy()
+        assert cli.main(["convert", str(source), str(made / "hf"), "--dtype", "fp32"]) == 0
+        convert(made / "back", made / "hf-bf16", "hf", dtype=torch.bfloat16, max_shard_size=200)
+        one, two = content(made / "hf"), content(made / "hf-bf16")
+        assert one.keys() == two.keys() == {name for name in ds.model().state_dict() if name != "head.weight"}
+        assert one["up.weight"].equal(state["master"]) and two["up.weight"].equal(state["master"].bfloat16())
+
+
+@distributed(world_size=1)
+def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path) -> None:
+    engine = toy.make(toy.seeded(toy.Lm), 0)
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    engine.destroy()
+    file = tmp_path / "saved" / "global_step0" / "rank_00000.bin"
+    raw = bytearray(file.read_bytes())
+    raw[100] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="the checksum of tensor"):
+        convert(tmp_path / "saved", tmp_path / "hf", "hf")
+    assert not (tmp_path / "hf").exists() and not list(tmp_path.glob("*.tmp-*"))
