@@ -164,7 +164,7 @@ def _homes(
     device: torch.device, open_space: Callable[[Needs], Spaces],
 ) -> Homes:  # fmt: skip
     tiers, place = recipe.tiers, recipe.placement
-    weights = optim = gradient = next_weights = next_optim = 0
+    weights = optim = next_weights = next_optim = 0
     to_keep = tiers.weights_kept
     for i, (layout, of_unit) in enumerate(zip(layouts, dtypes, strict=True)):
         cuts = layout.shards(comms.dp.size)
@@ -177,8 +177,7 @@ def _homes(
         if i not in trainable:
             continue
         if tiers.grads is Tier.DISK and comms.dp_replicate.size == 1:
-            nbytes = disk_nbytes(span, of_unit.grads.itemsize)
-            optim, gradient = optim + nbytes, max(gradient, nbytes)
+            optim += disk_nbytes(span, of_unit.grads.itemsize)
         if tiers.optim is Tier.DISK:
             numel = span if place.optim else layout.numel
             own = [of_unit.master.itemsize] if of_unit.master != of_unit.weights else []
@@ -187,7 +186,7 @@ def _homes(
     ahead = tiers.ahead and bool(place.weights) and comms.dp_replicate.size == 1
     needs = Needs(weights, optim, next_weights, next_optim) if ahead else Needs(weights, optim)
     spaces = open_space(needs) if weights or optim else Spaces()
-    return Homes(tiers, device, spaces, gradient, has_peers=comms.data.size > 1)
+    return Homes(tiers, device, spaces, has_peers=comms.data.size > 1)
 
 
 def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
