@@ -1,6 +1,6 @@
 """One contender of the leg `offload`, in a process and an environment of its own: a number of steps in, their seconds out.
 
-    python -m benchmarks.offload_contender (slipstream | deepspeed) MICROS ZERO WORKLOAD
+    python -m benchmarks.offload_contender (slipstream | deepspeed) MICROS CLIPPING ZERO WORKLOAD
 
 ZERO and WORKLOAD are JSON. It prints "@ready", then for each line that it reads, a number of steps, "@" and JSON: the seconds
 of them and all losses. A step that is not timed runs before them, so that what streams on beside the next step is counted as
@@ -13,16 +13,17 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.workloads import BETAS, CLIPPING, EPS, LEARNING_RATE, WEIGHT_DECAY, Workload, build_batch, build_model
+from benchmarks.workloads import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Workload, build_batch, build_model
 
 
 def main() -> None:
     system, micros = sys.argv[1], int(sys.argv[2])
-    work = Workload(**json.loads(sys.argv[4]))
+    work = Workload(**json.loads(sys.argv[5]))
     params = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": work.batch, "gradient_accumulation_steps": micros, "gradient_clipping": CLIPPING,
-        "bf16": {"enabled": True}, "zero_optimization": json.loads(sys.argv[3]), "optimizer": {"type": "AdamW", "params": params},
+        "train_micro_batch_size_per_gpu": work.batch, "gradient_accumulation_steps": micros,
+        "gradient_clipping": float(sys.argv[3]), "bf16": {"enabled": True}, "zero_optimization": json.loads(sys.argv[4]),
+        "optimizer": {"type": "AdamW", "params": params},
     }  # fmt: skip
     model = build_model(work)
     if system == "deepspeed":

@@ -65,6 +65,11 @@ class Setting:
         """Sharded weights lie where every rank computes with them, so gathering moves nothing."""
         return self.shared and not self.poison and self.tier(self.tiers.weights) is Tier.DEVICE
 
+    @property
+    def ahead(self) -> bool:
+        """Updates begin in the backward (train/step.py), if nothing is clipped and the disk has room."""
+        return self.tiers.ahead and self.streams and not self.coded and self.copies == 1 and self.placement.weights != ()
+
     def tier(self, tier: Tier) -> Tier:
         return Tier.DEVICE if tier is Tier.HOST and self.on_host else tier
 
@@ -237,7 +242,8 @@ def at_rest(parts: Sequence[Part], setting: Setting) -> tuple[Line, ...]:
     for part, states in zip(parts, states_of(parts, setting), strict=True):
         for name, state in states.items():
             kind, what = groups.get(name, ("optimizer", "moments"))
-            add(kind, what, Tier.DISK, state.on_disk)
+            twice = setting.ahead and part.trainable and name != "grads"
+            add(kind, what, Tier.DISK, state.on_disk * (2 if twice else 1))
             add(kind, what, host if state.tier is Tier.DISK else state.tier, state.resident)
         if part.trainable:
             if setting.coded:
@@ -274,8 +280,18 @@ def _computing(parts: Sequence[Part], setting: Setting, profile: Profile) -> Ite
                  moment.with_grads - moment.activations if sharded else 0),
             Line("buffers", "gathered weights", Tier.DEVICE, _gathered(parts, setting, profile.moments[i:])),
             Line("buffers", "received gradients", Tier.DEVICE, received if moment.phase == "backward" else 0),
+            Line("buffers", "new weights, until the step", Tier.DEVICE,
+                 _new_weights(parts, setting) if moment.phase == "backward" else 0),
         ]  # fmt: skip
         yield lines, f"{moment.phase} of {moment.block or 'the root'}"
+
+
+def _new_weights(parts: Sequence[Part], setting: Setting) -> int:
+    """What updates ahead keep in memory, at the end of the backward: of parts whose weights rest there and whose states do not."""
+    if not setting.ahead:
+        return 0
+    each = zip(parts, states_of(parts, setting), strict=True)
+    return sum(states["weights"].resident for part, states in each if part.trainable)
 
 
 def _gathered(parts: Sequence[Part], setting: Setting, coming: Sequence[Moment]) -> int:
@@ -416,8 +432,8 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
     """How long a step takes, and each resource of it.
 
     Disk and host links run beside compute, reads beside writes; collectives do not hide (gloo's take the processor). Where weights
-    are sharded and states stream, the update also runs beside the next forward (train/step.py: Updater): where both are the
-    processor's work, only what the update waits for is hidden.
+    are sharded and states stream, the update also runs beside the next forward, and ahead beside the last backward (train/step.py:
+    Updater): where both are the processor's work, only what the update waits for is hidden.
     """
     flows, k = traffic(parts, setting), setting.accumulation
     step = flows.step(k)
@@ -437,7 +453,8 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
     later = max(compute["backward"], moved(flows.backward.plus(flows.again))) + flows.backward.wire / rates.wire
     update = max(updated / rates.memory, moved(flows.update)) + flows.update.wire / rates.wire
     streams = setting.placement.weights and (flows.update.disk_read or flows.update.disk_written)
-    hidden = min(forward, update - (updated / rates.memory if setting.on_host else 0.0)) if streams else 0.0
+    beside = forward + (later if k > 1 else backward) if setting.ahead else forward
+    hidden = min(beside, update - (updated / rates.memory if setting.on_host else 0.0)) if streams else 0.0
     flops = k * (profile.forward.flops + profile.backward.flops)
     costs = (
         Cost("compute", flops, k * (compute["forward"] + compute["backward"])),
