@@ -446,20 +446,6 @@ def test_activations_where_the_device_is_the_host() -> None:
     assert len(activations({"profile": True, "synchronize_checkpoint_boundary": True}).notes) == 2, "nothing is recomputed"
 
 
-def test_offload_that_a_gpu_does_not_do_is_refused() -> None:
-    def offload(block: str, facts: ModelFacts, **keys: Any) -> Plan:
-        return plan_of({"zero_optimization": {"stage": 3, f"offload_{block}": keys}}, facts=facts)
-
-    for block, keys, message in (
-        ("param", {"device": "nvme", "nvme_path": "/disk"}, "offload_param.device is nvme.*use cpu or none"),
-        ("optimizer", {"device": "cpu", "ratio": 0.5}, r"ratio is 0\.5 with device cpu.*set it to 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            offload(block, CUDA, **keys)
-        offload(block, FACTS, **keys)
-    offload("optimizer", CUDA, device="nvme", nvme_path="/disk", ratio=0.5)
-
-
 def test_chunks_are_told_as_they_are() -> None:
     for asked, told in ((10**9, 1 << 21), (4096, 4096)):
         block = {"stage": 1, "sub_group_size": asked, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}

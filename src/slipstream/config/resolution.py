@@ -390,18 +390,6 @@ def _offload(values: _Values) -> OffloadPlan:
             f"zero_optimization.offload_param is {param}, but at stage {stage} every rank computes with weights of its own; "
             f"set the stage to 3, or offload_param.device to none"
         )
-    ratio = _taken(values, "offload_optimizer", "ratio", 1.0)
-    if values.facts.device_type == "cuda":
-        if param == "nvme":
-            raise ValueError(
-                "zero_optimization.offload_param.device is nvme, but weights are read into the memory that they are computed from, "
-                "and a disk is not read into a GPU's yet; use cpu or none"
-            )
-        if optimizer == "cpu" and ratio != 1:
-            raise ValueError(
-                f"zero_optimization.offload_optimizer.ratio is {ratio:g} with device cpu, but on a GPU all states of the "
-                f"optimizer go to the host; set it to 1, or the device to nvme (the rest then stays in host memory)"
-            )
     on_disk = "nvme" in (optimizer, param)
     block, depth = values.take("aio.block_size"), values.take("aio.queue_depth")
     if on_disk and (block < 4096 or block % 4096 or not 1 <= depth <= 4096):
@@ -415,7 +403,7 @@ def _offload(values: _Values) -> OffloadPlan:
             f"zero_optimization.offload_optimizer.buffer_count is {buffers}; one computes while another moves, so 2 or more"
         )
     return OffloadPlan(
-        optimizer=optimizer, optimizer_path=optimizer_path, ratio=ratio,
+        optimizer=optimizer, optimizer_path=optimizer_path, ratio=_taken(values, "offload_optimizer", "ratio", 1.0),
         num_buffers=buffers, chunk_numel=min(max(values.take("zero_optimization.sub_group_size"), 1), MOST_CHUNK),
         update_ahead=values.take("slipstream.update_ahead") and optimizer == "nvme" and stage == 3 and not coded,
         param=param, param_path=param_path, max_in_cpu=_taken(values, "offload_param", "max_in_cpu", 1_000_000_000),
