@@ -12,7 +12,7 @@ from slipstream.config.plan import OffloadPlan
 from slipstream.ops.disk import Disk, DiskFacts, preflight
 from slipstream.zero.comm import Comm, gather_objects
 from slipstream.zero.placement import Tier, Tiers
-from slipstream.zero.store import Needs, Space, Spaces
+from slipstream.zero.store import PAGE, Needs, Space, Spaces
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +93,13 @@ def _asks(plan: OffloadPlan, needs: Needs) -> dict[str, Ask]:
     found: dict[str, Ask] = {}
     weights = (needs.weights, needs.next_weights, 2 * needs.weights, needs.weights)  # read for forward and for backward
     optim = (needs.optim, needs.next_optim, needs.optim, needs.optim)
-    for path, (nbytes, beside, read, written) in ((plan.param_path, weights), (plan.optimizer_path, optim)):
-        if not nbytes:
+    for tier, path, (nbytes, beside, read, written) in (
+        (plan.param, plan.param_path, weights), (plan.optimizer, plan.optimizer_path, optim),
+    ):  # fmt: skip
+        if tier != "nvme":
             continue
         assert path is not None, "resolve() asks for nvme_path"
+        nbytes = max(nbytes, PAGE)  # a rank without a share, or before anything is unfrozen: it goes along all the same
         folder, device, free = os.path.realpath(path), -1, nbytes
         with suppress(OSError):
             device, facts = os.stat(folder).st_dev, os.statvfs(folder)

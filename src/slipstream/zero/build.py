@@ -185,7 +185,7 @@ def _homes(
             optim, next_optim = optim + nbytes, next_optim + nbytes
     ahead = tiers.ahead and bool(place.weights) and comms.dp_replicate.size == 1
     needs = Needs(weights, optim, next_weights, next_optim) if ahead else Needs(weights, optim)
-    spaces = open_space(needs) if weights or optim else Spaces()
+    spaces = open_space(needs) if Tier.DISK in (tiers.weights, tiers.optim) else Spaces()  # on all ranks or on none
     return Homes(tiers, device, spaces, has_peers=comms.data.size > 1)
 
 
