@@ -30,7 +30,7 @@ SPAN = 768 << 20  # the file; as much is read, written, or both
 BLOCKS = (1 << 20, 8 << 20)
 DEPTHS = (8, 32)
 KINDS = {"read": (True, False), "write": (False, True), "both": (True, True)}
-CONTENDERS = ("io_uring", "io_uring, registered", "threads")
+CONTENDERS = ("io_uring", "threads")
 TARGET = 0.95
 
 
@@ -80,10 +80,7 @@ def one_round(disks: dict[str, Disk], memory: tuple[Tensor, Tensor], block: int,
     file = disks["io_uring"]._file
     found = [fio(file, block, depth, kind), fio(file, block, depth, kind, huge=False)]
     for name in CONTENDERS:
-        disk = disks[name.split(",")[0]]
-        if not disk.register(memory if "registered" in name else ()) and "registered" in name:
-            print("  buffers cannot be registered: RLIMIT_MEMLOCK (ulimit -l) is too low")
-        found.append(ours(disk, memory, kind))
+        found.append(ours(disks[name], memory, kind))
     return [*found, fio(file, block, depth, kind)]
 
 
@@ -125,7 +122,7 @@ def run(*, quick: bool) -> str:
                 rows.append([access, floor, *(each.show(2) for each in shares), " / ".join(f"{each:.2f}" for each in busy)])
                 judged.append(verdict(f"{access}: io_uring over fio", shares[1].median, TARGET, at_least=True))
     others = ("fio, small pages", *CONTENDERS)
-    head = ["access, block x depth", "fio, GB/s", *(f"{name}, of fio" for name in others), "processor s per GB, all five"]
+    head = ["access, block x depth", "fio, GB/s", *(f"{name}, of fio" for name in others), "processor s per GB, all four"]
     text = (
         f"O_DIRECT, a file of {SPAN >> 20} MiB read, written, or both until both are done (the rate is of their sum), a queue of "
         "the given depth in each direction, 2 threads each for the engine `threads`. fio against itself: "

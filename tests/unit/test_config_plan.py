@@ -446,6 +446,12 @@ def test_activations_where_the_device_is_the_host() -> None:
     assert len(activations({"profile": True, "synchronize_checkpoint_boundary": True}).notes) == 2, "nothing is recomputed"
 
 
+def test_chunks_are_told_as_they_are() -> None:
+    for asked, told in ((10**9, 1 << 21), (4096, 4096)):
+        block = {"stage": 1, "sub_group_size": asked, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}
+        assert plan_values(plan_of({"zero_optimization": block}))["zero_optimization.sub_group_size"] == told
+
+
 FULL = {
     "train_batch_size": 8,
     "fp16": {"enabled": True},

@@ -74,9 +74,6 @@ def test_any_parts_come_back_as_they_were_written(start: Open, seed: int) -> Non
     disk, choose, pages = start(), random.Random(seed), 512
     model = noise(pages)
     disk.write([(0, model)]).wait()
-    buffers = [aligned(64 * PAGE) for _ in range(2)]
-    if seed:
-        disk.register(buffers)
     for _ in range(10):
         cuts = sorted(choose.sample(range(pages + 1), 2 * choose.randint(1, 30)))
         spans = list(zip(cuts[::2], cuts[1::2], strict=True))  # apart from one another
@@ -85,8 +82,6 @@ def test_any_parts_come_back_as_they_were_written(start: Open, seed: int) -> Non
         dtypes = [choose.choice((torch.uint8, torch.bfloat16, torch.float32, torch.int64)) for _ in spans]
         read = [(a * PAGE, noise(b - a, dtype)) for (a, b), dtype in zip(reads, dtypes, strict=False)]
         written = [(a * PAGE, noise(b - a, dtype)) for (a, b), dtype in zip(writes, dtypes, strict=False)]
-        if reads and reads[0][1] - reads[0][0] <= 64:
-            read[0] = (read[0][0], buffers[0][: read[0][1].nbytes])
         middle = len(written) // 2  # three batches at once; an empty one is done at once
         for transfer in (disk.read(read), disk.write(written[:middle]), disk.write(written[middle:])):
             transfer.wait()
@@ -121,7 +116,8 @@ def test_what_is_dropped_under_way_is_kept_alive_and_written(start: Open) -> Non
     assert alive() is None
     for at in range(0, model.numel(), 64 * PAGE):
         disk.write([(at, aligned(64 * PAGE).copy_(model[at : at + 64 * PAGE]))])  # neither is kept here
-    assert disk.register([model]) in (True, False)  # waits for all
+    while not all(each.done() for each in disk._under_way):
+        time.sleep(1e-3)
     back = aligned(model.numel())
     disk.read([(0, back)]).wait()
     assert torch.equal(back, model)
@@ -256,7 +252,6 @@ def test_preflight_tells_engine_space_and_rates(start: Open, folder: str) -> Non
     facts = preflight(folder, 3 << 20, engine=engine, probe_nbytes=2 << 20)
     assert facts.engine == engine and facts.free_nbytes > 3 << 20
     assert min(facts.read_bytes_per_s, facts.write_bytes_per_s) > 1e5
-    assert not (facts.registered and engine == "threads")
     assert os.listdir(folder) == []
 
 
@@ -280,25 +275,8 @@ def test_where_io_uring_is_refused_threads_serve(folder: str, monkeypatch: pytes
     with pytest.raises(ValueError, match=r"no C compiler.*'threads'"):
         Disk(folder, PAGE, engine="io_uring")
     threads = Disk(folder, PAGE)
-    assert threads.engine == "threads" and not threads.register([aligned(PAGE)])
+    assert threads.engine == "threads"
     threads.close()
-
-
-def test_a_buffer_that_cannot_be_registered(start: Open) -> None:
-    disk, memory, back = start(), noise(4), aligned(4 * PAGE)
-    assert not disk.register([memory, aligned((1 << 30) + PAGE)])  # the kernel's limit is 1 GiB
-    disk.write([(0, memory)]).wait()
-    disk.read([(0, back)]).wait()
-    assert torch.equal(back, memory)
-
-
-def test_registered_memory_stays_until_it_is_registered_no_more(start: Open) -> None:
-    disk, memory = start(), noise(512)
-    alive, registered = weakref.ref(memory), disk.register([memory])
-    del memory
-    assert (alive() is not None) == registered
-    disk.register([])
-    assert alive() is None
 
 
 def in_a_fork(run: Callable[[], object]) -> int:
@@ -319,7 +297,7 @@ def test_a_fork_is_told_and_does_no_harm(start: Open) -> None:
     under_way = disk.write([(0, memory)])
 
     def use() -> None:
-        for action in (lambda: disk.read([(0, memory)]), under_way.wait, lambda: disk.register([])):
+        for action in (lambda: disk.read([(0, memory)]), under_way.wait):
             with pytest.raises(RuntimeError, match=f"is of process {os.getppid()}.*open another"):
                 action()
         disk.close()

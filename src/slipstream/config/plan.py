@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+MOST_CHUNK = 1 << 21  # elements: 28 MiB with gradients and weights in 16 bits; long enough for any disk, short beside a budget
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

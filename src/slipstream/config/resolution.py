@@ -19,6 +19,7 @@ import torch
 from . import keys
 from .plan import (
     DTYPES,
+    MOST_CHUNK,
     ActivationPlan,
     BatchPlan,
     CheckpointPlan,
@@ -420,7 +421,7 @@ def _offload(values: _Values) -> OffloadPlan:
         )
     return OffloadPlan(
         optimizer=optimizer, optimizer_path=optimizer_path, ratio=ratio,
-        num_buffers=buffers, chunk_numel=max(values.take("zero_optimization.sub_group_size"), 1),
+        num_buffers=buffers, chunk_numel=min(max(values.take("zero_optimization.sub_group_size"), 1), MOST_CHUNK),
         update_ahead=values.take("slipstream.update_ahead") and optimizer == "nvme" and stage == 3 and not coded,
         param=param, param_path=param_path, max_in_cpu=_taken(values, "offload_param", "max_in_cpu", 1_000_000_000),
         block_nbytes=block, queue_depth=depth, threads=max(values.take("aio.intra_op_parallelism"), 1),

@@ -59,10 +59,6 @@ class _Part(ctypes.Structure):
     _fields_ = [("memory", ctypes.c_void_p), ("offset", ctypes.c_int64), ("nbytes", ctypes.c_int64)]
 
 
-class _Buffer(ctypes.Structure):  # struct iovec
-    _fields_ = [("memory", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
-
-
 class _Batch(ctypes.Structure):
     """`struct disk_batch` of disk.c, which says what is what."""
 
@@ -121,18 +117,9 @@ class _Ring:
         if handle is None:
             raise OSError(error.value, f"the kernel refuses it: {os.strerror(error.value)}")
         self._native, self._handle = native, ctypes.c_void_p(handle)
-        self._registered: Sequence[Tensor] = ()  # kept: the kernel would write to these pages whoever has the addresses next
 
     def submit(self, batch: _Batch) -> None:
         self._native.slipstream_disk_submit(self._handle, ctypes.byref(batch))
-
-    def register(self, buffers: Sequence[Tensor]) -> bool:
-        array = (_Buffer * len(buffers))(*(_Buffer(buffer.data_ptr(), buffer.nbytes) for buffer in buffers))
-        refused = self._native.slipstream_disk_register(self._handle, array, len(buffers))
-        self._registered = () if refused else tuple(buffers)
-        if refused:
-            logger.debug("buffers are not registered with io_uring: %s", os.strerror(refused))
-        return bool(self._registered)
 
     def close(self) -> None:
         self._native.slipstream_disk_close(self._handle)
@@ -178,9 +165,6 @@ class _Threads:
             batch.in_flight -= 1
             if batch.in_flight == 0:
                 words.store_release_and_wake(ctypes.addressof(batch), 1)
-
-    def register(self, buffers: Sequence[Tensor]) -> bool:
-        return False
 
     def close(self) -> None:
         for pool in self._pools:
@@ -247,16 +231,6 @@ class Disk:
             self._engine.submit(transfer._batch)
         return transfer
 
-    def register(self, buffers: Sequence[Tensor]) -> bool:
-        """Pin these buffers (none: no more) for the kernel in place of those before; it knows every block inside one of them.
-
-        False, and all works as before, where RLIMIT_MEMLOCK or the kernel does not allow it. Waits for what is under way.
-        """
-        with self._open():
-            while not all(each.done() for each in self._under_way):
-                time.sleep(1e-3)
-            return self._engine.register(buffers)
-
     def close(self) -> None:
         """Wait for what is under way, whose errors remain in their Transfers, and give the space back. Nothing in a fork."""
         if os.getpid() == self._process:
@@ -292,7 +266,6 @@ def aligned(nbytes: int) -> Tensor:
 
 class DiskFacts(NamedTuple):
     engine: str
-    registered: bool
     free_nbytes: int  # without the file
     read_bytes_per_s: float  # both while reads and writes run together
     write_bytes_per_s: float
@@ -315,10 +288,9 @@ def preflight(
         probe = min(disk.nbytes, probe_nbytes // ALIGNMENT * ALIGNMENT)
         source, target = (aligned(min(probe, block_nbytes * queue_depth)) for _ in range(2))
         source.random_(generator=torch.Generator())  # a virtual disk may know zeros; the model's own draws are not disturbed
-        registered = disk.register([source, target])
         fill = [(at, source[: probe - at]) for at in range(0, probe, source.numel())]
         disk.write(fill).wait()  # what was never written is read without the disk
-        return DiskFacts(disk.engine, registered, free, *rates(disk, 0.2, probe, target, source))
+        return DiskFacts(disk.engine, free, *rates(disk, 0.2, probe, target, source))
     finally:
         disk.close()
 

@@ -22,9 +22,6 @@ from slipstream.zero.layout import ALIGN
 from slipstream.zero.store import Chunk, Section, Store, Use, chunks, section, write
 from slipstream.zero.unit import Unit
 
-_CHUNK = 1 << 21  # elements: 28 MiB with gradients and weights in 16 bits; long enough for any disk, short beside a budget
-
-
 _CODED = 256  # elements that share a scale where states rest in 8 bits (ops.Blocks)
 
 
@@ -56,13 +53,13 @@ class NativeSteps(ShardedSteps):
     """A rule over the chunks of all units."""
 
     def __init__(
-        self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule, form: Form, *, chunk_numel: int = _CHUNK,
-        num_buffers: int = 4,
+        self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule, form: Form, *, chunk_numel: int,
+        num_buffers: int,
     ) -> None:  # fmt: skip
         super().__init__(inner, units)
         self.rule, self.form, self.homes = rule, form, units[0].homes
         self.apart = self.homes.apart
-        self.chunk_numel, self.num_buffers = min(chunk_numel, _CHUNK), num_buffers
+        self.chunk_numel, self.num_buffers = chunk_numel, num_buffers
         self.stores: dict[int, dict[str, Store]] = {}  # unit index -> the rule's states, or their codes
         self.scales: dict[int, dict[str, Tensor]] = {}  # unit index -> of codes; they stay in memory, 1/64 byte an element
         self._chunks: dict[int, list[Chunk]] = {}

@@ -15,7 +15,7 @@ import logging
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,7 @@ class Engine(nn.Module):
         self.plan, self.mesh, self.comms, self.device = parts.plan, parts.mesh, parts.comms, parts.device
         self.units, self.slots, self.hooks, self.steps = parts.units, parts.slots, parts.hooks, parts.steps
         self.homes = parts.homes
+        self.homes.check = self._check_disk
         self.updater = window.Updater(parts.units, parts.steps) if parts.steps is not None else None
         self.asleep: Asleep | None = None
         self.saving: Saving | None = None  # a checkpoint that is being written
@@ -201,6 +202,13 @@ class Engine(nn.Module):
             raise RuntimeError(
                 f"{self.broken}. The states of this engine are lost: mend or change the disk, and go on from the last checkpoint"
             )
+
+    def _check_disk(self) -> None:
+        """Before weights are read or written by name. Collective where there is a disk."""
+        self._refuse_broken()
+        if self.homes.on_disk:
+            self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # the watch tells a rank that is alone here
+            self._settle_disk()
 
     def _update_ahead(self, unit: Unit) -> None:
         """A unit's gradients are reduced: in the last backward of a window, its update may begin."""
@@ -389,7 +397,7 @@ class Engine(nn.Module):
     def _together(self, method: str) -> Iterator[None]:
         """All ranks call a collective method, or all raise PeerError; nothing of it starts before."""
         with self.watch.guard(method):
-            if method in ("save_checkpoint", "save_pretrained"):
+            if method not in ("wake", "destroy"):
                 self._refuse_broken()
             if method not in ("sleep", "wake", "destroy"):
                 self._refuse_asleep()
@@ -399,8 +407,17 @@ class Engine(nn.Module):
             if self.updater is not None:
                 self.updater.drop()
             if not self.broken:
-                self._settle_disk()
+                self._settle_before(method)
             yield
+
+    def _settle_before(self, method: str) -> None:
+        """As `_settle_disk`, but a failure does not keep an engine from waking up and being destroyed."""
+        try:
+            self._settle_disk()
+        except (DiskError, RuntimeError):
+            if method not in ("wake", "destroy") or not self.broken:
+                raise
+            logger.error("%s: %s", method, self.broken)
 
     def _find(self, name: str) -> tuple[Unit, int]:
         for unit in self.units:
@@ -463,7 +480,6 @@ class Engine(nn.Module):
             self._give_back()
 
     def _give_back(self) -> None:
-        self.wake()
         self.destroyed = True
         on_disk = sum(len(unit.params) for unit in self.units if isinstance(unit.weights, DiskStore))
         if on_disk and self.rank == 0:
@@ -471,20 +487,30 @@ class Engine(nn.Module):
                 "destroy: the weights of %d parameters rested on disk and go with the engine, so these are on meta now; to keep "
                 "them, call save_checkpoint() or state_dict() before destroy()", on_disk,
             )  # fmt: skip
-        try:
-            with self._together("destroy"):
-                self.hooks.remove()
-                for unit in self.units:
-                    unit.close()
-                access.forget(self.units)
-                self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
-        finally:  # also where a rank has gone
+        with ExitStack() as closing:  # each of these, whatever the others raise: a rank may have gone
+            closing.callback(self._forget)
+            closing.callback(self.homes.close)
+            closing.callback(self.watch.stop)
+            for comm in (self.comms.data, self.comms.dp_replicate, self.comms.dp):
+                closing.callback(comm.close)
             if self.updater is not None:
-                self.updater.close()
-            for comm in (self.comms.dp, self.comms.dp_replicate, self.comms.data):
-                comm.close()
-            self.watch.stop()
-            self.homes.close()
+                closing.callback(self.updater.close)
+            self._hand_back()
+
+    def _hand_back(self) -> None:
+        """The parameters become the model's own again. A disk that fails here is logged: nothing more is wanted of it."""
+        try:
+            self.wake()
+        except DiskError as error:
+            logger.error("destroy: states that slept did not come back: %s", error)
+        with self._together("destroy"):
+            self.hooks.remove()
+            for unit in self.units:
+                unit.close()
+            access.forget(self.units)
+            self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
+
+    def _forget(self) -> None:
         self.units, self.steps, self.updater, self.staging = [], None, None, None
         self.slots = Slots({})
         self.optimizer = self.lr_scheduler = self.training_dataloader = None

@@ -118,7 +118,7 @@ def setting_of(plan: Plan, world: int, device: str, *, transport: str | None = N
         moments=(plan.precision.state_dtype.itemsize,) * optimizer.num_moments,
         coded=Form(dtype=plan.precision.state_dtype).coded,
         streams=optimizer.streams,
-        chunk_numel=min(plan.offload.chunk_numel, predict.MOST_CHUNK),
+        chunk_numel=plan.offload.chunk_numel,
         num_buffers=plan.offload.num_buffers,
         accumulation=plan.batch.accumulation,
     )

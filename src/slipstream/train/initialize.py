@@ -28,7 +28,7 @@ from slipstream.train.handle import OptimizerHandle
 from slipstream.train.precision import Precision
 from slipstream.train.progress import introduce
 from slipstream.train.schedules import build_scheduler, check_steps_alone
-from slipstream.train.tiers import open_spaces, tiers_of
+from slipstream.train.tiers import open_spaces, say_what_stays, tiers_of
 from slipstream.zero import access
 from slipstream.zero.build import Recipe, build_units, connect, unfreeze
 from slipstream.zero.hooks import Hooks, Reducer
@@ -189,6 +189,13 @@ def _engine(
             f"offload_optimizer to disk streams states through kernels of ours, and {type(inner).__name__} with these options has "
             f"none; use AdamW, Adam, Lion, Adagrad or SGD, or keep the states in memory"
         )
+    in_place = precision.param_dtype.itemsize >= precision.master_dtype.itemsize  # the weights are their own masters
+    if inner is not None and rule is None and tiers.weights is Tier.DISK and in_place:
+        raise ValueError(
+            f"offload_param to disk leaves the masters there, which {precision.param_dtype} weights are themselves, and "
+            f"{type(inner).__name__} with these options has no kernel of ours that streams them; use AdamW, Adam, Lion, Adagrad or "
+            f"SGD, or train in bf16 with fp32 masters, which stay in memory"
+        )
     if inner is not None and (rule is None or not rule.may_be_blocks) and form.coded:
         raise ValueError(
             f'"slipstream": {{"optimizer_states": "int8"}} is for AdamW, Adam, Lion and SGD; {type(inner).__name__} has no kernel '
@@ -221,6 +228,9 @@ def _engine(
             failed.callback(comm.close)
         units, slots, homes = build_units(model, recipe, comms, device, open_spaces(plan.offload, comms.data), values)
         failed.pop_all()
+    if tiers.weights is Tier.DISK and comms.data.rank == 0:
+        kept = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)
+        say_what_stays(plan.offload, plan.sources, sum(unit.weights.numel for unit in units), kept)
     if recipe.weights_dtype is not None:
         _convert_buffers(model, recipe.weights_dtype)
     numerics = Precision(precision, device)

@@ -19,7 +19,6 @@ from slipstream.zero.placement import Placement, Tier, Tiers
 from slipstream.zero.store import disk_nbytes, range_nbytes
 
 _GRADIENT_BUFFERS = 2  # of each ring of gradients: one fills while the other is summed (zero/build.py) or written (zero/store.py)
-MOST_CHUNK = 1 << 21  # elements that the optimizer takes at a time, whatever sub_group_size says (optim/native.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ again.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slipstream.ops.disk import Disk
+from slipstream.ops.disk import Disk, DiskError
 from slipstream.optim.native import NativeSteps
 from slipstream.zero.comm import gather_objects
+from slipstream.zero.placement import Tier
 from slipstream.zero.store import HostStore, MemoryStore, Space, Store, range_nbytes
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
     asleep = Asleep(kinds, engine.device, None if folder is None else Path(folder))
     error, nbytes = "", 0
     try:
-        nbytes = asleep.take(memory_of(engine, kinds))
+        nbytes = asleep.take([(each, counts) for each, counts in memory_of(engine, kinds) if folder or not each.is_cpu])
     except (OSError, ValueError, RuntimeError) as failed:
         error = str(failed)
     errors = {rank: each for rank, each in enumerate(gather_objects(error, engine.mesh.data)) if each}
@@ -65,26 +67,33 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
     if "weights" in kinds:
         for unit in engine.units:
             unit.fall_asleep()
+    for unit in engine.units:
+        unit.master_is_away = "optimizer" in kinds and (folder is not None or engine.homes.tiers.optim is Tier.DEVICE)
     engine.hooks.asleep = "gradients" in kinds
     if "gradients" in kinds:
         engine.homes.close_landings()
     asleep.empty()
     if engine.steps is not None and engine.homes.lane is None:
         engine.steps.ring = None
-    return nbytes
+    return nbytes + (engine.homes.give_back() if "gradients" in kinds else 0)
 
 
 def wake(engine: Engine) -> None:
-    """Undo `put`."""
+    """Undo `put`. Where a disk does not give back what it took, all ranks are awake, raise, and are broken."""
     asleep = engine.asleep
     assert asleep is not None, "wake() of an engine that sleeps"
-    asleep.bring_back()
-    engine.comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # others' parts of shared memory are back, too
+    errors = gather_objects(asleep.bring_back(), engine.mesh.data)  # others' parts of shared memory are back, too
     engine.hooks.asleep = False
+    for unit in engine.units:
+        unit.master_is_away = False
     if "weights" in asleep.kinds:
         for unit in engine.units:
             unit.wake_up()
     engine.asleep = None
+    for rank, why in zip(engine.mesh.data.ranks, errors, strict=True):
+        if why:
+            engine.broken = f"the states that rank {rank} had put to sleep did not come back: {why}"
+            raise DiskError(errno.EIO, engine.broken)
 
 
 class Asleep:
@@ -116,14 +125,18 @@ class Asleep:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def bring_back(self) -> None:
-        """Everything as it was."""
+    def bring_back(self) -> str:
+        """Everything as it was; returns what a disk says that did not give it back, when all memory is there again."""
+        error = ""
         for tensor, nbytes, saved in self._gone:
             if tensor.untyped_storage().resizable():
                 tensor.untyped_storage().resize_(nbytes)
             if isinstance(saved, Store):
-                for start, stop in _pieces(saved.numel):
-                    tensor[start:stop].copy_(saved.get(start, stop))
+                try:
+                    for start, stop in _pieces(saved.numel):
+                        tensor[start:stop].copy_(saved.get(start, stop))
+                except DiskError as failed:
+                    error = error or str(failed)
             elif saved is not None:
                 tensor.copy_(saved, non_blocking=True)
             else:
@@ -131,6 +144,7 @@ class Asleep:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.close()
+        return error
 
     def close(self) -> None:
         for space in self._spaces:

@@ -144,8 +144,13 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
 
     With `modifier_rank` None every rank writes the spans it owns from its own copy, so all ranks must write the same;
     otherwise that data rank's copy counts. An exception inside writes nothing. The engine's forward may run inside, and
-    sees the copies.
+    sees the copies. Nothing is shown of an engine whose disk has failed, nor written while masters are away.
     """
+    for homes in {id(unit.homes): unit.homes for unit in chosen}.values():
+        homes.check()
+    if write:
+        for unit in chosen:
+            unit.refuse_writes()
     copies = {unit: full_values(unit) for unit in chosen}
     lent = {unit: unit.lent for unit in chosen}
     for unit, indices in chosen.items():
@@ -215,6 +220,7 @@ def _write_back(unit: Unit, indices: list[int], values: Tensor, modifier_rank: i
 
 def _write_masters(unit: Unit, span: tuple[int, int], values: Tensor) -> None:
     """Masters keep their precision where the value has not changed."""
+    unit.revision += 1  # an update that was made ahead started from the old ones
     if unit.out is None:
         return
     start, stop = overlap(span, unit.optim_span)

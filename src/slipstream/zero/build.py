@@ -21,7 +21,7 @@ from slipstream.zero.layout import Layout, flat_layout, whole_layout
 from slipstream.zero.materialize import FirstValues
 from slipstream.zero.placement import Placement, Tier, Tiers
 from slipstream.zero.shared import SharedComm, hosts_agree
-from slipstream.zero.store import Homes, Needs, Spaces, disk_nbytes, range_nbytes
+from slipstream.zero.store import Homes, Needs, Spaces, disk_nbytes
 from slipstream.zero.unit import Comms, Dtypes, Memory, Unit
 from slipstream.zero.watch import Watch
 from slipstream.zero.wrap import Group, wrap
@@ -166,7 +166,7 @@ def _homes(
 ) -> Homes:  # fmt: skip
     tiers, place, lane = recipe.tiers, recipe.placement, lane_of(device)
     grads_tier = tiers.grads(on_host=lane is None)
-    weights = optim = gradient = next_weights = next_optim = 0
+    weights = optim = next_weights = next_optim = 0
     to_keep = tiers.weights_kept
     for i, (layout, of_unit) in enumerate(zip(layouts, dtypes, strict=True)):
         cuts = layout.shards(comms.dp.size)
@@ -178,9 +178,8 @@ def _homes(
             weights, next_weights = weights + nbytes, next_weights + (nbytes if i in trainable else 0)
         if i not in trainable:
             continue
-        if place.grads and comms.dp_replicate.size == 1:
-            gradient = max(gradient, range_nbytes(span, of_unit.grads.itemsize))
-            optim += disk_nbytes(span, of_unit.grads.itemsize) if grads_tier is Tier.DISK else 0
+        if place.grads and grads_tier is Tier.DISK and comms.dp_replicate.size == 1:
+            optim += disk_nbytes(span, of_unit.grads.itemsize)
         if tiers.optim is Tier.DISK:
             numel = span if place.optim else layout.numel
             own = [of_unit.master.itemsize] if of_unit.master != of_unit.weights else []
@@ -188,8 +187,8 @@ def _homes(
             optim, next_optim = optim + nbytes, next_optim + nbytes
     ahead = tiers.ahead and bool(place.weights) and comms.dp_replicate.size == 1
     needs = Needs(weights, optim, next_weights, next_optim) if ahead else Needs(weights, optim)
-    spaces = open_space(needs) if weights or optim else Spaces()
-    return Homes(tiers, device, spaces, lane, gradient, has_peers=comms.data.size > 1)
+    spaces = open_space(needs) if Tier.DISK in (tiers.weights, tiers.optim) else Spaces()  # on all ranks or on none
+    return Homes(tiers, device, spaces, lane, has_peers=comms.data.size > 1)
 
 
 def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:

@@ -200,6 +200,7 @@ class DiskStore(Store):
 
 
 _PIECE = 1 << 21  # elements of one slow-path transfer
+_GRADIENT_BUFFERS = 2  # one is being filled while the other is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,17 +528,17 @@ class Homes:
     """
 
     def __init__(
-        self, tiers: Tiers, device: torch.device, spaces: Spaces, lane: Lane | None, gradient_nbytes: int, *,
-        has_peers: bool = False,
-    ) -> None:  # fmt: skip
+        self, tiers: Tiers, device: torch.device, spaces: Spaces, lane: Lane | None, *, has_peers: bool = False
+    ) -> None:
         self.tiers, self.device, self.spaces, self.lane = tiers, device, spaces, lane
         self.has_peers = has_peers  # other ranks, which would wait for one that raises in mid-step
         self.failure: DiskError | None = None  # the first of a forward or backward, until the engine has told all ranks
-        self._gradient_nbytes = gradient_nbytes  # of the largest unit's share
-        self._gradients = Ring(2, gradient_nbytes) if gradient_nbytes and self._grads_tier is Tier.DISK else None
+        self._gradients: Ring | None = None  # made when the first pass through it
+        self._gradient_nbytes = 0  # of the longest unit's share that rests beside the device or on disk
         self._landings: deque[MemoryStore] = deque()
         self._passages: defaultdict[int, list[HostStore]] = defaultdict(list)  # by size; from a disk to the device, not in use
         self._weights_to_keep = tiers.weights_kept
+        self.check: Callable[[], None] = _nothing  # raises where what rests is lost; the engine's
         self._writing: dict[int, Slot] = {}  # store -> the slot that it was last written from
 
     @property
@@ -575,7 +576,10 @@ class Homes:
 
     def gradients(self, numel: int, dtype: torch.dtype) -> Store:
         """A store of zeros for reduced gradients."""
-        return self._make(self._grads_tier, self.spaces.optim, numel, dtype)
+        store = self._make(self._grads_tier, self.spaces.optim, numel, dtype)
+        if isinstance(store, (DiskStore, HostStore)):
+            self._gradient_nbytes = max(self._gradient_nbytes, range_nbytes(numel, dtype.itemsize))
+        return store
 
     def weights(self, numel: int, dtype: torch.dtype, *, trainable: bool) -> Store:
         """A store of zeros for sharded weights; of the first units', as many as are to be kept stay in memory."""
@@ -619,7 +623,10 @@ class Homes:
         self._landings.clear()
 
     def _open_on_disk(self, store: Store, read: bool) -> Landing:
-        assert isinstance(store, DiskStore) and self._gradients is not None, "gradients on disk pass through a ring"
+        assert isinstance(store, DiskStore), "what does not rest in memory rests on disk"
+        if self._gradients is None or self._gradients.slots[0].memory.numel() < self._gradient_nbytes:  # a unit was unfrozen
+            self.settle()
+            self._gradients = Ring(_GRADIENT_BUFFERS, self._gradient_nbytes)
         earlier = self._writing.pop(id(store), None)
         for slot in (earlier, self._gradients.upcoming):
             with self._noting():
@@ -723,7 +730,12 @@ class Homes:
     @property
     def nbytes(self) -> int:
         """Memory through which gradients pass."""
-        return self._gradients.nbytes if self._gradients is not None else 0
+        return _GRADIENT_BUFFERS * self._gradient_nbytes
+
+    def give_back(self) -> int:
+        """Let that memory go until the next gradients pass, when all rest; returns its bytes."""
+        ring, self._gradients = self._gradients, None
+        return ring.nbytes if ring is not None else 0
 
     def close(self) -> None:
         self.close_landings()

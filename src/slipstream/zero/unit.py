@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.ops import Partial
+from slipstream.ops.disk import DiskError
 from slipstream.zero.comm import Buffer, Comm, Pending
 from slipstream.zero.layout import Layout, Span
 from slipstream.zero.materialize import Values, move_in
@@ -131,6 +133,7 @@ class Unit:
         self.arriving: Pending[None] | None = None  # a gather that has been started
         self.poison = False  # debugging: fill released weights with NaN instead of freeing them
         self.asleep = False  # its weights are away (train/sleep.py)
+        self.master_is_away = False
         self.pinned = False  # gathered on demand: stays until the end of this forward or backward
         self.direct = False  # some graph since the last step has used it outside its block: every backward needs it whole
         self.may_gather_on_demand = False  # set by the hooks while the engine's forward runs
@@ -532,10 +535,19 @@ class Unit:
         """Parameter i's content is what the engine put there."""
         self._versions[i] = self.params[i]._version
 
+    def refuse_writes(self) -> None:
+        """Weights are not written while the masters that have to follow are away."""
+        if self.master_is_away and self.out is not None and isinstance(self.master, MemoryStore):
+            raise RuntimeError(
+                f"the weights of {self.names[0]!r} and its neighbours cannot be written, because the engine sleeps and their "
+                f"masters are away: call engine.wake() first (engine.state_dict() reads weights meanwhile)"
+            )
+
     def refresh_master(self, i: int) -> None:
         """Replicated weights: the master takes parameter i's values."""
         if self.out is None:
             return
+        self.refuse_writes()
         slot = self.layout.slots[i]
         start, stop = max(slot.offset, self.optim_span[0]), min(slot.offset + slot.numel, self.optim_span[1])
         if start < stop:
@@ -547,8 +559,9 @@ class Unit:
         The unit is unusable afterwards.
         """
         on_disk = isinstance(self.weights, DiskStore)
-        if not on_disk or self.arriving is not None:
-            self.gather()
+        with suppress(DiskError):  # in reading what is on its way and goes anyway
+            if not on_disk or self.arriving is not None:
+                self.gather()
         self.await_update()
         for param, view in zip(self.params, self.views, strict=True):
             param.__class__ = nn.Parameter

@@ -55,13 +55,8 @@ struct disk;
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
-#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
-
-#ifndef IORING_FEAT_RSRC_TAGS
-#define IORING_FEAT_RSRC_TAGS (1U << 10)
-#endif
 
 #define WAKE UINT64_MAX /* user_data of the poll of the eventfd; a block's is the number of its slot */
 
@@ -83,8 +78,6 @@ struct disk {
     int file, ring, wake, depth, broken;
     int64_t block, in_flight[2];
     struct slot *slots; /* 2 * depth */
-    struct iovec *buffers; /* registered */
-    int num_buffers, can_register;
 
     char *rings; /* one mapping of both */
     size_t rings_nbytes, entries_nbytes;
@@ -113,23 +106,12 @@ static void poll_wake(struct disk *d)
 /* What is left of the slot's block. */
 static void send_slot(struct disk *d, const struct slot *s)
 {
-    char *memory = s->memory + s->moved;
-    uint64_t nbytes = (uint64_t)(s->asked - s->moved);
-    int write = s->batch->write;
-    struct io_uring_sqe entry = {.opcode = write ? IORING_OP_WRITE : IORING_OP_READ,
+    struct io_uring_sqe entry = {.opcode = s->batch->write ? IORING_OP_WRITE : IORING_OP_READ,
                                  .fd = d->file,
-                                 .addr = (uintptr_t)memory,
-                                 .len = (uint32_t)nbytes,
+                                 .addr = (uintptr_t)(s->memory + s->moved),
+                                 .len = (uint32_t)(s->asked - s->moved),
                                  .off = (uint64_t)(s->offset + s->moved),
                                  .user_data = (uint64_t)(s - d->slots)};
-    for (int i = 0; i < d->num_buffers; i++) {
-        const char *start = d->buffers[i].iov_base;
-        if (memory >= start && memory + nbytes <= start + d->buffers[i].iov_len) {
-            entry.opcode = write ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
-            entry.buf_index = (uint16_t)i;
-            break;
-        }
-    }
     push(d, &entry);
 }
 
@@ -265,7 +247,6 @@ static void release(struct disk *d)
     if (d->wake >= 0)
         close(d->wake);
     pthread_mutex_destroy(&d->lock);
-    free(d->buffers);
     free(d->slots);
     free(d);
 }
@@ -289,7 +270,6 @@ static int set_up(struct disk *d)
         return errno;
     if (!(p.features & IORING_FEAT_RW_CUR_POS)) /* before Linux 5.6 */
         return ENOSYS;
-    d->can_register = (p.features & IORING_FEAT_RSRC_TAGS) != 0; /* before 5.13 it would wait for the poll to end */
     size_t of_sq = p.sq_off.array + p.sq_entries * sizeof(unsigned);
     size_t of_cq = p.cq_off.cqes + p.cq_entries * sizeof(struct io_uring_cqe);
     d->rings_nbytes = of_sq > of_cq ? of_sq : of_cq;
@@ -349,27 +329,6 @@ SLIPSTREAM_API void slipstream_disk_submit(struct disk *d, struct disk_batch *b)
     d->last[write] = b;
     pthread_mutex_unlock(&d->lock);
     wake(d);
-}
-
-/* In place of what was registered before. While nothing is under way. 0, or the errno: then nothing is registered. */
-SLIPSTREAM_API int slipstream_disk_register(struct disk *d, const struct iovec *buffers, int count)
-{
-    if (!d->can_register)
-        return ENOSYS;
-    if (d->num_buffers)
-        syscall(SYS_io_uring_register, d->ring, IORING_UNREGISTER_BUFFERS, NULL, 0);
-    d->num_buffers = 0;
-    free(d->buffers);
-    d->buffers = NULL;
-    if (!count)
-        return 0;
-    if (!(d->buffers = calloc((size_t)count, sizeof *d->buffers)))
-        return ENOMEM;
-    memcpy(d->buffers, buffers, (size_t)count * sizeof *d->buffers);
-    if (syscall(SYS_io_uring_register, d->ring, IORING_REGISTER_BUFFERS, d->buffers, count) < 0)
-        return errno;
-    d->num_buffers = count;
-    return 0;
 }
 
 /* Ends when all that was submitted is done. */
