@@ -147,7 +147,8 @@ def _write_states(folder: Folder, zero: Path, optimizer: dict[str, Any], states:
             step = torch.tensor(float(step))
             torch.save(step, zero / name / "step.pt")
     groups = [{**group, "params": []} for group in optimizer["groups"]]
-    common = {"dynamic_loss_scale": False, "overflow": False, "clip_grad": 0.0, "ds_version": "0.19.8", "param_groups": groups}
+    # Without "clip_grad" and "dynamic_loss_scale" DeepSpeed keeps its own configuration's
+    common = {"overflow": False, "ds_version": "0.19.8", "param_groups": groups}
     stage_3 = {"state": {0: {"step": step}}, "param_groups": groups}
     torch.save(common | {"optimizer_state_dict": stage_3}, zero / "optimizer_state.pt")
 
