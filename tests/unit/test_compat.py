@@ -173,6 +173,17 @@ def test_a_schedule_steps_with_the_engine(deepspeed: Any) -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_a_schedule_without_an_optimizer_is_left_out(deepspeed: Any) -> None:
+    """transformers takes the optimizer out of the config, and leaves the schedule, where it only evaluates."""
+    config = toy.settings(3, scheduler={"type": "WarmupLR", "params": {}})
+    del config["optimizer"]
+    model = toy.seeded(toy.Lm)
+    engine, handle, _, scheduler = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+    assert handle is None and scheduler is None and engine.config == config
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
 def test_checkpoint_tags(deepspeed: Any, tmp_path: Path) -> None:
     engine = make(deepspeed)
     assert engine.load_checkpoint(str(tmp_path)) == (None, {})

@@ -290,11 +290,14 @@ def initialize(
     config   also as base64 of JSON; "zero_optimization.x" at its top level means x in the block, where that does not say it
     """
     raw = _unfold(load_config(config=_decode(config), config_params=_decode(config_params), args=args))
+    used = raw
+    if optimizer is None and "optimizer" not in raw:  # DeepSpeed, too, makes no schedule then; Trainer evaluates this way
+        used, lr_scheduler = {name: value for name, value in raw.items() if name != "scheduler"}, None
     with zero.held_values(model):
         engine, handle, loader, scheduler = slipstream.initialize(
             model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,
             lr_scheduler=lr_scheduler, distributed_port=distributed_port, mpu=mpu, dist_init_required=dist_init_required,
-            collate_fn=collate_fn, config=raw, mesh_param=mesh_param,
+            collate_fn=collate_fn, config=used, mesh_param=mesh_param,
         )  # fmt: skip
     # The class has methods and no state of its own, so an engine becomes one of it by name only.
     engine.__class__ = DeepSpeedEngine
@@ -323,8 +326,3 @@ def _unfold(raw: dict[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(block, {})
         inner.setdefault(last, value)
     return raw
-
-
-
-def tp_model_init(*args: Any, **kwargs: Any) -> Any:
-    raise ValueError("deepspeed.tp_model_init: tensor parallelism is not built yet; set autotp_size to 0 or 1, and ZeRO stage 3")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 # module of DeepSpeed -> {module of Slipstream: names in it}
 SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
-        "slipstream.compat.engine": "DeepSpeedConfigError DeepSpeedEngine initialize tp_model_init",
+        "slipstream.compat.engine": "DeepSpeedConfigError DeepSpeedEngine initialize",
         "slipstream.compat.comm": "init_distributed",
         "slipstream.compat.accelerator": "get_accelerator",
         "slipstream.compat.utils": "OnDevice log_dist logger",
@@ -19,7 +19,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.config": {"slipstream.compat.engine": "DeepSpeedConfigError"},
     "deepspeed.runtime.engine": {"slipstream.compat.engine": "DeepSpeedEngine"},
     "deepspeed.runtime.zero": {
-        "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
+        "slipstream.compat.zero": "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "
         "unregister_external_parameter unwrap_model_for_generation",
         "slipstream.tiled": "TiledLinear",
     },
@@ -91,6 +91,7 @@ ALIASES: Mapping[str, str] = {
     "deepspeed.utils.init_on_device": "deepspeed.utils",
     "deepspeed.runtime.zero.stage3": "deepspeed.runtime.zero",
     "deepspeed.runtime.zero.tiling": "deepspeed.runtime.zero",
+    "deepspeed.runtime.zero.mics": "deepspeed.runtime.zero",
 }
 
 # modules whose other names are another module's
@@ -131,6 +132,7 @@ _ESTIMATE = "`slipstream plan` and engine.explain() give the bytes, activations 
 MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
         "DeepSpeedConfig": _CONFIG,
+        "tp_model_init": "tensor parallelism; set autotp_size to 0 or 1, and ZeRO stage 3 shards the weights as well",
         "PipelineModule": _PIPELINE,
         "PipelineEngine": _PIPELINE,
         "DeepSpeedHybridEngine": "the hybrid engine; generation under torch.no_grad() works at every stage",
@@ -142,7 +144,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
         "TiledLinearReturnBias": "a tiled layer that returns its bias; TiledLinear adds it",
         "estimate_zero3_model_states_mem_needs_all_live": _ESTIMATE,
         "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATE,
-        "MiCS_Init": "a constructor of its own for it; zero_optimization.mics_shard_size with zero.Init does the same",
     },
     "deepspeed.runtime.config": {"DeepSpeedConfig": _CONFIG},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {

@@ -220,6 +220,9 @@ class Init:
                 _hold(param, self.group)
 
 
+MiCS_Init = Init  # over how many ranks a parameter is sharded is the config's mics_shard_size, at initialize
+
+
 class GatheredParameters:
     """`with deepspeed.zero.GatheredParameters(params, modifier_rank=0):` parameters whole, before and after `initialize`.
 
