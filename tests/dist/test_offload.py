@@ -440,11 +440,27 @@ def test_refusals(stage: int, zero: dict[str, Any], message: str) -> None:
 
 
 def test_masters_on_disk_need_a_kernel(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Lamb with these options has no kernel of ours that streams them"):
-        make(tmp_path, 3, "weights", optimizer={"type": "Lamb", "params": {"lr": 1e-2}})
-    engine = make(tmp_path, 3, "weights", dtype="bf16", optimizer={"type": "Lamb", "params": {"lr": 1e-2}})
+    adafactor = {"type": "Adafactor", "params": {"lr": 1e-2}}
+    with pytest.raises(ValueError, match="Adafactor with these options has no kernel of ours that streams them"):
+        make(tmp_path, 3, "weights", optimizer=adafactor)
+    engine = make(tmp_path, 3, "weights", dtype="bf16", optimizer=adafactor)
     train(engine, 1)
     engine.destroy()
+
+
+@distributed(world_size=2, timeout=60)
+def test_whole_parameters_stream_whole(tmp_path: Path) -> None:
+    """LAMB takes their norms: no chunk cuts them, however short chunks are to be."""
+    lamb = {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    found = set()
+    for where, stage, tiers in ((None, 0, ""), (tmp_path, 1, "optimizer"), (tmp_path, 3, "everything")):
+        engine = make(where, stage, tiers, dtype="bf16", optimizer=lamb, slipstream={"transport": "gloo"})
+        found.add(tuple(train(engine)))
+        engine.destroy()
+    assert len(found) == 1
+    half = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "ratio": 0.5}}
+    with pytest.raises(ValueError, match="norms of whole parameters.*ratio to 1"):
+        make(tmp_path, 1, dtype="bf16", optimizer=lamb, zero_optimization=half)
 
 
 @distributed(world_size=2, timeout=60)

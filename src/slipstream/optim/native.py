@@ -91,7 +91,7 @@ class NativeSteps(ShardedSteps):
         ]
         nbytes = max((chunk.nbytes() for unit in units for chunk in self.chunks(unit)), default=0)
         # After the states are there, which may bring their step counts
-        self._runs = {unit.index: list(_runs(self.pieces[unit.index], self.form.align, unit.master.numel)) for unit in units}
+        self._runs = {unit.index: list(self._runs_of(unit)) for unit in units}
         if nbytes > (self.ring.slots[0].memory.numel() if self.ring else 0):
             self.ring = self.homes.ring(self.num_buffers, nbytes)
         if self.ring is not None:
@@ -113,8 +113,30 @@ class NativeSteps(ShardedSteps):
             uses["grads"] = Use(unit.grads, read=True, write=False, lane=lane(unit.grads))
             if unit.out is not None:
                 uses["out"] = Use(unit.out, read=False, write=True, lane=lane(unit.out))
-            self._chunks[unit.index] = chunks(unit.master.numel, uses, self.chunk_numel)
+            most = unit.master.numel if self.rule.is_whole else self.chunk_numel
+            self._chunks[unit.index] = chunks(unit.master.numel, uses, most)
         return self._chunks[unit.index]
+
+    def _runs_of(self, unit: Unit) -> Iterator[Run]:
+        """Maximal runs of trainable neighbours in their next step, or single ones where the rule wants them whole.
+
+        The zero gap between two parameters belongs to the run, and so does the one after the last: gradients and weights are zero
+        there, so no update changes them.
+        """
+        run: Run | None = None
+        for piece in self.pieces[unit.index]:
+            if not piece.param.requires_grad:
+                continue
+            stop, step = _padded(piece.stop, self.form.align, unit.master.numel), piece.step + 1
+            goes_on = run is not None and (run.group, run.step) == (piece.group, step) and piece.start <= run.stop
+            if run is not None and goes_on and not self.rule.is_whole:
+                run = run._replace(stop=stop)
+                continue
+            if run is not None:
+                yield run
+            run = Run(piece.start, stop, piece.group, step)
+        if run is not None:
+            yield run
 
     def step(self, unit: Unit, chunk: Chunk, scale: float) -> None:
         master, grads, weights = chunk.tensors["master"], chunk.tensors["grads"], chunk.tensors.get("out")
@@ -209,24 +231,6 @@ class CodedStore(Store):
     @property
     def resident_nbytes(self) -> int:
         return self.codes.resident_nbytes + self.scales.nbytes
-
-
-def _runs(pieces: Sequence[Piece], align: int, numel: int) -> Iterator[Run]:
-    """Maximal runs of trainable neighbours, in their next step. The zero gap between two parameters belongs to the run, and so
-    does the one after the last: gradients and weights are zero there, so no update changes them."""
-    run: Run | None = None
-    for piece in pieces:
-        if not piece.param.requires_grad:
-            continue
-        step = piece.step + 1
-        if run is not None and (run.group, run.step) == (piece.group, step) and piece.start <= run.stop:
-            run = run._replace(stop=_padded(piece.stop, align, numel))
-        else:
-            if run is not None:
-                yield run
-            run = Run(piece.start, _padded(piece.stop, align, numel), piece.group, step)
-    if run is not None:
-        yield run
 
 
 def _padded(stop: int, align: int, numel: int) -> int:

@@ -6,6 +6,7 @@ kernels know; any other runs as torch wrote it (optim/sharded.py, TorchSteps).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from slipstream import ops
 from slipstream.ops import Blocks, Stochastic
+from slipstream.optim.lamb import Lamb as TorchLamb
 from slipstream.optim.lion import Lion as TorchLion
 
 State = Tensor | Blocks
@@ -27,6 +29,7 @@ class Rule(ABC):
     states: tuple[str, ...]
     signed: tuple[bool, ...]
     may_be_blocks = True  # whether there are kernels for states in 8 bits
+    is_whole = False  # whether it takes norms of parameters, so that none is cut: not by ranks, and not by chunks
 
     @abstractmethod
     def apply(
@@ -110,6 +113,28 @@ class SGD(Rule):
         )  # fmt: skip
 
 
+class Lamb(Rule):
+    """As slipstream.optim.Lamb."""
+
+    states = ("exp_avg", "exp_avg_sq")
+    signed = (True, False)
+    may_be_blocks = False
+    is_whole = True
+
+    def apply(
+        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
+        scale: float, rounding: Stochastic | None,
+    ) -> None:  # fmt: skip
+        exp_avg, exp_avg_sq = states
+        assert isinstance(exp_avg, Tensor) and isinstance(exp_avg_sq, Tensor)
+        beta1, beta2 = options["betas"]
+        common = {name: options[name] for name in ("eps", "eps_inside_sqrt", "weight_decay", "bias_correction")}
+        common |= {"beta1": beta1, "beta2": beta2, "step": step, "rounding": rounding}
+        weights, update = (math.sqrt(float(s)) for s in ops.lamb_update(master, grad, exp_avg, exp_avg_sq, scale=scale, **common))
+        ratio = min(max(weights / update, options["min_coeff"]), options["max_coeff"]) if weights and update else 1.0
+        ops.lamb_apply(master, exp_avg, exp_avg_sq, out, lr=options["lr"] * ratio, **common)
+
+
 _BEYOND = ("amsgrad", "maximize", "capturable", "differentiable")  # options that no kernel knows
 
 
@@ -124,6 +149,8 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
         return AdamW(decoupled=decoupled, bias_correction=options.get("bias_correction", True))
     if kind is TorchLion:
         return Lion()
+    if kind is TorchLamb and not any(param.is_cuda for group in groups for param in group["params"]):  # norms are read on the host
+        return Lamb()
     if kind is torch.optim.Adagrad:
         return Adagrad()
     if kind is torch.optim.SGD and len({bool(group["momentum"]) for group in groups}) == 1:

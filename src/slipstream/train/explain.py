@@ -59,7 +59,7 @@ def optimizer_of(plan: Plan) -> Optimizer:
     inner, rule = rehearse(plan)
     assert inner is not None, "the plan names an optimizer"
     if rule is not None:
-        return Optimizer(len(rule.states), streams=True, whole=False)
+        return Optimizer(len(rule.states), streams=True, whole=rule.is_whole)
     return Optimizer(moments_of(plan.optimizer.type, plan.optimizer.params), streams=False, whole=not is_elementwise(inner))
 
 
@@ -118,7 +118,7 @@ def setting_of(plan: Plan, world: int, device: str, *, transport: str | None = N
         moments=(plan.precision.state_dtype.itemsize,) * optimizer.num_moments,
         coded=Form(dtype=plan.precision.state_dtype).coded,
         streams=optimizer.streams,
-        chunk_numel=plan.offload.chunk_numel,
+        chunk_numel=1 << 62 if optimizer.whole else plan.offload.chunk_numel,
         num_buffers=plan.offload.num_buffers,
         accumulation=plan.batch.accumulation,
     )

@@ -181,13 +181,13 @@ def _engine(
     plan: Plan, model: nn.Module, mesh: Mesh, device: torch.device, inner: torch.optim.Optimizer | None, rule: Rule | None,
     values: FirstValues,
 ) -> Engine:  # fmt: skip
-    whole = inner is not None and rule is None and not is_elementwise(inner)
+    whole = inner is not None and (rule.is_whole if rule is not None else not is_elementwise(inner))
     precision, tiers = plan.precision, tiers_of(plan.offload)
     form = Form(dtype=precision.state_dtype, stochastic_seed=plan.seed if precision.stochastic_rounding else None)
     if inner is not None and rule is None and tiers.optim is Tier.DISK:
         raise ValueError(
             f"offload_optimizer to disk streams states through kernels of ours, and {type(inner).__name__} with these options has "
-            f"none; use AdamW, Adam, Lion, Adagrad or SGD, or keep the states in memory"
+            f"none; use AdamW, Adam, Lion, LAMB, Adagrad or SGD, or keep the states in memory"
         )
     in_place = precision.param_dtype.itemsize >= precision.master_dtype.itemsize  # the weights are their own masters
     if inner is not None and rule is None and tiers.weights is Tier.DISK and in_place:
@@ -195,6 +195,12 @@ def _engine(
             f"offload_param to disk leaves the masters there, which {precision.param_dtype} weights are themselves, and "
             f"{type(inner).__name__} with these options has no kernel of ours that streams them; use AdamW, Adam, Lion, Adagrad or "
             f"SGD, or train in bf16 with fp32 masters, which stay in memory"
+        )
+    cuts = (tiers.optim is Tier.DISK and tiers.kept) or (tiers.weights is Tier.DISK and tiers.weights_kept)
+    if rule is not None and rule.is_whole and cuts:
+        raise ValueError(
+            f"{type(inner).__name__} takes norms of whole parameters, and a share of them kept in memory would cut some: set "
+            f"offload_optimizer.ratio to 1 and offload_param.max_in_cpu to 0"
         )
     if inner is not None and (rule is None or not rule.may_be_blocks) and form.coded:
         raise ValueError(
