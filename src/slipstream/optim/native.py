@@ -19,6 +19,7 @@ from slipstream.ops import Blocks, Stochastic
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.layout import ALIGN
+from slipstream.zero.placement import Tier
 from slipstream.zero.store import Chunk, Section, Store, Use, chunks, section, write
 from slipstream.zero.unit import Unit
 
@@ -58,7 +59,7 @@ class NativeSteps(ShardedSteps):
     ) -> None:  # fmt: skip
         super().__init__(inner, units)
         self.rule, self.form, self.homes = rule, form, units[0].homes
-        self.apart = self.homes.apart
+        self.apart, self.streams = self.homes.apart, Tier.DISK in (self.homes.tiers.optim, self.homes.tiers.weights)
         self.chunk_numel, self.num_buffers = chunk_numel, num_buffers
         self.stores: dict[int, dict[str, Store]] = {}  # unit index -> the rule's states, or their codes
         self.scales: dict[int, dict[str, Tensor]] = {}  # unit index -> of codes; they stay in memory, 1/64 byte an element

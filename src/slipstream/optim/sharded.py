@@ -68,6 +68,7 @@ class ShardedSteps(ABC):
 
     ring: Ring | None = None  # through which chunks pass that rest elsewhere than where the optimizer steps
     apart = False  # it steps on the host, beside the device
+    streams = False  # states or weights of some rank rest on disk and pass through its ring
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
         self.inner = inner

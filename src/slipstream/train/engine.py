@@ -14,7 +14,7 @@ import errno
 import logging
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,18 @@ class Parts:
     device: torch.device
 
 
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """The method for as long as its object lives, and nothing after that."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return call
+
+
 class Engine(nn.Module):
     """A model, its sharded states and its optimizer. Made by `slipstream.initialize`."""
 
@@ -72,7 +84,7 @@ class Engine(nn.Module):
         self.plan, self.mesh, self.comms, self.device = parts.plan, parts.mesh, parts.comms, parts.device
         self.units, self.slots, self.hooks, self.steps = parts.units, parts.slots, parts.hooks, parts.steps
         self.homes = parts.homes
-        self.homes.check = self._check_disk
+        self.homes.check = _weak(self._check_disk)  # the model's hooks do not keep the engine
         self.updater = window.Updater(parts.units, parts.steps) if parts.steps is not None else None
         self.asleep: Asleep | None = None
         self.saving: Saving | None = None  # a checkpoint that is being written
@@ -94,7 +106,7 @@ class Engine(nn.Module):
         self._boundary: bool | None = None  # set by hand (accelerate); None: count micro-batches
         weakref.finalize(self, parts.watch.abandon).atexit = False
         self.hooks.reducer.alpha = self.alpha
-        self.hooks.reducer.on_reduced = self._update_ahead
+        self.hooks.reducer.on_reduced = _weak(self._update_ahead)
 
     # -- the loop --
 
@@ -505,8 +517,10 @@ class Engine(nn.Module):
             logger.error("destroy: states that slept did not come back: %s", error)
         with self._together("destroy"):
             self.hooks.remove()
-            for unit in self.units:
-                unit.close()
+            rest = torch.tensor([float(isinstance(unit.weights, DiskStore)) for unit in self.units], dtype=torch.float64)
+            on_disk = self.comms.data.exchange(rest).any(0).tolist()  # a rank without a share of a unit goes along
+            for unit, its in zip(self.units, on_disk, strict=True):
+                unit.close(on_disk=its)
             access.forget(self.units)
             self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
 

@@ -68,7 +68,8 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
         for unit in engine.units:
             unit.fall_asleep()
     for unit in engine.units:
-        unit.master_is_away = "optimizer" in kinds and (folder is not None or engine.homes.tiers.optim is Tier.DEVICE)
+        stays = isinstance(unit.master, HostStore) or (folder is None and engine.homes.tiers.optim is not Tier.DEVICE)
+        unit.master_is_away = "optimizer" in kinds and not stays
     engine.hooks.asleep = "gradients" in kinds
     if "gradients" in kinds:
         engine.homes.close_landings()

@@ -135,30 +135,29 @@ class Ahead:
         self.running: Future[None] | None = None
         self.in_hand: deque[Unit] = deque()  # of each chunk that has been taken and not stepped
         self._waiting: deque[tuple[Unit, Chunk, list[Transfer | Event]]] = deque()
-        self._open = True
-        self._changed = threading.Condition()
+        self._runs = False  # a job that takes chunks
+        self._lock = threading.Lock()
 
-    def put(self, unit: Unit, chunks: Sequence[Chunk]) -> None:
+    def put(self, unit: Unit, chunks: Sequence[Chunk]) -> bool:
+        """Returns whether a job has to be started: one ends where it finds nothing, so that none waits for what may never come."""
         assert unit.grads is not None
         moving = unit.homes.on_its_way(unit.grads)
-        with self._changed:
+        with self._lock:
             self.revisions[unit.index] = unit.revision
             self._waiting.extend((unit, chunk, moving) for chunk in chunks)
-            self._changed.notify()
+            begins, self._runs = not self._runs, True
+            return begins
 
     def close(self) -> None:
         """No chunk is begun any more."""
-        with self._changed:
-            self._open = False
+        with self._lock:
             self._waiting.clear()
-            self._changed.notify()
 
-    def take(self, wait: bool) -> Chunk | None:
-        """The next chunk, as zero/store.py's `stream` asks for it."""
-        with self._changed:
-            while wait and self._open and not self._waiting:
-                self._changed.wait()
+    def take(self, is_idle: bool) -> Chunk | None:
+        """The next chunk, as zero/store.py's `stream` asks for it; with none and nothing else to do, the job ends."""
+        with self._lock:
             if not self._waiting:
+                self._runs = not is_idle
                 return None
             unit, chunk, moving = self._waiting.popleft()
         for transfer in moving:
@@ -230,7 +229,7 @@ class Updater:
         """The unit's gradients are reduced, probably for the last time before `start`: update it ahead where that can be undone."""
         if self.expected is None or self.steps.ring is None or self.steps.apart or not unit.placement.weights:
             return
-        chunks = [chunk for chunk in self.steps.chunks(unit) if chunk.moves]
+        chunks = [chunk for chunk in self.steps.chunks(unit) if chunk.may_be_ahead]
         if not chunks or not all(store.keeps_old for store in _written_to_disk(chunks)):
             return
         if self._ahead is not None and unit.index in self._ahead.revisions:  # a second backward in this micro-batch
@@ -238,8 +237,8 @@ class Updater:
         if self._ahead is None:
             self.finish()  # `prepare` would change what that step computes
             self._ahead = Ahead(self.expected, self.steps.prepare(self._trainable()))
+        if self._ahead.put(unit, chunks):
             self._ahead.running = self._submit(self._run_ahead, self._ahead)
-        self._ahead.put(unit, chunks)
 
     def _run_ahead(self, ahead: Ahead) -> None:
         try:
@@ -250,7 +249,7 @@ class Updater:
                     self.steps.step(unit, chunk, ahead.scale)
                     chunk.write_back()
                     ahead.done.setdefault(unit.index, set()).add(chunk.start)
-        except DiskError as error:
+        except Exception as error:
             self._note(error)
 
     def drop(self) -> None:
@@ -274,7 +273,7 @@ class Updater:
         self.steps.begin(trainable)
         for unit in trainable:
             unit.expire_graphs()
-        beside = self.steps.ring is not None or self.steps.apart
+        beside = self.steps.streams or self.steps.apart
         if not beside or not all(unit.placement.weights for unit in trainable):
             self._run(trainable[::-1] if self.steps.apart else trainable, scale, {}, None)
             return
@@ -354,11 +353,13 @@ class Updater:
 
     def close(self) -> None:
         """Always safe to call twice."""
-        self.drop()
-        self.finish()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        try:
+            self.drop()
+            self.finish()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+                self._pool = None
 
 
 def _written_to_disk(chunks: Sequence[Chunk]) -> list[DiskStore]:

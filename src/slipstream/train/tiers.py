@@ -70,7 +70,7 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
                         threads=plan.threads,
                     )  # fmt: skip
                 spaces[folder] = space(folder, ask.nbytes_twice if twice else ask.nbytes)
-        except ValueError as refused:
+        except (ValueError, OSError) as refused:
             error = str(refused)
         answers = gather_objects((error, facts), data.axis)
         for rank, (why, _) in zip(data.axis.ranks, answers, strict=True):

@@ -85,6 +85,7 @@ def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
         grads = unit.grads.whole()
         unit.partial = reduce_into(grads, [grads], 1.0, accumulate=False)
     unit.has_gradient = True
+    unit.revision += 1
     unit.hide_gradients()
 
 

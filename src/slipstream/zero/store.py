@@ -395,9 +395,11 @@ class Chunk:
         return [(name, use) for name, use in self.uses.items() if use.passes(self.start, self.stop)]
 
     @property
-    def moves(self) -> bool:
-        """Whether some of it rests on disk."""
-        return bool(self._moved())
+    def may_be_ahead(self) -> bool:
+        """Whether it streams, and what the optimizer keeps of it on disk does so whole: copies of the rest would fill the memory."""
+        uses = self.uses.values()
+        stay = (use for use in uses if isinstance(use.store, DiskStore) and use.read and use.write)
+        return bool(self._moved()) and all(use.passes(self.start, self.stop) for use in stay)
 
     def nbytes(self) -> int:
         """Bytes of ring that it takes."""
@@ -482,7 +484,7 @@ def chunks(numel: int, uses: Mapping[str, Use], most: int) -> list[Chunk]:
 def stream(take: Callable[[bool], Chunk | None], ring: Ring | None) -> Generator[Chunk, None, None]:
     """Each chunk with its states in `tensors`, in order, while the next are being read and the last written.
 
-    take: the next chunk. With True it waits for one, and None says that there are no more; with False, that there is none now.
+    take: the next chunk, or None where there is none now. Asked with True, there is nothing else in hand: None ends the stream.
     The caller calls `write_back`. When the stream ends, also by an exception, nothing moves any more.
     """
     ahead: deque[Chunk] = deque()

@@ -142,7 +142,7 @@ class Unit:
         self.kept: dict[int, Tensor] = {}  # no_sync: this rank's gradients so far, where `.grad` is too narrow for their sum
         self.filled: set[int] = set()  # parameters whose `local` holds this window's gradient
         self.has_gradient = False  # some gradient has left `.grad` since the last step
-        self.revision = 0  # counts changes of its gradients
+        self.revision = 0  # counts changes of its gradients, and from outside of what the optimizer reads
         self.partial = Partial(0.0, True)  # of this rank's finest span, after the last reduction
         self.updating: Updating | None = None  # the optimizer still has this unit in hand, on another thread
         self.landing: Landing | None = None  # where the next reduction sums, if what it adds to is on its way there
@@ -276,7 +276,7 @@ class Unit:
         if self.state is not State.RELEASED or self.arriving is not None or self.memory.common:
             return
         if self.updating is not None:
-            if not self._fetches or not self.updating.done():
+            if not self._fetches or self.comms.dp.size > 1 or not self.updating.done():
                 return  # a collective is launched at the same place on all ranks, however far their updates are
             self.await_update()
         self.arriving = self._start_gather()
@@ -284,8 +284,8 @@ class Unit:
     @property
     def _fetches(self) -> bool:
         """Whether gathering reads the disk, now or on other ranks; it launches collectives only when it is waited for."""
-        shard = self.weights.view(0, self.weights.numel)
-        return self.homes.tiers.weights is Tier.DISK and (shard is None or self.comms.dp.size > 1)
+        is_disk = self.homes.tiers.weights is Tier.DISK
+        return is_disk and (self.comms.dp.size > 1 or self.weights.is_away(0, self.weights.numel))
 
     def _start_gather(self) -> Pending[None]:
         if self.pages is None:
@@ -553,12 +553,11 @@ class Unit:
         if start < stop:
             self.master.put(start - self.optim_span[0], self.full[start:stop])
 
-    def close(self) -> None:
-        """Hand parameters back as ordinary ones: with memory of their own or, where they rested on disk, on meta.
+    def close(self, *, on_disk: bool) -> None:
+        """Hand parameters back as ordinary ones: with memory of their own or, where weights of some rank rest on disk, on meta.
 
         The unit is unusable afterwards.
         """
-        on_disk = isinstance(self.weights, DiskStore)
         with suppress(DiskError):  # in reading what is on its way and goes anyway
             if not on_disk or self.arriving is not None:
                 self.gather()
