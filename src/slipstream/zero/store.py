@@ -396,7 +396,7 @@ class Chunk:
 
     @property
     def may_be_ahead(self) -> bool:
-        """Whether it streams, and what the optimizer keeps of it on disk does so whole: copies of the rest would fill the memory."""
+        """Whether it streams, and what the optimizer keeps of it on disk does so: copies of the rest would fill the memory."""
         uses = self.uses.values()
         stay = (use for use in uses if isinstance(use.store, DiskStore) and use.read and use.write)
         return bool(self._moved()) and all(use.passes(self.start, self.stop) for use in stay)

@@ -318,8 +318,8 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
  * other coefficients (ops/optim.py). */
 #define RECIPE(rule, weights, states, grads, weights_out)                                                                 \
     if (step->master.kind == (weights) && first == (states) && second == (states) &&                                      \
-        ((grads) == ANY || (plain && step->grad.kind == (grads) && out == (weights_out) &&                                \
-                            ((states) == DTYPE_F32 || step->coefficients[CORRECTION2] == 1.0f)))) {                       \
+        ((int)(grads) == (int)ANY || (plain && step->grad.kind == (grads) && out == (weights_out) &&                      \
+                                      ((int)(states) == (int)DTYPE_F32 || step->coefficients[CORRECTION2] == 1.0f)))) {   \
         pass(rule, step, start, stop, sums, (struct known){weights, states, grads, weights_out});                         \
         return;                                                                                                           \
     }
