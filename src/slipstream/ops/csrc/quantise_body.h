@@ -60,8 +60,8 @@ INLINE vec inverse_of(vec scale) { return vec_div(vec_set(1.0f), at_least_tiny(s
 
 INLINE vec to_half(vec x)
 {
-    char halves[32];
-    return store_f16(halves, x, 0);
+    char rounded[32];
+    return store_f16(rounded, x, 0);
 }
 
 /* A scale and an offset for each lane's group. Tried are the whole range and five that cut its outliers; each gives codes,
