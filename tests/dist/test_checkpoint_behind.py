@@ -50,7 +50,7 @@ def test_what_is_written_is_the_moment_of_the_call(transport: str, tmp_path: Pat
         toy.step(engine, toy.tokens(dist.get_rank(), 0))
         expected = engine.state_dict()
         with writing(gate.wait):
-            engine.save_checkpoint(str(folder))
+            engine.save_checkpoint(str(folder), client_state={"nothing": torch.zeros(0), "after": torch.ones(3)})
             for i in range(2):  # training goes on, and nothing is there yet
                 toy.step(engine, toy.tokens(dist.get_rank(), i))
             assert latest_tag(folder) is None
@@ -60,7 +60,8 @@ def test_what_is_written_is_the_moment_of_the_call(transport: str, tmp_path: Pat
             engine.finish_save()
         assert latest_tag(folder) == "next" and not [name for name in os.listdir(folder) if "tmp" in name]
         assert sorted(os.listdir(folder / "next")) == ["metadata.json", "rank_00000.bin", "rank_00001.bin"]
-        engine.load_checkpoint(str(folder), "global_step1")
+        _, client = engine.load_checkpoint(str(folder), "global_step1")
+        assert client["nothing"].numel() == 0 and client["after"].equal(torch.ones(3))
         state = engine.state_dict()
         assert all(state[name].equal(value) for name, value in expected.items())
         engine.destroy()
@@ -162,7 +163,9 @@ def test_a_changed_model_takes_what_fits(tmp_path: Path) -> None:
     moments = engine.optimizer_state("blocks.0.up.weight")
     engine.destroy()
     engine = toy.make(toy.seeded(Wider), 3)
-    head = engine.state_dict()["head.bias"]
+    for i in range(2):
+        toy.step(engine, toy.tokens(engine.rank, i))
+    head, own = engine.state_dict()["head.bias"], engine.optimizer_state("head.bias")
     with pytest.raises(CheckpointError, match=r"'head.bias' has shape \(48,\) in it and \(50,\) here; exclude="):
         engine.load_checkpoint(folder)
     with pytest.raises(CheckpointError, match=r"does not hold \['model.extra.weight', 'model.extra.bias'\]"):
@@ -171,5 +174,9 @@ def test_a_changed_model_takes_what_fits(tmp_path: Path) -> None:
     state, found = engine.state_dict(), engine.optimizer_state("blocks.0.up.weight")
     assert all(found[name].equal(value) for name, value in moments.items()) and state["head.bias"].equal(head)
     assert engine.global_steps == 1
+    assert all(engine.optimizer_state("head.bias")[name].equal(value) for name, value in own.items())
+    for piece in (piece for pieces in engine.steps.pieces.values() for piece in pieces):
+        if piece.param.requires_grad:
+            assert piece.step == (2 if piece.name.startswith(("head.", "extra.")) else 1), piece.name
     toy.step(engine, toy.tokens(engine.rank, 1))
     engine.destroy()

@@ -13,6 +13,7 @@ is no checkpoint.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .document import Entry
+from .document import Entry, Piece
 from .errors import CheckpointError, describe
 
 if TYPE_CHECKING:
@@ -114,8 +115,10 @@ class Saving:
 
 
 def _summed(entry: Entry, everyone: dict[str, dict[int, list[int]]]) -> Entry:
-    pieces = (replace(piece, crc32=tuple(everyone[piece.file].get(piece.at, ()))) for piece in entry.pieces)
-    return replace(entry, pieces=tuple(pieces))
+    def sums(piece: Piece) -> tuple[int, ...]:  # a piece of no bytes begins where the next one does
+        return tuple(everyone[piece.file][piece.at]) if math.prod(piece.box.sizes) else ()
+
+    return replace(entry, pieces=tuple(replace(piece, crc32=sums(piece)) for piece in entry.pieces))
 
 
 def _put(path: Path, text: str) -> None:

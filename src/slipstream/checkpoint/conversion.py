@@ -139,6 +139,8 @@ def _states(folder: Folder) -> dict[str, dict[str, str]]:
 def _write_states(folder: Folder, zero: Path, optimizer: dict[str, Any], states: Mapping[str, Mapping[str, str]]) -> None:
     step: Any = None
     for name, files in states.items():
+        if any(part == ".." or Path(part).name != part for part in (name, *files)):  # it would leave the folder
+            raise CheckpointError(f"optimizer states {sorted(files)} of a parameter named {name!r}")
         (zero / name).mkdir()
         for kind, key in files.items():
             torch.save({"param": folder.tensor(key).float(), "cat_dim": 0}, zero / name / f"{kind}.pt")

@@ -162,6 +162,12 @@ class _Import:
                     self._parameter(name, trained[name], start, master, held, base["param_groups"], first, numel)
 
     def _stage_1(self, state: Mapping[str, Any], index: int) -> Iterator[tuple[str, int, int]]:
+        zero = (self.model.get("ds_config") or {}).get("zero_optimization") or {}
+        if zero.get("round_robin_gradients") and len(self.optim_files) > 1:
+            raise CheckpointError(
+                "it was saved with zero_optimization.round_robin_gradients, under which DeepSpeed's own map of its slices is of "
+                "another order; convert it with DeepSpeed's ds_to_universal and load that"
+            )
         for name, place in state["param_slice_mappings"][index].items():
             yield name, place.get("start"), place.get("numel")
 

@@ -234,7 +234,7 @@ def _finish(
         os.rename(draft, target)
     else:
         names = sorted(os.listdir(draft), key=lambda name: (name == INDEX, name))
-        old = [path for path in target.glob("model*.safetensors") if path.name not in names]
+        old = [path for path in target.iterdir() if _SHARD.fullmatch(path.name) and path.name not in names]
         (target / INDEX).unlink(missing_ok=True)
         for name in names:
             os.replace(draft / name, target / name)
@@ -244,4 +244,5 @@ def _finish(
     sync_folder(target.absolute().parent)
 
 
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # what a save may have written
 _ITEMSIZES = {word: dtype.itemsize for dtype, word in WORDS.items()}

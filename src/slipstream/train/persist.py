@@ -162,7 +162,7 @@ def load(
     named = [name for name in found.tensors if name.startswith(("model.", "buffer."))]
     surplus = [name for name in named if name not in everything and not _is_excluded(name, exclude)]
     optimizer = optimizer and not module_only and engine.steps is not None
-    undo: list[Callable[[], None]] = _prepare_optimizer(engine, found) if optimizer else []
+    undo: list[Callable[[], None]] = _prepare_optimizer(engine, found, exclude) if optimizer else []
     if optimizer:
         states = _optimizer_tensors(engine)
         wanted |= {name: held for name, held in states.items() if not _is_excluded(name, exclude)}
@@ -181,7 +181,7 @@ def load(
             raise CheckpointError("it is damaged or hostile: its client_state is no dict")
         if not module_only:
             try:
-                _take_values(engine, loaded, undo, lacking, optimizer=optimizer, scheduler=scheduler)
+                _take_values(engine, loaded, undo, lacking, exclude, optimizer=optimizer, scheduler=scheduler)
             except CheckpointError:
                 raise
             except Exception as error:
@@ -232,8 +232,8 @@ _OWN_SCHEDULER = "load_lr_scheduler_states=False leaves it out and keeps this en
 
 
 def _take_values(
-    engine: Engine, loaded: checkpoint.Loaded, undo: list[Callable[[], None]], lacking: list[str], *, optimizer: bool,
-    scheduler: bool,
+    engine: Engine, loaded: checkpoint.Loaded, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str], *,
+    optimizer: bool, scheduler: bool,
 ) -> None:  # fmt: skip
     """Bring back what is not a tensor of the model or optimizer; `undo` gets what brings back the present values."""
     shared = loaded.shared
@@ -249,7 +249,7 @@ def _take_values(
         raise CheckpointError(f"its loss scale is {shared['loss_scale']['scale']}; it must be a number above 0")
     engine.precision.scaler.load_state_dict(shared["loss_scale"])
     if optimizer:
-        _take_scalars(engine, shared["optimizer"], undo, lacking)
+        _take_scalars(engine, shared["optimizer"], undo, lacking, exclude)
     if scheduler and hasattr(engine.lr_scheduler, "load_state_dict"):
         _take_schedule(engine.lr_scheduler, shared["scheduler"], undo)
     _take_position(engine, loaded, undo)
@@ -362,13 +362,14 @@ def _buffers(engine: Engine) -> dict[str, FlatSlice | Tensor]:
     return saved
 
 
-def _pieces(engine: Engine) -> Iterator[tuple[ShardedSteps, Unit, Piece]]:
-    """Everything that this rank's optimizer may hold state of."""
+def _pieces(engine: Engine, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, Unit, Piece]]:
+    """Everything that this rank's optimizer may hold state of, but for what patterns exclude."""
     if engine.steps is not None:
         for unit in engine.units:
             if unit.grads is not None:
                 for piece in engine.steps.pieces[unit.index]:
-                    yield engine.steps, unit, piece
+                    if not _is_excluded(f"model.{piece.name}", exclude):
+                        yield engine.steps, unit, piece
 
 
 def _optimizer_tensors(engine: Engine) -> dict[str, FlatSlice | Tensor]:
@@ -379,7 +380,7 @@ def _optimizer_tensors(engine: Engine) -> dict[str, FlatSlice | Tensor]:
     return entries
 
 
-def _prepare_optimizer(engine: Engine, found: checkpoint.Metadata) -> list[Any]:
+def _prepare_optimizer(engine: Engine, found: checkpoint.Metadata, exclude: Sequence[str]) -> list[Any]:
     """Make room for the states that the checkpoint holds; returns what undoes it."""
     states: dict[str, dict[str, torch.dtype]] = {}
     for key, info in found.tensors.items():
@@ -387,7 +388,7 @@ def _prepare_optimizer(engine: Engine, found: checkpoint.Metadata) -> list[Any]:
         if kind == "optim":
             state, _, name = rest.partition(".")
             states.setdefault(name, {})[state] = info.dtype
-    return [steps.make_states(unit, piece, states.get(piece.name, {})) for steps, unit, piece in _pieces(engine)]
+    return [steps.make_states(unit, piece, states.get(piece.name, {})) for steps, unit, piece in _pieces(engine, exclude)]
 
 
 def _spread_weights(engine: Engine) -> None:
@@ -424,7 +425,9 @@ def _optimizer_classes(steps: ShardedSteps) -> list[str]:
     return [cls.__name__ for cls in classes[: classes.index(torch.optim.Optimizer)]]
 
 
-def _take_scalars(engine: Engine, saved: Any, undo: list[Callable[[], None]], lacking: list[str]) -> None:
+def _take_scalars(
+    engine: Engine, saved: Any, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str]
+) -> None:
     steps = engine.steps
     assert steps is not None, "load asks for optimizer states of an engine that has an optimizer"
     if saved is None:
@@ -444,7 +447,7 @@ def _take_scalars(engine: Engine, saved: Any, undo: list[Callable[[], None]], la
         part = {key: options[key] for key in common}
         _check_like(part, {key: group[key] for key in common}, f"optimizer group {i}", _OWN_OPTIMIZER)
         group.update({key: value for key, value in options.items() if key != "params"})
-    for steps, unit, piece in _pieces(engine):
+    for steps, unit, piece in _pieces(engine, exclude):
         if piece.name in saved["params"]:
             present = copy.deepcopy(steps.scalars(unit, piece))
             undo.append(partial(steps.load_scalars, unit, piece, present))
