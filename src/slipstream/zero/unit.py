@@ -553,7 +553,7 @@ class Unit:
         if start < stop:
             self.master.put(start - self.optim_span[0], self.full[start:stop])
 
-    def close(self, *, on_disk: bool) -> None:
+    def close(self, *, on_disk: bool = False) -> None:
         """Hand parameters back as ordinary ones: with memory of their own or, where weights of some rank rest on disk, on meta.
 
         The unit is unusable afterwards.
