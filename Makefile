@@ -1,7 +1,7 @@
 # Every target does all its own set-up, from nothing: `make train` in a fresh clone is enough.
 #
 #   make train    train the example on the standard library's source (ARGS="--resume" goes on)
-#   make train-big  a model ten times the memory, its states on disk, held to a budget by the kernel (ARGS="--budget 512")
+#   make train-big  a model ten times the memory, its states on disk, held to a budget by the kernel (ARGS="--budget 800")
 #   make serve    serve a model over HTTP (ARGS="--port 8080 --dtype int8"); open the page that it names
 #   make chat     talk to a model in the terminal
 #   make test     all tests            (ARGS="-k placement" for some)

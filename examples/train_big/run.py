@@ -1,7 +1,7 @@
 """Train a model whose states are ten times the memory that the kernel lets it have, and show where the bytes were.
 
     make train-big                                     # a budget of 1 GiB, states in runs/train-big
-    make train-big ARGS="--budget 512 --layers 12"     # MiB; a smaller one
+    make train-big ARGS="--budget 800 --layers 30"     # MiB; a smaller one
 
 What is held: a memory cgroup limits the training to what a process with torch imported takes by itself, plus the budget; swap is
 forbidden. (`ulimit` does not count shared mappings.) What is shown: memory and traffic over time in memory.png, and the kernel's
