@@ -7,6 +7,8 @@ refused by name.
 
 import functools
 import math
+import random
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -494,3 +496,25 @@ def test_quantisation_refuses_by_name(run: Callable[..., Any]) -> None:
     for columns, group in ((48, 32), (33, 33), (512, 256)):
         with pytest.raises(ValueError, match=f"group {group}, input {columns}"):
             run(functools.partial(ops.quantise_int4, torch.zeros(2, columns), group))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_checksums_are_zlib_s_and_the_copy_is_exact(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every size around what is folded at once, from and to any address, continued from another."""
+    from slipstream.ops import checksum
+
+    if not native:
+        monkeypatch.setattr(checksum, "_native", lambda: None)
+    rng = random.Random(3)
+    for nbytes in [0, 1, 15, 16, 63, 64, 65, 79, 80, 81, 127, 128, 1 << 16, *(rng.randrange(3000) for _ in range(100))]:
+        source = torch.randint(0, 256, (nbytes + 16,), dtype=torch.uint8)[rng.randrange(17) :][:nbytes]
+        before, first = rng.randrange(1 << 32), rng.randrange(20)
+        target, raw = torch.zeros(nbytes + 40, dtype=torch.uint8), bytes(source.tolist())
+        expected = zlib.crc32(raw, before)
+        assert checksum.crc32(source, before) == expected
+        assert checksum.crc32(source, before, target[first : first + source.numel()]) == expected
+        assert target.count_nonzero() == source.count_nonzero() and target[first : first + source.numel()].equal(source)
+    with pytest.raises(ValueError, match="contiguous bytes of the host"):
+        checksum.crc32(torch.zeros(3))
+    with pytest.raises(ValueError, match="3 bytes into 4"):
+        checksum.crc32(torch.zeros(3, dtype=torch.uint8), 0, torch.zeros(4, dtype=torch.uint8))

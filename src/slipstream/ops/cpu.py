@@ -48,6 +48,7 @@ class _Kernels(NamedTuple):
     quantise_int4: Callable[..., None]
     dequantise_int8: Callable[..., None]
     dequantise_int4: Callable[..., None]
+    dequantise_rows: Callable[..., None]
 
 
 @functools.cache
@@ -67,6 +68,8 @@ def _kernels() -> _Kernels | None:
         for name, arguments in ((f"quantise_{kind}", [pointer, integer]), (f"dequantise_{kind}", [pointer])):
             function = getattr(library, f"slipstream_{name}")
             function.restype, function.argtypes = None, [*arguments, long, long, long, *[pointer] * parts]
+    kernels.dequantise_rows.restype = None  # type: ignore[attr-defined]
+    kernels.dequantise_rows.argtypes = [pointer, integer, pointer, long, long, pointer, pointer]  # type: ignore[attr-defined]
     return kernels
 
 

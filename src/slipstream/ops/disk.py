@@ -1,7 +1,8 @@
-"""One anonymous file in a folder on a disk, read and written past the page cache, many blocks at a time.
+"""One file on a disk, read and written past the page cache, many blocks at a time.
 
-A `Disk`'s file has no name: it is gone when the process is, however that ends. It is allocated in full at the start, so that a full
-disk is found then. `read` and `write` take parts, (byte offset in the file, tensor), begin to move them and return a `Transfer`.
+A `Disk` makes its file in a folder, without a name: it is gone when the process is, however that ends. It is allocated in full at
+the start, so that a full disk is found then. (Or it is given one, of a checkpoint, that whoever opened it has allocated.) `read`
+and `write` take parts, (byte offset in the file, tensor), begin to move them and return a `Transfer`.
 Batches run together and end in any order: two that touch the same bytes are for the caller to put one after the other. Each
 direction has `queue_depth` blocks in flight, so that neither waits behind the other.
 
@@ -28,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
 import torch
@@ -39,6 +41,7 @@ Parts = Sequence[tuple[int, Tensor]]
 
 ALIGNMENT = 4096
 _HUGE = 2 << 20
+_PUNCH_HOLE = 3  # fallocate(2): FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _SHORT = -1  # _Batch.error of a transfer that the file's end cut short
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # statfs(2); Linux 6.6 accepts O_DIRECT there
 _REMEDIES = {
@@ -126,13 +129,23 @@ class _Ring:
 
 
 class _Threads:
-    """The engine in Python."""
+    """The engine in Python. No executor: those take nothing more once the interpreter ends, and a save may be under way then."""
 
     name = "threads"
 
     def __init__(self, file: int, block_nbytes: int, threads: int) -> None:
         self._file, self._block_nbytes, self._lock = file, block_nbytes, threading.Lock()
-        self._pools = [ThreadPoolExecutor(threads, f"slipstream-disk-{name}") for name in ("read", "write")]
+        self._threads: list[threading.Thread] = []
+        self._blocks: list[SimpleQueue[tuple[_Batch, int, int, int] | None]] = [SimpleQueue(), SimpleQueue()]  # of reads, of writes
+        for name, blocks in zip(("read", "write"), self._blocks, strict=True):
+            for _ in range(threads):
+                thread = threading.Thread(target=self._run, args=(blocks,), name=f"slipstream-disk-{name}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _run(self, blocks: "SimpleQueue[tuple[_Batch, int, int, int] | None]") -> None:
+        while (each := blocks.get()) is not None:
+            self._move(*each)
 
     def submit(self, batch: _Batch) -> None:
         block = self._block_nbytes
@@ -143,7 +156,7 @@ class _Threads:
         ]
         batch.in_flight = len(blocks) + 1  # one more, for this function: the batch may be empty
         for each in blocks:
-            self._pools[batch.write].submit(self._move, batch, *each)
+            self._blocks[batch.write].put((batch, *each))
         self._end(batch)
 
     def _move(self, batch: _Batch, memory: int, offset: int, nbytes: int) -> None:
@@ -167,13 +180,17 @@ class _Threads:
                 words.store_release_and_wake(ctypes.addressof(batch), 1)
 
     def close(self) -> None:
-        for pool in self._pools:
-            pool.shutdown()
+        for blocks in self._blocks:
+            for _ in self._threads:
+                blocks.put(None)  # more than enough
+        for thread in self._threads:
+            thread.join()
 
 
 class Disk:
     """One anonymous file of `nbytes`, rounded up to 4096, in `folder`. Any thread may call anything.
 
+    file: the descriptor of a file to take instead, which is closed with the disk; `folder` then names it in messages.
     queue_depth: blocks in flight in each direction, of io_uring; `threads`: threads of each direction, of the other engine.
     ValueError where the folder will not do, says why.
     """
@@ -187,13 +204,14 @@ class Disk:
         queue_depth: int = 8,
         threads: int = 2,
         engine: Literal["auto", "io_uring", "threads"] = "auto",
+        file: int | None = None,
     ) -> None:
         if block_nbytes % ALIGNMENT or not ALIGNMENT <= block_nbytes <= 1 << 30:
             raise ValueError(f"block_nbytes ({block_nbytes}) must be a multiple of {ALIGNMENT} of at most 1 GiB")
         if not 1 <= queue_depth <= 4096 or threads < 1 or nbytes < 1:
             raise ValueError(f"queue_depth ({queue_depth}) must be 1 to 4096, threads ({threads}) and nbytes ({nbytes}) at least 1")
         self.folder, self.nbytes = folder, -(-nbytes // ALIGNMENT) * ALIGNMENT
-        file = _create(folder, self.nbytes)
+        file = _create(folder, self.nbytes) if file is None else file
         try:
             self._engine = _start(file, block_nbytes, queue_depth, threads, engine)
         except BaseException:
@@ -211,6 +229,11 @@ class Disk:
     def write(self, parts: Parts) -> Transfer:
         """Begin to write the tensors, which must not change before the transfer is done."""
         return self._begin(parts, write=True)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Give the blocks of a range back to the file system, where it can take them: the range reads as zeros."""
+        with self._open():
+            ctypes.CDLL(None).fallocate(self._file, _PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(nbytes))
 
     def _begin(self, parts: Parts, write: bool) -> Transfer:
         for offset, tensor in parts:

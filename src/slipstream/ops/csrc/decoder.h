@@ -61,7 +61,7 @@ struct decoder {
     int32_t activation;
     float norm_eps, embed_scale, attn_scale, attn_softcap, logit_softcap;
     const void *embed; /* [vocab][hidden] */
-    const float *final_norm;
+    const float *final_norm; /* NULL: the head takes the rows as they are */
     struct matrix head;
     const struct layer *layers;
 };

@@ -235,8 +235,13 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
     }
     meet(worker);
     share(worker, batch->num_logits);
-    for (int64_t i = worker->from; i < worker->until; ++i)
-        rms_norm(batch->normed + i * hidden, batch->x + batch->logit_rows[i] * hidden, model->final_norm, hidden, model->norm_eps, 0);
+    for (int64_t i = worker->from; i < worker->until; ++i) {
+        const float *x = batch->x + batch->logit_rows[i] * hidden;
+        if (model->final_norm)
+            rms_norm(batch->normed + i * hidden, x, model->final_norm, hidden, model->norm_eps, 0);
+        else
+            memcpy(batch->normed + i * hidden, x, (size_t)hidden * sizeof(float));
+    }
     struct product head = {.w = &model->head, .x = batch->normed, .y = batch->logits, .x_stride = hidden,
                            .y_stride = model->vocab_size, .num_rows = batch->num_logits};
     head.coded = code_rows(batch, batch->normed, hidden, wants(head.w), worker);

@@ -45,3 +45,10 @@ SLIPSTREAM_API void slipstream_dequantise_int4(float *w, int64_t group, int64_t 
     const int64_t at = begin * group;
     isa_in_use()->from_int4(w + at, end - begin, group, codes + at / 2, scales + begin, lows + begin);
 }
+
+SLIPSTREAM_API void slipstream_dequantise_rows(char *w, int dtype, const struct row_form *form, int64_t begin, int64_t end,
+                                               const uint8_t *packed, const float *pairs)
+{
+    isa_in_use()->from_rows(w + begin * form->columns * itemsize(dtype), dtype, end - begin, form,
+                            packed + begin * form->row_nbytes, pairs);
+}

@@ -7,6 +7,11 @@
 
 #define MAX_GROUP 128 /* inputs that share a scale */
 
+/* Of packed rows (ops/rows.py): codes, then a bf16 scale for each `block` columns, a multiple of 16. */
+struct row_form {
+    int64_t bits, columns, block, code_nbytes, row_nbytes;
+};
+
 struct quantise_isa {
     const char *name;
     /* w [rows][columns] <-> codes of its shape, a scale for each row. */
@@ -15,6 +20,8 @@ struct quantise_isa {
     /* w [groups][group] <-> two codes a byte, the first in the low half; a scale and an offset for each group. */
     void (*to_int4)(const char *w, int dtype, int64_t groups, int64_t group, uint8_t *codes, float *scales, float *lows);
     void (*from_int4)(float *w, int64_t groups, int64_t group, const uint8_t *codes, const float *scales, const float *lows);
+    /* packed rows -> w [rows][columns] of any dtype; `pairs` are the two values of each byte of 4-bit codes. */
+    void (*from_rows)(char *w, int dtype, int64_t rows, const struct row_form *form, const uint8_t *packed, const float *pairs);
 };
 
 extern const struct quantise_isa *const quantise_avx512;

@@ -177,3 +177,31 @@ TARGET static void from_int4(float *restrict w, int64_t groups, int64_t group, c
         }
     }
 }
+
+TARGET static void from_rows(char *w, int dtype, int64_t rows, const struct row_form *form, const uint8_t *packed,
+                             const float *pairs)
+{
+    const int64_t size = itemsize(dtype);
+    for (int64_t row = 0; row < rows; ++row, packed += form->row_nbytes, w += form->columns * size) {
+        for (int64_t k = 0; k < form->columns; k += 16) {
+            const int64_t width = form->columns - k < 16 ? form->columns - k : 16;
+            const uint8_t *scales = packed + form->code_nbytes + 2 * (k / form->block);
+            const uint32_t bits = (uint32_t)scales[0] << 16 | (uint32_t)scales[1] << 24;
+            float scale, lanes[16] = {0};
+            memcpy(&scale, &bits, sizeof scale);
+            if (form->bits == 8) {
+                scale /= 127.0f;
+                for (int64_t lane = 0; lane < width; ++lane)
+                    lanes[lane] = (float)(int8_t)packed[k + lane];
+            } else {
+                for (int64_t pair = 0; pair < (width + 1) / 2; ++pair)
+                    memcpy(lanes + 2 * pair, pairs + 2 * packed[k / 2 + pair], 2 * sizeof(float));
+            }
+            char rest[16 * sizeof(float)], *to = width == 16 ? w + k * size : rest;
+            const vec x = vec_mul(load_f32(lanes), vec_set(scale));
+            dtype == DTYPE_BF16 ? store_bf16(to, x, 0) : dtype == DTYPE_F16 ? store_f16(to, x, 0) : store_f32(to, x, 0);
+            if (width < 16)
+                memcpy(w + k * size, rest, (size_t)(width * size));
+        }
+    }
+}

@@ -1,0 +1,138 @@
+"""Matrices in 8 or 4 bits, a row at a time, as bytes: what a frozen weight is kept, sharded and moved as.
+
+row    its codes, then a bf16 scale for each block of `block` columns. A row stands alone: any of them can be made or read without
+       the others
+codes  8 bits: whole numbers from -127 to 127 times scale / 127. 4 bits: indices into NF4, two a byte, the first in the low half
+NF4    16 values at quantiles of a normal distribution, scaled to [-1, 1] and holding 0 exactly (QLoRA, arXiv 2305.14314, eq. 4;
+       the constants as its authors' library derives them)
+scale  the block's largest magnitude, rounded up: no code is clipped. One bf16 for 64 columns is a quarter of a bit each, half of
+       what the paper's fp32 takes before its second quantisation
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.ops import cpu
+
+
+def _normal_float() -> tuple[float, ...]:
+    offset = 1 - (1 / 32 + 1 / 30) / 2  # the mean of the outermost cells' middles, of 16 and of 15 cells
+    inverse = NormalDist().inv_cdf
+    above = [inverse(offset + (0.5 - offset) * i / 8) for i in range(8)]
+    below = [-inverse(offset + (0.5 - offset) * i / 7) for i in range(7)]
+    return tuple(sorted(value / above[0] for value in [*below, 0.0, *above]))
+
+
+NF4 = _normal_float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowForm:
+    """How the rows of a matrix of `columns` columns lie in bytes."""
+
+    bits: int  # 8 or 4
+    columns: int
+    block: int = 64  # columns that share a scale
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or self.block < 2 or self.block % 2:
+            raise ValueError(f"bits ({self.bits}) is to be 8 or 4, and block ({self.block}) an even number of columns")
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.columns // self.block)
+
+    @property
+    def code_nbytes(self) -> int:
+        """Of a row; even, so that scales are aligned."""
+        return -(-self.columns * self.bits // 16) * 2
+
+    @property
+    def row_nbytes(self) -> int:
+        return self.code_nbytes + 2 * self.num_blocks
+
+
+@torch.no_grad()
+def quantise_rows(w: Tensor, form: RowForm) -> Tensor:
+    """[rows, columns], floating point and finite -> uint8 [rows, row_nbytes]."""
+    if w.numel() == 0:
+        return torch.zeros(len(w), form.row_nbytes, dtype=torch.uint8, device=w.device)
+    padded = F.pad(w.float(), (0, form.num_blocks * form.block - form.columns)).view(len(w), form.num_blocks, form.block)
+    scales = _up_to_bf16(padded.abs().amax(2))
+    units = padded / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
+    if form.bits == 8:
+        codes = (units * 127).round_().to(torch.int8).view(torch.uint8).flatten(1)[:, : form.columns]
+        codes = F.pad(codes, (0, form.code_nbytes - form.columns))
+    else:
+        table = torch.tensor(NF4, device=w.device)
+        indices = torch.bucketize(units, (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
+        indices = F.pad(indices.flatten(1)[:, : form.columns], (0, 2 * form.code_nbytes - form.columns))
+        codes = indices[:, ::2] | (indices[:, 1::2] << 4)
+    return torch.cat([codes, scales.to(torch.bfloat16).view(torch.uint8).view(len(w), -1)], 1)
+
+
+def dequantise_rows(packed: Tensor, form: RowForm, dtype: torch.dtype) -> Tensor:
+    """uint8 [rows, row_nbytes] -> [rows, columns]: code times scale in fp32, rounded once to `dtype`."""
+    return _dequantise(packed, form.bits, form.columns, form.block, dtype)
+
+
+@torch.library.custom_op("slipstream::dequantise_rows", mutates_args=())  # so that compilers and fake tensors see one operation
+def _dequantise(packed: Tensor, bits: int, columns: int, block: int, dtype: torch.dtype) -> Tensor:
+    form = RowForm(bits=bits, columns=columns, block=block)
+    kernels, code = cpu._kernels(), cpu.DTYPES.get(dtype)
+    if kernels is None or code is None or block % 16 or not packed.is_cpu:
+        return in_torch(packed, form, dtype)
+    packed, out = packed.contiguous(), torch.empty(len(packed), columns, dtype=dtype)
+    shape = (ctypes.c_int64 * 5)(bits, columns, block, form.code_nbytes, form.row_nbytes)
+    pairs = _pairs(packed.device)
+
+    def run(begin: int, end: int) -> None:
+        kernels.dequantise_rows(out.data_ptr(), code, shape, begin, end, packed.data_ptr(), pairs.data_ptr())
+
+    least = cpu.THREAD_NUMEL // max(columns, 1) + 1
+    cpu.in_threads(run, len(packed), torch.get_num_threads(), least=least, multiple=1)
+    return out
+
+
+@_dequantise.register_fake
+def _(packed: Tensor, bits: int, columns: int, block: int, dtype: torch.dtype) -> Tensor:
+    return packed.new_empty(len(packed), columns, dtype=dtype)
+
+
+@torch.no_grad()
+def in_torch(packed: Tensor, form: RowForm, dtype: torch.dtype) -> Tensor:
+    """`dequantise_rows`, the twin: any device, dtype and block."""
+    if not len(packed) or not form.columns:
+        return torch.zeros(len(packed), form.columns, dtype=dtype, device=packed.device)
+    rows = len(packed)
+    scales = packed[:, form.code_nbytes :].contiguous().view(torch.bfloat16).float()
+    codes = packed[:, : form.code_nbytes]
+    if form.bits == 8:
+        units = codes.contiguous().view(torch.int8)[:, : form.columns].float()
+        scales = scales / 127
+    else:
+        units = F.embedding(codes.int(), _pairs(packed.device)).flatten(1)[:, : form.columns]
+    whole = form.columns // form.block * form.block
+    if whole == form.columns:
+        return (units.reshape(rows, -1, form.block) * scales[..., None]).view(rows, -1).to(dtype)
+    return (units * scales.repeat_interleave(form.block, 1)[:, : form.columns]).to(dtype)
+
+
+@functools.cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two values of every byte of NF4 codes."""
+    byte = torch.arange(256)
+    return torch.tensor(NF4)[torch.stack([byte & 15, byte >> 4], 1)].to(device)
+
+
+def _up_to_bf16(x: Tensor) -> Tensor:
+    """The least bf16 number that is not below x >= 0, in fp32."""
+    return (((x.contiguous().view(torch.int32) + 0xFFFF) >> 16) << 16).view(torch.float32)
