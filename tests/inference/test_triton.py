@@ -31,7 +31,7 @@ from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.load import _each
 from slipstream.inference.quantise import dequantise, quantise, to_int4, to_int8
-from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Mlp
+from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Mlp, leaves
 from slipstream.ops.triton import attention, rows
 from slipstream.ops.triton.linear import linear, num_slices
 from slipstream.ops.triton.tiles import num_ranges
@@ -282,6 +282,22 @@ def test_forward_as_the_torch_decoder(model: str) -> None:
             for each, requests in ((got, both[1]), (wanted, both[0]))
         )
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("model", "kind"), [("gemma", ""), ("experts", ""), ("biases, tied", "int8")])
+def test_new_weights_take_the_place_of_old_ones(model: str, kind: str) -> None:
+    """The same bits as of a decoder that is made of them."""
+    config = config_of(**MODELS[model])
+
+    def made(scale: float) -> DecoderWeights:
+        weights = _each(weights_of(config, torch.float32), lambda m: m * scale)
+        return quantise(weights, kind, 32) if kind else weights
+
+    old, new = (runner_of(CudaDecoder, config, made(scale), torch.float32, max_batch=4) for scale in (0.5, 1.0))
+    for role, weight in leaves(made(1.0)):
+        old.put(role, weight)
+    ours, theirs = (each.run([(each.request([3, 1, 4]), 0, 3)])[0] for each in (Requests(old, 0), Requests(new, 0)))
+    assert ours.equal(theirs)
 
 
 @pytest.mark.parametrize(

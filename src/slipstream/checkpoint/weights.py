@@ -18,13 +18,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from slipstream.ops.rows import RowForm, quantise_rows
+
 from .flat_slice import Shape, boxes
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-WORDS = {dtype: word for word, dtype in _DTYPES.items()}  # safetensors' for torch's
+WORDS = {dtype: word for word, dtype in DTYPES.items()}  # safetensors' for torch's
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -38,10 +40,14 @@ class Stored(NamedTuple):
 
 
 class WeightFiles:
-    """The stored tensors that a model takes, by each of the model's names for them."""
+    """The stored tensors that a model takes, by each of the model's names for them.
 
-    def __init__(self, taken: Mapping[str, Stored], left_out: str) -> None:
+    `forms` are of what the model keeps as quantised rows (ops/rows.py). Where the files hold numbers, rows are made in reading.
+    """
+
+    def __init__(self, taken: Mapping[str, Stored], left_out: str, forms: Mapping[str, RowForm]) -> None:
         self._taken, self.left_out = taken, left_out
+        self._forms = {name: form for name, form in forms.items() if name in taken and taken[name].dtype != "U8"}
         self._open: dict[Path, Any] = {}
         self._closing = ExitStack()
         heads = sorted((name, stored.name, stored.shape, stored.dtype, stored.file.name) for name, stored in taken.items())
@@ -51,13 +57,23 @@ class WeightFiles:
         return name in self._taken
 
     def dtype(self, name: str) -> torch.dtype:
-        return _DTYPES[self._taken[name].dtype]
+        if name in self._forms:
+            return torch.uint8
+        return DTYPES[self._taken[name].dtype]
 
     def fetch(self, names: Sequence[str]) -> None:
         """Nothing: ranges are read from the files."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) in row-major order, 1D: of the mapped file, so to be copied before `close`."""
+        form = self._forms.get(name)
+        if form is None:
+            return self._stored(name, start, stop)
+        first, last = start // form.row_nbytes, -(-stop // form.row_nbytes)
+        w = self._stored(name, first * form.columns, last * form.columns).view(-1, form.columns)
+        return quantise_rows(w, form).view(-1)[start - first * form.row_nbytes : stop - first * form.row_nbytes]
+
+    def _stored(self, name: str, start: int, stop: int) -> Tensor:
         stored = self._taken[name]
         if stored.file not in self._open:
             self._open[stored.file] = self._closing.enter_context(_open(stored.file))
@@ -76,11 +92,14 @@ class WeightFiles:
 
 def open_weights(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], model: nn.Module, *,
-    rename: Callable[[str], str] | None = None, strict: bool = True,
+    rename: Callable[[str], str] | None = None, strict: bool = True, forms: Mapping[str, RowForm] | None = None,
 ) -> WeightFiles:  # fmt: skip
-    """Read the headers and find what `model` takes. Raises ValueError naming everything that does not fit."""
+    """Read the headers and find what `model` takes. Raises ValueError naming everything that does not fit.
+
+    `forms`: by name, of the parameters that are rows of codes and may be stored as numbers.
+    """
     stored: dict[str, Stored] = {}
-    for file in _files(path):
+    for file in files_of(path):
         for each in _header(file):
             name = each.name if rename is None else rename(each.name)
             if name in stored:
@@ -97,7 +116,11 @@ def open_weights(
             missing.append(names[0])
             continue
         taken |= dict.fromkeys(names, held)
-        wrong += _misfit(names[0], tensor, held)
+        form = (forms or {}).get(names[0])
+        if form is not None and held.dtype != "U8":
+            wrong += _misfit(names[0], torch.empty(len(tensor), form.columns, device="meta"), held)
+        else:
+            wrong += _misfit(names[0], tensor, held)
     known = {name for names, _ in wanted for name in names}
     surplus = [name for name in stored if name not in known]
     said = [f"they do not hold {_some(missing)}"] if missing else []
@@ -105,7 +128,7 @@ def open_weights(
     if wrong or (strict and said):
         remedy = _remedy(missing, surplus) if strict and said else ""
         raise ValueError(f"the weights in {path} are not of this {type(model).__name__}: {'; '.join(wrong[:5] + said)}{remedy}")
-    return WeightFiles(taken, f"{'; '.join(said)} ({path})" if said else "")
+    return WeightFiles(taken, f"{'; '.join(said)} ({path})" if said else "", forms or {})
 
 
 def check_same(fingerprints: Iterable[str]) -> None:
@@ -114,7 +137,7 @@ def check_same(fingerprints: Iterable[str]) -> None:
         raise ValueError("the ranks see different weights under the same path; it is to be the same on every host")
 
 
-def _files(path: Any) -> list[Path]:
+def files_of(path: Any) -> list[Path]:
     if not isinstance(path, str | os.PathLike):
         files = [Path(each) for each in path]
         if not files:
@@ -167,7 +190,7 @@ def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 def _misfit(name: str, tensor: Tensor, held: Stored) -> list[str]:
     if held.shape != tuple(tensor.shape):
         return [f"{name!r} has shape {held.shape} there and {tuple(tensor.shape)} in the model"]
-    dtype = _DTYPES.get(held.dtype)
+    dtype = DTYPES.get(held.dtype)
     if dtype is None:
         return [f"{name!r} is {held.dtype} there, which needs more than a cast; save it as BF16 or F32"]
     if dtype is not tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):

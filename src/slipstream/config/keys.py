@@ -189,7 +189,7 @@ NO_EFFECT: Mapping[str, str] = {
     "zero_optimization.offload_optimizer.pipeline_read": _STREAMED,
     "zero_optimization.offload_optimizer.pipeline_write": _STREAMED,
     "zero_optimization.offload_optimizer.fast_init": "fresh files read as zeros, so nothing is written to begin with",
-    "zero_optimization.offload_optimizer.super_offload": "updates begin in the backward as it is (slipstream.update_ahead)",
+    "zero_optimization.offload_optimizer.super_offload": "slipstream.update_ahead begins updates in the backward",
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": "all threads of the process step the optimizer",
     "zero_optimization.offload_param.pin_memory": _PINNED,
     "zero_optimization.offload_param.buffer_count": _DIRECT,

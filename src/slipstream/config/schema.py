@@ -238,7 +238,7 @@ class Slipstream(Block):
     poison_released: bool = False
     optimizer_states: Annotated[Literal["default", "int8"], BeforeValidator(lower)] = "default"
     stochastic_rounding: bool = False
-    update_ahead: bool = True
+    update_ahead: bool = False
     seed: Int = 0
     activations: Annotated[Literal["keep", "recompute", "offload"], BeforeValidator(lower)] = "keep"
     keep_checkpoints: Count | None = None

@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from slipstream.inference.core import QueueFullError, SamplingParams
     from slipstream.inference.generate import Completion, Delta, GenerationError, InferenceEngine
     from slipstream.inference.initialize import init_inference, pipeline
+    from slipstream.inference.served import ServedForward, token_logprobs
 
 _HOMES = {
     **dict.fromkeys(("Completion", "Delta", "GenerationError", "InferenceEngine"), "generate"),
     **dict.fromkeys(("QueueFullError", "SamplingParams"), "core"),
     **dict.fromkeys(("init_inference", "pipeline"), "initialize"),
+    **dict.fromkeys(("ServedForward", "token_logprobs"), "served"),
 }
 
 __all__ = [
@@ -24,9 +26,11 @@ __all__ = [
     "InferenceEngine",
     "QueueFullError",
     "SamplingParams",
+    "ServedForward",
     "init_inference",
     "num_bytes",
     "pipeline",
+    "token_logprobs",
 ]
 
 

@@ -116,6 +116,13 @@ class BlockPool:
         while table:
             self._drop(table.pop())
 
+    def forget(self) -> None:
+        """No content is known any more: what was computed was by other weights. While no block is used."""
+        assert self.num_free == self.num_blocks, f"{self.num_blocks - self.num_free} blocks are used: their content is wanted"
+        self._blank += self._idle
+        for known in (self._idle, self._published, self._keys):
+            known.clear()
+
     def _take(self) -> int:
         assert self.num_free, f"all {self.num_blocks} blocks are used: whoever reserves asks num_free first"
         if self._blank:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 MAX_STOP = 1024  # characters of a stop string: its automaton takes memory and time by its length, for each request
 
@@ -155,6 +155,11 @@ class Runner(Protocol):
     block_size: int
     vocab_size: int
     max_context: int  # positions that the model can tell apart
+
+    def put(self, role: str, weight: Any) -> None:
+        """New values for one weight, while nothing runs. `role`: what `update` calls it; `weight` has the form of what is there,
+        and is the caller's."""
+        ...
 
     def forward(self, batch: Batch) -> object:
         """Logits, fp32 [rows, vocab], torch's or numpy's, of `num_rows` rows per chunk in order, until the next forward; keys and

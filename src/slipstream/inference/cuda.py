@@ -31,7 +31,7 @@ from .core import Batch
 from .decoder import soft_cap
 from .kv_cache import KVCache
 from .models import shape_of
-from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
+from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp, leaves
 
 _LANES = 64  # of a tile of attention where a request has several rows, else _FEW_LANES
 _FEW_LANES = 16  # not in fp32, whose sums are not the tensor cores': their order is the layout's, which depends on the lanes
@@ -93,6 +93,15 @@ def _joined(owner: LayerWeights | Mlp, *names: str) -> _Product:
     zeros = [torch.zeros(size, device=whole[0].device) for size in sizes]
     filled = [zero if bias is None else bias.float() for bias, zero in zip(biases, zeros, strict=True)]
     return _Product([_like(matrices[0], whole)], [torch.cat(filled)])
+
+
+def _biases(path: str, product: _Product, owner: LayerWeights | Mlp, *names: str) -> dict[str, tuple[Tensor, ...]]:
+    """Where a product has the biases of its owner's matrices, by role."""
+    parts: Sequence[Tensor | None] = [bias for _, _, _, bias in product.parts]
+    if len(parts) < len(names) and parts[0] is not None:
+        parts = parts[0].split([shape_of(getattr(owner, name))[0] for name in names])
+    pairs = ((f"{name}_bias", part) for name, part in zip(names, parts, strict=False))
+    return {path + name: (part,) for name, part in pairs if part is not None and getattr(owner, name) is not None}
 
 
 def _like(matrix: Matrix, parts: Sequence[Tensor]) -> Matrix:
@@ -194,6 +203,7 @@ class CudaDecoder:
         self._layers = [self._layer(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]
         self._final_norm = self._norm(weights.final_norm)
         self._head = _Product([weights.embed if weights.head is None else weights.head])
+        self._kept = self._kept_as(weights)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by rows: what it does, and its logits
         if max_batch and cache.device.type == "cuda" and not any(layer.experts for layer in config.layers):
             self._capture(max_batch)
@@ -230,6 +240,40 @@ class CudaDecoder:
             out=_Product([w.out], [w.out_bias]),
             mlp=mlp,
         )
+
+    # -- new weights --
+
+    def _kept_as(self, weights: DecoderWeights) -> dict[str, tuple[Tensor, ...]]:
+        """By role, the memory that kernels and graphs read; `_joined` has made views of matrices."""
+        kept = {role: _tensors(leaf) for role, leaf in leaves(weights)}
+        kept["final_norm"] = (self._final_norm,)
+        for i, (layer, w) in enumerate(zip(self._layers, weights.layers, strict=True)):
+            at = f"layers.{i}."
+            for name in ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"):
+                kept[at + name] = (getattr(layer, name),)
+            if layer.qk_norms is not None:
+                kept |= {at + "q_norm": (layer.qk_norms[0],), at + "k_norm": (layer.qk_norms[1],)}
+            kept |= _biases(at, layer.qkv, w, "q", "k", "v") | _biases(at, layer.out, w, "out")
+            mlps: dict[str, tuple[_Gated | _Routed | None, Mlp | None]] = {"mlp.": (layer.mlp, w.mlp)}
+            if isinstance(layer.mlp, _Routed):
+                mlps = {f"experts.{e}.": pair for e, pair in enumerate(zip(layer.mlp.experts, w.experts, strict=True))}
+                mlps["shared."] = (layer.mlp.shared, w.shared)
+            for inside, (made, mlp) in mlps.items():
+                if isinstance(made, _Gated) and mlp is not None:
+                    kept |= _biases(at + inside, made.gate_up, mlp, "gate", "up") | _biases(at + inside, made.down, mlp, "down")
+        return kept
+
+    @torch.inference_mode()
+    def put(self, role: str, weight: Matrix) -> None:
+        """As `core.Runner.put`; where graphs read it."""
+        if role not in self._kept:
+            assert role == "head", f"{role} is none of this decoder's"
+            return  # it is the embedding, which has come as such
+        new = _tensors(weight)
+        if role.endswith("norm"):
+            new = (new[0].float() + self.config.norm_offset,)
+        for old, part in zip(self._kept[role], new, strict=True):
+            old.copy_(part)
 
     # -- running --
 

@@ -20,7 +20,7 @@ from .config import DecoderConfig, Experts, Layer, Rope
 from .core import Batch
 from .kv_cache import HeadShape, KVCache
 from .quantise import dequantise, round_activations
-from .weights import DecoderWeights, LayerWeights, Matrix, Mlp
+from .weights import DecoderWeights, LayerWeights, Matrix, Mlp, put
 
 
 class Span(NamedTuple):
@@ -106,6 +106,12 @@ class Decoder:
         x = self._norm(x_TE[inputs.rows], self.weights.final_norm)
         head = self.weights.embed if self.weights.head is None else self.weights.head
         return soft_cap(linear(x, head).float(), c.logit_softcap)
+
+    def put(self, role: str, weight: Matrix) -> None:
+        """As `core.Runner.put`. The old tensor stays as it was: a live model may have it, too."""
+        if role == "head" and self.weights.head is None:
+            return  # it is the embedding, which has come as such
+        put(self.weights, role, weight.clone() if isinstance(weight, Tensor) else weight)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the last dimension."""

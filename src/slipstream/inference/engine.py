@@ -16,7 +16,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -131,6 +132,13 @@ class _Sequence:
         return Output(self.index, text, tuple(sampled.token for sampled in tokens), logprobs, finish, usage)
 
 
+@dataclass(slots=True)
+class Pause:
+    """What `Engine.paused` is told from inside."""
+
+    changed: bool = False  # the weights; True before the first of them
+
+
 class _State(Enum):
     SERVING = "is serving"
     DEAD = "is dead"
@@ -154,9 +162,10 @@ class Engine:
         split: bool = True,
         end_ids: Iterable[int] = (),
         model_name: str = "model",
+        lacking: str = "",
     ) -> None:
         """`end_ids` are the model's, beside the tokenizer's. Without a tokenizer, prompts are token ids and there is no text.
-        The other options are the scheduler's."""
+        lacking: what keeps the model from being served until a pause has ended well. The other options are the scheduler's."""
         if token_budget < max_running:
             raise ValueError(
                 f"token_budget ({token_budget}) is below max_running ({max_running}): a forward would not have a token for every "
@@ -188,6 +197,8 @@ class Engine:
         self._cancelled: list[Handle] = []  # since the last forward
         self._outbox: list[tuple[_Sequence, Output]] = []  # to be told, without the lock
         self._failures = 0  # batches in a row
+        self._lacking = lacking
+        self._pause = threading.Lock()  # one at a time
         self._meters = Meters()
         self._ids = itertools.count()
         self._thread: threading.Thread | None = None
@@ -260,21 +271,21 @@ class Engine:
             self._check_open()
             self._scheduler.add(first)
             self._sequences |= {sequence.request: sequence for sequence in handle.sequences}
-            self._work.notify()
+            self._work.notify_all()
         return handle
 
     def cancel(self, handle: Handle) -> None:
         """End what of it is not over, before the next forward; the sink is told (Finish.CANCELLED)."""
         with self._lock:
             self._cancelled.append(handle)
-            self._work.notify()
+            self._work.notify_all()
 
     def close(self) -> None:
         """End everything (Finish.CANCELLED) and the thread. May be called twice."""
         with self._lock:
             if self._state is not _State.DEAD:
                 self._state = _State.CLOSED
-            self._work.notify()
+            self._work.notify_all()
         if self._thread is None:
             self._shut(Finish.CANCELLED)
         elif self._thread is not threading.current_thread():
@@ -328,12 +339,47 @@ class Engine:
             raise ValueError(f"the prompt has token {unknown[0]}; this model's tokens are 0 to {self.runner.vocab_size - 1}")
         self._sampler.check(params)
 
-    def _check_open(self) -> None:
-        """Needs the lock."""
+    def _check_open(self, *, changing: bool = False) -> None:
+        """Needs the lock. `changing`: what it lacks is about to come."""
         if os.getpid() != self._process:
             raise ClosedError("the engine's thread stayed in the parent when this process was forked; open an engine here")
         if self._state is not _State.SERVING:
             raise ClosedError(f"the engine {self._state.value}{self._why and f': {self._why}'}")
+        if self._lacking and not changing:
+            raise ClosedError(self._lacking)
+
+    @contextmanager
+    def paused(self, *, otherwise: str, then: str = "") -> Iterator[Pause]:
+        """Inside, no request has begun and none begins, so that the runner's weights may be changed by who is here.
+
+        [Note: Pause] What had begun before is finished first, so an answer is of one model from its first token to its last; what
+        comes meanwhile waits in the queue. Where the weights have changed, what the cache holds is forgotten afterwards. `then`:
+        what the engine lacks afterwards; `otherwise`: what it lacks after an exception inside, if they have changed. While it lacks
+        something nothing is served, and who waits is told so.
+        """
+        pause = Pause()
+        with self._pause:
+            try:
+                with self._lock:
+                    self._scheduler.pausing = True
+                    self._work.notify_all()
+                    self._work.wait_for(lambda: self._scheduler.at_rest or not self.healthy)
+                    self._check_open(changing=True)
+                try:
+                    yield pause
+                    self._lacking = then
+                except BaseException as error:
+                    if pause.changed:
+                        self._lacking = f"{otherwise}: {_text(error)}"
+                    raise
+                finally:
+                    with self._lock:
+                        if self.healthy and pause.changed:
+                            self._scheduler.pool.forget()
+            finally:
+                with self._lock:
+                    self._scheduler.pausing = False
+                    self._work.notify_all()
 
     # ---- the loop: all of it in the engine's thread
 
@@ -362,8 +408,14 @@ class Engine:
     def _wait(self) -> bool:
         """Sleep until there is work; False if it is over."""
         with self._lock:
-            self._work.wait_for(lambda: self._sequences or self._cancelled or not self.healthy)
+            if self._scheduler.pausing and self._scheduler.at_rest:
+                self._work.notify_all()
+            self._work.wait_for(lambda: self._has_work or self._cancelled or not self.healthy)
             return self.healthy
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._sequences) and not (self._scheduler.pausing and self._scheduler.at_rest)
 
     def _schedule(self) -> Batch | None:
         """What the next forward computes, after those who left are gone."""
@@ -371,8 +423,10 @@ class Engine:
             for handle in self._cancelled:
                 self._end(handle.sequences, Finish.CANCELLED)
             self._cancelled.clear()
+            if self._lacking and not self._scheduler.pausing:
+                self._end(list(self._sequences.values()), Finish.ERROR, self._lacking)
             batch = self._scheduler.schedule()
-            assert batch is not None or not self._sequences, f"the scheduler has nothing to compute for {len(self._sequences)}"
+            assert batch is not None or not self._has_work, f"the scheduler has nothing to compute for {len(self._sequences)}"
         self._tell()
         return batch
 

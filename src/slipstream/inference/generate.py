@@ -31,6 +31,8 @@ from torch import Tensor
 
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.engine import Engine, Handle, Logprob, Output, Usage
+from slipstream.inference.native import NativeDecoder
+from slipstream.inference.update import Target
 
 __all__ = ["Completion", "Delta", "GenerationError", "InferenceEngine"]
 
@@ -95,8 +97,10 @@ class InferenceEngine:
 
     `close()` (or `with`) gives everything back; so does the end of the last reference to it."""
 
-    def __init__(self, engine: Engine, description: str) -> None:
+    def __init__(self, engine: Engine, description: str, target: Target | str = "nothing is known of them") -> None:
+        """`target`: where new weights go, or why they cannot come."""
         self.engine = engine  # the loop itself: submit, cancel, stats
+        self._target = target
         self.description = description
         self.tokenizer = engine.tokenizer
         engine.start()
@@ -114,6 +118,46 @@ class InferenceEngine:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Serve other weights from now on: `engine.update_weights(trainer.named_weights())`.
+
+        tensors: all of the model's, by the names that they have in it, in any order and any float dtype; each is read before the
+        next is asked for, and put in the place of the old one, quantised again where that was. What runs is finished first;
+        requests that come meanwhile wait. Nothing of the prefix cache is used again.
+
+        Raises ValueError for a tensor that is not this model's, or that has not come. After that, or an exception in `tensors`,
+        some weights are new and some old: nothing is served until an update is complete (where none was put yet, the old ones are
+        served on). It raises after the end of `tensors`:
+        where they are gathered, other ranks count on this one.
+        """
+        left = iter(tensors)
+        try:
+            if isinstance(self._target, str):
+                raise ValueError(f"this engine takes no new weights: {self._target}")
+            with self.engine.paused(otherwise="an update of the weights has not come to its end") as pause:
+
+                def put(role: str, weight: Any) -> None:
+                    pause.changed = True
+                    self.engine.runner.put(role, weight)
+
+                self._target.fill(put, left)
+        finally:
+            for _ in left:
+                pass
+
+    def sleep(self) -> None:
+        """Give the memory of weights and cache back until `update_weights` brings weights again: for a trainer in the same process.
+
+        What runs is finished first; requests are refused meanwhile. Raises ValueError where the forward is not the native one.
+        """
+        runner = self.engine.runner
+        if isinstance(self._target, str) or not isinstance(runner, NativeDecoder):
+            raise ValueError("only an engine on the native kernels that takes new weights can sleep; close() this one instead")
+        asleep = "the engine sleeps: call update_weights()"
+        with self.engine.paused(otherwise=asleep, then=asleep) as pause:
+            pause.changed = True
+            runner.give_back()
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The token ids of a conversation ({"role": ..., "content": ...}), ready for its next answer."""

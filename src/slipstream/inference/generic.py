@@ -132,6 +132,10 @@ class GenericDecoder:
         inputs = batch_inputs(batch, self.cache)
         return self._forward_fused(inputs) if self._fused else self._forward_one_by_one(inputs)
 
+    def put(self, role: str, weight: Tensor) -> None:
+        """As `core.Runner.put`; roles are the parameters' names. Another live model may have the old tensor, too."""
+        self.model.get_parameter(role).data = weight.clone()
+
     def _forward_fused(self, inputs: Inputs) -> Tensor:
         config, step = self.model.config, _Step(self.cache, inputs)
         theirs, token = config._attn_implementation, _STEP.set(step)

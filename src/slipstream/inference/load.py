@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .config import DecoderConfig
 from .gguf_file import GgufFile, matrix, read_gguf
-from .models import UnsupportedModel, from_hf, from_state
+from .models import UnsupportedModel, from_hf, from_state, outline
 from .quantise import dequantise, quantise
 from .trained import find
 from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
@@ -64,6 +64,8 @@ def load(
 
 def _read(source: str | Path | Any, name: str) -> Loaded:
     """As it is stored, but for the layout."""
+    if is_config(source):
+        return _blank(source, name)
     if not isinstance(source, str | Path):
         return _live(source, name)
     path = Path(source)
@@ -103,6 +105,21 @@ def _live(model: Any, kind: str) -> Loaded:
     generation = getattr(model, "generation_config", None)
     config = _with_ends(from_hf(model.config.to_dict()), getattr(generation, "eos_token_id", None))
     return _finish(config, state, kind, _stored(state))
+
+
+def is_config(source: Any) -> bool:
+    """A transformers configuration: a model whose weights will come later (`InferenceEngine.update_weights`)."""
+    return hasattr(source, "model_type") and hasattr(source, "to_dict") and not isinstance(source, torch.nn.Module)
+
+
+def _blank(source: Any, kind: str) -> Loaded:
+    """Zeros, of which there is one in memory until they are packed."""
+    given = source.to_dict()
+    config, stored = from_hf(given), str(given.get("dtype") or given.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtype = torch.bfloat16 if kind in QUANTISED else FLOATS.get(kind) or FLOATS.get(stored, torch.float32)
+    zero = torch.zeros((), dtype=dtype)
+    weights = _each(outline(config), lambda blank: zero.expand(blank.shape))  # type: ignore[union-attr]
+    return Loaded(config=config, weights=weights, dtype=dtype)
 
 
 def _stored(state: Mapping[str, Tensor]) -> torch.dtype:

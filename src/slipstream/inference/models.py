@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .config import DecoderConfig, Experts, Layer, Rope
-from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
+from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp, leaves
 
 
 class UnsupportedModel(ValueError):
@@ -92,6 +92,9 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
 }
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+# What only names of one layout of experts end with (`_expert_mlps`): one by one as a dense MLP, transformers 5's stacks, Mixtral's
+# on disk. The router's name goes with the last.
+_EXPERT_LAYOUTS = ("as_dense", "experts.gate_up_proj", ("0.w1.weight", "block_sparse_moe.gate.weight"))
 
 
 def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
@@ -311,8 +314,35 @@ def shape_of(m: Matrix) -> tuple[int, ...]:
             return tuple(m.shape)
 
 
+class _Take(Protocol):
+    """Hands out weights by name with the shape that the configuration wants."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def matrix(self, name: str, *shape: int) -> Matrix: ...
+
+    def tensor(self, name: str, *shape: int) -> Tensor: ...
+
+
+class _Outline:
+    """Hands out tensors without values, and knows of each by which name it was asked for."""
+
+    def __init__(self, layout: str | tuple[str, ...]):
+        self.layout = layout  # of experts: what names end with that are there only where they are laid out so
+        self.named: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name.endswith(self.layout)
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        self.named[name] = torch.empty(shape, device="meta")
+        return self.named[name]
+
+    matrix = tensor
+
+
 class _State:
-    """Hands out weights by name with the shape that the configuration wants; knows what was never asked for."""
+    """Hands out weights of a file or model; knows what was never asked for."""
 
     def __init__(self, state: Mapping[str, Matrix]):
         self.state = state
@@ -343,22 +373,60 @@ class _State:
 def from_state(config: DecoderConfig, state: Mapping[str, Matrix]) -> DecoderWeights:
     """Hugging Face's names -> roles; nothing is copied. ValueError names a weight that is missing, surplus or misshapen."""
     take = _State(state)
-    hidden = config.hidden_size
-    weights = DecoderWeights(
-        embed=take.tensor("model.embed_tokens.weight", config.vocab_size, hidden),
-        final_norm=take.tensor("model.norm.weight", hidden),
-        head=None if config.tied else take.matrix("lm_head.weight", config.vocab_size, hidden),
-        layers=[_layer(config, layer, take, f"model.layers.{i}.") for i, layer in enumerate(config.layers)],
-    )
-    # A tied head may be there a second time; old checkpoints carry the frequencies, which follow from the configuration.
-    surplus = [n for n in take.surplus() if not (n.endswith("rotary_emb.inv_freq") or (config.tied and n == "lm_head.weight"))]
+    weights = _weights(config, take)
+    surplus = [name for name in take.surplus() if not is_surplus(config, name)]
     if surplus:
         more = f" and {len(surplus) - 5} more" if len(surplus) > 5 else ""
         raise ValueError(f"weights that this configuration has no place for: {', '.join(surplus[:5])}{more}")
     return weights
 
 
-def _layer(c: DecoderConfig, layer: Layer, take: _State, at: str) -> LayerWeights:
+def is_surplus(config: DecoderConfig, name: str) -> bool:
+    """A tied head may be there a second time; old checkpoints carry the frequencies, which follow from the configuration."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+
+
+def outline(config: DecoderConfig) -> DecoderWeights:
+    """All weights of a decoder, without values: tensors on meta."""
+    return _weights(config, _Outline(_EXPERT_LAYOUTS[0]))
+
+
+def places(config: DecoderConfig) -> dict[str, tuple[tuple[int, ...], list[tuple[str, Tensor]]]]:
+    """By Hugging Face's name, in any of the layouts that `from_state` reads: a weight's shape, and the roles that it fills (paths
+    in `DecoderWeights`), each with the part that it takes, as a view of a tensor on meta."""
+    found: dict[str, tuple[tuple[int, ...], list[tuple[str, Tensor]]]] = {}
+    for layout in _EXPERT_LAYOUTS if any(layer.experts for layer in config.layers) else _EXPERT_LAYOUTS[:1]:
+        take = _Outline(layout)
+        weights = _weights(config, take)
+        names = {id(tensor): name for name, tensor in take.named.items()}
+        roles: dict[str, list[tuple[str, Tensor]]] = {}
+        for role, leaf in leaves(weights):
+            assert isinstance(leaf, Tensor), "an outline is not quantised"
+            source = leaf if leaf._base is None else leaf._base
+            roles.setdefault(names[id(source)], []).append((role, leaf))
+        found |= {name: (tuple(take.named[name].shape), parts) for name, parts in roles.items()}
+    if config.tied:
+        shape, parts = found["model.embed_tokens.weight"]
+        parts.append(("head", torch.empty(shape, device="meta")))
+    return found
+
+
+def layer_weights(config: DecoderConfig, index: int, state: Mapping[str, Matrix]) -> LayerWeights:
+    """One layer's, of `state` by the names inside the layer."""
+    return _layer(config, config.layers[index], _State(state), "")
+
+
+def _weights(config: DecoderConfig, take: _Take) -> DecoderWeights:
+    hidden = config.hidden_size
+    return DecoderWeights(
+        embed=take.tensor("model.embed_tokens.weight", config.vocab_size, hidden),
+        final_norm=take.tensor("model.norm.weight", hidden),
+        head=None if config.tied else take.matrix("lm_head.weight", config.vocab_size, hidden),
+        layers=[_layer(config, layer, take, f"model.layers.{i}.") for i, layer in enumerate(config.layers)],
+    )
+
+
+def _layer(c: DecoderConfig, layer: Layer, take: _Take, at: str) -> LayerWeights:
     hidden, q_size, kv_size = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     attn = at + "self_attn."
     # In a sandwich, "post_attention" is what the words say; elsewhere it is the norm before the MLP.
@@ -395,7 +463,7 @@ def _layer(c: DecoderConfig, layer: Layer, take: _State, at: str) -> LayerWeight
     return weights
 
 
-def _mlp(take: _State, at: str, size: int, hidden: int, *, bias: bool = False, names: str = "gate_proj up_proj down_proj") -> Mlp:
+def _mlp(take: _Take, at: str, size: int, hidden: int, *, bias: bool = False, names: str = "gate_proj up_proj down_proj") -> Mlp:
     gate, up, down = names.split()
     mlp = Mlp(
         gate=take.matrix(f"{at}{gate}.weight", size, hidden),
@@ -409,7 +477,7 @@ def _mlp(take: _State, at: str, size: int, hidden: int, *, bias: bool = False, n
     return mlp
 
 
-def _expert_mlps(take: _State, at: str, experts: Experts, hidden: int) -> list[Mlp]:
+def _expert_mlps(take: _Take, at: str, experts: Experts, hidden: int) -> list[Mlp]:
     """Three layouts: transformers 5's stacks (live models), Mixtral's w1 w3 w2, and the dense names per expert."""
     size = experts.intermediate_size
     if at + "gate_up_proj" in take:

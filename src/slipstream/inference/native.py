@@ -11,9 +11,9 @@ import ctypes
 import os
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from slipstream.inference.config import DecoderConfig, Experts, Rope
 from slipstream.inference.core import Batch
-from slipstream.inference.kv_cache import untouched_zeros
+from slipstream.inference.kv_cache import give_pages_back, untouched_zeros
 from slipstream.inference.models import shape_of
+from slipstream.inference.quantise import dequantise
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 from slipstream.ops import build
 
@@ -141,6 +142,62 @@ def _scratch(config: DecoderConfig) -> dict[str, tuple[int, torch.dtype]]:
     return widths
 
 
+class _Table(NamedTuple):
+    """Rows that become panels [panel][word][PANEL]: each row's bytes, cut into words."""
+
+    rows: Tensor  # [columns, ...]
+    word: int  # bytes
+    padding: int = 0  # words that a row has more than its own bytes fill
+    nibbles: bool = False
+
+    @property
+    def row_nbytes(self) -> int:
+        return self.rows.numel() * self.rows.itemsize // len(self.rows)
+
+    @property
+    def num_words(self) -> int:
+        return -(-self.row_nbytes // self.word) + self.padding
+
+    @property
+    def panel_nbytes(self) -> int:
+        return self.num_words * PANEL * self.word
+
+    def num_panels(self, num_parts: int) -> int:
+        """Columns are padded to two panels, which two parts have together."""
+        together = 2 if num_parts == 1 else 1
+        return -(-len(self.rows) // (together * PANEL)) * together
+
+
+def _tables(matrix: Matrix) -> dict[str, _Table]:
+    """By the fields of `_Matrix`."""
+    match matrix:
+        case Int4():
+            halves = {name: _Table(part.half(), 2) for name, part in (("scale", matrix.scale), ("low", matrix.low))}
+            return {"data": _Table(matrix.q, 4, nibbles=True), **halves}
+        case Int8():
+            features = matrix.q.shape[1]
+            padding = (features + -features % CODES) // 4 - -(-features // 4)
+            return {"data": _Table(matrix.q, 4, padding), "scale": _Table(matrix.scale.float(), 4)}
+        case _:
+            word = 2 if matrix.dtype == torch.float16 else 4  # two features of bf16
+            return {"data": _Table(matrix.detach(), word)}
+
+
+def _is_centred(matrix: Matrix) -> bool:
+    """Its offsets follow from its scales, as in llama.cpp's blocks. Of zeros nothing is known: weights may come in their place."""
+    return isinstance(matrix, Int4) and bool(matrix.scale.any()) and torch.equal(matrix.low, matrix.scale * -8)
+
+
+def _bias(bias: Tensor) -> _Table:
+    return _Table(bias.detach().float(), 4)
+
+
+def _write(address: int, values: Tensor) -> None:
+    """As fp32 numbers."""
+    flat = values.detach().float().contiguous()
+    ctypes.memmove(address, flat.data_ptr(), flat.nbytes)
+
+
 class NativeDecoder:
     """Runs batches on `threads` cores. Raises ValueError for a model that `why_not` names a reason against."""
 
@@ -166,6 +223,7 @@ class NativeDecoder:
         self.keys = untouched_zeros(shape, cache_dtype)
         self.values = untouched_zeros((*shape[:3], PANEL, config.head_dim), cache_dtype)
         self._kept: list[Tensor] = []  # what the C side points into
+        self._embed_is_own = False
         self._library = build.load().kernels
         assert self._library is not None
         self._library.slipstream_team_new.restype = _pointer
@@ -206,40 +264,37 @@ class NativeDecoder:
         kind = {type(part) if isinstance(part, (Int8, Int4)) else part.dtype for part in parts}
         assert len(kind) == 1 and len(set(sizes)) == 1, "only like matrices are packed together"
         columns, features = sizes[0]
-        padding = 2 * PANEL if len(parts) == 1 else PANEL
-
-        def interleave(rows: list[Tensor], word: int, *, words: int = 0, nibbles: bool = False) -> int:
-            """Rows [columns, ...], cut into words of so many bytes, as panels [panel][part][word][PANEL]; their address."""
-            rows = [row.contiguous() for row in rows]
-            row_bytes = rows[0].nbytes // columns
-            num_panels, words = -(-columns // padding) * (padding // PANEL), words or -(-row_bytes // word)
-            size = words * PANEL * word
-            panels = torch.empty(num_panels * len(rows) * size, dtype=torch.uint8)
-            for part, row in enumerate(rows):
-                to = panels.data_ptr() + part * size
-                self._pack(row.data_ptr(), columns, row_bytes, to, num_panels, words, len(rows) * size, word, nibbles)
-            return self._keep(panels)
-
-        packed = _Matrix(num_columns=columns * len(parts), num_features=features)
-        first = parts[0]
+        packed, first = _Matrix(num_columns=columns * len(parts), num_features=features), parts[0]
         if isinstance(first, Int4):
             packed.type, packed.group = _INT4, features // first.scale.shape[1]
-            packed.data = interleave([part.q for part in parts], 4, nibbles=True)  # type: ignore[union-attr]
-            packed.scale = interleave([part.scale.half() for part in parts], 2)  # type: ignore[union-attr]
-            if not all(torch.equal(part.low, part.scale * -8) for part in parts):  # type: ignore[union-attr]
-                packed.low = interleave([part.low.half() for part in parts], 2)  # type: ignore[union-attr]
         elif isinstance(first, Int8):
             packed.type, packed.num_features = _INT8, features + -features % CODES
-            packed.data = interleave([part.q for part in parts], 4, words=packed.num_features // 4)  # type: ignore[union-attr]
-            packed.scale = interleave([part.scale.float() for part in parts], 4)  # type: ignore[union-attr]
         else:
             packed.type = _TYPES[first.dtype]
-            word = 2 if first.dtype == torch.float16 else 4  # two features of bf16
-            packed.data = interleave([part.detach() for part in parts], word)  # type: ignore[union-attr]
+        tables = [_tables(part) for part in parts]
+        for name in tables[0]:
+            if name == "low" and all(_is_centred(part) for part in parts):
+                continue
+            setattr(packed, name, self._panels([table[name] for table in tables]))
         if biases is not None and any(bias is not None for bias in biases):
-            whole = [torch.zeros(columns) if bias is None else bias.detach().float() for bias in biases]
-            packed.bias = interleave(whole, 4)
+            whole = [torch.zeros(columns) if bias is None else bias for bias in biases]
+            packed.bias = self._panels([_bias(bias) for bias in whole])
         return packed
+
+    def _panels(self, tables: Sequence[_Table]) -> int:
+        """The tables, of one shape, as panels in turn; their address."""
+        size, num_panels = tables[0].panel_nbytes, tables[0].num_panels(len(tables))
+        panels = torch.empty(num_panels * len(tables) * size, dtype=torch.uint8)
+        for part, table in enumerate(tables):
+            self._fill(panels.data_ptr(), table, part, len(tables))
+        return self._keep(panels)
+
+    def _fill(self, address: int, table: _Table, part: int, num_parts: int) -> None:
+        rows, size = table.rows.contiguous(), table.panel_nbytes
+        self._pack(
+            rows.data_ptr(), len(rows), table.row_nbytes, address + part * size, table.num_panels(num_parts), table.num_words,
+            num_parts * size, table.word, table.nibbles,
+        )  # fmt: skip
 
     def _gate_up(self, mlp: Mlp) -> _Matrix:
         gate, up = mlp.gate, mlp.up
@@ -293,7 +348,7 @@ class NativeDecoder:
             down=(_Matrix * len(lists))(*(self._matrix(mlp.down, mlp.down_bias) for mlp in lists)),
         )
         if weights.shared_gate is not None:
-            record.shared_gate = self._keep(weights.shared_gate.detach().float().flatten().contiguous())
+            record.shared_gate = self._vector(weights.shared_gate.flatten())
         return record
 
     def _turns(self, rope: Rope) -> tuple[Tensor, Tensor]:
@@ -304,7 +359,7 @@ class NativeDecoder:
 
     def _decoder(self, weights: DecoderWeights, head: _Matrix) -> _Decoder:
         config = self.config
-        embed = weights.embed.detach().contiguous()
+        self._embed = embed = weights.embed.detach().contiguous()
         return _Decoder(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -321,11 +376,76 @@ class NativeDecoder:
             attn_scale=config.attn_scale or config.head_dim**-0.5,
             attn_softcap=config.attn_softcap,
             logit_softcap=config.logit_softcap,
-            embed=self._keep(embed),
+            embed=embed.data_ptr(),
             final_norm=self._vector(weights.final_norm, config.norm_offset),
             head=head,
             layers=self._layers,
         )
+
+    # -- new weights --
+
+    def put(self, role: str, weight: Matrix) -> None:
+        """New values for one weight, in the memory of the old ones; while nothing runs. `role`: its path in `DecoderWeights`.
+
+        Two weights may share a matrix here, as gate and up do; then each has its panels."""
+        path, _, name = role.rpartition(".")
+        if role == "embed":
+            self._put_embedding(dequantise(weight))
+        elif role == "final_norm":
+            _write(self._model.final_norm, dequantise(weight).float() + self.config.norm_offset)
+        elif role == "head":
+            self._put_matrix(self._model.head, weight)
+        else:
+            _, number, *inside = path.split(".")
+            layer = self._layers[int(number)]
+            if name in ("q", "k", "v", "out"):
+                self._put_matrix(getattr(layer, name), weight)
+            elif name in ("q_bias", "k_bias", "v_bias", "out_bias"):
+                self._put_bias(getattr(layer, name.removesuffix("_bias")), weight)
+            elif name == "router":
+                self._put_matrix(layer.experts.contents.router, dequantise(weight).float())
+            elif name == "shared_gate":
+                _write(layer.experts.contents.shared_gate, dequantise(weight))
+            elif not inside:
+                _write(getattr(layer, name), dequantise(weight).float() + self.config.norm_offset)
+            else:
+                self._put_mlp(layer, inside, name, weight)
+
+    def give_back(self) -> None:
+        """The memory of weights and cache: all weights have to be put again before anything runs."""
+        for tensor in (*self._kept, *([self._embed] if self._embed_is_own else [])):
+            give_pages_back(tensor, shared=False)
+        for tensor in (self.keys, self.values):
+            give_pages_back(tensor, shared=True)
+
+    def _put_embedding(self, weight: Tensor) -> None:
+        """The old one may be a file's or a live model's."""
+        if not self._embed_is_own:
+            self._embed, self._embed_is_own = torch.empty_like(self._embed), True
+            self._model.embed = self._embed.data_ptr()
+        self._embed.copy_(weight)
+
+    def _put_matrix(self, record: _Matrix, weight: Matrix, part: int = 0, num_parts: int = 1) -> None:
+        for name, table in _tables(weight).items():
+            self._fill(getattr(record, name), table, part, num_parts)
+
+    def _put_bias(self, record: _Matrix, weight: Matrix, part: int = 0, num_parts: int = 1) -> None:
+        self._fill(record.bias, _bias(dequantise(weight)), part, num_parts)
+
+    def _put_mlp(self, layer: _Layer, inside: list[str], name: str, weight: Matrix) -> None:
+        """`inside`: mlp, shared, or experts and a number."""
+        if inside == ["mlp"]:
+            gate_up, down = layer.gate_up, layer.down
+        else:
+            experts = layer.experts.contents
+            at = experts.num if inside == ["shared"] else int(inside[1])
+            gate_up, down = experts.gate_up[at], experts.down[at]
+        what = name.removesuffix("_bias")
+        put = self._put_bias if name != what else self._put_matrix
+        if what == "down":
+            put(down, weight)
+        else:
+            put(gate_up, weight, ("gate", "up").index(what), 2)
 
     # -- running --
 
@@ -345,6 +465,42 @@ class NativeDecoder:
             self.keys[:, target] = self.keys[:, source]
             self.values[:, target] = self.values[:, source]
 
+    def rows(self, x: Tensor, length: int) -> Tensor:
+        """Embeddings fp32 [sequences * length, hidden] through the layers, each sequence from position 0 on.
+
+        Takes the cache's first blocks, so it is for a decoder that serves nobody.
+        """
+        blocks = -(-length // PANEL)
+        num = len(x) // length
+        tables = range(blocks * num)
+        self._run_rows(x, (range(0, len(x) + 1, length), [0] * num, tables, tables[::blocks], ()))
+        return self._rooms["x"][: x.numel()].view(x.shape).clone()
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Rows [rows, hidden] as the final norm gives them. `x`: of a decoder without layers."""
+        self._run_rows(x, (range(0, len(x) + 1, len(x)), [0], (), [0], range(len(x))))
+        return self._rooms["normed"][: x.numel()].view(x.shape).clone()
+
+    def projected(self, x: Tensor) -> Tensor:
+        """Logits fp32 [rows, vocab] of rows that are normed. `x`: of a decoder without layers."""
+        norm, self._model.final_norm = self._model.final_norm, None
+        try:
+            self._run_rows(x, (range(0, len(x) + 1, len(x)), [0], (), [0], range(len(x))))
+        finally:
+            self._model.final_norm = norm
+        return torch.from_numpy(self._logits[: len(x)]).clone()
+
+    def _run_rows(self, x: Tensor, numbers: Sequence[Iterable[int]]) -> None:
+        """`numbers`: as `_NUMBERS` without the ids; row i is what token i's embedding would be."""
+        x = x.contiguous()
+        model = self._model
+        before = model.embed, model.embed_type, model.embed_scale
+        model.embed, model.embed_type, model.embed_scale = x.data_ptr(), _TYPES[x.dtype], 1.0
+        try:
+            self._run(array("i", range(len(x))), *(array("i", each) for each in numbers))
+        finally:
+            model.embed, model.embed_type, model.embed_scale = before
+
     def forward(self, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
         """As `core.Runner.forward`."""
         self.copy(batch.copies)
@@ -358,12 +514,17 @@ class NativeDecoder:
             tables.extend(chunk.request.blocks[: -(-(chunk.stop + len(chunk.draft)) // PANEL)])
             first_row.append(len(ids))
             logit_rows.extend(range(len(ids) - chunk.num_rows, len(ids)))
+        self._run(ids, first_row, start, tables, table_at, logit_rows)
+        return self._logits[: len(logit_rows)]
+
+    def _run(self, *numbers: array[int]) -> None:
+        """One forward of these `_NUMBERS`."""
+        ids, _, start, _, _, logit_rows = numbers
         self._make_room(len(ids), len(logit_rows))
         record = self._batch
         record.num_rows, record.num_sequences, record.num_logits = len(ids), len(start), len(logit_rows)
-        for name, numbers in zip(_NUMBERS, (ids, first_row, start, tables, table_at, logit_rows), strict=True):
-            setattr(record, name, numbers.buffer_info()[0])
+        for name, each in zip(_NUMBERS, numbers, strict=True):
+            setattr(record, name, each.buffer_info()[0])
         assert self._library is not None
         if self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record)):
             raise MemoryError(f"no memory for a forward of {len(ids)} tokens")
-        return self._logits[: len(logit_rows)]

@@ -53,7 +53,7 @@ def round_activations(x: Tensor, group: int = 32) -> Tensor:
     features = x.shape[-1]
     wide = torch.nn.functional.pad(x.float(), (0, -features % group)).unflatten(-1, (-1, group))
     most = wide.abs().amax(-1, keepdim=True)
-    codes = (wide * (127 / most.clamp_min(torch.finfo(torch.float32).tiny))).round_()
+    codes = (wide * (127 / most.clamp_min(1e-30))).round_()
     return (codes * (most / 127)).flatten(-2)[..., :features].to(x.dtype)
 
 

@@ -317,9 +317,14 @@ def _pass(weights: Floats, u: float) -> tuple[int, float]:
     return index, min(max(float((target - before) / (sums[index] - before)), 0.0), 1 - 2.0**-53)
 
 
-def _with_logprobs(raw: Floats, token: int, num: int, scratch: Floats) -> Sampled:
+def log_total(raw: Floats, scratch: Floats) -> float:
+    """The logarithm of the sum of exp(raw): what a logit is above its log-probability."""
     largest = int(raw.argmax())
-    total = float(raw[largest]) + math.log(_exp(raw, largest, 1.0, scratch).sum())
+    return float(raw[largest]) + math.log(_exp(raw, largest, 1.0, scratch).sum())
+
+
+def _with_logprobs(raw: Floats, token: int, num: int, scratch: Floats) -> Sampled:
+    total = log_total(raw, scratch)
     num = min(num, len(raw))
     top: list[int] = []
     if num:

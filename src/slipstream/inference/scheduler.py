@@ -112,6 +112,7 @@ class Scheduler:
         self.pace = Pace()  # of what is computed; for token_interval
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.pausing = False  # only what has begun goes on; `at_rest` once it has ended
         self.counters = Counters()
         self._entries: dict[Request, _Entry] = {}
         self._num_added = 0
@@ -162,8 +163,13 @@ class Scheduler:
         self._entries.pop(request, None)
         request.phase, request.finish = Phase.FINISHED, reason
 
+    @property
+    def at_rest(self) -> bool:
+        """Nothing has begun that has not ended: no request has blocks or tokens that the model's weights gave."""
+        return not any(entry.admitted for entry in self._entries.values())
+
     def schedule(self) -> Batch | None:
-        """The next forward, at most token_budget tokens. None only if there is nothing to do."""
+        """The next forward, at most token_budget tokens. None only if there is nothing to do, or `pausing` has come to rest."""
         plan = _Plan(self._budget())
         if self.split:
             self._generate(plan)
@@ -238,8 +244,10 @@ class Scheduler:
             return
         owed = sum(self._owed(request) for request in self.running)
         width = sum(_width(request) for request in self.running)
-        while self.waiting and plan.budget and self.pool.num_free > owed:
-            request = self.waiting[0]
+        while plan.budget and self.pool.num_free > owed:
+            request = next((one for one in self.waiting if self._entries[one].admitted or not self.pausing), None)
+            if request is None:
+                break
             found = self.pool.fork(self.pool.match(request.tokens))
             hits = len(found) * self.pool.block_size
             lacking = self.pool.num_needed(len(request.tokens)) - len(found)
@@ -247,7 +255,7 @@ class Scheduler:
             if too_long or lacking + owed > self.pool.num_free or width + _width(request) > self.max_running:
                 self.pool.free(found)
                 break
-            self.waiting.pop(0)
+            self.waiting.remove(request)
             insort(self.running, request, key=self._rank)
             entry = self._entries[request]
             if not entry.admitted:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -65,3 +66,25 @@ class DecoderWeights:
     final_norm: Tensor  # [hidden]
     head: Matrix | None  # [vocab, hidden]; None: the embedding
     layers: list[LayerWeights]
+
+
+def leaves(part: Any, path: str = "") -> Iterator[tuple[str, Matrix]]:
+    """Every weight that is there, by its role: its path, as in "layers.3.mlp.gate"."""
+    match part:
+        case Tensor() | Int8() | Int4():
+            yield path, part
+        case list():
+            for i, each in enumerate(part):
+                yield from leaves(each, f"{path}.{i}")
+        case DecoderWeights() | LayerWeights() | Mlp():
+            for one in fields(part):
+                yield from leaves(getattr(part, one.name), f"{path}.{one.name}" if path else one.name)
+
+
+def put(weights: DecoderWeights, role: str, weight: Matrix) -> None:
+    """Another weight in this role, of which there is one."""
+    owner: Any = weights
+    *path, name = role.split(".")
+    for step in path:
+        owner = owner[int(step)] if isinstance(owner, list) else getattr(owner, step)
+    setattr(owner, name, weight)

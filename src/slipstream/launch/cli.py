@@ -357,6 +357,7 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--drain-timeout", type=_seconds, default=60.0, metavar="SECONDS", help="for answers, after SIGTERM; default 60"
     )
     group.add_argument("--model-name", metavar="NAME", help="what clients call it; default: MODEL's last part")
+    group.add_argument("--weights-socket", metavar="PATH", help="take new weights there (slipstream.handover.send)")
 
 
 def _add_bench_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -392,8 +393,8 @@ def _add_convert(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "convert",
         help="a checkpoint into another kind",
-        description="A checkpoint of Slipstream's or DeepSpeed's into a Hugging Face folder, into Slipstream's own kind, or into "
-        "DeepSpeed's universal one.",
+        description="A checkpoint of Slipstream's or DeepSpeed's, or a Hugging Face folder, into a Hugging Face folder, into "
+        "Slipstream's own kind, or into DeepSpeed's universal one.",
         allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SOURCE", help="the folder of a checkpoint, or of several")

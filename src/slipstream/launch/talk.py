@@ -102,9 +102,12 @@ def serve(options: argparse.Namespace) -> int:
     keys = _api_keys(options, os.environ)
     with ExitStack() as stack:
         sockets = _bound(options.host, options.port, stack)
+        from slipstream import handover
         from slipstream.inference import server
 
         engine = stack.enter_context(_engine(options))
+        if options.weights_socket is not None:
+            stack.enter_context(handover.Receiver(engine, options.weights_socket))
         for one in sockets:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # to listen beside connections of the last server
         try:

@@ -1,0 +1,43 @@
+"""`python -m slipstream.config`: the tables of keys in docs/COMING_FROM_DEEPSPEED.md."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from .keys import FEATURES, HONOURED, NO_EFFECT
+
+
+def tables() -> str:
+    honoured: dict[str, list[str]] = {}
+    for name in HONOURED:
+        block, _, rest = name.rpartition(".")
+        honoured.setdefault(block, []).append(rest)
+    idle: dict[str, list[str]] = {}
+    for name, reason in NO_EFFECT.items():
+        idle.setdefault(reason, []).append(name)
+    refused = (
+        (_names((*feature.switches, *(f"{block}.*" for block in feature.blocks))), f"{feature.what}: {feature.remedy}")
+        for feature in FEATURES
+    )
+    blocks = ((f"`{block}`" if block else "", _names(rest)) for block, rest in honoured.items())
+    return "\n\n".join(
+        [
+            _table("Honoured", ("block", "keys"), blocks),
+            _table("Without effect here, which is said once", ("keys", "why"), ((_names(keys), why) for why, keys in idle.items())),
+            _table("Refused when they switch on what is not built", ("keys", "what, and what to do"), refused),
+        ]
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _table(title: str, head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
+    lines = [f"### {title}", "", f"| {head[0]} | {head[1]} |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(tables() + "\n")

@@ -1,0 +1,185 @@
+"""A trainer's forward whose values are the serving path's, bit for bit.
+
+    served = ServedForward(engine.module)
+    with served:                                                    # forward and backward
+        logits = engine(input_ids=ids).logits
+        logprobs = token_logprobs(logits[:, :-1], ids[:, 1:])       # what the server said of these tokens, if the weights are equal
+        engine.backward(loss(logprobs))
+
+[Note: Served values] torch's products sum in an order that depends on the batch, the native forward's do not (ops/csrc/decoder.h).
+So each layer, the last norm and the head compute their output with the native kernels, from the weights that the module has at
+that moment, and torch computes it beside them, from the same input: the value is the kernels', the gradient torch's at the same
+point. Where no gradient is wanted, torch computes nothing. Hooks, sharding and checkpointing see an ordinary forward.
+
+It takes fp32 weights on a CPU, a decoder that the native forward runs, and rows that are padded on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .config import DecoderConfig, Layer
+from .models import from_hf, layer_weights
+from .native import PANEL, NativeDecoder, why_not
+from .sampler import log_total
+from .weights import DecoderWeights, LayerWeights, leaves
+
+__all__ = ["ServedForward", "token_logprobs"]
+
+
+class ServedForward:
+    """While it is entered, `model` (a transformers decoder) gives served values. May be entered again and again.
+
+    Raises ValueError for a model that it cannot be had for.
+    """
+
+    def __init__(self, model: nn.Module, threads: int | None = None) -> None:
+        whole: Any = model
+        self.config, self.threads = from_hf(whole.config.to_dict()), threads
+        if reason := _refusal(self.config):
+            raise ValueError(f"a {type(model).__name__} cannot run with the serving path's values: {reason}")
+        self._layers: dict[Layer, NativeDecoder] = {}  # one of each kind; its weights are those of the layer that ran last
+        self._ends: dict[int, NativeDecoder] = {}  # without layers, by the size of their vocabulary
+        self._inner = whole.model
+        self._patched: list[tuple[nn.Module, Callable[..., Any]]] = [
+            *((layer, self._layer(i)) for i, layer in enumerate(whole.model.layers)),
+            (whole.model.norm, self._norm),
+            (whole.lm_head, self._head),
+        ]
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> ServedForward:
+        assert not self._undo, "entered already"
+        for module, serve in self._patched:
+            self._undo.append(_patch(module, serve))
+        self._undo.append(self._inner.register_forward_pre_hook(_check_rows, with_kwargs=True).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    # -- values --
+
+    def _layer(self, index: int) -> Callable[[nn.Module, Tensor], Tensor]:
+        kind = self.config.layers[index]
+
+        def serve(module: nn.Module, x: Tensor) -> Tensor:
+            num, length, _ = x.shape
+            blocks = num * -(-length // PANEL)
+            weights = layer_weights(self.config, index, dict(module.named_parameters()))
+            decoder = self._layers.get(kind)
+            if decoder is None or decoder.num_blocks < blocks:
+                decoder = self._layers[kind] = self._decoder((kind,), [weights], num_blocks=blocks)
+            else:
+                for role, weight in leaves(weights, "layers.0"):
+                    decoder.put(role, weight)
+            return decoder.rows(x.flatten(0, 1), length).view(x.shape)
+
+        return serve
+
+    def _norm(self, module: nn.Module, x: Tensor) -> Tensor:
+        decoder = self._end(1)
+        decoder.put("final_norm", module.get_parameter("weight"))
+        return decoder.normed(x.flatten(0, -2)).view(x.shape)
+
+    def _head(self, module: nn.Module, x: Tensor) -> Tensor:
+        decoder = self._end(self.config.vocab_size)
+        decoder.put("head", module.get_parameter("weight"))
+        return decoder.projected(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+    def _end(self, vocab_size: int) -> NativeDecoder:
+        if vocab_size not in self._ends:
+            self._ends[vocab_size] = self._decoder((), [], vocab_size=vocab_size)
+        return self._ends[vocab_size]
+
+    def _decoder(
+        self, kinds: tuple[Layer, ...], layers: list[LayerWeights], *, num_blocks: int = 1, vocab_size: int = 1
+    ) -> NativeDecoder:
+        """A part of the model; what it has beside `layers` is zeros."""
+        hidden = self.config.hidden_size
+        head = torch.zeros(()).expand(vocab_size, hidden)
+        weights = DecoderWeights(embed=torch.zeros(1, hidden), final_norm=torch.zeros(hidden), head=head, layers=layers)
+        config = replace(self.config, layers=kinds, vocab_size=vocab_size)
+        return NativeDecoder(config, weights, num_blocks=num_blocks, cache_dtype=torch.float32, threads=self.threads)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probability of each token by its row of logits (fp32 [..., vocab] -> fp32 [...]), by the sampler's own arithmetic."""
+    result: Tensor = _TokenLogprobs.apply(logits, tokens)
+    return result
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, tokens)
+        rows = logits.detach().flatten(0, -2).contiguous().numpy()
+        scratch = np.empty(rows.shape[-1], np.float32)
+        found = [float(row[token]) - log_total(row, scratch) for row, token in zip(rows, tokens.flatten().tolist(), strict=True)]
+        return torch.tensor(found, dtype=torch.float32).view(tokens.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        logits, tokens = ctx.saved_tensors
+        likely = logits.softmax(-1).neg_()
+        likely.scatter_add_(-1, tokens[..., None], torch.ones_like(tokens[..., None], dtype=likely.dtype))
+        return likely.mul_(grads[0][..., None]), None
+
+
+class _Served(torch.autograd.Function):
+    """The second's value, the first's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: Tensor, served: Tensor) -> Tensor:
+        return served.view_as(served)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _patch(module: nn.Module, serve: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[], None]:
+    """Let the module's forward give served values; returns what undoes it."""
+    own, before = vars(module).get("forward"), module.forward
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype != torch.float32 or not x.is_cpu:
+            raise ValueError(f"served values are of fp32 on a CPU, and this forward is in {x.dtype} on {x.device}")
+        with torch.no_grad():
+            served = serve(module, x.detach())
+        if not torch.is_grad_enabled() or not (x.requires_grad or any(param.requires_grad for param in module.parameters())):
+            return served
+        return _Served.apply(before(x, *args, **kwargs), served)
+
+    module.forward = forward
+
+    def undo() -> None:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+    return undo
+
+
+def _check_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """The kernels count positions from each row's beginning, and a query sees all before it."""
+    mask, positions, cache = (kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values"))
+    if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
+        raise ValueError("served values are of rows that are padded on the right; give an attention mask [rows, tokens] of such")
+    if positions is not None and not positions.eq(torch.arange(positions.shape[-1])).all():
+        raise ValueError("served values are of rows whose positions begin at 0, not of packed ones; leave position_ids out")
+    if cache is not None and cache.get_seq_length():
+        raise ValueError("served values are of whole rows; leave past_key_values out")
+
+
+def _refusal(config: DecoderConfig) -> str | None:
+    if config.logit_softcap:
+        return "its logits are capped after the head (final_logit_softcapping), by torch"
+    return why_not(config)
