@@ -1,9 +1,10 @@
-"""Saves that are killed: `python crashes.py FOLDER SEED "at once"|behind KILLS`.
+"""Saves that are killed: `python crashes.py FOLDER SEED "at once"|behind|pretrained KILLS`.
 
-After each, the checkpoint before or the new one loads. Killed KILLS times at a random instant, then before each system call that
-makes a save, in turn.
+After each, the checkpoint before or the new one loads (pretrained: the Hugging Face folder, over which the next is written).
+Killed KILLS times at a random instant, then before each system call that makes a save, in turn.
 """
 
+import json
 import os
 import random
 import signal
@@ -14,27 +15,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from slipstream.checkpoint import Staging, latest_tag, load, save, save_behind
+from slipstream.checkpoint import Staging, latest_tag, load, pretrained, save, save_behind
 from slipstream.checkpoint.directory import committed_tags
+from slipstream.checkpoint.weights import INDEX, SINGLE
 
 NUMEL = 300_000
-POINTS = ("rename", "replace", "fsync", "mkdir", "open")
+POINTS = ("rename", "replace", "fsync", "mkdir", "open", "unlink", "pwrite")
 STAGING = Staging(pinned=False)
 
 
-def step(directory: Path, behind: bool, n: int) -> None:
-    """The same tag again and again, and now and then a new one."""
+def step(directory: Path, way: str, n: int) -> None:
+    """The same tag again and again, and now and then a new one. Folders of one file and of several, in turns of three."""
+    if way == "pretrained":
+        outs = {name: pretrained.Out(torch.full((NUMEL // 3,), float(n)), torch.float32) for name in "abc"}
+        limit = NUMEL if n // 3 % 2 else 100 * NUMEL
+        pretrained.write(directory / "hf", outs, texts={"config.json": json.dumps({"n": n})}, shard_nbytes=limit)
+        return
     tag = f"step{n}" if n % 5 == 0 else "same"
     tensors = {"w": torch.full((NUMEL,), float(n))}
-    if behind:
+    if way == "behind":
         save_behind(directory, tag, STAGING, tensors=tensors, shared={"n": n}, per_rank={}, keep=8).result()
     else:
         save(directory, tag, tensors=tensors, shared={"n": n}, per_rank={}, keep=8)
 
 
-def check(directory: Path) -> int:
+def check(directory: Path, way: str) -> int:
     """Every checkpoint that is there is whole; what the latest one holds."""
+    if way == "pretrained":
+        return check_folder(directory / "hf")
     latest = latest_tag(directory)
     assert latest is not None
     held = {}
@@ -43,6 +53,20 @@ def check(directory: Path) -> int:
         held[tag] = load(directory, tag, tensors={"w": w}).shared["n"]
         assert bool((w == held[tag]).all()), tag
     return int(held[latest])
+
+
+def check_folder(folder: Path) -> int:
+    """Whole for who looks for the single file first, as transformers does, and for who looks for an index first."""
+    json.loads((folder / "config.json").read_text())
+    ways = [[SINGLE]] if (folder / SINGLE).exists() else []
+    if (folder / INDEX).exists():
+        ways.append(sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values())))
+    seen = []
+    for files in ways:
+        values = torch.cat([value for file in files for value in load_file(folder / file).values()])
+        assert values.numel() == NUMEL and bool((values == values[0]).all()), files
+        seen.append(int(values[0]))
+    return seen[0]
 
 
 def child(work: Callable[[], None]) -> int:
@@ -74,22 +98,22 @@ def end_before(call: int) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    directory, rng, behind, kills = Path(sys.argv[1]), random.Random(int(sys.argv[2])), sys.argv[3] == "behind", int(sys.argv[4])
-    step(directory, behind, 0)
-    done = check(directory)
+    directory, rng, way, kills = Path(sys.argv[1]), random.Random(int(sys.argv[2])), sys.argv[3], int(sys.argv[4])
+    step(directory, way, 0)
+    done = check(directory, way)
 
     def forever() -> None:
         n = done
         while True:
             n += 1
-            step(directory, behind, n)
+            step(directory, way, n)
 
     for _ in range(kills):
         pid = child(forever)
         time.sleep(rng.random() * 0.15)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        now = check(directory)
+        now = check(directory, way)
         assert now >= done, (now, done)
         done = now
 
@@ -98,18 +122,18 @@ def main() -> None:
 
         def counted(n: int = done + 1, calls: int = killed) -> None:
             end_before(calls)
-            step(directory, behind, n)
+            step(directory, way, n)
 
         _, status = os.waitpid(child(counted), 0)
-        now = check(directory)
+        now = check(directory, way)
         assert now in (done, done + 1), (now, done)
         done = now
         if os.waitstatus_to_exitcode(status) == 0:
             break
         killed += 1
 
-    step(directory, behind, done + 1)
-    left = os.listdir(directory)
+    step(directory, way, done + 1)
+    left = [str(path) for path in directory.rglob("*")]
     assert not [name for name in left if ".tmp-" in name or ".old-" in name], left
     print("points", killed)
 

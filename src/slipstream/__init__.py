@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream import checkpointing, tiled, zero
+    from slipstream import checkpointing, handover, tiled, zero
+    from slipstream.compression import quantize
     from slipstream.config.arguments import add_config_arguments
     from slipstream.distributed import init_distributed
     from slipstream.inference import InferenceEngine, SamplingParams, init_inference, pipeline
@@ -26,10 +27,12 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "checkpointing",
+    "handover",
     "init_distributed",
     "init_inference",
     "initialize",
     "pipeline",
+    "quantize",
     "tiled",
     "zero",
 ]
@@ -44,13 +47,14 @@ _HOMES = {
     "init_inference": "slipstream.inference",
     "initialize": "slipstream.train.initialize",
     "pipeline": "slipstream.inference",
+    "quantize": "slipstream.compression",
 }
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("checkpointing", "tiled", "zero"):
+    if name in ("checkpointing", "handover", "tiled", "zero"):
         return importlib.import_module(f"slipstream.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")

@@ -33,7 +33,8 @@ def init_distributed(
 
     The other keywords are DeepSpeed's: `auto_mpi_discovery=False` believes only torch's own variables (RANK, WORLD_SIZE),
     `distributed_port` is where the ranks meet unless MASTER_PORT is set, `verbose` logs how they met,
-    `dist_init_required=False` joins nothing. `config` held settings of DeepSpeed's logger of collectives; nothing reads it.
+    `dist_init_required=False` joins nothing. Without `timeout`, DEEPSPEED_TIMEOUT says it, in minutes. `config` held settings of
+    DeepSpeed's logger of collectives; nothing reads it.
     """
     if dist.is_initialized() or dist_init_required is False:
         return dist.is_initialized()
@@ -50,7 +51,7 @@ def init_distributed(
         init_method=init_method,
         rank=rank,
         world_size=world_size,
-        timeout=timeout or timedelta(minutes=30),
+        timeout=timeout or timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "30"))),
     )
     if verbose and dist.get_rank() == 0:
         logger.info("%d ranks have met, by %s", dist.get_world_size(), dist.get_backend())
@@ -60,17 +61,27 @@ def init_distributed(
 def _backend() -> str:
     if not torch.cuda.is_available():
         return "gloo"
-    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    ranks, devices = local_world_size(), torch.cuda.device_count()
     if ranks > devices:
         logger.warning("%d ranks share %d CUDA devices, so they meet through gloo and the host's memory: slow", ranks, devices)
         return "gloo"
     return "cpu:gloo,cuda:nccl"
 
 
+def local_rank() -> int:
+    """This process's number on its host, as its starter says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """How many ranks share this host, as their starter says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def local_device() -> torch.device:
     """This rank's device: its CUDA device where there is one, else the CPU."""
     if torch.cuda.is_available():
-        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        index = local_rank() % torch.cuda.device_count()
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device("cpu")

@@ -1,8 +1,10 @@
 """Saves that are written while training goes on, and checkpoints of a part."""
 
 import errno
+import importlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests import toy
 from tests.dist.test_checkpoint_engine import Noisy
 from tests.pool import distributed
 
+save_module: Any = importlib.import_module("slipstream.checkpoint.save")  # the package has the function under that name
 BEHIND = {"writer": {"decoupled": True}}
 
 
@@ -100,7 +103,7 @@ def test_a_rank_that_writes_no_more_is_not_waited_for(tmp_path: Path) -> None:
     with writing(lambda: rank == 1 and gate.wait()):
         saving = save_behind(tmp_path, "t", Staging(pinned=False), patience_s=0.2, **what)
         if rank == 0:
-            with pytest.raises(CheckpointError, match=r"rank_00001.bin has not grown for 0.2 s at 0 bytes: its rank has died"):
+            with pytest.raises(CheckpointError, match=r"nothing of rank_00001.bin has been written for 0.2 s: its rank has died"):
                 saving.result()
             assert os.listdir(tmp_path) == []
         dist.barrier()
@@ -113,6 +116,61 @@ def test_a_rank_that_writes_no_more_is_not_waited_for(tmp_path: Path) -> None:
     whole = torch.zeros(8)
     load(tmp_path, "t", tensors={"w": whole})
     assert whole.tolist() == [0] * 4 + [1] * 4
+
+
+@distributed(world_size=2)
+def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step that has reached the disk shows, although the file has its size from the start."""
+    rank = dist.get_rank()
+    part = FlatSlice(torch.full((4,), float(rank)), (8,), 4 * rank)
+    real = os.fsync
+
+    def slow(file: int) -> None:  # as a sync in steps is
+        for _ in range(6 if rank == 1 else 0):
+            time.sleep(0.1)
+            os.utime(file)
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    what = {"tensors": {"w": part}, "shared": {}, "per_rank": {}, "group": dist.group.WORLD}
+    save_behind(tmp_path, "t", Staging(pinned=False), patience_s=0.4, **what).result()
+    dist.barrier()
+    assert latest_tag(tmp_path) == "t"
+
+
+@distributed(world_size=2)
+def test_what_cannot_be_removed_does_not_unsave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = toy.make(toy.seeded(Noisy), 1, checkpoint=BEHIND, slipstream={"keep_checkpoints": 1})
+    engine.save_checkpoint(str(tmp_path), tag="a")
+    engine.finish_save()
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(save_module, "retain", refuse)
+    engine.save_checkpoint(str(tmp_path), tag="b")
+    with pytest.raises(CheckpointError, match=r"b is saved, but older ones could not be removed: rank 0 of 2: Permission denied"):
+        engine.finish_save()
+    monkeypatch.undo()
+    assert latest_tag(tmp_path) == "b"
+    engine.finish_save()  # told once
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path) -> None:
+    engine, folder = toy.make(toy.seeded(Noisy), 2), str(tmp_path)
+    with pytest.raises(CheckpointError, match=r"contents is 'all' on rank 0 and 'weights' on rank 1; give the same on all"):
+        engine.save_checkpoint(folder, contents="all" if engine.rank == 0 else "weights")
+    engine.save_checkpoint(folder)
+    with pytest.raises(CheckpointError, match=r"exclude is \[\] on rank 0 and \['head.\*'\] on rank 1"):
+        engine.load_checkpoint(folder, exclude=["head.*"] * engine.rank)
+    with pytest.raises(CheckpointError, match=r"tag is None on rank 0 and 'global_step0' on rank 1"):
+        engine.load_checkpoint(folder, tag="global_step0" if engine.rank else None)
+    with pytest.raises(CheckpointError, match=r"dtype is torch.float32 on rank 0 and None on rank 1"):
+        engine.save_pretrained(f"{folder}/hf", dtype=None if engine.rank else "fp32")
+    engine.load_checkpoint(folder)
+    engine.destroy()
 
 
 def size(folder: Path) -> int:

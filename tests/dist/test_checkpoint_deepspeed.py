@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import slipstream
-from slipstream.checkpoint import CheckpointError
+from slipstream.checkpoint import CheckpointError, deepspeed, pickled
 from tests import deepspeed_checkpoints as ds
 from tests.pool import distributed
 
@@ -93,6 +93,22 @@ def archive(raw: bytes) -> bytes:
     return made.getvalue()
 
 
+def laughs(pair: bytes, before: bytes = b"", after: bytes = b"") -> bytes:
+    """Pairs of pairs of ..., 40 deep, of a few hundred bytes; alone, or as a key of a dictionary."""
+    made = b"\x80\x02)q\x00"
+    for i in range(40):
+        made += b"h%ch%c" % (i, i) + pair + b"q%c" % (i + 1)
+    return made + (before + b"%c" % 40 if before else b"") + after + b"."
+
+
+def test_a_pickle_changes_nothing_that_outlives_it(tmp_path: Path) -> None:
+    """Attributes that it sets on what a name stands for are gone with it."""
+    file = tmp_path / "c.pt"
+    file.write_bytes(archive(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}U\x05kindsU\x01xsb."))
+    pickled.read(file)
+    assert not hasattr(pickled._Unpickler._tensor, "kinds")
+
+
 @distributed(world_size=1)
 def test_what_a_file_asks_for_is_refused_by_name_and_nothing_runs(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "z1-w2-bf16", tmp_path / "c")
@@ -114,6 +130,9 @@ def test_what_a_file_asks_for_is_refused_by_name_and_nothing_runs(folder: Path, 
     for raw, words in (
         (whole[:-50], "truncated"), (b"\x80\x02}.", "truncated"), (archive(b"\x80\x02}r\xff\xff\xff\x7f."), "value 2 under the number"),
         (archive(b"\x80\x02K\x01."), "not as DeepSpeed"), (archive(b"\x80\x02(dR."), "damaged or hostile"),
+        (archive(laughs(b"\x86")), "makes a value of more than"), (archive(laughs(b"\x86", b"}h", b"K\x00s")), "makes a value of more"),
+        (archive(b"\x80\x02]q\x00]q\x01ah\x01K\x01a."), "inside another already"),
+        (archive(b"\x80\x02)" + b"\x85" * 2000 + b"."), "1000 levels"), (archive(b"\x80\x02]2\x86."), "duplicates"),
     ):  # fmt: skip
         optim.write_bytes(raw)
         with pytest.raises(CheckpointError, match=words):
@@ -143,8 +162,15 @@ def test_another_optimizer_is_refused_and_weights_load_without(folder: Path) -> 
 
 @distributed(world_size=2)
 def test_each_byte_of_a_state_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each file's structure, by one rank."""
     read: list[tuple[int, int, int]] = []
+    structures: list[str] = []
     real = os.preadv
+
+    def noted(path: Path) -> Any:
+        structures.append(path.name)
+        return pickled.read(path)
+
 
     def counted(handle: int, buffers: Any, at: int) -> int:
         got = real(handle, buffers, at)
@@ -153,8 +179,10 @@ def test_each_byte_of_a_state_is_read_once(folder: Path, monkeypatch: pytest.Mon
 
     engine = build(ds.CASES[3], 3)
     monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(deepspeed, "read", noted)
     engine.load_checkpoint(str(folder / ds.CASES[3].name))
     monkeypatch.undo()
+    assert len(structures) == len(set(structures)) and bool(structures) is (engine.rank == 0)
     everyone: list[Any] = [None] * 2
     dist.all_gather_object(everyone, read)
     trained = sum(param.numel() for param in engine.module.parameters() if param.requires_grad)

@@ -1,11 +1,16 @@
 """DeepSpeed's names over two ranks: models built in ranges, parameters shown whole, states of a rank's own part."""
 
+import copy
+from pathlib import Path
+
+import pytest
 import torch
 import torch.distributed as dist
 
 from slipstream.compat import fragments, zero
 from slipstream.compat.engine import initialize
 from tests import toy
+from tests.dist.test_first_values import Peak, Wide
 from tests.pool import distributed
 
 
@@ -61,3 +66,52 @@ def test_a_ranks_own_part_of_a_state() -> None:
     fragments.safe_set_local_grad(weight, torch.full_like(fragments.safe_get_local_grad(weight), 3.0))
     assert fragments.safe_get_full_grad(weight).eq(3).all()  # type: ignore[union-attr]
     engine.destroy()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
+@distributed(world_size=2)
+def test_a_model_in_ranges_takes_a_block_more_than_they_do() -> None:
+    """Of 16 blocks. Its ranges are given back as the engine takes them: no rank keeps its shards twice (8 blocks more)."""
+    with Peak() as building, zero.Init():
+        model = toy.seeded(Wide)
+    before = torch.cat([param.ds_tensor[:1] for param in model.parameters()])
+    with Peak() as joining:
+        engine, *_ = initialize(model=model, config=toy.settings(3, "gloo", optimizer=None))
+    assert building.blocks < 3 and joining.blocks < 3, f"{building.blocks:.1f} and {joining.blocks:.1f} of 16 blocks at once"
+    state = engine.state_dict()
+    firsts = torch.stack([value.view(-1)[engine.rank * value.numel() // 2] for value in state.values()])
+    assert torch.equal(firsts, before)
+    engine.destroy()
+
+
+class Saved(toy.Lm):
+    """With transformers' method."""
+
+    def save_pretrained(self, folder: Path, is_main_process: bool = True, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        torch.save(self.state_dict() if state_dict is None else state_dict, folder / f"{dist.get_rank()}.pt")
+
+
+@distributed(world_size=2)
+def test_a_copied_model_saves_its_own_weights(tmp_path: Path) -> None:
+    engine, *_ = initialize(model=toy.seeded(Saved), config=toy.settings(3))
+    with zero.GatheredParameters(engine.module.parameters()):
+        average = copy.deepcopy(engine.module)
+    with torch.no_grad():
+        average.head.weight.fill_(0.25)
+    average.save_pretrained(tmp_path, is_main_process=engine.rank == 0)
+    dist.barrier()
+    assert [path.name for path in tmp_path.iterdir()] == ["0.pt"], "and not on others, as the engine's"
+    assert torch.load(tmp_path / "0.pt")["head.weight"].eq(0.25).all()
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_an_engine_that_cannot_be_made_leaves_the_model_in_ranges() -> None:
+    with zero.Init():
+        model = toy.seeded(toy.Lm)
+    with pytest.raises(ValueError, match="gradient_clipping"):
+        initialize(model=model, config=toy.settings(3) | {"gradient_cliping": 1.0})
+    assert all(zero.is_held(param) for param in model.parameters())
+    with zero.GatheredParameters(model.head.weight):
+        assert model.head.weight.std() > 0
+    initialize(model=model, config=toy.settings(3))[0].destroy()

@@ -267,7 +267,8 @@ def test_building_takes_a_block_more_than_what_rests(tmp_path: Path, world_size:
             assert resident() - before < 10, "blocks stay"  # modules that saving imports are the rest
         engine.destroy()
         del engine, model
-        assert max(took.values()) < 6, f"disk {disk}, {source}: {took} of 16 blocks at once"
+        limits = dict.fromkeys(took, 6) | {"save": 10}  # of 48 that are saved; 4 are the stages that a file is written from
+        assert all(took[what] < limits[what] for what in took), f"disk {disk}, {source}: {took} of 16 blocks at once"
 
 
 def resident() -> float:

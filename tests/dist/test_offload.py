@@ -63,7 +63,8 @@ def train(engine: Any, steps: int = 3, micros: int = 1) -> list[float]:
 
 
 def end(folder: Path | None, stage: int, dtype: str, micros: int, transport: str, tiers: str) -> list[float]:
-    engine = make(folder, stage, tiers, dtype=dtype, gradient_accumulation_steps=micros, slipstream={"transport": transport})
+    engine = make(folder, stage, tiers, dtype=dtype, gradient_accumulation_steps=micros,
+                  slipstream={"transport": transport, "update_ahead": micros == 1})  # fmt: skip
     found = train(engine, micros=micros)
     if folder is not None:
         assert any(isinstance(unit.master, DiskStore) or isinstance(unit.weights, DiskStore) for unit in engine.units) or (

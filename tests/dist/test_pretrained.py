@@ -1,6 +1,7 @@
 """Hugging Face folders written from shards, and checkpoints converted without an engine."""
 
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slipstream.checkpoint import CheckpointError, convert, pretrained
 from slipstream.launch import cli
@@ -55,6 +56,36 @@ def test_every_stage_writes_the_same_folder(world_size: int, transport: str, tmp
             assert sorted(path.name for path in folder.iterdir()) == ["model.safetensors"]
             assert not list(tmp_path.glob("*.tmp-*"))
         engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_folder_that_is_there_may_be_a_file_system_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made beside it, or renamed into it; what a killed save left in it goes, and no other folder of that kind of name."""
+    engine = toy.make(toy.seeded(toy.Lm), 3)
+    there, link = tmp_path / "there", tmp_path / "link"
+    if dist.get_rank() == 0:
+        left, kept = there / f".tmp-{'0' * 16}", there / ".tmp-notes"
+        left.mkdir(parents=True)
+        kept.mkdir()
+        link.symlink_to(there)
+    dist.barrier()
+    real = os.replace
+
+    def replace(old: Path, new: Path) -> None:
+        assert old.parent.parent == new.parent, (old, new)
+        real(old, new)
+
+    monkeypatch.setattr(pretrained.os, "replace", replace)
+    monkeypatch.setattr(pretrained.os, "rename", None)
+    for limit in ("2KB", "5GB", "2KB"):
+        engine.save_pretrained(str(link), max_shard_size=limit)
+    monkeypatch.undo()
+    expected = engine.state_dict()
+    if dist.get_rank() == 0:
+        assert all(value.equal(expected[name]) for name, value in content(there).items())
+        assert link.is_symlink() and [path.name for path in there.glob(".*")] == [".tmp-notes"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "there"]
+    engine.destroy()
 
 
 def save_llama(folder: Path) -> dict[str, torch.Tensor]:
@@ -119,6 +150,58 @@ def test_conversions_keep_everything(tmp_path: Path) -> None:
         one, two = content(made / "hf"), content(made / "hf-bf16")
         assert one.keys() == two.keys() == {name for name in ds.model().state_dict() if name != "head.weight"}
         assert one["up.weight"].equal(state["master"]) and two["up.weight"].equal(state["master"].bfloat16())
+
+
+@distributed(world_size=1)
+def test_a_hugging_face_folder_becomes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which loads at any stage, and goes back bit for bit; from where one stands, too."""
+    engine = toy.make(toy.seeded(toy.Lm), 0)
+    engine.save_pretrained(str(tmp_path / "hf"), max_shard_size="2KB")
+    expected = engine.state_dict()
+    engine.destroy()
+    monkeypatch.chdir(tmp_path / "hf")
+    assert cli.main(["convert", ".", "../ours", "--to", "slipstream"]) == 0
+    engine = toy.make(toy.seeded(toy.Lm, seed=5), 3)
+    engine.load_checkpoint(str(tmp_path / "ours"))
+    state = engine.state_dict()
+    assert all(state[name].equal(value) for name, value in expected.items()) and engine.global_steps == 0
+    engine.destroy()
+    monkeypatch.chdir(tmp_path / "ours" / "hf")
+    like = {"config.json": b"{}", "tokenizer.model": b"\n\x0e\xff\xfe", "notes.txt": b""}  # sentencepiece's is no text
+    (tmp_path / "like").mkdir()
+    for name, held in like.items():
+        (tmp_path / "like" / name).write_bytes(held)
+    assert cli.main(["convert", ".", "../../back", "--like", "../../like"]) == 0
+    found = {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir() if path.suffix != ".safetensors"}
+    assert found == {name: held for name, held in like.items() if name != "notes.txt"}
+    there = content(tmp_path / "hf")
+    assert all(value.equal(there[name]) for name, value in content(tmp_path / "back").items())
+    shard = next((tmp_path / "hf").glob("model-00001-*"))
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=r"no whole Hugging Face folder: .* is said to be in bytes"):
+        convert(tmp_path / "hf", tmp_path / "other", "slipstream")
+    shard.write_bytes(b"\xff" * 100)
+    with pytest.raises(CheckpointError, match="is no safetensors file, or cut off"):
+        convert(tmp_path / "hf", tmp_path / "other", "slipstream")
+
+
+@distributed(world_size=1)
+def test_weights_beside_a_checkpoint_do_not_hide_it(tmp_path: Path) -> None:
+    """A Trainer's folder: `latest`, DeepSpeed's files, and the weights in 16 bits."""
+    with tarfile.open(ds.ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    case = ds.CASES[3]
+    source = tmp_path / "deepspeed" / case.name
+    inner = source / (source / "latest").read_text().strip()
+    for folder in (source, inner):
+        save_file({"up.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
+    for made, folder in (("a", source), ("b", inner)):
+        convert(folder, tmp_path / made, "slipstream")
+        engine = build(case, 3)
+        engine.load_checkpoint(str(tmp_path / made))
+        state = engine.optimizer_state("up.weight")
+        assert engine.global_steps == ds.STEPS and state["exp_avg"].any() and state["master"].any()
+        engine.destroy()
 
 
 @distributed(world_size=1)

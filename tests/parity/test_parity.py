@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.optim import Lamb, Lion, Muon, muon_groups
-from slipstream.zero.access import full_span
 from tests import toy, twin
 from tests.pool import distributed
 
@@ -56,7 +55,7 @@ def masters(engine: Any) -> dict[str, Tensor]:
     """Whole, by name; what `engine.optimizer_state` gives, with one collective a unit."""
     found: dict[str, Tensor] = {}
     for unit in engine.units:
-        full = full_span(unit, unit.master.whole(), bool(unit.placement.optim))
+        full = unit.whole(unit.master.whole(), bool(unit.placement.optim))
         for name, slot in zip(unit.names, unit.layout.slots, strict=True):
             found[name] = full[slice(*slot.span)].view(slot.shape)
     return found

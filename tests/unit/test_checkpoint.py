@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,32 @@ def test_dtypes_are_converted_only_when_asked(tmp_path: Path) -> None:
         assert bool((target == 1).all())
         load(tmp_path, "a", tensors={"big": target}, convert=True)
         assert torch.equal(target, tensors["big"].bfloat16())
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_is_written_is_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, direct: bool) -> None:
+    """Several stages and ends that fill none, by each engine, and where the file system refuses to go past the page cache."""
+    from slipstream.checkpoint import data_file
+    from slipstream.ops.disk import Disk, aligned
+
+    monkeypatch.setattr(data_file, "Disk", partial(Disk, engine=engine))
+    if not direct:
+        monkeypatch.setattr(data_file.os, "O_DIRECT", 0)
+    monkeypatch.setattr(data_file, "_STAGE", 3 * 4096)
+    for i, sizes in enumerate(([], [1], [4096], [3 * 4096], [5000, 0, 100_000, 7], [3 << 20, (1 << 20) + 5])):
+        parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+        whole = torch.cat([torch.zeros(0, dtype=torch.uint8), *parts])
+        with data_file.DataFile(tmp_path / f"{i}", whole.numel()) as file:
+            for part in parts:
+                raw = part.numpy().tobytes()
+                assert file.append(part) == [zlib.crc32(raw[at : at + (1 << 20)]) for at in range(0, len(raw), 1 << 20)]
+        memory = aligned(-(-whole.numel() // 4096) * 4096)
+        memory[: whole.numel()] = whole
+        with data_file.DataFile(tmp_path / f"{i}-at-once", whole.numel()) as file:
+            file.begin(memory)
+        for name in (f"{i}", f"{i}-at-once"):
+            assert (tmp_path / name).read_bytes() == whole.numpy().tobytes()
 
 
 def test_staged_reads_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,25 +5,29 @@
                 rank 0 waits for all of those, then commits. No collective: the ranks' groups belong to training
 
 One save is in flight at a time: `Saving.result` waits for it, and raises what went wrong. A rank that fails takes its file away,
-which makes room for saying why (`rank_00001.failed`), and rank 0 discards the draft; where a rank dies, nothing grows any more, and
-after `patience_s` rank 0 gives up. A process that ends in order finishes its save first; one that is killed leaves a draft, which
-is no checkpoint.
+which makes room for saying why (`rank_00001.failed`), and rank 0 discards the draft; where a rank dies, its file is stamped no more
+(data_file.py), and after `patience_s` rank 0 gives up. A failure is logged when it happens, and raised at the next call. A process
+that ends in order finishes its save first; one that is killed leaves a draft, which is no checkpoint.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from slipstream.ops.disk import ALIGNMENT, aligned
 
 from .document import Entry, Piece
 from .errors import CheckpointError, describe
@@ -32,32 +36,47 @@ if TYPE_CHECKING:
     from .storage import Writer
 
 PATIENCE_S = 60.0
+_NICE = 10
+
+logger = logging.getLogger(__name__)
 
 
 class Staging:
-    """Host memory for one copy of what a rank saves: kept between saves, since fresh pages cost as much as the copy."""
+    """Host memory for one copy of what a rank saves: kept between saves, since fresh pages cost as much as the copy.
+
+    Whole pages, as they are written past the page cache.
+    """
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> Tensor:
-        """1D, bytes; whatever was in it."""
+        """1D, bytes, rounded up to pages; whatever was in them."""
+        nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if self._memory.numel() < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # give it back first
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._memory = _pinned(nbytes) if self._pinned else aligned(nbytes)
         return self._memory[:nbytes]
 
 
+def _pinned(nbytes: int) -> Tensor:
+    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+    start = -memory.data_ptr() % ALIGNMENT
+    return memory[start : start + nbytes]
+
+
 class Saving:
-    """One save behind training, on one rank."""
+    """One save behind training, on one rank. `commit` and `tidy`, which follows it, are rank 0's."""
 
     def __init__(
-        self, path: Path, writer: Writer, commit: Callable[[Writer], None] | None, discard: Callable[[], None], patience_s: float
-    ) -> None:
-        self.path, self._writer, self._commit, self._discard = path, writer, commit, discard
+        self, path: Path, writer: Writer, commit: Callable[[Writer], None] | None, tidy: Callable[[], None],
+        discard: Callable[[], None], patience_s: float,
+    ) -> None:  # fmt: skip
+        self.path, self._writer, self._commit, self._tidy, self._discard = path, writer, commit, tidy, discard
         self._patience_s = patience_s
         self._failure: BaseException | None = None
+        self._untidy: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"save {path.name}")
         self._thread.start()
 
@@ -67,13 +86,27 @@ class Saving:
         if self._failure is not None:
             raise CheckpointError(describe(self._failure)) from self._failure
 
+    def tidied(self) -> None:
+        """After `result`: raises where the checkpoint is saved and older ones could not be removed."""
+        if self._untidy is not None:
+            raise CheckpointError(describe(self._untidy)) from self._untidy
+
     def _run(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread: training comes first
         try:
             self._write()
-        except BaseException as error:  # told by `result`
+        except BaseException as error:  # raised by `result`
             self._failure = error
+            logger.error("checkpoint %s, written behind training, was not saved: %s", self.path, describe(error))
         finally:
             self._discard()
+        if self._failure is None and self._commit is not None:
+            try:
+                self._tidy()
+            except BaseException as error:  # raised by `tidied`
+                self._untidy = error
+                logger.error("checkpoint %s is saved, but older ones could not be removed: %s", self.path, describe(error))
 
     def _write(self) -> None:
         folder, rank = self._writer.folder, self._writer.rank
@@ -97,21 +130,30 @@ class Saving:
 
     def _await(self, folder: Path, file: str) -> dict[int, list[int]]:
         """Another rank's checksums, once they are there."""
-        grown, since = -1, time.monotonic()
+        seen, since = 0, time.monotonic()
         while not (folder / f"{file}.crc").exists():
             if (folder / f"{file}.failed").exists():
                 raise CheckpointError((folder / f"{file}.failed").read_text("utf-8"))
-            size = (folder / file).stat().st_size if (folder / file).exists() else 0
-            if size != grown:
-                grown, since = size, time.monotonic()
+            stamp = _stamp(folder / file)
+            if stamp != seen:
+                seen, since = stamp, time.monotonic()
             if time.monotonic() - since > self._patience_s:
                 raise CheckpointError(
-                    f"{file} has not grown for {self._patience_s:g} s at {size} bytes: its rank has died, or its disk hangs"
+                    f"nothing of {file} has been written for {self._patience_s:g} s: its rank has died, or its disk hangs"
                 )
             time.sleep(0.005)
         found = {int(at): sums for at, sums in json.loads((folder / f"{file}.crc").read_text("utf-8")).items()}
         (folder / f"{file}.crc").unlink()
         return found
+
+
+def _stamp(path: Path) -> int:
+    """When the file was last written, in ns; 0 before it is there. It is opened: a network file system then asks its server."""
+    try:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _summed(entry: Entry, everyone: dict[str, dict[int, list[int]]]) -> Entry:

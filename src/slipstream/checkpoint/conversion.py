@@ -1,10 +1,12 @@
 """From one kind of checkpoint to another without an engine, a tensor or less in memory at a time.
 
-    a checkpoint of ours or of DeepSpeed's  ->  a Hugging Face folder, a checkpoint of ours, DeepSpeed's universal format
+    a checkpoint of ours or of DeepSpeed's, or a Hugging Face folder
+        ->  a Hugging Face folder, a checkpoint of ours, DeepSpeed's universal format (which needs an optimizer's state)
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections import OrderedDict
@@ -16,11 +18,14 @@ from typing import Any, Literal
 import torch
 
 from . import pretrained
-from .directory import LATEST_UNIVERSAL, locate, read_document, read_latest, sync_folder
+from .directory import LATEST, LATEST_UNIVERSAL, is_deepspeed, locate, read_document, read_latest, sync_folder
+from .document import BLOCK, METADATA, SIZE_LIMIT, Document, Entry, Piece
 from .errors import CheckpointError
+from .flat_slice import Box
 from .ranges import Folder
 from .save import save
-from .values import decode
+from .values import decode, encode
+from .weights import DTYPES, INDEX, SINGLE, files_of
 
 Kind = Literal["hf", "slipstream", "deepspeed"]
 _LIKE = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
@@ -30,13 +35,14 @@ def convert(
     source: str | os.PathLike[str], target: str | os.PathLike[str], to: Kind, *, tag: str | None = None,
     dtype: torch.dtype | str | None = None, max_shard_size: int | str = "5GB", like: str | os.PathLike[str] | None = None,
 ) -> Path:  # fmt: skip
-    """Write `target` from the checkpoint `source` (the folder of one, or of several: then `tag`, or the last); returns its folder.
+    """Write `target` from the checkpoint `source` (the folder of one, or of several: then `tag`, or the last; or of a Hugging Face
+    model); returns its folder.
 
     dtype: of parameters in a Hugging Face folder; None: as stored. like: a Hugging Face folder of the same model, whose
     configuration and tokenizer go along. Raises CheckpointError, with nothing written.
     """
     cast, shard_nbytes = pretrained.dtype_of(dtype), pretrained.num_bytes(max_shard_size)
-    path, target = _find(Path(source), tag), Path(target)
+    path, target = _find(Path(os.path.abspath(source)), tag), Path(target)
     with _opened(path) as folder:
         if to == "hf":
             _to_hf(folder, target, cast, shard_nbytes, None if like is None else Path(like))
@@ -47,16 +53,68 @@ def convert(
 
 
 def _find(source: Path, tag: str | None) -> Path:
-    if tag is None and not any((source / name).exists() for name in ("latest", LATEST_UNIVERSAL)):
-        return locate(source.absolute().parent, source.name)
+    if tag is None and _is_hf(source):
+        return source
+    if tag is None and not any((source / name).exists() for name in (LATEST, LATEST_UNIVERSAL)):
+        return locate(source.parent, source.name)
     named = tag or read_latest(source)
     assert named is not None, "one of the two files is there"
     return locate(source, named)
 
 
+def _is_hf(folder: Path) -> bool:
+    """Whether there is nothing but weights: transformers' Trainer puts them beside DeepSpeed's checkpoints, which hold more."""
+    if any((folder / name).exists() for name in (METADATA, LATEST, LATEST_UNIVERSAL)) or is_deepspeed(folder):
+        return False
+    return any((folder / name).is_file() for name in (INDEX, SINGLE))
+
+
+def _of_hf(folder: Path) -> Document:
+    """A Hugging Face folder as a checkpoint of weights, without checksums. It does not say which tensors are buffers: none."""
+    files: dict[str, int] = {}
+    tensors: dict[str, Entry] = {}
+    try:
+        for file in files_of(folder):
+            files[file.name] = file.stat().st_size
+            for name, entry in _entries(file):
+                if tensors.setdefault(f"model.{name}", entry) is not entry:
+                    raise ValueError(f"{name!r} is in two of its files")
+        config = folder / "config.json"
+        known = json.loads(config.read_text("utf-8")) if config.is_file() else None
+        shared, _ = encode({"contents": "weights", "client": {}, "model_config": known}, "config.json", "$shared")
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder} is no whole Hugging Face folder: {type(error).__name__}: {error}") from error
+    return Document(
+        save_id=folder.name, world_size=0, block=BLOCK, files=files, tensors=tensors, shared=shared, per_rank=[]
+    )  # fmt: skip
+
+
+def _entries(file: Path) -> Iterator[tuple[str, Entry]]:
+    """What a safetensors file holds, and where."""
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        first = 8 + int.from_bytes(opened.read(8), "little")
+        if not 8 < first <= min(size, SIZE_LIMIT):
+            raise ValueError(f"{file.name} is no safetensors file, or cut off")
+        header = json.loads(opened.read(first - 8))
+    for name, told in header.items():
+        if name == "__metadata__":
+            continue
+        shape, (start, stop) = tuple(map(int, told["shape"])), told["data_offsets"]
+        if told["dtype"] not in DTYPES:
+            raise ValueError(f"{name!r} is {told['dtype']}, which needs more than a cast")
+        piece = Piece(box=Box((0,) * len(shape), shape), file=file.name, at=first + int(start), crc32=())
+        entry = Entry(dtype=DTYPES[told["dtype"]], shape=shape, pieces=(piece,))
+        if min(shape, default=0) < 0 or start < 0 or stop - start != entry.nbytes(piece) or first + stop > size:
+            raise ValueError(f"{name!r} of shape {shape} is said to be in bytes [{start}, {stop}) of {file.name}, which has {size}")
+        yield name, entry
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Folder]:
-    folder = Folder(path, read_document(path))
+    folder = Folder(path, _of_hf(path) if _is_hf(path) else read_document(path))
     try:
         yield folder
     finally:
@@ -83,12 +141,12 @@ def _to_hf(folder: Folder, target: Path, dtype: torch.dtype | None, shard_nbytes
             tensors[name] = pretrained.Out(folder.slice(key), cast)
     if not tensors:
         raise CheckpointError(f"{folder.path} has no parameters")
-    config, texts = _shared(folder).get("model_config"), {}
+    config, texts = _shared(folder).get("model_config"), dict[str, str | bytes]()
     if config is not None:
-        texts = pretrained.describe(config, None, dtype or next(iter(tensors.values())).dtype)
+        texts |= pretrained.describe(config, None, dtype or next(iter(tensors.values())).dtype)
     if like is not None:
         found = sorted(path for pattern in _LIKE for path in like.glob(pattern) if path.is_file())
-        texts |= {path.name: path.read_text("utf-8") for path in found}
+        texts |= {path.name: path.read_bytes() for path in found}
     pretrained.write(target, tensors, texts=texts, group=None, shard_nbytes=shard_nbytes)
 
 

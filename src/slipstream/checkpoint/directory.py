@@ -24,6 +24,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from .errors import ONE_PLACE, CheckpointError
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _WORKING = re.compile(r"(?P<tag>.+)\.(?P<role>tmp|old)-[0-9a-f]{16}", re.DOTALL)
+_INSIDE = re.compile(r"\.tmp-[0-9a-f]{16}")  # of a Hugging Face folder (pretrained.py)
 
 _DEEPSPEED = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer_\d+-model.*\.pt")
 
@@ -103,13 +105,13 @@ def _what_is(folder: Path) -> str:
 
 def is_deepspeed(folder: Path) -> bool:
     """Whether a folder is a checkpoint of DeepSpeed's, by the names in it."""
-    return folder.is_dir() and any(_DEEPSPEED.fullmatch(name) for name in os.listdir(folder))
+    return folder.is_dir() and not (folder / METADATA).exists() and any(_DEEPSPEED.fullmatch(name) for name in os.listdir(folder))
 
 
 def read_document(folder: Path) -> Document:
     """What a checkpoint holds, checked completely: metadata.json, or what DeepSpeed's files say together."""
     path = folder / METADATA
-    if not path.exists() and is_deepspeed(folder):
+    if is_deepspeed(folder):
         from . import deepspeed
 
         return deepspeed.read_document(folder)
@@ -157,7 +159,7 @@ class Draft:
         self.save_id = secrets.token_hex(8)
         self.folder = directory / f"{tag}.tmp-{self.save_id}"
         self.folder.mkdir()
-        self._lock = _lock(self.folder)
+        self._lock = lock_folder(self.folder)
         if self._lock is None:
             raise CheckpointError(f"another process is removing {self.folder}; save again")
 
@@ -169,9 +171,9 @@ class Draft:
                 raise CheckpointError(
                     f"{self.folder / name} was written with {size} bytes, rank 0 sees {seen}; {ONE_PLACE}"
                 )
-        _write(self.folder / METADATA, render(document))
+        write_synced(self.folder / METADATA, render(document))
         if save_latest:
-            _write(self.folder / LATEST, f"{self.tag}\n".encode())
+            write_synced(self.folder / LATEST, f"{self.tag}\n".encode())
         sync_folder(self.folder)
         replaced = self._rename()
         sync_folder(self.directory)
@@ -205,7 +207,7 @@ class Draft:
         self._release()
 
     def _release(self) -> None:
-        _unlock(self._lock)
+        unlock(self._lock)
         self._lock = None
 
 
@@ -219,10 +221,24 @@ def sweep(directory: Path, tag: str) -> None:
         if match["role"] == "old" and not target.exists():
             os.rename(path, target)
             continue
-        lock = _lock(path)
-        if lock is not None and (lock != _NO_LOCKS or match["tag"] == tag):
-            shutil.rmtree(path, ignore_errors=True)
-        _unlock(lock)
+        _remove_dead(path, own=match["tag"] == tag)
+
+
+def sweep_drafts(target: Path) -> None:
+    """Remove what killed writers of a folder left in it and beside it; beside it only where that can be written to."""
+    parent = target.absolute().parent
+    beside = _working(parent) if os.access(parent, os.R_OK | os.W_OK) else []
+    left = [parent / name for name, match in beside if match["tag"] == target.name and match["role"] == "tmp"]
+    left += [path for path in target.glob(".tmp-*") if _INSIDE.fullmatch(path.name)]
+    for path in left:
+        _remove_dead(path, own=True)
+
+
+def _remove_dead(path: Path, own: bool) -> None:
+    lock = lock_folder(path)
+    if lock is not None and (lock != _NO_LOCKS or own):
+        shutil.rmtree(path, ignore_errors=True)
+    unlock(lock)
 
 
 def retain(directory: Path, keep: int, tag: str) -> None:
@@ -254,11 +270,25 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """What `write` makes of the path that it is given, under the name `path`: whole and on disk, or as it was before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f"{path.name}.half-{secrets.token_hex(8)}")
+    try:
+        write(half)
+        with open(half, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
 def _is_empty(folder: Path) -> bool:
     return folder.is_dir() and not any(folder.iterdir())
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_synced(path: Path, content: bytes) -> None:
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -273,7 +303,7 @@ def _working(directory: Path) -> list[tuple[str, re.Match[str]]]:
 _NO_LOCKS = -1
 
 
-def _lock(folder: Path) -> int | None:
+def lock_folder(folder: Path) -> int | None:
     """A descriptor that holds the folder's lock; None where another process has it, -1 without locks."""
     with suppress(FileNotFoundError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -288,6 +318,6 @@ def _lock(folder: Path) -> int | None:
     return None
 
 
-def _unlock(lock: int | None) -> None:
+def unlock(lock: int | None) -> None:
     if lock is not None and lock != _NO_LOCKS:
         os.close(lock)

@@ -13,7 +13,7 @@ import difflib
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .directory import locate, read_document, read_latest
+from .directory import is_deepspeed, locate, read_document, read_latest
 from .document import Document
 from .errors import CheckpointError, Ranks, describe
 from .flat_slice import FlatSlice, Shape
@@ -46,6 +46,7 @@ class Metadata:
     world_size: int  # that saved it
     tensors: Mapping[str, TensorInfo]
     shared: dict[str, Any]  # its tensors and arrays are stand-ins on the meta device: shape and dtype only
+    document: Document = field(repr=False)
 
 
 class Loaded(NamedTuple):
@@ -61,16 +62,28 @@ def latest_tag(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | 
 def load_metadata(
     directory: str | os.PathLike[str], tag: str, *, group: dist.ProcessGroup | None = None
 ) -> Metadata:
-    """What checkpoint `tag` holds, by its metadata.json. With a group, what fails on one rank fails on all."""
+    """What checkpoint `tag` holds, by its metadata.json. With a group, what fails on one rank fails on all.
+
+    Each rank reads ours, which shows that all see it. DeepSpeed's are as many pickles as it had ranks: rank 0 reads them, for all.
+    """
     ranks, parent = Ranks(group), Path(directory)
     found: list[Metadata] = []
     step = ranks.first(f"checkpoint {parent / str(tag)} was not loaded")
-    ranks.gather(step, lambda: found.append(_metadata(locate(parent, tag))))
+    theirs = ranks.decide(step, lambda: _theirs(locate(parent, tag)))
+
+    def understand() -> None:
+        path = locate(parent, tag)
+        found.append(_metadata(path, read_document(path) if theirs is None else theirs))
+
+    ranks.gather(step, understand)
     return found[0]
 
 
-def _metadata(path: Path) -> Metadata:
-    document = read_document(path)
+def _theirs(path: Path) -> Document | None:
+    return read_document(path) if is_deepspeed(path) else None
+
+
+def _metadata(path: Path, document: Document) -> Metadata:
     return Metadata(
         path=path,
         save_id=document.save_id,
@@ -81,6 +94,7 @@ def _metadata(path: Path) -> Metadata:
             if not name.startswith("$")
         },
         shared=_values(document.shared, _stand_ins(document, "$shared/", "meta"), f"{path}: shared"),
+        document=document,
     )
 
 
@@ -92,30 +106,27 @@ def load(
     group: dist.ProcessGroup | None = None,
     convert: bool = False,
     accept: Callable[[Loaded], None] | None = None,
+    metadata: Metadata | None = None,
 ) -> Loaded:
     """Fill `tensors` in place from checkpoint `tag` and give its values. Every rank of `group` calls it.
 
     A name that is asked for must be there with its shape; what is there and not asked for is not read. Dtypes
     must be equal unless `convert`, which rounds as `Tensor.copy_` does. `accept` sees the values before any tensor is
     filled; what it raises on one rank refuses the load on all. Raises CheckpointError on every rank, with nothing changed,
-    where any rank finds anything wrong.
+    where any rank finds anything wrong. metadata: of the same checkpoint, where every rank has read it already.
     """
-    ranks, parent = Ranks(group), Path(directory)
-    step = ranks.first(f"checkpoint {parent / str(tag)} was not loaded")
-    path, document = parent, None
+    ranks = Ranks(group)
+    metadata = load_metadata(directory, tag, group=group) if metadata is None else metadata
+    path, found = metadata.path, metadata.document
+    step = ranks.first(f"checkpoint {path} was not loaded")
 
     def prepare() -> str:
-        nonlocal path, document
-        path = locate(parent, tag)
-        document = read_document(path)
         for name, held in tensors.items():
             check_entry(name, held)
-            _check_target(name, held, document, convert)
-        return document.save_id
+            _check_target(name, held, found, convert)
+        return found.save_id
 
     save_ids = ranks.gather(step, prepare)
-    assert document is not None, "prepare has succeeded on every rank"
-    found: Document = document
     ranks.decide(step, lambda: _check_whole(path, found, save_ids))
 
     shared = _stand_ins(found, "$shared/", "cpu")

@@ -33,6 +33,7 @@ from .errors import CheckpointError
 from .flat_slice import Shape
 
 _LIMIT = 1 << 28  # bytes of a pickle; a model of a hundred thousand parameters takes 30 million
+_DEPTH = 1000  # levels of a value
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip record: its signature, and how long its name and extra field are
 _STORAGES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
@@ -93,15 +94,72 @@ def _read(path: Path, archive: zipfile.ZipFile) -> Any:
     if "byteorder" in records and archive.read(records["byteorder"]) != sys.byteorder.encode():
         raise CheckpointError(f"written on a machine of another byte order; this one is {sys.byteorder}-endian")
     raw = archive.read(records["data.pkl"])
-    _check_memo(raw)
+    _check_size(raw)
     return _Unpickler(raw, path, records).load()
 
 
-def _check_memo(raw: bytes) -> None:
-    """Refuse a number in the memo that no honest pickle reaches: Python makes room for all below it."""
+_GROWS = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # what they put things into stays on the stack
+
+
+def _check_size(raw: bytes) -> None:
+    """Refuse a pickle that is small and makes something vast, without making it.
+
+    What is stored once may be used often, and that again: a list of two equal lists of two ..., thirty times, is a few hundred
+    bytes, and to print, hash, compare or walk it takes 2**30 steps. So each value gets a size, of everything below it as often
+    as it is there, by going through the opcodes; what is in another value already must not grow any more. Deep nesting overflows
+    the stack of whoever hashes it. And a number in the memo that no honest pickle reaches makes Python allocate room for all below.
+    """
+    stack: list[_Made | None] = []  # None: a mark
+    memo: dict[int, _Made] = {}
     for count, (opcode, argument, _) in enumerate(pickletools.genops(raw)):
-        if "PUT" in opcode.name and int(argument or 0) > count:
-            raise CheckpointError(f"damaged or hostile: its pickle stores value {count} under the number {argument}")
+        name = opcode.name
+        if "PUT" in name or name == "MEMOIZE":
+            number = len(memo) if name == "MEMOIZE" else int(argument or 0)
+            if number > count:
+                raise CheckpointError(f"damaged or hostile: its pickle stores value {count} under the number {number}")
+            memo[number] = stack[-1] or _Made(0)
+            continue
+        if "GET" in name:
+            stack.append(memo[int(argument or 0)])
+            continue
+        if name == "MARK":
+            stack.append(None)
+            continue
+        taken: list[_Made] = []
+        before = list(opcode.stack_before)
+        if pickletools.markobject in before:
+            while (made := stack.pop()) is not None:
+                taken.append(made)
+            before = before[: before.index(pickletools.markobject)]
+        taken += [stack.pop() or _Made(0) for _ in before]
+        size = 1 + sum(made.size for made in taken) + (len(argument) if isinstance(argument, str | bytes) else 0)
+        depth = 1 + max((made.depth for made in (taken[:-1] if name in _GROWS else taken)), default=0)
+        if size > _LIMIT or depth > _DEPTH:
+            raise CheckpointError(
+                f"damaged or hostile: its pickle of {len(raw)} bytes makes a value of more than {_LIMIT}, or {_DEPTH} levels"
+            )
+        if name == "DUP":
+            raise CheckpointError("damaged or hostile: its pickle duplicates what is on its stack, which none of torch's does")
+        if name in _GROWS:
+            grown = taken.pop()
+            if grown.used:
+                raise CheckpointError("damaged or hostile: its pickle changes a value that is inside another already")
+            grown.size = size
+            grown.depth = max(grown.depth, depth)
+            stack.append(grown)
+        else:
+            stack += [_Made(size, depth) for _ in opcode.stack_after]
+        for made in taken:
+            made.used = True
+
+
+@dataclass(slots=True)
+class _Made:
+    """What `_check_size` knows of a value."""
+
+    size: int
+    depth: int = 0
+    used: bool = False  # it is in another one
 
 
 class _Unpickler(pickle.Unpickler):
@@ -119,8 +177,9 @@ class _Unpickler(pickle.Unpickler):
             ("builtins", "complex"): complex,
             ("torch", "Size"): tuple,
             ("torch", "device"): lambda *args: ":".join(map(str, args)),
-            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
-            ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+            # (not the method itself: what a pickle sets on that would be on the class's, for every file)
+            ("torch._utils", "_rebuild_tensor_v2"): lambda *args: self._tensor(*args),
+            ("torch._utils", "_rebuild_parameter"): lambda data, *_: _as(Stored, data),
             ("torch._tensor", "_rebuild_from_type_v2"): lambda rebuild, _, args, attributes: rebuild(*args),
             ("torch", "Tensor"): "Tensor",
             ("torch.nn.parameter", "Parameter"): "Parameter",

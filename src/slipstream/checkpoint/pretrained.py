@@ -4,7 +4,10 @@ Where every byte goes follows from names, shapes and dtypes alone (`shards`), so
 each rank writes the ranges that it owns where they belong: nothing is gathered, and nobody holds more than `_STAGE` bytes beside
 what it has anyway. What several ranks have is written by one of them, in turn.
 
-A folder that is new appears whole. In one that was there, files are replaced one by one, the index last.
+A folder that is new appears whole. In one that was there, where the draft is a folder inside (renames stay on its file system, and
+nothing is asked of the folder around it), everything changes over in one rename, of the index, or of the only file:
+shards that it names are put beside the old ones first, under names that those do not have, and the old ones go last. What else is
+in the folder stays. config.json, where it differs, is renamed just before.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .directory import sync_folder
+from .directory import lock_folder, sweep_drafts, sync_folder, unlock, write_synced
 from .errors import ONE_PLACE, CheckpointError, Ranks
 from .flat_slice import FlatSlice, Shape, memory
 from .weights import INDEX, SINGLE, WORDS
@@ -74,22 +77,39 @@ def describe(config: Mapping[str, Any], architecture: str | None, dtype: torch.d
     return {"config.json": json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n"}
 
 
-def shards(sizes: Mapping[str, tuple[str, Shape, int]], limit: int) -> tuple[dict[str, bytes], dict[str, Place]]:
-    """The headers of the files that tensors of (safetensors' dtype, shape, bytes) fill, and each one's place. Pure.
-
-    A file ends before the tensor that would bring it above `limit` bytes. Inside one, wide dtypes come first: all are aligned.
-    """
+def split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names by file: one ends before the tensor that would bring it above `limit` bytes."""
     files: list[list[str]] = [[]]
     filled = 0
-    for name, (_, _, nbytes) in sizes.items():
+    for name, nbytes in sizes.items():
         if files[-1] and filled + nbytes > limit:
             files.append([])
             filled = 0
         files[-1].append(name)
         filled += nbytes
+    return files
+
+
+def numbered(stem: str, suffix: str, index: int, count: int) -> str:
+    return f"{stem}.{suffix}" if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}.{suffix}"
+
+
+def index_of(files: Mapping[str, str], nbytes: int) -> str:
+    """The index by which a reader finds each tensor's file."""
+    return json.dumps({"metadata": {"total_size": nbytes}, "weight_map": dict(files)}, indent=2, sort_keys=True) + "\n"
+
+
+def shards(
+    sizes: Mapping[str, tuple[str, Shape, int]], limit: int, stem: str = "model"
+) -> tuple[dict[str, bytes], dict[str, Place]]:
+    """The headers of the files that tensors of (safetensors' dtype, shape, bytes) fill, and each one's place. Pure.
+
+    Inside a file wide dtypes come first: all are aligned.
+    """
+    files = split({name: nbytes for name, (_, _, nbytes) in sizes.items()}, limit)
     headers, places = {}, {}
     for i, names in enumerate(files):
-        file = SINGLE if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        file = numbered(stem, "safetensors", i, len(files)) if len(files) > 1 else SINGLE
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name in sorted(names, key=lambda name: -_ITEMSIZES[sizes[name][0]]):
@@ -105,14 +125,14 @@ def shards(sizes: Mapping[str, tuple[str, Shape, int]], limit: int) -> tuple[dic
 
 
 def write(
-    folder: str | os.PathLike[str], tensors: Mapping[str, Out], *, texts: Mapping[str, str], group: dist.ProcessGroup | None = None,
-    shard_nbytes: int = SHARD_NBYTES,
+    folder: str | os.PathLike[str], tensors: Mapping[str, Out], *, texts: Mapping[str, str | bytes],
+    group: dist.ProcessGroup | None = None, shard_nbytes: int = SHARD_NBYTES,
 ) -> None:  # fmt: skip
     """Write the folder. Collective; every rank names the same tensors. Raises the same CheckpointError on every rank.
 
     texts: further files and what is in them (config.json).
     """
-    ranks, target = Ranks(group), Path(folder)
+    ranks, target = Ranks(group), Path(os.path.abspath(folder))
     step = ranks.first(f"{target} was not written")
     headers: dict[str, bytes] = {}
     places: dict[str, Place] = {}
@@ -122,24 +142,33 @@ def write(
         if unknown:
             raise CheckpointError(f"safetensors files have no {', '.join(unknown)}")
         sizes = {name: (WORDS[out.dtype], tuple(out.held.shape), out.nbytes) for name, out in tensors.items()}
-        found = shards(sizes, shard_nbytes)
+        found = shards(sizes, shard_nbytes, stem)
         headers.update(found[0])
         places.update(found[1])
 
+    mark = ranks.first(secrets.token_hex(8))
+    stem, draft = ranks.decide(step, lambda: (_stem(target, mark), _draft(target, mark)))
     ranks.gather(step, plan)
-    draft = target.with_name(f"{target.name}.tmp-{ranks.first(secrets.token_hex(8))}")
+    lock: int | None = None
+
+    def begin() -> None:
+        nonlocal lock
+        draft.mkdir(parents=True)
+        lock = lock_folder(draft)  # it goes with the process, and then the draft may be swept
+        _begin(draft, headers, places, tensors)
+
     try:
-        ranks.decide(step, lambda: _begin(draft, headers, places, tensors))
+        ranks.decide(step, begin)
         mine = _mine(ranks, step, tensors)
         ranks.gather(step, lambda: _fill(draft, headers, places, tensors, mine))
         ranks.decide(step, lambda: _finish(draft, target, texts, places, tensors))
     finally:
         if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
+            unlock(lock)
 
 
 def _begin(draft: Path, headers: Mapping[str, bytes], places: Mapping[str, Place], tensors: Mapping[str, Out]) -> None:
-    draft.mkdir(parents=True)
     ends = {file: len(header) for file, header in headers.items()}
     for name, place in places.items():
         ends[place.file] = max(ends[place.file], place.at + tensors[name].nbytes)
@@ -219,30 +248,50 @@ def _parts(out: Out) -> Iterator[Tensor]:
         yield part.to(out.dtype).cpu().contiguous()
 
 
+def _draft(target: Path, mark: str) -> Path:
+    """Beside a folder that is new; inside one that is there, which may be a mount point or a link to another file system."""
+    return target / f".tmp-{mark}" if target.is_dir() else target.with_name(f"{target.name}.tmp-{mark}")
+
+
+def _stem(target: Path, mark: str) -> str:
+    """What the names of shards begin with: none of a set that the folder has. Also removes what killed saves left."""
+    sweep_drafts(target)
+    taken = target.is_dir() and any(path.name.startswith("model-0") for path in target.iterdir())
+    return f"model-{mark[:8]}" if taken else "model"
+
+
 def _finish(
-    draft: Path, target: Path, texts: Mapping[str, str], places: Mapping[str, Place], tensors: Mapping[str, Out]
+    draft: Path, target: Path, texts: Mapping[str, str | bytes], places: Mapping[str, Place], tensors: Mapping[str, Out]
 ) -> None:
+    files = sorted({place.file for place in places.values()})
     new = dict(texts)
-    if len({place.file for place in places.values()}) > 1:
-        total = sum(out.nbytes for out in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": {name: place.file for name, place in places.items()}}
-        new[INDEX] = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    if len(files) > 1:
+        new[INDEX] = index_of({name: place.file for name, place in places.items()}, sum(out.nbytes for out in tensors.values()))
     for name, text in new.items():
-        (draft / name).write_text(text, "utf-8")
+        write_synced(draft / name, text.encode() if isinstance(text, str) else text)
     sync_folder(draft)
     if not target.exists():
         os.rename(draft, target)
-    else:
-        names = sorted(os.listdir(draft), key=lambda name: (name == INDEX, name))
-        old = [path for path in target.iterdir() if _SHARD.fullmatch(path.name) and path.name not in names]
-        (target / INDEX).unlink(missing_ok=True)
-        for name in names:
-            os.replace(draft / name, target / name)
-        for path in old:
-            path.unlink()
+        sync_folder(target.absolute().parent)
+        return
+    last = INDEX if len(files) > 1 else SINGLE
+    for name in (name for name in (*files, *new) if name != last and not _is_same(draft / name, target / name)):
+        os.replace(draft / name, target / name)
+        sync_folder(target)
+    os.replace(draft / last, target / last)
     sync_folder(target)
-    sync_folder(target.absolute().parent)
+    for name in {SINGLE, INDEX} - {last}:  # of two, some readers prefer the one and some the other
+        (target / name).unlink(missing_ok=True)
+    sync_folder(target)
+    for path in target.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in files:
+            path.unlink()
 
 
-_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # what a save may have written
+def _is_same(new: Path, old: Path) -> bool:
+    """Of texts: one that is there already is not renamed over."""
+    return new.suffix == ".json" and old.is_file() and old.read_bytes() == new.read_bytes()
+
+
+_SHARD = re.compile(r"model(-[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors")  # what a save may have written
 _ITEMSIZES = {word: dtype.itemsize for dtype, word in WORDS.items()}

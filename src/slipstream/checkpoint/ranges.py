@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from slipstream.ops.checksum import crc32
 
 from .document import Document, Entry
 from .errors import CheckpointError
@@ -35,7 +36,7 @@ class Folder:
         """Elements [start, stop) in row-major order, 1D."""
         entry = self.document.tensors[name]
         values = torch.empty(stop - start, dtype=entry.dtype)
-        size, raw = entry.dtype.itemsize, memory(values)
+        size, raw = entry.dtype.itemsize, values.view(torch.uint8)
         for i, (first, last) in enumerate(_spans(name, entry)):
             low, high = max(first, start), min(last, stop)
             if low < high:
@@ -43,7 +44,7 @@ class Folder:
                 raw[(low - start) * size : (high - start) * size] = part
         return values
 
-    def _bytes(self, name: str, index: int, start: int, stop: int) -> memoryview:
+    def _bytes(self, name: str, index: int, start: int, stop: int) -> Tensor:
         """Bytes [start, stop) of a piece; with the rest of the blocks that they are in, where those have checksums."""
         entry, block = self.document.tensors[name], self.document.block
         piece = entry.pieces[index]
@@ -54,7 +55,8 @@ class Folder:
             from .storage import open_data  # which imports DCP
 
             self._handles[piece.file] = open_data(self.path / piece.file, self.document.files[piece.file])
-        held = memoryview(bytearray(last - first))
+        values = torch.empty(last - first, dtype=torch.uint8)
+        held = memory(values)
         done = 0
         while done < len(held):
             got = os.preadv(self._handles[piece.file], [held[done:]], piece.at + first + done)
@@ -62,9 +64,9 @@ class Folder:
                 raise CheckpointError(f"{self.path / piece.file} is truncated at byte {piece.at + first + done}")
             done += got
         for at in range(0, len(held) if piece.crc32 else 0, block):
-            if zlib.crc32(held[at : at + block]) != piece.crc32[(first + at) // block]:
+            if crc32(values[at : at + block]) != piece.crc32[(first + at) // block]:
                 raise CheckpointError(f"{self.path / piece.file} is damaged: the checksum of tensor {name!r} does not match")
-        return held[start - first : stop - first]
+        return values[start - first : stop - first]
 
     def close(self) -> None:
         for handle in self._handles.values():

@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,12 +89,12 @@ def save_behind(
     """As `save`, but on return everything is only copied into `staging`, of which one save at a time has the use."""
     begun = _begin(Path(directory), tag, tensors, shared, per_rank, Ranks(group), tag_validation, keep, staging)
 
-    def commit(writer: Writer) -> None:
-        begun.commit(writer, save_latest)
+    def tidy() -> None:
         if keep is not None:
             retain(begun.path.parent, keep, begun.path.name)
 
-    return Saving(begun.path, begun.writer, commit if begun.ranks.rank == 0 else None, begun.discard, patience_s)
+    commit = partial(begun.commit, save_latest=save_latest) if begun.ranks.rank == 0 else None
+    return Saving(begun.path, begun.writer, commit, tidy, begun.discard, patience_s)
 
 
 @dataclass(slots=True, kw_only=True)

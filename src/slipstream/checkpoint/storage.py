@@ -20,15 +20,12 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import queue
 import stat
-import threading
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,9 +57,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from slipstream.ops.checksum import crc32
+
 from .background import Staging
+from .data_file import DataFile
 from .document import BLOCK, Document, Entry, Piece, file_name
-from .errors import ONE_PLACE, CheckpointError
+from .errors import CheckpointError
 from .flat_slice import Box, FlatSlice, Part, Shape, check_cover, flat_range, memory
 
 _ALIGN = 64  # bytes; a piece that is mapped or read later starts on a cache line
@@ -166,8 +166,8 @@ class Writer(StorageWriter):
         self.entries: dict[str, Entry] = {}
         self.files: dict[str, int] = {}
         self._staging, self._staged = staging, torch.empty(0, dtype=torch.uint8)
-        self._places: list[tuple[int, int]] = []  # (first byte, bytes) of what is staged
-        self._summing = _Summing()
+        self._places: list[_Place] = []
+        self._sums: dict[int, list[int]] = {}  # of what is staged, by the first byte of a piece
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -182,92 +182,69 @@ class Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results: list[WriteResult] = []
-        if self._staging is not None:
-            results = self._stage(plan, planner, self._staging)
-        elif plan.items:
-            with self._opened() as file:
-                for item in plan.items:
-                    results.append(self._append(file, item, planner))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    @contextmanager
-    def _opened(self) -> Iterator[BinaryIO]:
-        """The file, on disk when it is left."""
-        path = self.folder / self.file
-        try:
-            with self._summing, open(path, "wb", buffering=BLOCK) as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"cannot write {path}: rank 0 made its folder elsewhere; {ONE_PLACE}"
-            ) from error
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
-
-    def _stage(self, plan: SavePlan, planner: SavePlanner, staging: Staging) -> list[WriteResult]:
         views, end = [], 0
         for item in plan.items:
             view = planner.resolve_data(item)
             assert isinstance(view, Tensor | Part), "only tensors become items"
-            self._places.append((end + -end % _ALIGN, view.numel() * view.dtype.itemsize))
-            end = sum(self._places[-1])
+            self._places.append(_Place(end + -end % _ALIGN, view.numel() * view.dtype.itemsize))
+            end = self._places[-1].end
             views.append(view)
-        self._staged = staging.take(end)
-        results, filled = [], 0
-        for item, view, (at, nbytes) in zip(plan.items, views, self._places, strict=True):
+        sums = self._write(views) if self._staging is None else self._stage(views, self._staging)
+        results = []
+        for item, place, found in zip(plan.items, self._places, sums, strict=True):
             assert item.tensor_data is not None, "only tensors become items"
-            self._staged[filled:at].zero_()
-            filled = at + nbytes
-            values = view.get(0, view.numel()) if isinstance(view, Part) else view.detach()
-            if nbytes:
-                self._staged[at:filled].view(values.dtype).view(values.shape).copy_(values, non_blocking=True)
-            piece = Piece(box=_box(item.tensor_data.chunk), file=self.file, at=at, crc32=())
-            results.append(WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=piece))
+            piece = Piece(box=_box(item.tensor_data.chunk), file=self.file, at=place.at, crc32=tuple(found))
+            results.append(WriteResult(index=item.index, size_in_bytes=place.nbytes, storage_data=piece))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write(self, views: Sequence[Tensor | Part]) -> list[list[int]]:
+        if not views:
+            return []
+        sums = []
+        with DataFile(self.folder / self.file, self._places[-1].end) as file:
+            for view, place in zip(views, self._places, strict=True):
+                file.append_until(place.at)
+                sums.append([each for part in _host_bytes(view) for each in file.append(part)])
+        return sums
+
+    def _stage(self, views: Sequence[Tensor | Part], staging: Staging) -> list[list[int]]:
+        """What is on the host is summed while it is copied, by as many threads as torch has: training waits, and they are free."""
+        self._staged, filled = staging.take(self._places[-1].end if views else 0), 0
+        chunks: list[tuple[_Place, Tensor, int]] = []
+        for view, place in zip(views, self._places, strict=True):
+            self._staged[filled : place.at].zero_()
+            filled = place.end
+            source = view.get(0, view.numel()).view(torch.uint8) if isinstance(view, Part) else _flat(view).view(torch.uint8)
+            if source.is_cpu:
+                chunks += [(place, source, start) for start in range(0, place.nbytes, _STAGE)]
+            else:
+                self._staged[place.at : place.end].copy_(source, non_blocking=True)
+        self._staged[filled:].zero_()
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for (place, _, _), sums in zip(chunks, pool.map(self._copy, chunks), strict=True):
+                self._sums.setdefault(place.at, []).extend(sums)
         if any(isinstance(view, Tensor) and view.is_cuda for view in views):
             torch.cuda.synchronize()
-        return results
+        return [[] for _ in views]
+
+    def _copy(self, chunk: tuple[_Place, Tensor, int]) -> list[int]:
+        place, source, start = chunk
+        parts = source[start : start + _STAGE].split(BLOCK)
+        targets = self._staged[place.at + start : place.at + start + _STAGE].split(BLOCK)
+        return [crc32(part, 0, target[: part.numel()]) for part, target in zip(parts, targets, strict=False)]
 
     def flush(self) -> dict[int, list[int]]:
         """Write what was staged; the checksums of each piece, by its first byte. Not collective: on any thread."""
-        sums: dict[int, list[int]] = {}
         if self._places:
-            raw = memory(self._staged)
-            with self._opened() as file:
-                for at, nbytes in self._places:
-                    file.write(raw[file.tell() : at])
-                    sums[at] = self._put(file, raw[at : at + nbytes])
+            with DataFile(self.folder / self.file, self._places[-1].end) as file:
+                file.begin(self._staged)
+                for place in self._places:
+                    if place.nbytes and place.at not in self._sums:  # it came from a device
+                        self._sums[place.at] = [crc32(block) for block in self._staged[place.at : place.end].split(BLOCK)]
         self._staged = torch.empty(0, dtype=torch.uint8)
-        return sums
-
-    def _put(self, file: BinaryIO, raw: memoryview) -> list[int]:
-        """Write the bytes; the checksum of each block, computed while the block is written.
-
-        What has been written is sent on its way to the disk at once, not when memory is full of it or at the end.
-        """
-        sums: list[int] = []
-        for start in range(0, len(raw), _STAGE):
-            stage = raw[start : start + _STAGE]
-            self._summing.begin(stage)
-            file.write(stage)
-            if len(stage) == _STAGE:
-                os.posix_fadvise(file.fileno(), file.tell() - _STAGE, _STAGE, os.POSIX_FADV_DONTNEED)
-            sums += self._summing.result()
-        return sums
-
-    def _append(self, file: BinaryIO, item: WriteItem, planner: SavePlanner) -> WriteResult:
-        tensor = planner.resolve_data(item)
-        assert isinstance(tensor, Tensor | Part) and item.tensor_data is not None, "only tensors become items"
-        file.write(bytes(-file.tell() % _ALIGN))
-        at, sums = file.tell(), []
-        for part in _host_bytes(tensor):
-            sums += self._put(file, part)
-        piece = Piece(box=_box(item.tensor_data.chunk), file=self.file, at=at, crc32=tuple(sums))
-        return WriteResult(index=item.index, size_in_bytes=file.tell() - at, storage_data=piece)
+        return self._sums
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         pieces: dict[str, list[Piece]] = defaultdict(list)
@@ -285,37 +262,15 @@ class Writer(StorageWriter):
         return False  # never chosen by the look of a path
 
 
-class _Summing:
-    """Checksums of a stage's blocks on a thread beside the one that writes.
+class _Place(NamedTuple):
+    """Of a piece in its file."""
 
-    No executor: those take nothing more once the interpreter ends, and a save behind training may be under way then.
-    """
+    at: int
+    nbytes: int
 
-    def __init__(self) -> None:
-        self._stages: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._sums: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="checksums")
-
-    def __enter__(self) -> _Summing:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stages.put(None)
-        self._thread.join()
-
-    def begin(self, stage: memoryview) -> None:
-        if len(stage) > BLOCK:
-            self._stages.put(stage)
-        else:  # not worth the way there
-            self._sums.put([zlib.crc32(stage)])
-
-    def result(self) -> list[int]:
-        return self._sums.get()
-
-    def _run(self) -> None:
-        while (stage := self._stages.get()) is not None:
-            self._sums.put([zlib.crc32(stage[at : at + BLOCK]) for at in range(0, len(stage), BLOCK)])
+    @property
+    def end(self) -> int:
+        return self.at + self.nbytes
 
 
 class Reader(StorageReader):
@@ -391,17 +346,17 @@ class Reader(StorageReader):
                 needed[item.storage_index.fqn, piece.box.offsets].update(
                     range(first // block, (first + nbytes - 1) // block + 1)
                 )
-        buffer = memoryview(bytearray(block))
+        buffer = torch.empty(block, dtype=torch.uint8)
         for key in sorted(needed, key=lambda key: (self._pieces[key][1].file, self._pieces[key][1].at)):
             entry, piece = self._pieces[key]
             for index in sorted(needed[key]):
                 start = index * block
                 part = buffer[: min(block, entry.nbytes(piece) - start)]
-                self._read(piece.file, piece.at + start, part)
-                if zlib.crc32(part) != piece.crc32[index]:
+                self._read(piece.file, piece.at + start, memory(part))
+                if crc32(part) != piece.crc32[index]:
                     raise CheckpointError(
                         f"{self._folder / piece.file} is damaged: the checksum of tensor {key[0]!r} does not "
-                        f"match (bytes [{piece.at + start}, {piece.at + start + len(part)}))"
+                        f"match (bytes [{piece.at + start}, {piece.at + start + part.numel()}))"
                     )
 
     def _fill(self, target: Tensor, item: ReadItem) -> None:
@@ -498,19 +453,17 @@ def _runs(entry: Entry, piece: Piece, item: ReadItem) -> Iterator[tuple[int, int
         )
 
 
-def _host_bytes(tensor: Tensor | Part) -> Iterator[memoryview]:
+def _host_bytes(tensor: Tensor | Part) -> Iterator[Tensor]:
     """The bytes of a tensor, row-major, in stages of whole blocks; from a device or a disk they are copied first."""
+    step = _STAGE // tensor.dtype.itemsize
     if isinstance(tensor, Part):
-        step = _STAGE // tensor.dtype.itemsize
         for start in range(0, tensor.numel(), step):
-            part = tensor.get(start, min(start + step, tensor.numel()))
-            yield memory(part)
+            yield tensor.get(start, min(start + step, tensor.numel())).view(torch.uint8)
         return
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.device.type == "cpu":
-        yield memory(flat)
-        return
-    step = _STAGE // flat.dtype.itemsize
-    for start in range(0, flat.numel(), step):
-        part = flat[start : start + step].cpu()
-        yield memory(part)
+    flat = _flat(tensor)
+    for part in flat.split(step) if flat.numel() else ():
+        yield part.cpu().view(torch.uint8)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)

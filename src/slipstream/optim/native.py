@@ -20,7 +20,8 @@ from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.layout import ALIGN
 from slipstream.zero.placement import Tier
-from slipstream.zero.store import Chunk, Section, Store, Use, chunks, section, write
+from slipstream.zero.store import Section, Store, section, write
+from slipstream.zero.stream import Chunk, Use, chunks
 from slipstream.zero.unit import Unit
 
 _CODED = 256  # elements that share a scale where states rest in 8 bits (ops.Blocks)
@@ -66,6 +67,11 @@ class NativeSteps(ShardedSteps):
         self._chunks: dict[int, list[Chunk]] = {}
         self._runs: dict[int, list[Run]] = {}
         self._options: list[dict[str, Any]] = []
+        self.by_unit += [self.stores, self.scales, self._chunks]
+
+    def drop(self, unit: Unit) -> None:
+        for store in self.stores.pop(unit.index, {}).values():
+            self.homes.drop(store)
 
     def _stores(self, unit: Unit) -> dict[str, Store]:
         if unit.index not in self.stores:

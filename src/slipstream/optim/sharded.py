@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.zero.layout import overlap
-from slipstream.zero.store import Chunk, Ring, Section
+from slipstream.zero.store import Section
+from slipstream.zero.stream import Chunk, Ring
 from slipstream.zero.unit import Unit
 
 
@@ -72,11 +73,46 @@ class ShardedSteps(ABC):
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
         self.inner = inner
-        group_of = {id(param): i for i, group in enumerate(inner.param_groups) for param in group["params"]}
-        self.pieces = {unit.index: pieces_of(unit, group_of) for unit in units}
+        self.pieces: dict[int, list[Piece]] = {}  # unit index -> this rank's
+        self.by_unit: list[dict[int, Any]] = [self.pieces]  # everything that is kept by the unit's index
         # Some optimizers make state when they are built (Adagrad), and a user's may have stepped: it is sharded here
-        self._given = dict(inner.state)
+        self._given: dict[Tensor, dict[str, Any]] = dict(inner.state)
         inner.state.clear()
+        self.add(units)
+
+    def add(self, units: Iterable[Unit]) -> None:
+        """Step these units, too. Their states are fresh."""
+        groups = self.inner.param_groups
+        group_of = {id(param): i for i, group in enumerate(groups) for param in group["params"]}
+        for unit in units:
+            self.pieces[unit.index] = pieces_of(unit, group_of)
+            for piece in self.pieces[unit.index] if isinstance(self.inner, torch.optim.Adagrad) else ():
+                first = torch.tensor(groups[piece.group]["initial_accumulator_value"], dtype=unit.dtypes.master)
+                self._given.setdefault(piece.param, {"step": torch.tensor(0.0), "sum": first.expand(piece.shape)})
+
+    def take_given(self, units: Iterable[Unit]) -> None:
+        """What the optimizer brought along is in its units' states from now on."""
+        for unit in (unit for unit in units if unit.grads is not None):
+            for piece in self.pieces[unit.index]:
+                if piece.param in self._given:
+                    self.states(unit, piece)
+        self._given.clear()
+
+    def renumber(self, units: Iterable[tuple[int, Unit]]) -> None:
+        """Units, with the index that each had, have other indices and names now; states of others are forgotten."""
+        known = list(units)
+        for kept in self.by_unit:
+            moved = {unit.index: kept[before] for before, unit in known if before in kept}
+            kept.clear()
+            kept.update(moved)
+        for _, unit in known:
+            names = {id(param): name for param, name in zip(unit.params, unit.names, strict=True)}
+            for piece in self.pieces[unit.index]:
+                piece.name = names[id(piece.param)]
+
+    @abstractmethod
+    def drop(self, unit: Unit) -> None:
+        """The unit has gone: give the memory of its states back. `renumber` follows."""
 
     def _given_state(self, piece: Piece, flat: bool) -> dict[str, Any]:
         """The piece's part of the state that the optimizer brought along."""
@@ -139,6 +175,7 @@ class TorchSteps(ShardedSteps):
         super().__init__(inner, units)
         self.whole, self.state_dtype = whole, state_dtype
         self.stepped: dict[int, list[Tensor]] = {}  # unit index -> one leaf per piece, a view of the master
+        self.by_unit.append(self.stepped)
         inner.register_step_pre_hook(self._refuse_outside)
         self._inside = False
         self._before: list[dict[str, Any]] = []  # each group's values as the engine's step began
@@ -147,6 +184,10 @@ class TorchSteps(ShardedSteps):
     def begin(self, units: Sequence[Unit]) -> None:
         self._before = [_values(group) for group in self.inner.param_groups]
         self._after.clear()
+
+    def drop(self, unit: Unit) -> None:
+        for leaf in self.stepped.pop(unit.index, []):
+            self.inner.state.pop(leaf, None)
 
     def _refuse_outside(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._inside:

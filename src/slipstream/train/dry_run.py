@@ -29,6 +29,7 @@ from slipstream.config.plan import Plan
 from slipstream.train.precision import Precision, map_tensors
 from slipstream.train.predict import Moment, Profile, Work
 from slipstream.zero.hooks import tensors_in
+from slipstream.zero.leaves import named_leaves
 from slipstream.zero.wrap import repeated_blocks, wrap
 
 _aten = torch.ops.aten
@@ -128,13 +129,12 @@ def _ghost(model: nn.Module, plan: Plan) -> nn.Module:
     """A copy of fake parameters and buffers, in the dtypes of an engine, without hooks."""
     memo: dict[int, Any] = {}
     half = None if plan.precision.param_dtype is torch.float32 else plan.precision.param_dtype
+    for leaf in named_leaves(model):
+        for param in {id(each): each for each in (leaf.tensor, leaf.whole)}.values():
+            with torch._C.DisableTorchFunctionSubclass():  # released parameters have shapes
+                fake = torch.empty(tuple(param.shape), dtype=param.dtype if leaf.exact else half or param.dtype, device="cpu")
+                memo.setdefault(id(param), nn.Parameter(fake, requires_grad=param.requires_grad))
     for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None and id(param) not in memo:
-                with torch._C.DisableTorchFunctionSubclass():  # released parameters have shapes
-                    dtype = half if half is not None and param.dtype.is_floating_point else param.dtype
-                    fake = torch.empty(tuple(param.shape), dtype=dtype, device="cpu")
-                    memo[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 saved = buffer.is_floating_point() and name not in module._non_persistent_buffers_set

@@ -22,18 +22,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.config.plan import Plan
 from slipstream.mesh import Mesh
 from slipstream.ops.disk import DiskError
 from slipstream.optim.sharded import ShardedSteps
+from slipstream.train import activation
 from slipstream.train import step as window
 from slipstream.train.precision import Precision
 from slipstream.train.progress import Progress
 from slipstream.zero import access
+from slipstream.zero.build import Recipe, unfreeze
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.hooks import Hooks, Phase, Slots
-from slipstream.zero.store import DiskStore, Homes
+from slipstream.zero.homes import Homes
+from slipstream.zero.hooks import Hooks, Phase, Reducer, Slots
+from slipstream.zero.store import DiskStore, Needs, Spaces
 from slipstream.zero.unit import Comms, Unit
 from slipstream.zero.watch import PeerError, Watch
 
@@ -56,7 +60,8 @@ class Parts:
     units: list[Unit]
     slots: Slots
     homes: Homes
-    hooks: Hooks
+    recipe: Recipe
+    open_space: Callable[[Needs], Spaces]
     precision: Precision
     steps: ShardedSteps | None  # None: an engine without optimizer
     watch: Watch
@@ -82,14 +87,15 @@ class Engine(nn.Module):
         super().__init__()
         self.module = parts.model
         self.plan, self.mesh, self.comms, self.device = parts.plan, parts.mesh, parts.comms, parts.device
-        self.units, self.slots, self.hooks, self.steps = parts.units, parts.slots, parts.hooks, parts.steps
-        self.homes = parts.homes
+        self.units, self.slots, self.steps = parts.units, parts.slots, parts.steps
+        self.homes, self.recipe, self.open_space = parts.homes, parts.recipe, parts.open_space
         self.homes.check = _weak(self._check_disk)  # the model's hooks do not keep the engine
         self.updater = window.Updater(parts.units, parts.steps) if parts.steps is not None else None
         self.asleep: Asleep | None = None
         self.saving: Saving | None = None  # a checkpoint that is being written
         self.staging: Staging | None = None  # host memory that it is written from
         self.broken = ""  # why this engine can neither step nor save: its disk failed
+        self.surgery_open = ""  # why neither runs now: its model is being changed, or was left half changed
         self.destroyed = False
         self.precision, self.watch = parts.precision, parts.watch
         self.optimizer: Any = None  # what initialize returned; set by it
@@ -105,14 +111,26 @@ class Engine(nn.Module):
         self._odd_window = ""  # what this loop was warned of
         self._boundary: bool | None = None  # set by hand (accelerate); None: count micro-batches
         weakref.finalize(self, parts.watch.abandon).atexit = False
-        self.hooks.reducer.alpha = self.alpha
-        self.hooks.reducer.on_reduced = _weak(self._update_ahead)
+        self.wire()
+
+    def wire(self) -> None:
+        """Hook the model to the units, as both are now."""
+        recipe, slots, reducer = self.recipe, self.slots, Reducer(self.units, self.slots)
+        reducer.alpha, reducer.on_reduced = self.alpha, _weak(self._update_ahead)
+        self.hooks = Hooks(
+            self.module, self.units, reducer, self.watch, self.precision.inputs, self.precision.outputs,
+            unfreeze=lambda unit: unfreeze(unit, recipe, slots),
+        )  # fmt: skip
+        self.hooks.handles += activation.apply(
+            self.plan.activations, self.module, [unit.full for unit in self.units], self.progress.timing, speaks=self.rank == 0
+        )
 
     # -- the loop --
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Its units gather and release themselves."""
         self._refuse_destroyed()
+        self._refuse_in_surgery()
         with self.progress.timing("forward"), self.precision.autocast():
             return self.module(*args, **kwargs)
 
@@ -133,6 +151,7 @@ class Engine(nn.Module):
         self._refuse_destroyed()
         self._refuse_asleep()
         self._refuse_broken()
+        self._refuse_in_surgery()
         boundary = self.at_boundary
         self.micro_steps += 1
         self.step_applied = False
@@ -305,7 +324,8 @@ class Engine(nn.Module):
         copies: dict[tuple[int, Any], Any] = {}
         for name, value in state.items():
             if isinstance(value, Tensor):
-                key = (value.data_ptr(), value.shape) if value.numel() else (id(value), value.shape)
+                has_memory = value.numel() and not is_traceable_wrapper_subclass(value)
+                key = (value.data_ptr(), value.shape) if has_memory else (id(value), value.shape)
                 state[name] = copies.setdefault(key, value.detach().clone())
         return state
 
@@ -413,6 +433,8 @@ class Engine(nn.Module):
                 self._refuse_broken()
             if method not in ("sleep", "wake", "destroy"):
                 self._refuse_asleep()
+            if method not in ("surgery", "destroy"):
+                self._refuse_in_surgery()
             rows = self.comms.data.exchange(torch.tensor([float(zlib.crc32(method.encode()))], dtype=torch.float64))
             if rows.min() != rows.max():
                 raise PeerError(f"this rank called engine.{method}() while others called another method; it is for all ranks")
@@ -448,6 +470,49 @@ class Engine(nn.Module):
         from slipstream.train import explain
 
         return explain.table(explain.of_engine(self, *args, **kwargs))
+
+    # -- the model itself --
+
+    @contextmanager
+    def surgery(self, group: int | Callable[[str, nn.Parameter], int] | None = None) -> Iterator[None]:
+        """Between steps, change the model inside: add, replace, remove, resize, tie, freeze and unfreeze. Collective.
+
+            with engine.surgery():
+                model.resize_token_embeddings(1000)
+                engine.module = peft.get_peft_model(model, lora)
+
+        All ranks make the same changes; values of what is new count from the first. Sharded parameters are whole and writable where
+        they are touched, unit by unit. Afterwards what has stayed keeps its weights, masters, moments and step counts, under its
+        new name; what is new and trainable gets fresh states in the optimizer's parameter group `group`, an index or a
+        function of name and parameter (None: the first; with Muon the first of its kind). See docs/PARAMETERS.md.
+
+        Raises RuntimeError in the middle of a window, ValueError where ranks made different changes. After an exception inside,
+        the engine goes on where the model is as it was, else it asks for another surgery.
+        """
+        from slipstream.train.surgery import Surgery
+
+        self._refuse_destroyed()
+        with self._together("surgery"):
+            operation = Surgery(self, group)
+            operation.begin()
+        try:
+            yield
+        except BaseException as error:
+            operation.give_up(error)
+            raise
+        with self.watch.guard("surgery"), torch.no_grad():
+            operation.finish()
+
+    # -- handing over --
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's weights by name, whole, unit by unit: `inference_engine.update_weights(engine.named_weights())`. Collective:
+        every rank iterates to the end. A tensor is there until the next is asked for; adapters of PEFT come merged.
+        """
+        from slipstream.train import handover
+
+        with self._together("named_weights"):
+            yield from handover.stream(self)
 
     # -- life --
 
@@ -528,6 +593,10 @@ class Engine(nn.Module):
         self.units, self.steps, self.updater, self.staging = [], None, None, None
         self.slots = Slots({})
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
+
+    def _refuse_in_surgery(self) -> None:
+        if self.surgery_open:
+            raise RuntimeError(self.surgery_open)
 
     def _refuse_destroyed(self) -> None:
         if self.destroyed:

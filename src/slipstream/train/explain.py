@@ -21,6 +21,7 @@ from slipstream.train import predict
 from slipstream.train.predict import Flow, Line, Part, Peak, Profile, Rates, Setting, Times
 from slipstream.train.tiers import tiers_of
 from slipstream.zero.layout import flat_layout, whole_layout
+from slipstream.zero.leaves import named_leaves
 from slipstream.zero.placement import Tier, stage_placement
 from slipstream.zero.shared import SharedComm
 from slipstream.zero.unit import Unit
@@ -67,14 +68,14 @@ def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | No
     """The units that `initialize` would make of the model, with their dtypes (zero/build.py)."""
     cut = whole_layout if (optimizer or optimizer_of(plan)).whole else flat_layout
     align = Form(dtype=plan.precision.state_dtype).align
-    shards, params, found = plan.zero.shard_size or world, dict(model.named_parameters()), []
+    shards, params, found = plan.zero.shard_size or world, {leaf.name: leaf.tensor for leaf in named_leaves(model)}, []
     place, precision = stage_placement(plan.zero.stage), plan.precision
     for group in wrap(model):
         shapes = [(name, tuple(params[name].shape)) for name in group.param_names]
         layout = cut(shapes, world, align)
         cuts = layout.shards(shards)
         weights = group.dtype
-        if weights.is_floating_point and precision.param_dtype is not torch.float32:
+        if not group.exact and precision.param_dtype is not torch.float32:
             weights = precision.param_dtype
         accumulates = plan.batch.accumulation > 1 or not plan.batch.managed
         kept = precision.grad_accum_dtype or (torch.promote_types(weights, torch.float32) if accumulates else weights)
@@ -180,7 +181,7 @@ def part_of(unit: Unit) -> Part:
     dtypes = unit.dtypes
     return Part(
         name=unit.name,
-        block="" if unit.block is None else unit.name.removesuffix(" (frozen)"),
+        block="" if unit.block is None else unit.name.partition(" (frozen")[0],
         trainable=unit.trainable,
         numel=unit.layout.numel,
         span=unit.span[1] - unit.span[0],

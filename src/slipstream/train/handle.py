@@ -17,7 +17,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         # Not Optimizer.__init__: the groups are the inner optimizer's, not copies.
         self.engine, self.optimizer = engine, inner
         self.defaults = inner.defaults
-        self._opt_called = True  # the engine steps before it ticks a schedule
+        self._opt_called = inner._opt_called = True  # type: ignore[attr-defined]  # the engine steps before a schedule ticks
         self._optimizer_step_pre_hooks: Any = {}
         self._optimizer_step_post_hooks: Any = {}
 
@@ -45,13 +45,23 @@ class OptimizerHandle(torch.optim.Optimizer):
         self.engine.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise RuntimeError("parameters are laid out at initialize(); pass all groups, also frozen ones, to it")
+        raise RuntimeError(
+            "groups are made at initialize(), empty or not; what `with engine.surgery(group=i):` adds to a model joins one of them"
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        raise RuntimeError("optimizer state is sharded: use engine.save_checkpoint(dir), or engine.optimizer_state(name)")
+        """Everything, in torch's own form, on every rank. Collective. `engine.save_checkpoint` needs no such copy."""
+        from slipstream.train import optimizer_state
+
+        with self.engine._together("optimizer.state_dict"):
+            return optimizer_state.whole(self.engine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise RuntimeError("optimizer state is sharded: use engine.load_checkpoint(dir), or engine.set_optimizer_state(name, ...)")
+        """Of this optimizer, or of a plain torch one over the same parameters. Collective; the same on all ranks."""
+        from slipstream.train import optimizer_state
+
+        with self.engine._together("optimizer.load_state_dict"):
+            optimizer_state.take(self.engine, state_dict)
 
     def __repr__(self) -> str:
         return f"OptimizerHandle({self.optimizer!r})"

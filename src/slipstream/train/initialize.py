@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
+from slipstream.compression import row_forms
 from slipstream.config import DataWorld, ModelFacts, Plan, load_config, resolve
 from slipstream.distributed import init_distributed, local_device
 from slipstream.mesh import Mesh, data_mesh
@@ -21,7 +22,6 @@ from slipstream.optim import Resolved, is_elementwise, muon_groups, refuse_unsha
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import ShardedSteps, TorchSteps
-from slipstream.train import activation
 from slipstream.train.data import StatefulLoader, distributed_loader
 from slipstream.train.engine import Engine, Parts
 from slipstream.train.handle import OptimizerHandle
@@ -30,8 +30,7 @@ from slipstream.train.progress import introduce
 from slipstream.train.schedules import build_scheduler, check_steps_alone
 from slipstream.train.tiers import open_spaces, say_what_stays, tiers_of
 from slipstream.zero import access
-from slipstream.zero.build import Recipe, build_units, connect, unfreeze
-from slipstream.zero.hooks import Hooks, Reducer
+from slipstream.zero.build import Recipe, build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
 from slipstream.zero.materialize import FirstValues, Reader
 from slipstream.zero.placement import Tier, stage_placement
@@ -98,9 +97,6 @@ def initialize(
     scheduler = _scheduler(plan, lr_scheduler, inner)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
     forget(model)  # a later engine starts from what this one has trained
-    engine.hooks.handles += activation.apply(
-        plan.activations, model, [unit.full for unit in engine.units], engine.progress.timing, speaks=engine.rank == 0
-    )
     handle = OptimizerHandle(engine, inner) if inner is not None else None
     engine.optimizer = handle
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader
@@ -155,7 +151,8 @@ def _weights(model: nn.Module, mesh: Mesh) -> Reader | None:
     found: list[WeightFiles] = []
 
     def open_files() -> str:
-        found.append(open_weights(load.path, model, rename=load.rename, strict=load.strict))
+        forms = row_forms(model)
+        found.append(open_weights(load.path, model, rename=load.rename, strict=load.strict, forms=forms))
         return found[0].fingerprint
 
     ranks, step = Ranks(mesh.data.group), "slipstream.zero.load: nothing was loaded"
@@ -232,18 +229,14 @@ def _engine(
         comms = connect(mesh, device, transport, watch)
         for comm in (comms.dp, comms.dp_replicate, comms.data):
             failed.callback(comm.close)
-        units, slots, homes = build_units(model, recipe, comms, device, open_spaces(plan.offload, comms.data), values)
+        open_space = open_spaces(plan.offload, comms.data)
+        units, slots, homes = build_units(model, recipe, comms, device, open_space, values)
         failed.pop_all()
     if tiers.weights is Tier.DISK and comms.data.rank == 0:
         kept = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)
         say_what_stays(plan.offload, plan.sources, sum(unit.weights.numel for unit in units), kept)
     if recipe.weights_dtype is not None:
-        _convert_buffers(model, recipe.weights_dtype)
-    numerics = Precision(precision, device)
-    hooks = Hooks(
-        model, units, Reducer(units, slots), watch, numerics.inputs, numerics.outputs,
-        unfreeze=lambda unit: unfreeze(unit, recipe, slots),
-    )  # fmt: skip
+        convert_buffers(model, recipe.weights_dtype)
     steps: ShardedSteps | None = None
     if inner is not None and rule is not None:
         steps = NativeSteps(
@@ -260,8 +253,9 @@ def _engine(
             units=units,
             slots=slots,
             homes=homes,
-            hooks=hooks,
-            precision=numerics,
+            recipe=recipe,
+            open_space=open_space,
+            precision=Precision(precision, device),
             steps=steps,
             watch=watch,
             device=device,
@@ -277,15 +271,6 @@ def _transport(plan: Plan, device: torch.device) -> str:
             '"slipstream": {"transport": "shared"} keeps all weights in memory, and offload_param puts them on disk; use "auto"'
         )
     return "gloo" if comes_and_goes or plan.debug.poison_released else plan.zero.transport
-
-
-def _convert_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Buffers that are saved follow the weights' dtype, as in `model.to(dtype)`; derived ones (rotary frequencies, made with
-    persistent=False) keep the precision they were made in."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                setattr(module, name, buffer.to(dtype))
 
 
 def _optimizer(

@@ -29,6 +29,7 @@ from torch import Tensor
 from slipstream import checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice, pretrained
 from slipstream.checkpoint.errors import Ranks
+from slipstream.compression import row_forms
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.train.data import OtherDataError, StatefulLoader
 from slipstream.zero.comm import gather_objects
@@ -55,6 +56,8 @@ def save(
     data = engine.mesh.data
     _warn_of_what_is_left_out(engine, directory)
     tag = tag or f"global_step{engine.global_steps}"
+    what = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen, "contents": contents}
+    _agree(engine, f"checkpoint {directory}/{tag} was not saved", what)
     tensors = _weights(engine, exclude_frozen=exclude_frozen or contents == "adapters")
     if contents != "adapters":
         tensors |= _buffers(engine)
@@ -98,10 +101,34 @@ def finish(engine: Engine) -> None:
     if saving is not None:
         ranks = Ranks(engine.mesh.data.group)
         ranks.gather(f"checkpoint {saving.path}, written behind training, was not saved", saving.result)
+        ranks.decide(f"checkpoint {saving.path} is saved, but older ones could not be removed", saving.tidied)
+
+
+def _agree(engine: Engine, step: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse, on every rank, a call whose arguments differ: the ranks would wait for each other in different places."""
+    ranks = Ranks(engine.mesh.data.group)
+    told = ranks.gather(step, lambda: dict(arguments))
+
+    def compare() -> None:
+        for rank, theirs in enumerate(told):
+            for name, value in arguments.items():
+                if theirs[name] != value:
+                    others = f"{theirs[name]!r} on rank {rank}"
+                    raise CheckpointError(f"{name} is {value!r} on rank 0 and {others}; give the same on all")
+
+    ranks.decide(step, compare)
 
 
 def save_pretrained(engine: Engine, folder: str, dtype: torch.dtype | None, shard_nbytes: int, only_trainable: bool) -> None:
-    """A Hugging Face folder of the masters' values. Collective; each rank writes what it owns."""
+    """A Hugging Face folder of the masters' values. Collective; each rank writes what it owns. ValueError for quantised weights."""
+    what = {"dtype": dtype, "max_shard_size": shard_nbytes, "only_trainable": only_trainable}
+    _agree(engine, f"{folder} was not written", what)
+    apart = (whole is not param for unit in engine.units for whole, param in zip(unit.wholes, unit.params, strict=True))
+    if not only_trainable and (row_forms(engine.module) or any(apart)):
+        raise ValueError(
+            "save_pretrained() would write codes of quantised weights under the names of weights, which no loader takes: "
+            "only_trainable=True writes the adapters, and save_checkpoint() everything"
+        )
     tensors: dict[str, pretrained.Out] = {}
     for key, held in (_weights(engine, exclude_frozen=only_trainable) | ({} if only_trainable else _buffers(engine))).items():
         kind, _, name = key.partition(".")
@@ -148,6 +175,11 @@ def load(
     Collective. Raises CheckpointError on every rank, with nothing changed, when anything in it is wrong.
     """
     finish(engine)
+    what = {
+        "tag": tag, "load_module_strict": strict, "load_optimizer_states": optimizer, "load_lr_scheduler_states": scheduler,
+        "load_module_only": module_only, "exclude": list(exclude),
+    }  # fmt: skip
+    _agree(engine, f"checkpoint {tag or 'latest'} of {directory} was not loaded", what)
     tag = tag or checkpoint.latest_tag(directory, group=engine.mesh.data.group)
     if tag is None:
         logger.warning("no checkpoint was loaded: there is no %s/latest; the run starts afresh", directory)
@@ -189,7 +221,9 @@ def load(
 
     try:
         _check_shapes(f"checkpoint {found.path} was not loaded", shapes)
-        loaded = checkpoint.load(directory, tag, tensors=wanted, group=engine.mesh.data.group, convert=True, accept=accept)
+        loaded = checkpoint.load(
+            directory, tag, tensors=wanted, group=engine.mesh.data.group, convert=True, accept=accept, metadata=found
+        )
     except BaseException:
         for each in reversed(undo):
             each()

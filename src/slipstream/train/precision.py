@@ -83,7 +83,7 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: Callable[[], float]) -> Tensor:
         ctx.factor, ctx.dtype = factor, tensor.dtype
-        return tensor.view_as(tensor)
+        return tensor.view_as(tensor) if tensor.dim() else tensor.clone()  # a loss may be multiplied in place (Trainer)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -12,9 +12,7 @@ again.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +24,13 @@ from slipstream.ops.disk import Disk, DiskError
 from slipstream.optim.native import NativeSteps
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.placement import Tier
+from slipstream.zero.shared import give_back_pages
 from slipstream.zero.store import HostStore, MemoryStore, Space, Store, range_nbytes
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
 
 KINDS = ("optimizer", "weights", "gradients")
-_MADV_REMOVE = 9  # of pages that several processes map
 
 
 def check(include: Iterable[str] | None, device: str, path: str | None, own: torch.device) -> tuple[str, ...]:
@@ -122,7 +120,7 @@ class Asleep:
             if tensor.untyped_storage().resizable():
                 tensor.untyped_storage().resize_(0)
             else:
-                _remove(tensor)
+                give_back_pages(tensor)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -168,15 +166,6 @@ class Asleep:
 def _pieces(numel: int, most: int = 1 << 22) -> Iterator[tuple[int, int]]:
     for start in range(0, numel, most):
         yield start, min(start + most, numel)
-
-
-def _remove(tensor: Tensor) -> None:
-    """Give back the whole pages of a part of a shared mapping."""
-    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if start < stop:
-        refused = ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_REMOVE)
-        assert refused == 0, f"madvise: errno {ctypes.get_errno()}"
 
 
 def memory_of(engine: Engine, kinds: Iterable[str]) -> list[tuple[Tensor, bool]]:

@@ -26,7 +26,8 @@ from slipstream.zero.comm import Pending, gather_objects
 from slipstream.zero.hooks import Hooks, Slots
 from slipstream.zero.lane import Event
 from slipstream.zero.layout import overlap
-from slipstream.zero.store import Chunk, DiskStore, Store, stream
+from slipstream.zero.store import DiskStore, Store
+from slipstream.zero.stream import Chunk, stream
 from slipstream.zero.unit import Comms, Unit
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def units_of(params: Iterable[nn.Parameter]) -> dict[Unit, list[int]]:
     """Which parameters of which units are meant, in unit order; parameters of no unit are left out."""
     wanted = {id(param) for param in params}
     units = sorted(_living, key=lambda unit: unit.serial)
-    found = {unit: [i for i, param in enumerate(unit.params) if id(param) in wanted] for unit in units}
+    found = {unit: [i for i, whole in enumerate(unit.wholes) if id(whole) in wanted] for unit in units}
     return {unit: indices for unit, indices in found.items() if indices}
 
 
@@ -59,7 +59,7 @@ def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
         return torch.stack(pieces).sum(0).mul_(alpha).view(slot.shape).to(unit.full.device)
     if unit.grads is None or not unit.has_gradient:
         return torch.zeros(slot.shape, device=unit.full.device)
-    full = full_span(unit, unit.grads.whole().float(), bool(unit.placement.grads))[part].to(unit.full.device)
+    full = unit.whole(unit.grads.whole().float(), bool(unit.placement.grads))[part].to(unit.full.device)
     if unit.comms.dp_replicate.size > 1:
         full = torch.stack([each.to(full.device) for each in gather_objects(full, unit.comms.dp_replicate.axis)]).sum(0)
     return full.view(slot.shape)
@@ -94,7 +94,7 @@ def full_optimizer_state(unit: Unit, i: int, steps: Any) -> dict[str, Tensor]:
     slot = unit.layout.slots[i]
     part = slice(slot.offset, slot.offset + slot.numel)
     sharded = bool(unit.placement.optim)
-    result = {"master": full_span(unit, unit.master.whole(), sharded)[part].view(slot.shape).float()}
+    result = {"master": unit.whole(unit.master.whole(), sharded)[part].view(slot.shape).float()}
     owned = steps.pieces[unit.index] if steps and unit.grads is not None else []  # frozen units have none, nor get any here
     pieces = [piece for piece in owned if piece.name == unit.names[i]]
     mine = [(piece.offset, name, read(value)) for piece in pieces for name, value in steps.states(unit, piece).items()]
@@ -128,15 +128,26 @@ def set_optimizer_state(unit: Unit, i: int, steps: Any, values: Mapping[str, Ten
                 write(state, values[name].reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start])
 
 
-def full_span(unit: Unit, shard: Tensor, sharded: bool) -> Tensor:
-    """Any per-element state of the optimizer's span as one flat tensor over the whole unit. Collective."""
-    if not sharded:
-        return shard.clone()
-    dp = unit.comms.dp
-    full = torch.zeros(unit.layout.numel, dtype=shard.dtype, device=shard.device)
-    for rank, piece in enumerate(gather_objects(shard.cpu(), dp.axis)):  # exact, uneven shards too; not on the hot path
-        full[unit.cuts[rank] : unit.cuts[rank + 1]] = piece
-    return full
+def lend(unit: Unit, indices: Iterable[int]) -> Tensor:
+    """Show private whole copies of some parameters; returns the unit's, flat. Collective over the shards."""
+    copy = full_values(unit)
+    unit.lent |= frozenset(indices)
+    for i in indices:
+        param, slot = unit.params[i], unit.layout.slots[i]
+        unit.dress(i, nn.Parameter)
+        param.data = copy[slot.offset : slot.offset + slot.numel].view(slot.shape)
+    return copy
+
+
+def take_back(unit: Unit, indices: Iterable[int], copy: Tensor, modifier_rank: int | None, *, write: bool) -> None:
+    """The parameters are the unit's again. write: with what is in `copy`, on all ranks, or on `modifier_rank`. Collective then."""
+    unit.lent -= frozenset(indices)
+    if write:
+        _write_back(unit, indices, copy, modifier_rank)
+    else:
+        _restore(unit, indices)
+    for i in indices:
+        unit.dress(i, unit.shown)
 
 
 @contextmanager
@@ -152,33 +163,50 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
     if write:
         for unit in chosen:
             unit.refuse_writes()
-    copies = {unit: full_values(unit) for unit in chosen}
-    lent = {unit: unit.lent for unit in chosen}
-    for unit, indices in chosen.items():
-        unit.lent |= frozenset(indices)
-        for i in indices:
-            param, slot = unit.params[i], unit.layout.slots[i]
-            param.__class__ = nn.Parameter
-            param.data = copies[unit][slot.offset : slot.offset + slot.numel].view(slot.shape)
+    data = next((unit.comms.data for unit in chosen), None)
+    for unit in chosen:
+        unit.lend_on_demand()
+    shown = [unit.params[i] for unit, indices in chosen.items() for i in indices if i in unit.lent]  # by who writes them back
+    chosen = {unit: [i for i in indices if i not in unit.lent] for unit, indices in chosen.items()}
+    chosen = {unit: indices for unit, indices in chosen.items() if indices}
+    copies = {unit: lend(unit, indices) for unit, indices in chosen.items()}
     written = False
     try:
-        yield
+        with _keeping_for_backward() if copies and torch.is_grad_enabled() else nullcontext():
+            yield
         if write:
             for unit, indices in chosen.items():
-                _adopt(unit, indices, copies[unit])
+                adopt(unit, indices, copies[unit])
+            if data is not None and data.size > 1 and modifier_rank is not None:
+                for param in shown:
+                    param.data = param.data.contiguous()
+                    broadcast_from(param.data.view(-1), data.axis, modifier_rank)
         written = write
     finally:
         for unit, indices in chosen.items():
-            unit.lent = lent[unit]
-            if written:
-                _write_back(unit, indices, copies[unit], modifier_rank)
-            else:
-                _restore(unit, indices)
-            for i in indices:
-                unit.params[i].__class__ = unit.shown
+            take_back(unit, indices, copies[unit], modifier_rank, write=written)
 
 
-def _adopt(unit: Unit, indices: list[int], copy: Tensor) -> None:
+@contextmanager
+def _keeping_for_backward() -> Iterator[None]:
+    """A graph that is made inside (a penalty on weights) keeps the copies that it saw: by its backward they are shown no more."""
+
+    def keep(saved: Tensor) -> tuple[Tensor, int]:
+        return saved.detach(), saved._version  # the memory, not the parameter, which has other memory then
+
+    def give(kept: tuple[Tensor, int]) -> Tensor:
+        if kept[0]._version != kept[1]:
+            raise RuntimeError(
+                "a parameter or value was written in place after a loss was computed from it inside slipstream.zero.gathered(...), "
+                "and the loss's backward needs what it was: call backward before, or write a copy"
+            )
+        return kept[0]
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, give):
+        yield
+
+
+def adopt(unit: Unit, indices: Iterable[int], copy: Tensor) -> None:
     """Take over what was given with `p.data = ...` instead of written in place."""
     for i in indices:
         slot, new = unit.layout.slots[i], unit.params[i].data
@@ -187,19 +215,19 @@ def _adopt(unit: Unit, indices: list[int], copy: Tensor) -> None:
             if new.shape != view.shape:
                 raise ValueError(
                     f"parameter {unit.names[i]!r} was given shape {tuple(new.shape)} inside gathered(), it is "
-                    f"{tuple(view.shape)}; to resize, change the model before initialize"
+                    f"{tuple(view.shape)}; to resize, change the model inside `with engine.surgery():`"
                 )
             view.copy_(new)
 
 
-def _restore(unit: Unit, indices: list[int]) -> None:
+def _restore(unit: Unit, indices: Iterable[int]) -> None:
     for i in indices:
-        unit.params[i].__class__ = nn.Parameter
+        unit.dress(i, nn.Parameter)
         unit.params[i].data = unit.views[i]
         unit.accept_version(i)
 
 
-def _write_back(unit: Unit, indices: list[int], values: Tensor, modifier_rank: int | None) -> None:
+def _write_back(unit: Unit, indices: Iterable[int], values: Tensor, modifier_rank: int | None) -> None:
     data = unit.comms.data
     if modifier_rank is not None and data.size > 1:
         broadcast_from(values, data.axis, modifier_rank)

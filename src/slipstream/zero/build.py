@@ -6,7 +6,7 @@ laid out, so that a refusal costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +15,15 @@ import torch.nn as nn
 from slipstream.mesh import Axis, Mesh
 from slipstream.zero import access
 from slipstream.zero.comm import Buffer, Comm, LocalComm, ProcessGroupComm
+from slipstream.zero.homes import Homes
 from slipstream.zero.hooks import Slots
 from slipstream.zero.lane import lane_of
 from slipstream.zero.layout import Layout, flat_layout, whole_layout
+from slipstream.zero.leaves import Leaf, named_leaves, open_up
 from slipstream.zero.materialize import FirstValues
 from slipstream.zero.placement import Placement, Tier, Tiers
 from slipstream.zero.shared import SharedComm, hosts_agree
-from slipstream.zero.store import Homes, Needs, Spaces, disk_nbytes
+from slipstream.zero.store import Needs, Spaces, disk_nbytes
 from slipstream.zero.unit import Comms, Dtypes, Memory, Unit
 from slipstream.zero.watch import Watch
 from slipstream.zero.wrap import Group, wrap
@@ -71,7 +73,7 @@ def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> C
 
 
 def _dtypes(group: Group, recipe: Recipe, comms: Comms) -> Dtypes:
-    weights = (recipe.weights_dtype or group.dtype) if group.dtype.is_floating_point else group.dtype
+    weights = group.dtype if group.exact else recipe.weights_dtype or group.dtype
     if not group.trainable:
         return Dtypes(weights=weights, master=weights, local=weights, wire=weights, grads=weights)
     return _trainable_dtypes(weights, recipe, comms)
@@ -87,10 +89,33 @@ def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms) -> Dty
     return Dtypes(weights=weights, master=master, local=kept, wire=wire, grads=kept)
 
 
-def _layout(group: Group, model: nn.Module, recipe: Recipe, num_shards: int) -> Layout:
-    params = dict(model.named_parameters())
-    shapes = [(name, tuple(params[name].shape)) for name in group.param_names]
+def _layout(group: Group, leaves: Mapping[str, Leaf], recipe: Recipe, num_shards: int) -> Layout:
+    shapes = [(name, tuple(leaves[name].tensor.shape)) for name in group.param_names]
     return (whole_layout if recipe.whole else flat_layout)(shapes, num_shards, recipe.align)
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A unit before it is built."""
+
+    group: Group
+    layout: Layout
+    dtypes: Dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What the units of an engine share."""
+
+    recipe: Recipe
+    comms: Comms
+    homes: Homes
+
+
+def survey(groups: Sequence[Group], model: nn.Module, recipe: Recipe, comms: Comms) -> list[Plot]:
+    """Where everything will lie. Nothing is allocated."""
+    leaves = {leaf.name: leaf for leaf in named_leaves(model)}
+    return [Plot(group, _layout(group, leaves, recipe, comms.data.size), _dtypes(group, recipe, comms)) for group in groups]
 
 
 def build_units(
@@ -102,81 +127,94 @@ def build_units(
     `open_space` makes the files for what rests on disk, before anything else is allocated; `values` gives each block's parameters
     their first values just before its units are built.
     """
-    groups = wrap(model)
-    place = recipe.placement
-    layouts = [_layout(group, model, recipe, comms.data.size) for group in groups]
-    dtypes = [_dtypes(group, recipe, comms) for group in groups]
-    memories = [Memory(full=None, common=None, local=None, replica=None) for _ in groups]
+    open_up(model)
+    plots, tiers, lane = survey(wrap(model), model, recipe, comms), recipe.tiers, lane_of(device)
+    needs = disk_needs(plots, recipe, comms, tiers.weights_kept, on_host=lane is None)
+    spaces = open_space(needs) if Tier.DISK in (tiers.weights, tiers.optim) else Spaces()  # on all ranks or on none
+    site = Site(recipe, comms, Homes(tiers, device, spaces, lane, has_peers=comms.data.size > 1))
+    memories = allocate(site, plots)
+    longest = longest_on_wire([(plot.layout, plot.dtypes) for plot in plots if plot.group.trainable], recipe)
+    slots = Slots(ring_of(comms.dp, longest))
+    blocks: dict[str, list[int]] = {"": []}  # the root's turn is the first, also where it has no parameters
+    for i, plot in enumerate(plots):
+        blocks.setdefault(plot.group.module_name, []).append(i)
+    values.begin(blocks)
+    units = []
+    for block, which in blocks.items():
+        units += build_block(site, values, block, [(i, plots[i], memories[i]) for i in which])
+    values.finish()
+    comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # common weights are written before anyone reads them
+    access.register(units)
+    return units, slots, site.homes
 
-    def give(name: str, comm: Comm, which: list[int], size: Callable[[int], tuple[int, torch.dtype]], common: bool = False) -> None:
-        requests = [size(i) for i in which]
+
+def allocate(site: Site, plots: Sequence[Plot]) -> list[Memory]:
+    """All memory that other ranks or the device see. Collective."""
+    recipe, comms, place = site.recipe, site.comms, site.recipe.placement
+    memories = [Memory(full=None, common=None, local=None, replica=None) for _ in plots]
+
+    def give(
+        name: str, comm: Comm, which: list[int], size: Callable[[Plot], tuple[int, torch.dtype]], common: bool = False
+    ) -> None:
+        requests = [size(plots[i]) for i in which]
         buffers = comm.allocate_common(requests) if common else comm.allocate(requests)
         for i, buffer in zip(which, buffers or [], strict=False):
             setattr(memories[i], name, buffer)
 
-    everything = list(range(len(groups)))
-    trainable = [i for i in everything if groups[i].trainable]
-    homes = _homes(layouts, dtypes, trainable, recipe, comms, device, open_space)
-    in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and homes.lane is None)
+    everything = list(range(len(plots)))
+    trainable = [i for i in everything if plots[i].group.trainable]
+    in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and site.homes.lane is None)
     if place.weights and not recipe.poison and in_place:
-        give("common", comms.dp, everything, lambda i: (layouts[i].numel, dtypes[i].weights), common=True)
+        give("common", comms.dp, everything, lambda plot: (plot.layout.numel, plot.dtypes.weights), common=True)
     elif not place.weights:
-        give("full", comms.dp, everything, lambda i: (layouts[i].numel, dtypes[i].weights))
+        give("full", comms.dp, everything, lambda plot: (plot.layout.numel, plot.dtypes.weights))
     if not place.grads:
-        give("local", comms.dp, trainable, lambda i: (layouts[i].numel, dtypes[i].local))
+        give("local", comms.dp, trainable, lambda plot: (plot.layout.numel, plot.dtypes.local))
     elif comms.dp_replicate.size > 1:
-        cuts = [layout.shards(comms.dp.size) for layout in layouts]
-        give(
-            "replica", comms.dp_replicate, trainable,
-            lambda i: (cuts[i][comms.dp.rank + 1] - cuts[i][comms.dp.rank], dtypes[i].grads),
+
+        def own(plot: Plot) -> tuple[int, torch.dtype]:
+            cuts = plot.layout.shards(comms.dp.size)
+            return cuts[comms.dp.rank + 1] - cuts[comms.dp.rank], plot.dtypes.grads
+
+        give("replica", comms.dp_replicate, trainable, own)
+    return memories
+
+
+def build_block(site: Site, values: FirstValues, block: str, parts: Sequence[tuple[int, Plot, Memory]]) -> list[Unit]:
+    """The units of one block, of (index, plot, memory). Collective. Their first values are gone when it returns."""
+    plots = [plot for _, plot, _ in parts]
+    firsts = values.of_block(block, [(plot.group, plot.layout) for plot in plots], site.comms.data)
+    units = []
+    for (i, plot, memory), first in zip(parts, firsts, strict=True):
+        group = plot.group
+        unit = Unit(
+            group.name, i, values.modules[block] if block else None, [values.leaves[name] for name in group.param_names],
+            plot.layout, site.recipe.placement, plot.dtypes, site.comms, memory, site.homes, first,
         )  # fmt: skip
-    slots = _slots([layouts[i] for i in trainable], [dtypes[i] for i in trainable], place, comms.dp)
-    params, modules = dict(model.named_parameters()), dict(model.named_modules())
-
-    def build_block(block: str, which: Sequence[int]) -> list[Unit]:
-        """In a function of its own: its values are gone before the next block's are made."""
-        units = []
-        for i, first in zip(which, values.of_block(block, [(groups[i], layouts[i]) for i in which], comms.data), strict=True):
-            unit = Unit(
-                groups[i].name, i, modules[block] if block else None, [(name, params[name]) for name in groups[i].param_names],
-                layouts[i], place, dtypes[i], comms, memories[i], homes, first,
-            )  # fmt: skip
-            unit.poison = recipe.poison
-            if groups[i].trainable:
-                unit.start_training(dtypes[i])
-            unit.release()  # nothing was put into what is gathered
-            units.append(unit)
-        values.rest()
-        return units
-
-    blocks: dict[str, list[int]] = {"": []}  # the root's turn is the first, also where it has no parameters
-    for i, group in enumerate(groups):
-        blocks.setdefault(group.module_name, []).append(i)
-    values.begin(blocks)
-    units = [unit for block, which in blocks.items() for unit in build_block(block, which)]
-    values.finish()
-    comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # common weights are written before anyone reads them
-    access.register(units)
-    return units, slots, homes
+        unit.poison = site.recipe.poison
+        if group.trainable:
+            unit.start_training(plot.dtypes)
+        unit.release()  # nothing was put into what is gathered
+        units.append(unit)
+    values.rest()
+    return units
 
 
-def _homes(
-    layouts: Sequence[Layout], dtypes: Sequence[Dtypes], trainable: Sequence[int], recipe: Recipe, comms: Comms,
-    device: torch.device, open_space: Callable[[Needs], Spaces],
-) -> Homes:  # fmt: skip
-    tiers, place, lane = recipe.tiers, recipe.placement, lane_of(device)
-    grads_tier = tiers.grads(on_host=lane is None)
+def disk_needs(plots: Sequence[Plot], recipe: Recipe, comms: Comms, to_keep: int, *, on_host: bool) -> Needs:
+    """Bytes of file that these units take of this rank. to_keep: elements of weights that stay in memory."""
+    tiers, place = recipe.tiers, recipe.placement
+    grads_tier = tiers.grads(on_host=on_host)
     weights = optim = next_weights = next_optim = 0
-    to_keep = tiers.weights_kept
-    for i, (layout, of_unit) in enumerate(zip(layouts, dtypes, strict=True)):
+    for plot in plots:
+        layout, of_unit = plot.layout, plot.dtypes
         cuts = layout.shards(comms.dp.size)
         span = cuts[comms.dp.rank + 1] - cuts[comms.dp.rank]
         if tiers.weights is Tier.DISK:
             kept = min(span, to_keep)
             to_keep -= kept
             nbytes = disk_nbytes(span, of_unit.weights.itemsize, kept)
-            weights, next_weights = weights + nbytes, next_weights + (nbytes if i in trainable else 0)
-        if i not in trainable:
+            weights, next_weights = weights + nbytes, next_weights + (nbytes if plot.group.trainable else 0)
+        if not plot.group.trainable:
             continue
         if place.grads and grads_tier is Tier.DISK and comms.dp_replicate.size == 1:
             optim += disk_nbytes(span, of_unit.grads.itemsize)
@@ -186,9 +224,7 @@ def _homes(
             nbytes = sum(disk_nbytes(numel, item, round(numel * tiers.kept)) for item in [*own, *recipe.state_itemsizes])
             optim, next_optim = optim + nbytes, next_optim + nbytes
     ahead = tiers.ahead and bool(place.weights) and comms.dp_replicate.size == 1
-    needs = Needs(weights, optim, next_weights, next_optim) if ahead else Needs(weights, optim)
-    spaces = open_space(needs) if Tier.DISK in (tiers.weights, tiers.optim) else Spaces()  # on all ranks or on none
-    return Homes(tiers, device, spaces, lane, has_peers=comms.data.size > 1)
+    return Needs(weights, optim, next_weights, next_optim) if ahead else Needs(weights, optim)
 
 
 def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
@@ -204,12 +240,24 @@ def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
         slots.ensure(dtypes.wire, layout.numel, lambda: comms.dp.allocate([(layout.numel, dtypes.wire)] * _NUM_SLOTS))
 
 
-def _slots(layouts: Sequence[Layout], dtypes: Sequence[Dtypes], place: Placement, comm: Comm) -> Slots:
+def longest_on_wire(parts: Iterable[tuple[Layout, Dtypes]], recipe: Recipe) -> dict[torch.dtype, int]:
+    """Of the dtypes in which gradients of trainable units travel through a ring, the most elements at a time."""
     longest: dict[torch.dtype, int] = {}
-    for layout, of_unit in zip(layouts, dtypes, strict=True):
-        if place.grads or of_unit.wire != of_unit.local:
-            longest[of_unit.wire] = max(longest.get(of_unit.wire, 0), layout.numel)
-    rings: dict[torch.dtype, list[Buffer]] = {}
-    for dtype, numel in longest.items():
-        rings[dtype] = comm.allocate([(numel, dtype)] * _NUM_SLOTS)
-    return Slots(rings)
+    for layout, dtypes in parts:
+        if recipe.placement.grads or dtypes.wire != dtypes.local:
+            longest[dtypes.wire] = max(longest.get(dtypes.wire, 0), layout.numel)
+    return longest
+
+
+def ring_of(comm: Comm, longest: Mapping[torch.dtype, int]) -> dict[torch.dtype, list[Buffer]]:
+    """Collective."""
+    return {dtype: comm.allocate([(numel, dtype)] * _NUM_SLOTS) for dtype, numel in longest.items()}
+
+
+def convert_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Buffers that are saved follow the weights' dtype, as in `model.to(dtype)`; derived ones (rotary frequencies, made with
+    persistent=False) keep the precision they were made in."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                setattr(module, name, buffer.to(dtype))

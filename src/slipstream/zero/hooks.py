@@ -16,6 +16,7 @@ recompute inside backward runs forward hooks again, or only some of them: they g
 from __future__ import annotations
 
 import dataclasses
+import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,6 +62,11 @@ class Slots:
     def nbytes(self) -> int:
         """This rank's memory in all rings."""
         return sum(buffer.tensor.nbytes for buffer in self.buffers())
+
+    @property
+    def longest(self) -> dict[torch.dtype, int]:
+        """How many elements each ring's buffers hold."""
+        return {dtype: ring[0].tensor.numel() for dtype, ring in self._rings.items()}
 
     def ensure(self, dtype: torch.dtype, numel: int, make: Callable[[], Sequence[Buffer]]) -> None:
         """See that buffers of `dtype` hold `numel` elements; `make` is collective and so is this."""
@@ -160,6 +166,7 @@ class Hooks:
         self.asleep = False  # buffers of gradients are away: nothing may be differentiated
         self.keep = False  # a graph of a graph is alive: weights stay until the step
         self.backwards = 0  # since the last step
+        self.graph: weakref.ref[Any] | None = None  # lives as long as the last forward's graph, until its backward
         # What came after the n-th gathering of a phase (n, its unit), last time. A wrong guess costs a gather, never a result.
         # The place counts because the root comes first and last: by unit alone, it would fetch the first block twice.
         self.follows: dict[tuple[Phase, int, int], tuple[Unit, ...]] = {}
@@ -175,7 +182,7 @@ class Hooks:
         add = self.handles.append
         add(self.model.register_forward_pre_hook(_eager(self._root_pre), with_kwargs=True, prepend=True))
         add(self.model.register_forward_hook(_eager(self._root_post), with_kwargs=True, always_call=True))
-        self.frozen = [(unit, i) for unit in self.units for i in range(len(unit.params))]
+        self.frozen = [(unit, i) for unit in self.units for i in range(len(unit.params)) if unit.full.is_floating_point()]
         self._hook_gradients()
         if not any(unit.placement.weights for unit in self.units):
             return
@@ -199,18 +206,20 @@ class Hooks:
     def _users(self) -> dict[nn.Module, list[Unit]]:
         """Modules that gather: every block its own units and those of shared parameters inside it, and every module
         that holds root parameters itself, for calls that do not go through the root (T5's encoder in generate)."""
-        unit_of = {id(param): unit for unit in self.units for param in unit.params}
+        units_of: dict[int, list[Unit]] = {}  # a parameter whose codes and scales are apart has several
+        for unit in self.units:
+            for whole in unit.wholes:
+                units_of.setdefault(id(whole), []).append(unit)
         users: dict[nn.Module, list[Unit]] = {}
         blocks = {unit.block for unit in self.units if unit.block is not None}
         for block in blocks:
-            found = {id(unit_of[id(p)]): unit_of[id(p)] for p in block.parameters() if id(p) in unit_of}
-            users[block] = list(found.values())
+            users[block] = list(dict.fromkeys(unit for p in block.parameters() for unit in units_of.get(id(p), ())))
         inside = {id(module) for block in blocks for module in block.modules()}
         for module in self.model.modules():
             if module is not self.model and id(module) not in inside:
-                found = {id(unit_of[id(p)]): unit_of[id(p)] for p in module.parameters(recurse=False) if id(p) in unit_of}
+                found = list(dict.fromkeys(unit for p in module.parameters(recurse=False) for unit in units_of.get(id(p), ())))
                 if found:
-                    users[module] = list(found.values())
+                    users[module] = found
         return users
 
     def remove(self) -> None:
@@ -255,9 +264,11 @@ class Hooks:
             return None
         output = self.on_outputs(output)
         if torch.is_grad_enabled():
+            hook = self._on_output_grad  # one object, which only the graph keeps
+            self.graph = weakref.ref(hook)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._on_output_grad)
+                    tensor.register_hook(hook)
         return output
 
     def _block_pre(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -375,6 +386,7 @@ class Hooks:
         self._close_backward()
 
     def _close_backward(self) -> None:
+        self.graph = None
         for unit in self.units:
             unit.may_gather_on_demand = False
             if not self.keep:
@@ -386,6 +398,20 @@ class Hooks:
         """A backward raised half-way: what it left in flight is finished, so that the engine can be used again."""
         self.reducer.drain()
         self._close_backward()
+
+    def under_way(self) -> str:
+        """What of a forward or backward has not ended, in words; "" between steps."""
+        if self.phase is Phase.BACKWARD and not _in_backward():
+            self.abandon_backward()
+        if self.phase is not Phase.IDLE:
+            return f"inside a {self.phase.value}"
+        if self.backwards:
+            return f"after {self.backwards} backward passes of a window that no engine.step() has ended"
+        if self.graph is not None and self.graph() is not None:
+            gc.collect()
+        if self.graph is not None and self.graph() is not None:
+            return "between a forward and its backward (or outputs are kept: delete them, or compute them under torch.no_grad())"
+        return ""
 
     # -- the step's side --
 

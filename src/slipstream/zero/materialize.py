@@ -27,6 +27,7 @@ from torch import Tensor
 
 from slipstream.zero.comm import Comm
 from slipstream.zero.layout import Layout, overlap
+from slipstream.zero.leaves import named_leaves, refuse_trainable
 from slipstream.zero.wrap import Group
 
 
@@ -78,14 +79,16 @@ class Values:
 class FirstValues:
     """Gives a model's parameters and buffers their first values, in turn. Made before anything is changed.
 
-    Raises ValueError naming a module that has something on meta, which is neither read nor can be initialised.
+    Raises ValueError naming a module that has something on meta, which is neither read nor can be initialised, or a parameter that
+    cannot be trained and is to be.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, reader: Reader | None = None) -> None:
         self.model, self.device, self.reader = model, device, reader
         self._init = getattr(model, "_init_weights", None)  # transformers, nanoGPT
-        self._params = dict(model.named_parameters())
-        self._modules = list(model.named_modules())
+        refuse_trainable(model)
+        self.modules = dict(model.named_modules())
+        self._modules = list(self.modules.items())
         self._holders: dict[int, list[int]] = {}  # parameter to initialise -> the modules that hold it
         for i, (name, module) in enumerate(self._modules):
             for leaf, param in module.named_parameters(recurse=False):
@@ -112,6 +115,7 @@ class FirstValues:
 
     def begin(self, blocks: Collection[str]) -> None:
         """Allocate all buffers; `blocks` are the modules that have a turn of their own after the root's."""
+        self.leaves = {leaf.name: leaf for leaf in named_leaves(self.model)}
         self._turns: dict[str, list[int]] = {"": []}
         self._buffers: dict[int, list[str]] = {}
         for i, (name, module) in enumerate(self._modules):
@@ -135,7 +139,7 @@ class FirstValues:
             flat = torch.zeros(layout.numel, dtype=group.dtype, device=self.device) if there else None
             for slot in there:
                 assert flat is not None
-                view, param = flat[slice(*slot.span)].view(slot.shape), self._params[slot.name]
+                view, param = flat[slice(*slot.span)].view(slot.shape), self.leaves[slot.name].tensor
                 if param.is_meta:
                     _mark(view)
                     move_in(param, view)
@@ -154,18 +158,20 @@ class FirstValues:
     def _initialise(self, block: str, fresh: Mapping[int, str]) -> None:
         turn = self._turns.get(block, [])
         own = {*(i for i in turn if i in self._buffers), *(i for key in fresh for i in self._holders[key])}
-        root = dict(self._modules)[block]
+        if not own:
+            return
+        root = self.modules[block]
         with _only(fresh, [*root.modules(), *(self._modules[i][1] for i in own)]):
             wanted = fresh.keys() | {id(getattr(self._modules[i][1], leaf)) for i in own for leaf in self._buffers.get(i, ())}
             for i in sorted(own):
                 if callable(reset := getattr(self._modules[i][1], "reset_parameters", None)):
                     reset()
             self._run_init((self._modules[i][1] for i in sorted({*turn, *own}, reverse=True)), wanted)
-        if block and any(_is_marked(self._params[name]) for name in fresh.values()):
+        if block and any(_is_marked(self.leaves[name].tensor) for name in fresh.values()):
             parents = list(itertools.accumulate(block.split(".")[:-1], lambda a, b: f"{a}.{b}"))
             with _only(fresh, self.model.modules()):
-                self._run_init((dict(self._modules)[name] for name in [*reversed(parents), ""]), fresh.keys())
-        held = [(name, self._params[name], self._modules[self._holders[key][0]][1]) for key, name in fresh.items()]
+                self._run_init((self.modules[name] for name in [*reversed(parents), ""]), fresh.keys())
+        held = [(name, self.leaves[name].tensor, self._modules[self._holders[key][0]][1]) for key, name in fresh.items()]
         for i in own:
             name, module = self._modules[i]
             held += [(f"{name}.{leaf}", getattr(module, leaf), module) for leaf in self._buffers.get(i, ())]

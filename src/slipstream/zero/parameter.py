@@ -33,6 +33,9 @@ class Owner(Protocol):
     def gather_on_demand(self) -> bool:
         """Gather now if that is safe here (inside the engine's forward); False when it is not."""
 
+    def lend_on_demand(self) -> bool:
+        """Show private copies, which are plain parameters, if that is safe here (inside a surgery); False when it is not."""
+
 
 def _getter(name: str) -> Callable[..., Any]:
     return getattr(torch.Tensor, name).__get__
@@ -110,7 +113,8 @@ class ReleasedParameter(nn.Parameter):
                     args = (_unit(args[0]).view_of(args[0]), *args[1:])
                 return func(*args, **(kwargs or {}))
         for param in _released(args, kwargs):
-            if isinstance(param, ReleasedParameter) and not _unit(param).gather_on_demand():
+            is_here = not isinstance(param, ReleasedParameter)  # it came with another of its unit
+            if not (is_here or _unit(param).lend_on_demand() or _unit(param).gather_on_demand()):
                 _refuse(param, getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
 
@@ -129,31 +133,31 @@ class ReleasedParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        _refuse(self, ".data")
+        return _plain(self, ".data").data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        _refuse(self, ".data =")
+        _plain(self, ".data =").data = value
 
     # torch hands these two to no __torch_function__
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(self, "set_")
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        return _plain(self, "set_").set_(*args, **kwargs)
 
-    def as_subclass(self, cls: Any) -> NoReturn:
-        _refuse(self, "as_subclass")
+    def as_subclass(self, cls: Any) -> Any:
+        return _plain(self, "as_subclass").as_subclass(cls)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        _refuse(self, "copy.deepcopy")
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _plain(self, "copy.deepcopy").__deepcopy__(memo)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(self, "pickling (torch.save)")
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self, "pickling (torch.save)").__reduce_ex__(protocol)
 
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(self, "__dlpack__")
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return _plain(self, "__dlpack__").__dlpack__(*args, **kwargs)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(self, "__array__")
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return _plain(self, "__array__").__array__(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         name = _unit(self).param_name(self)
@@ -195,6 +199,13 @@ def _released(args: Any, kwargs: Any) -> list[ReleasedParameter]:
         elif isinstance(item, dict):
             stack.extend(item.values())
     return found
+
+
+def _plain(param: Any, what: str) -> Any:
+    """The parameter itself, in a class that has the answer; elsewhere than in a surgery that raises."""
+    if not _unit(param).lend_on_demand():
+        _refuse(param, what)
+    return param
 
 
 def _refuse(param: Any, what: str) -> NoReturn:

@@ -12,6 +12,7 @@ fences     no rank writes what others may still read: a published weight changes
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import time
@@ -34,6 +35,7 @@ _READY, _DONE = 0, 1
 _SPIN_US = 200
 _SLICE_MS = 200  # how long a sleep lasts before it looks whether the peer still lives
 _EXCHANGE_NUMEL = 8192
+_MADV_REMOVE = 9  # of pages that several processes map
 
 
 def hosts_agree(axis: Axis) -> bool:
@@ -63,6 +65,15 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def give_back_pages(tensor: Tensor) -> None:
+    """Let go of the whole pages of a part of a segment, whose mapping stays: it reads as zeros. Other memory is left alone."""
+    start = -(-tensor.data_ptr() // _PAGE) * _PAGE
+    stop = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
+    if start < stop and not tensor.untyped_storage().resizable():
+        refused = ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_REMOVE)
+        assert refused == 0, "madvise of a shared mapping"
 
 
 def _views(mapping: mmap.mmap, requests: Sequence[tuple[int, torch.dtype]], start: int = 0) -> list[Tensor]:

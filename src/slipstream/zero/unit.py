@@ -17,9 +17,9 @@ parameters are zero in every buffer. Edges are methods; hooks only call them (ze
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -29,24 +29,15 @@ from torch import Tensor
 
 from slipstream.ops import Partial
 from slipstream.ops.disk import DiskError
-from slipstream.zero.comm import Buffer, Comm, Pending
+from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from
+from slipstream.zero.homes import Homes, Landing, Pages
 from slipstream.zero.layout import Layout, Span
+from slipstream.zero.leaves import Leaf
 from slipstream.zero.materialize import Values, move_in
 from slipstream.zero.parameter import drop_grad, parameter_classes, raw_grad
 from slipstream.zero.placement import Placement, Tier
-from slipstream.zero.store import (
-    GRAIN,
-    DiskStore,
-    Homes,
-    HostStore,
-    Landing,
-    MemoryStore,
-    Pages,
-    Store,
-    copy_store,
-    fill_zero,
-    range_nbytes,
-)  # fmt: skip
+from slipstream.zero.shared import give_back_pages
+from slipstream.zero.store import GRAIN, DiskStore, HostStore, MemoryStore, Store, copy_store, fill_zero, range_nbytes  # fmt: skip
 
 _preserve_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 (torch exports it to no one)
 
@@ -108,7 +99,7 @@ class Unit:
         name: str,
         index: int,
         block: nn.Module | None,
-        params: Sequence[tuple[str, nn.Parameter]],
+        leaves: Sequence[Leaf],
         layout: Layout,
         placement: Placement,
         dtypes: Dtypes,
@@ -121,8 +112,10 @@ class Unit:
         self.serial = next(_serials)  # the same on all ranks for the same unit: engines are made alike everywhere
         self.block = block  # the module whose forward gathers it; None for the root's
         self.layout, self.placement, self.dtypes, self.comms = layout, placement, dtypes, comms
-        self.params = [param for _, param in params]
-        self.names = [name for name, _ in params]
+        self.params = [leaf.tensor for leaf in leaves]
+        self.names = [leaf.name for leaf in leaves]
+        self.wholes = [leaf.whole for leaf in leaves]  # the model's parameters that these are, or are parts of
+        self.plain = [type(param) for param in self.params]  # what they are where nothing is hidden
         self.memory, self.homes = memory, homes
         self.cuts = layout.shards(comms.dp.size)
         self.span: Span = (self.cuts[comms.dp.rank], self.cuts[comms.dp.rank + 1])
@@ -137,7 +130,8 @@ class Unit:
         self.pinned = False  # gathered on demand: stays until the end of this forward or backward
         self.direct = False  # some graph since the last step has used it outside its block: every backward needs it whole
         self.may_gather_on_demand = False  # set by the hooks while the engine's forward runs
-        self.shown: type[nn.Parameter] = nn.Parameter  # the class that parameters have now
+        self.on_touch: Callable[[Unit], None] | None = None  # inside a surgery: lends the whole unit (train/surgery.py)
+        self.shown: type[nn.Parameter] = nn.Parameter  # the class that parameters have now: this stands for `plain`
         self.lent: frozenset[int] = frozenset()  # parameters that `zero.gathered` shows in private copies
         self.kept: dict[int, Tensor] = {}  # no_sync: this rank's gradients so far, where `.grad` is too narrow for their sum
         self.filled: set[int] = set()  # parameters whose `local` holds this window's gradient
@@ -243,14 +237,24 @@ class Unit:
         self.gather()
         return True
 
+    def lend_on_demand(self) -> bool:
+        if self.on_touch is None:
+            return False
+        self.on_touch(self)
+        return True
+
     def holds_gradient(self) -> bool:
         return self.has_gradient or bool(self.kept)
 
     def _set_class(self, cls: type[nn.Parameter]) -> None:
         self.shown = cls
-        for i, param in enumerate(self.params):
+        for i in range(len(self.params)):
             if i not in self.lent:
-                param.__class__ = cls
+                self.dress(i, cls)
+
+    def dress(self, i: int, cls: type[nn.Parameter]) -> None:
+        """Make parameter i one of `cls`; nn.Parameter stands for the class that it came with."""
+        self.params[i].__class__ = self.plain[i] if cls is nn.Parameter else cls
 
     def show_weights(self) -> None:
         """Parameters are plain again: a forward is about to run."""
@@ -327,7 +331,7 @@ class Unit:
         self.check_writes()
         if self.poison:
             with _preserve_version(self.full):
-                self.full.fill_(float("nan"))
+                self.full.fill_(float("nan") if self.full.is_floating_point() else 0)
         elif not self.memory.common:
             self._set_class(nn.Parameter)
             self._point_at(self.placeholders)
@@ -562,18 +566,57 @@ class Unit:
             if not on_disk or self.arriving is not None:
                 self.gather()
         self.await_update()
-        for param, view in zip(self.params, self.views, strict=True):
-            param.__class__ = nn.Parameter
+        for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            self.dress(i, nn.Parameter)
             drop_grad(param)
             if not on_disk:
                 param.data = view.clone()
             else:
                 self._put_on_meta(param)
+        self._forget()
+
+    def leave(self) -> None:
+        """Give the memory back, while the engine lives. Parameters have been given other memory, and all ranks are here."""
+        for buffer in (self.memory.full, self.memory.local, self.memory.replica):
+            if buffer is not None:
+                give_back_pages(buffer.tensor)
+        if self.memory.common is not None:
+            give_back_pages(self.full[slice(*self.span)])  # each rank its own part, which it alone may still read
+        for store in {id(store): store for store in (self.weights, self.owned, self.master, self.grads)}.values():
+            if store is not None:
+                self.homes.drop(store)
+        if self.placement.weights:
+            self.homes.keep_more(self.weights)
+        self._forget()
+
+    def _forget(self) -> None:
         self.views = []
         self.memory = Memory(full=None, common=None, local=None, replica=None)
         self.full = torch.empty(0)
         self.weights = self.owned = self.master = MemoryStore(self.full)
         self.grads = self.pages = self.landing = None
+
+    def rename(self, index: int, name: str, block: nn.Module | None, leaves: Sequence[Leaf]) -> None:
+        """The same tensors have another place in the model."""
+        self.index, self.name, self.block = index, name, block
+        self.names, self.wholes = [leaf.name for leaf in leaves], [leaf.whole for leaf in leaves]
+        slots = zip(self.layout.slots, self.names, strict=True)
+        self.layout = replace(self.layout, slots=tuple(replace(slot, name=known) for slot, known in slots))
+
+    def whole_weights(self) -> Tensor:
+        """All of them, flat, whatever the parameters show now. Collective."""
+        return self.full.clone() if not self.placement.weights else self.whole(self.weights.whole(), sharded=True)
+
+    def whole(self, shard: Tensor, sharded: bool) -> Tensor:
+        """This rank's part of a per-element state, and the other ranks', as one flat tensor over the whole unit. Collective."""
+        if not sharded:
+            return shard.clone()
+        full = torch.zeros(self.layout.numel, dtype=shard.dtype, device=self.homes.device)
+        full[slice(*self.span)] = shard.to(full.device)
+        for rank, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
+            if self.comms.dp.size > 1:
+                broadcast_from(full[start:stop], self.comms.dp.axis, rank)
+        return full.to(shard.device)
 
     def _put_on_meta(self, param: nn.Parameter) -> None:
         try:

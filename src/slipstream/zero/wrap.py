@@ -2,7 +2,8 @@
 
 A group is one repeated block (an element of a list of like modules: a transformer layer, an MoE layer with all its
 experts); what is in no block forms the root group, which comes first. Inside a block, groups are keyed by
-(dtype, trainable), because a flat buffer has one dtype and frozen weights need neither gradients nor state.
+(dtype, trainable, exact), because a flat buffer has one dtype, frozen weights need neither gradients nor state, and codes and
+scales of quantised ones are cast to nothing. What is grouped are leaves (zero/leaves.py).
 A parameter that several modules share belongs to the first group that meets it.
 """
 
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
+from slipstream.zero.leaves import named_leaves
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -22,10 +25,12 @@ class Group:
     param_names: tuple[str, ...]  # first name of each parameter, in registration order
     dtype: torch.dtype
     trainable: bool
+    exact: bool  # in this dtype, whatever precision the config asks for
 
     @property
     def name(self) -> str:
-        return (self.module_name or "<root>") + ("" if self.trainable else " (frozen)")
+        kind = f" (frozen, {str(self.dtype).removeprefix('torch.')})" if self.exact else "" if self.trainable else " (frozen)"
+        return (self.module_name or "<root>") + kind
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
@@ -51,16 +56,19 @@ def wrap(model: nn.Module) -> list[Group]:
     """Group every parameter of `model`; the order of groups is the order of first use in a forward, root first."""
     blocks = repeated_blocks(model)
     owner_of: dict[str, str] = {}
-    for name, _ in model.named_parameters(remove_duplicate=True):
+    leaves = {leaf.name: leaf for leaf in named_leaves(model)}
+    for name in leaves:
         inside = [block for block in blocks if name.startswith(block + ".")]
         owner_of[name] = inside[0] if inside else ""
     groups: list[Group] = []
-    params = dict(model.named_parameters(remove_duplicate=True))
     for module_name in ["", *blocks]:
-        keyed: dict[tuple[torch.dtype, bool], list[str]] = {}
+        keyed: dict[tuple[torch.dtype, bool, bool], list[str]] = {}
         for name, owner in owner_of.items():
             if owner == module_name:
-                keyed.setdefault((params[name].dtype, params[name].requires_grad), []).append(name)
-        for (dtype, trainable), names in keyed.items():
-            groups.append(Group(module_name=module_name, param_names=tuple(names), dtype=dtype, trainable=trainable))
+                param = leaves[name].tensor
+                keyed.setdefault((param.dtype, param.requires_grad, leaves[name].exact), []).append(name)
+        for (dtype, trainable, exact), names in keyed.items():
+            groups.append(
+                Group(module_name=module_name, param_names=tuple(names), dtype=dtype, trainable=trainable, exact=exact)
+            )
     return groups

@@ -1,0 +1,124 @@
+"""Linear layers whose frozen weights are bytes (ops/rows.py), for adapters to be trained on top (QLoRA).
+
+A quantised weight is an ordinary parameter of dtype uint8: the engine shards, offloads, gathers and saves it as the bytes that it
+is. What is computed with is made of them where it is needed, in the forward and again in the backward, and never kept.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.ops.rows import RowForm, dequantise_rows, quantise_rows
+from slipstream.zero import access
+
+
+class QuantizedLinear(nn.Linear):
+    """`nn.Linear` with a frozen weight of uint8 [out_features, form.row_nbytes], of which gradients go to the input only."""
+
+    def __init__(self, linear: nn.Linear, form: RowForm) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.form = linear.in_features, linear.out_features, form
+        weight = linear.weight.detach()
+        if weight.is_meta:
+            packed = torch.empty(len(weight), form.row_nbytes, dtype=torch.uint8, device="meta")
+        else:
+            packed = quantise_rows(weight, form)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+        self.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = _Product.apply(x, self.weight, self.form)
+        return product if self.bias is None else product + self.bias
+
+    def dequantized(self) -> Tensor:
+        """The weight as numbers, fp32 [out_features, in_features]."""
+        return dequantise_rows(self.weight, self.form, torch.float32)
+
+    def reset_parameters(self) -> None:
+        raise ValueError(
+            "a quantised weight is made of a trained one: name files that hold it (slipstream.zero.load), or quantise a model that "
+            "has its weights"
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bits={self.form.bits}, block={self.form.block}"
+
+
+class _Product(torch.autograd.Function):
+    """x @ W.T; of W only the bytes are kept for the backward."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, form: RowForm) -> Tensor:
+        return F.linear(x, dequantise_rows(weight, form, x.dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, RowForm], output: Tensor) -> None:
+        _, weight, ctx.form = inputs
+        ctx.save_for_backward(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        (weight,) = ctx.saved_tensors
+        return grad @ dequantise_rows(weight, ctx.form, grad.dtype), None, None
+
+
+def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence[str] = ()) -> nn.Module:
+    """Replace the weight of every `nn.Linear` in `model` by frozen bytes, in place; returns the model. Before adapters are added.
+
+    bits   8: whole numbers. 4: NF4, a quarter of bf16's bytes
+    block  columns that share a scale
+    skip   patterns of the names of layers that stay as they are: `("*.gate",)`. The output head stays anyway, and what shares its
+           weight with another module
+
+    A model on meta (`zero.Init`) is quantised as `slipstream.zero.load` reads it: each rank makes only its own part of the bytes.
+
+    Raises ValueError for a layer of an engine, or whose weight is not finite, and for a pattern that no layer's name matches, with
+    nothing changed.
+    """
+    head_of: Any = getattr(model, "get_output_embeddings", lambda: None)  # transformers'
+    head = head_of()
+    uses = Counter(id(param) for module in model.modules() for param in module._parameters.values() if param is not None)
+    names: dict[nn.Linear, list[str]] = {}  # a layer may have several parents
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            names.setdefault(module, []).append(name)
+    if unused := [pattern for pattern in skip if not any(fnmatch.filter(known, pattern) for known in names.values())]:
+        some = ", ".join(name for name, *_ in list(names.values())[:8]) or "none"
+        raise ValueError(f"skip={unused} matches the name of no nn.Linear of {type(model).__name__}; its first are {some}")
+    chosen = [
+        layer
+        for layer in names
+        if type(layer) is nn.Linear
+        and layer is not model
+        and layer is not head
+        and uses[id(layer.weight)] == 1
+        and not any(fnmatch.filter(names[layer], pattern) for pattern in skip)
+    ]
+    if not chosen:
+        raise ValueError(f"no nn.Linear of {type(model).__name__} is left to quantise: skip={list(skip)}")
+    for unit in access.units_of(model.parameters()):
+        raise ValueError(f"parameter {unit.names[0]!r} belongs to an engine: quantise the model before slipstream.initialize()")
+    for layer in chosen:
+        if not layer.weight.is_meta and not bool(layer.weight.isfinite().all()):
+            name = names[layer][0]
+            raise ValueError(f"layer {name!r} holds weights that are not finite; skip={[name]} leaves it as it is")
+    for layer in chosen:
+        quantized = QuantizedLinear(layer, RowForm(bits=bits, columns=layer.in_features, block=block))
+        for name in names[layer]:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, quantized)
+    return model
+
+
+def row_forms(model: nn.Module) -> dict[str, RowForm]:
+    """How each quantised weight lies in bytes, by the parameter's name."""
+    return {f"{name}.weight": module.form for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}

@@ -1,0 +1,131 @@
+"""What a parameter goes on from when its model is rebuilt: values and optimizer states of units that go, to units that come.
+
+origin   an old unit's parameter, and how many of its elements count
+Carried  values, out of masters, as first values of the new units
+`carry_states` moves the rest, one state of one old unit at a time, whole on every rank in between
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.optim.sharded import Piece, ShardedSteps
+from slipstream.zero.comm import Comm, gather_objects
+from slipstream.zero.store import read
+from slipstream.zero.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """An old unit's parameter that a parameter of the model goes on from."""
+
+    unit: Unit
+    i: int
+    common: int  # elements, from the first on: fewer than it has where its first dimension has changed
+    given: Tensor | None  # the parameter's values now, where they may have changed
+
+    @property
+    def start(self) -> int:
+        return self.unit.layout.slots[self.i].offset
+
+
+class Carried:
+    """zero/materialize.py's `Reader`: values of parameters that the engine had, out of their masters, a block's at a time."""
+
+    def __init__(self, origins: Mapping[str, Origin], aliases: Mapping[str, str], data: Comm) -> None:
+        self.origins, self.aliases, self.data = origins, aliases, data
+        self.values: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        origin = self.origins.get(self.aliases.get(name, ""))
+        return origin is not None and origin.common > 0
+
+    def dtype(self, name: str) -> torch.dtype:
+        origin = self.origins[name]
+        master = origin.unit.master.dtype
+        return master if origin.given is None else torch.promote_types(master, origin.given.dtype)
+
+    def fetch(self, names: Sequence[str]) -> None:
+        wholes: dict[Unit, Tensor] = {}
+        for name in names:
+            origin = self.origins[name]
+            unit = origin.unit
+            if unit not in wholes:
+                wholes[unit] = unit.whole(unit.master.whole(), bool(unit.placement.optim))
+            old = wholes[unit][origin.start : origin.start + origin.common]
+            self.values[name] = old if origin.given is None else self._merged(origin, old, self.dtype(name))
+
+    def _merged(self, origin: Origin, old: Tensor, dtype: torch.dtype) -> Tensor:
+        """The first rank's new values; where those are the old ones' rounding, the masters keep their precision."""
+        assert origin.given is not None
+        given = origin.given.detach().reshape(-1).contiguous().clone()
+        self.data.broadcast(given)
+        new = given.to(device=old.device, dtype=dtype)
+        common = new[: origin.common]
+        is_old = old.to(origin.unit.dtypes.weights).to(dtype) == common
+        common.copy_(torch.where(is_old, old.to(dtype), common))
+        return new
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self.values[name][start:stop]
+
+    def close(self) -> None:
+        self.values = {}
+
+
+def carry_states(steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins: Mapping[str, Origin]) -> None:
+    """Optimizer states of an old unit's parameters go to the new units that hold them. Collective."""
+    if old.grads is None:
+        return
+    sharded = bool(old.placement.optim)
+    held = {piece.name: (piece, steps.states(old, piece)) for piece in steps.pieces[old.index]}
+    mine = {
+        name: ({state: part.dtype for state, part in parts.items()}, steps.scalars(old, piece))
+        for name, (piece, parts) in held.items()
+    }
+    told: dict[str, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}
+    for one in gather_objects(mine, old.comms.dp.axis) if sharded else [mine]:
+        told |= one
+    wanted = list(_wanted(steps, old, units, origins, told))
+    for unit, piece, origin in wanted:
+        dtypes, scalars = told[old.names[origin.i]]
+        if dtypes or scalars:
+            steps.make_states(unit, piece, dtypes)
+            steps.load_scalars(unit, piece, copy.deepcopy(scalars))
+    for state in sorted({state for dtypes, _ in told.values() for state in dtypes}):
+        dtype = next(dtypes[state] for dtypes, _ in told.values() if state in dtypes)
+        shard = torch.zeros(old.optim_span[1] - old.optim_span[0], dtype=dtype)
+        for piece, parts in held.values():
+            if state in parts:
+                shard[piece.start : piece.stop].copy_(read(parts[state]))
+        whole = old.whole(shard, sharded)
+        for unit, piece, origin in wanted:
+            part = steps.states(unit, piece).get(state)
+            stop = min(piece.offset + piece.stop - piece.start, origin.common)
+            if part is not None and piece.offset < stop:
+                values = whole[origin.start + piece.offset : origin.start + stop]
+                if isinstance(part, Tensor):
+                    part[: values.numel()].copy_(values)
+                else:
+                    part.put(0, values)
+
+
+def _wanted(
+    steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins: Mapping[str, Origin], told: Mapping[str, Any]
+) -> Iterator[tuple[Unit, Piece, Origin]]:
+    """This rank's pieces that go on from the old unit's. A state that is no number per element does not fit another shape."""
+    for unit in (unit for unit in units if unit.grads is not None):
+        for piece in steps.pieces[unit.index]:
+            origin = origins.get(piece.name)
+            if origin is None or origin.unit is not old or old.names[origin.i] not in told:
+                continue
+            scalars = told[old.names[origin.i]][1].values()
+            is_same_shape = old.layout.slots[origin.i].shape == piece.shape
+            if is_same_shape or not any(isinstance(value, Tensor) and value.dim() for value in scalars):
+                yield unit, piece, origin

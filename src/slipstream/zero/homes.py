@@ -1,0 +1,313 @@
+"""Where an engine's states rest, by its tiers, and how weights and gradients get there and back in a forward and backward.
+
+Homes    makes stores, opens them for a unit's reduction, and gathers weights out of them
+Landing  memory of the device in which a unit's gradients are summed
+Pages    host memory whose pages can be given back and filled again at the same address: gathered weights
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.ops.disk import DiskError, Transfer, aligned
+from slipstream.zero.comm import Comm, Pending
+from slipstream.zero.lane import Event, Lane
+from slipstream.zero.placement import Tier, Tiers
+from slipstream.zero.store import PAGE, DiskStore, HostStore, MemoryStore, Space, Spaces, Store, range_nbytes, round_up
+from slipstream.zero.stream import Ring, Slot
+
+_GRADIENT_BUFFERS = 2  # one is being filled while the other is written
+
+
+class Landing(NamedTuple):
+    """Memory of the device in which a unit's gradients are summed."""
+
+    memory: Tensor  # what they are so far, and free to be written, after `ready`
+    ready: Callable[[], None]
+    rest: Callable[[], None]  # puts the sum to rest
+
+
+class Homes:
+    """Where an engine's states rest, and the memory through which gradients reach the host or the disk.
+
+    [Note: Gradients on the host]
+    Their sum over micro-batches is made on the device: what rests on the host is copied back ahead of its unit's reduction, added
+    to by the kernel that adds resident gradients, and leaves again. The bus carries both directions at once, the host's cores
+    stay with the optimizer, and no bit depends on where gradients rest. Two buffers of the device take turns: one is summed in,
+    while the copy out of the other, and then the copy into it, run.
+    """
+
+    def __init__(
+        self, tiers: Tiers, device: torch.device, spaces: Spaces, lane: Lane | None, *, has_peers: bool = False
+    ) -> None:
+        self.tiers, self.device, self.spaces, self.lane = tiers, device, spaces, lane
+        self.has_peers = has_peers  # other ranks, which would wait for one that raises in mid-step
+        self.failure: DiskError | None = None  # the first of a forward or backward, until the engine has told all ranks
+        self._gradients: Ring | None = None  # made when the first pass through it
+        self._gradient_nbytes = 0  # of the longest unit's share that rests beside the device or on disk
+        self._landings: deque[MemoryStore] = deque()
+        self._passages: defaultdict[int, list[HostStore]] = defaultdict(list)  # by size; from a disk to the device, not in use
+        self._weights_to_keep = tiers.weights_kept
+        self.check: Callable[[], None] = _nothing  # raises where what rests is lost; the engine's
+        self._writing: dict[int, Slot] = {}  # store -> the slot that it was last written from
+
+    @property
+    def _grads_tier(self) -> Tier:
+        return self.tiers.grads(on_host=self.lane is None)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the optimizer steps in another memory than the device's."""
+        return self.lane is not None and self.tiers.optim is not Tier.DEVICE
+
+    def lane_from(self, store: Store) -> Lane | None:
+        """What carries a state to where the optimizer steps; None where it is there, or on disk."""
+        return self.lane if self.apart and type(store) is MemoryStore else None
+
+    def ring(self, count: int, nbytes: int) -> Ring:
+        """Buffers for the optimizer's chunks."""
+        return Ring(count, nbytes, aligned if self.lane is None else self.lane.memory)
+
+    def now(self) -> Event | None:
+        """The end of what the device was given so far; None where it is the host, which is done."""
+        return None if self.lane is None else self.lane.now()
+
+    def _make(self, tier: Tier, space: Space | None, numel: int, dtype: torch.dtype, head: int = 0, twice: bool = False) -> Store:
+        if tier is Tier.DISK and head < numel:
+            assert space is not None, "a plan with a disk tier opens a file"
+            return space.store(numel, dtype, head, twice=twice and self.spaces.twice)
+        if tier is not Tier.DEVICE and self.lane is not None:
+            return HostStore(self.lane.memory(numel * dtype.itemsize).view(dtype))
+        return MemoryStore(torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def state(self, numel: int, dtype: torch.dtype) -> Store:
+        """A store of zeros for a state that the optimizer keeps."""
+        return self._make(self.tiers.optim, self.spaces.optim, numel, dtype, round(numel * self.tiers.kept), twice=True)
+
+    def gradients(self, numel: int, dtype: torch.dtype) -> Store:
+        """A store of zeros for reduced gradients."""
+        store = self._make(self._grads_tier, self.spaces.optim, numel, dtype)
+        if isinstance(store, (DiskStore, HostStore)):
+            self._gradient_nbytes = max(self._gradient_nbytes, range_nbytes(numel, dtype.itemsize))
+        return store
+
+    def weights(self, numel: int, dtype: torch.dtype, *, trainable: bool) -> Store:
+        """A store of zeros for sharded weights; of the first units', as many as are to be kept stay in memory."""
+        kept = min(numel, self._weights_to_keep)
+        self._weights_to_keep -= kept
+        return self._make(self.tiers.weights, self.spaces.weights, numel, dtype, kept, twice=trainable)
+
+    @property
+    def to_keep(self) -> int:
+        """Elements of weights that may still stay in memory."""
+        return self._weights_to_keep
+
+    def keep_more(self, weights: Store) -> None:
+        """A unit has gone: what stayed in memory of its weights may now stay of others'."""
+        if self.tiers.weights is Tier.DISK:
+            self._weights_to_keep += weights.head.numel() if isinstance(weights, DiskStore) else weights.numel
+
+    def drop(self, store: Store) -> None:
+        """A state is used no more: what of it is on disk is given back."""
+        self._writing.pop(id(store), None)
+        for space in {self.spaces.weights, self.spaces.optim} - {None} if isinstance(store, DiskStore) else ():
+            assert space is not None and isinstance(store, DiskStore)
+            space.drop(store)
+
+    def extend(self, more: Spaces) -> None:
+        """Make the next stores in these files."""
+        for ours, theirs in {(self.spaces.weights, more.weights), (self.spaces.optim, more.optim)}:  # both may be one
+            if ours is not None and theirs is not None:
+                ours.extend(theirs)
+        self.spaces = self.spaces._replace(twice=more.twice)
+
+    def open(self, store: Store, read: bool) -> Landing:
+        """Where to sum a unit's gradients that rest in `store`, beginning with what they are so far (`read`)."""
+        if isinstance(store, HostStore):
+            return self._open_on_host(store, read)
+        view = store.view(0, store.numel)
+        return self._open_on_disk(store, read) if view is None else Landing(view, _nothing, _nothing)
+
+    def _open_on_host(self, store: HostStore, read: bool) -> Landing:
+        lane, landing = self.lane, self._next_landing(store.nbytes)
+        assert lane is not None, "what rests beside a device has a lane to it"
+        memory = landing.tensor[: store.nbytes].view(store.dtype)
+        if read:
+            store.moving = landing.moving = lane.copy(memory, store.tensor, (lane.now(), store.moving, landing.moving))
+
+        def rest() -> None:
+            store.moving = landing.moving = lane.copy(store.tensor, memory, (lane.now(), store.moving))
+
+        return Landing(memory, landing.settle, rest)
+
+    def _next_landing(self, nbytes: int) -> MemoryStore:
+        """The device's buffer that was used longest ago. A copy of its last content may be under way: only `ready` waits for it."""
+        if not self._landings or self._landings[0].numel < nbytes:  # a unit that was unfrozen may be longer than all others
+            self.close_landings()
+            longest = max(nbytes, self._gradient_nbytes)
+            self._landings.extend(MemoryStore(torch.empty(longest, dtype=torch.uint8, device=self.device)) for _ in range(2))
+        self._landings.rotate(-1)
+        return self._landings[-1]
+
+    def close_landings(self) -> None:
+        """Give the buffers back in which gradients are summed."""
+        for landing in self._landings:
+            if landing.moving is not None:
+                landing.moving.wait()
+        self._landings.clear()
+
+    def _open_on_disk(self, store: Store, read: bool) -> Landing:
+        assert isinstance(store, DiskStore), "what does not rest in memory rests on disk"
+        if self._gradients is None or self._gradients.slots[0].memory.numel() < self._gradient_nbytes:  # a unit was unfrozen
+            self.settle()
+            self._gradients = Ring(_GRADIENT_BUFFERS, self._gradient_nbytes)
+        earlier = self._writing.pop(id(store), None)
+        for slot in (earlier, self._gradients.upcoming):
+            with self._noting():
+                if slot is not None:
+                    slot.settle()
+        slot = self._gradients.next()
+        memory = slot.memory[: range_nbytes(store.numel, store.dtype.itemsize)]
+        with self._noting(memory.view(store.dtype)):
+            if read:
+                store.disk.read([store.part(0, memory)]).wait()
+
+        def rest() -> None:
+            slot.moving.append(store.disk.write([store.part(0, memory)]))
+            self._writing[id(store)] = slot
+
+        return Landing(memory.view(store.dtype)[: store.numel], _nothing, rest)
+
+    def gather(self, store: Store, pages: Pages | None, full: Tensor, dp: Comm, cuts: Sequence[int]) -> Pending[None]:
+        """Start moving this rank's weights from where they rest, and gather the others'. One rank moves into `full` itself.
+
+        With a disk the collective is launched by `wait`: ranks whose weights happen to rest in memory must not be ahead of others.
+        """
+        if self.lane is not None and type(store) is not MemoryStore:
+            return self._gather_over(self.lane, store, full, dp, cuts)
+        memory, reading = store.view(0, store.numel), None
+        if memory is None:
+            assert isinstance(store, DiskStore) and pages is not None, "weights on disk are gathered into pages"
+            raw = pages.memory if dp.size == 1 else aligned(range_nbytes(store.numel, store.dtype.itemsize))
+            memory, reading = _start_reading(store, raw)
+        elif self.tiers.weights is not Tier.DISK or dp.size == 1:
+            return dp.gather_into(full, memory, cuts)
+
+        def finish() -> None:
+            with self._noting(memory):
+                if reading is not None:
+                    reading.wait()
+            if dp.size > 1:
+                dp.gather_into(full, memory, cuts).wait()
+
+        return Pending(finish)
+
+    @contextmanager
+    def _noting(self, spoiled: Tensor | None = None) -> Iterator[None]:
+        """Keep a disk's failure for the engine to tell all ranks; with peers go on until then. What was not read is NaN."""
+        try:
+            yield
+        except DiskError as error:
+            self.failure = self.failure or DiskError(*error.args)  # no traceback: its frames would keep the graph alive
+            if not self.has_peers:
+                raise
+            if spoiled is not None:
+                spoiled.fill_(float("nan"))
+
+    def _gather_over(self, lane: Lane, store: Store, full: Tensor, dp: Comm, cuts: Sequence[int]) -> Pending[None]:
+        """The same to a device with memory of its own, which computes on meanwhile and waits where the weights are needed."""
+        shard = full if dp.size == 1 else torch.empty(store.numel, dtype=store.dtype, device=full.device)
+        since = lane.now()  # what had this memory before is done with it
+
+        def launch(copy: Event) -> Pending[None]:
+            if dp.size == 1:
+                return Pending(copy.fence)
+            with lane.behind(copy):
+                return dp.gather_into(full, shard, cuts)
+
+        if isinstance(store, HostStore):
+            store.moving = copy = lane.copy(shard, store.tensor, (since, store.moving))
+            return launch(copy) if self.tiers.weights is Tier.HOST else Pending(lambda: launch(copy).wait())
+        assert isinstance(store, DiskStore), "weights rest on the device, the host or a disk"
+        nbytes = range_nbytes(store.numel, store.dtype.itemsize)
+        spare = self._passages[nbytes]
+        passage = spare.pop() if spare else HostStore(lane.memory(nbytes))
+        memory, reading = _start_reading(store, passage.view(0, nbytes))
+
+        def finish() -> None:
+            with self._noting(memory):
+                reading.wait()
+            passage.moving = copy = lane.copy(shard, memory, (since,))
+            spare.append(passage)
+            launch(copy).wait()
+
+        return Pending(finish)
+
+    @property
+    def on_disk(self) -> bool:
+        return self.spaces.weights is not None or self.spaces.optim is not None
+
+    def on_its_way(self, store: Store) -> list[Transfer | Event]:
+        """What still moves of gradients that have been put to rest."""
+        slot = self._writing.get(id(store))
+        return list(slot.moving) if slot is not None else []
+
+    def settle(self) -> None:
+        """Wait until all gradients rest. What goes wrong is in `failure`."""
+        self._writing.clear()
+        try:
+            if self._gradients is not None:
+                self._gradients.drain()
+        except DiskError as error:
+            self.failure = self.failure or error
+
+    @property
+    def nbytes(self) -> int:
+        """Memory through which gradients pass."""
+        return _GRADIENT_BUFFERS * self._gradient_nbytes
+
+    def give_back(self) -> int:
+        """Let that memory go until the next gradients pass, when all rest; returns its bytes."""
+        ring, self._gradients = self._gradients, None
+        return ring.nbytes if ring is not None else 0
+
+    def close(self) -> None:
+        self.close_landings()
+        if self.lane is not None:
+            self.lane.close()
+        for space in {self.spaces.weights, self.spaces.optim} - {None}:
+            assert space is not None
+            space.close()
+
+
+def _start_reading(store: DiskStore, raw: Tensor) -> tuple[Tensor, Transfer]:
+    """All of a store in `raw`, once the transfer has ended."""
+    memory, kept = raw.view(store.dtype)[: store.numel], store.head.numel()
+    memory[:kept].copy_(store.head)
+    rest = raw[kept * store.dtype.itemsize :][: range_nbytes(store.numel - kept, store.dtype.itemsize)]
+    return memory, store.disk.read([store.part(kept, rest)])
+
+
+class Pages:
+    """Page-aligned host memory of a fixed address, which `free` gives back to the system. Read after that: zeros."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = aligned(round_up(nbytes, PAGE))
+
+    def free(self) -> None:
+        address, nbytes = ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_size_t(self.memory.numel())
+        refused = ctypes.CDLL(None, use_errno=True).madvise(address, nbytes, mmap.MADV_DONTNEED)
+        assert refused == 0, os.strerror(ctypes.get_errno())
+
+
+def _nothing() -> None:
+    pass

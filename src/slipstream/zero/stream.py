@@ -1,0 +1,214 @@
+"""How states that rest elsewhere pass through memory: the optimizer takes a unit's span chunk by chunk.
+
+chunk   as much of a unit's span as the optimizer takes at a time; they start on a `GRAIN` and never straddle a store's head
+Use     what a chunk needs of one state: its store, whether it is read, whether it is written
+Ring    a few aligned host buffers: `stream` reads chunks ahead into them and writes behind out of them, from and to disks
+        and, where the optimizer steps on the host, the device
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from slipstream.ops.disk import Disk, Transfer, aligned
+from slipstream.zero.lane import Event, Lane
+from slipstream.zero.store import GRAIN, DiskStore, MemoryStore, Store, range_nbytes, round_up
+
+Parts = list[tuple[int, Tensor]]  # (byte offset in the file, memory)
+
+
+class Use(NamedTuple):
+    """What a chunk needs of one state."""
+
+    store: Store
+    read: bool
+    write: bool
+    lane: Lane | None = None  # what carries it between the device that it rests on and the host, where the optimizer steps
+
+    def passes(self, start: int, stop: int) -> bool:
+        """Whether elements [start, stop) pass through a ring."""
+        return self.lane is not None or self.store.is_away(start, stop)
+
+
+@dataclass(slots=True)
+class Slot:
+    """One buffer of the ring and what still moves in or out of it."""
+
+    memory: Tensor  # uint8, aligned
+    moving: list[Transfer | Event] = field(default_factory=list)
+    since: Event | None = None  # what copies between it and the device follow
+
+    def settle(self) -> None:
+        """Wait until nothing moves. Raises the first DiskError, after everything has ended."""
+        errors: list[OSError] = []
+        while self.moving:
+            try:
+                self.moving.pop().wait()
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+class Ring:
+    """Buffers of `nbytes` each, used in turn. Copies between them and the device follow `since`."""
+
+    def __init__(self, count: int, nbytes: int, make: Callable[[int], Tensor] = aligned) -> None:
+        self.slots = [Slot(make(nbytes)) for _ in range(count)]
+        self.since: Event | None = None
+        self._turn = 0
+
+    def next(self) -> Slot:
+        """The buffer that was used longest ago, once nothing moves in it any more."""
+        slot = self.upcoming
+        self._turn = (self._turn + 1) % len(self.slots)
+        slot.settle()
+        slot.since = self.since
+        return slot
+
+    @property
+    def upcoming(self) -> Slot:
+        return self.slots[self._turn]
+
+    def drain(self) -> None:
+        """Wait until nothing moves. Raises the first DiskError, after everything has ended."""
+        everything = Slot(self.slots[0].memory, [transfer for slot in self.slots for transfer in slot.moving])
+        for slot in self.slots:
+            slot.moving = []
+        everything.settle()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.memory.nbytes for slot in self.slots)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Elements [start, stop) of a unit's span, and the states that a step uses of them."""
+
+    start: int
+    stop: int
+    uses: Mapping[str, Use]
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # while it is in memory
+    slot: Slot | None = None
+
+    def _moved(self) -> list[tuple[str, Use]]:
+        return [(name, use) for name, use in self.uses.items() if use.passes(self.start, self.stop)]
+
+    @property
+    def may_be_ahead(self) -> bool:
+        """Whether it streams, and what the optimizer keeps of it on disk does so: copies of the rest would fill the memory."""
+        uses = self.uses.values()
+        stay = (use for use in uses if isinstance(use.store, DiskStore) and use.read and use.write)
+        return bool(self._moved()) and all(use.passes(self.start, self.stop) for use in stay)
+
+    def nbytes(self) -> int:
+        """Bytes of ring that it takes."""
+        return sum(range_nbytes(self.stop - self.start, use.store.dtype.itemsize) for _, use in self._moved())
+
+    def fetch(self, take: Callable[[], Slot]) -> None:
+        """Start reading what passes through a slot."""
+        if self._moved():
+            self.slot = take()
+            self.slot.moving = self._move(Disk.read)
+
+    def arrive(self) -> None:
+        """Put its states into `tensors`, once they are there: in the slot, and in place."""
+        if self.slot is not None:
+            self.slot.settle()
+            self.tensors = {name: self._in_slot(use, memory) for name, (use, memory) in self._placed().items()}
+        for name, use in self.uses.items():
+            if name not in self.tensors:
+                view = use.store.view(self.start, self.stop)
+                assert view is not None, f"{name} rests in memory or passes through the slot"
+                self.tensors[name] = view
+
+    def _in_slot(self, use: Use, memory: Tensor) -> Tensor:
+        return memory.view(use.store.dtype)[: self.stop - self.start]
+
+    def _placed(self) -> dict[str, tuple[Use, Tensor]]:
+        """Where each moved state lies in the slot: whole pages."""
+        assert self.slot is not None
+        result, at = {}, 0
+        for name, use in self._moved():
+            nbytes = range_nbytes(self.stop - self.start, use.store.dtype.itemsize)
+            result[name] = (use, self.slot.memory[at : at + nbytes])
+            at += nbytes
+        return result
+
+    def write_back(self) -> list[Transfer]:
+        """Start writing what was written to; returns what then moves to disks. What moves to the device, its store knows."""
+        moving: list[Transfer | Event] = []
+        if self.slot is not None:
+            moving = self.slot.moving = self._move(Disk.write)
+        self.tensors, self.slot = {}, None
+        return [each for each in moving if isinstance(each, Transfer)]
+
+    def _move(self, move: Callable[[Disk, Parts], Transfer]) -> list[Transfer | Event]:
+        """Start one transfer per file, and one copy per state on the device."""
+        reads = move is Disk.read
+        moving: list[Transfer | Event] = []
+        parts: dict[Disk, Parts] = {}
+        for use, memory in self._placed().values():
+            if not (use.read if reads else use.write):
+                continue
+            if use.lane is not None:
+                moving.append(self._carry(use, use.lane, self._in_slot(use, memory), reads))
+            else:
+                assert isinstance(use.store, DiskStore), "what rests in memory does not move"
+                part = use.store.part if reads else use.store.next_part
+                parts.setdefault(use.store.disk, []).append(part(self.start, memory))
+        return [*moving, *(move(disk, each) for disk, each in parts.items())]
+
+    def _carry(self, use: Use, lane: Lane, here: Tensor, reads: bool) -> Event:
+        assert isinstance(use.store, MemoryStore) and self.slot is not None, "a state on the device passes through a slot"
+        there = use.store.tensor[self.start : self.stop]
+        target, source = (here, there) if reads else (there, here)
+        use.store.moving = lane.copy(target, source, (self.slot.since, use.store.moving))
+        return use.store.moving
+
+
+def chunks(numel: int, uses: Mapping[str, Use], most: int) -> list[Chunk]:
+    """A span cut into chunks of at most `most` elements; one chunk where nothing of it passes through a ring."""
+    if not any(use.passes(0, numel) for use in uses.values()):
+        return [Chunk(0, numel, uses)]
+    heads = {use.store.head.numel() for use in uses.values() if isinstance(use.store, DiskStore)}
+    result, start = [], 0
+    for edge in sorted({*(head for head in heads if 0 < head < numel), numel}):
+        while start < edge:
+            stop = min(start + round_up(most, GRAIN), edge)
+            result.append(Chunk(start, stop, uses))
+            start = stop
+    return result
+
+
+def stream(take: Callable[[bool], Chunk | None], ring: Ring | None) -> Generator[Chunk, None, None]:
+    """Each chunk with its states in `tensors`, in order, while the next are being read and the last written.
+
+    take: the next chunk, or None where there is none now. Asked with True, there is nothing else in hand: None ends the stream.
+    The caller calls `write_back`. When the stream ends, also by an exception, nothing moves any more.
+    """
+    ahead: deque[Chunk] = deque()
+    room = max(1, len(ring.slots) - 1) if ring else 1  # one is being written
+    try:
+        while True:
+            while len(ahead) < room and (chunk := take(not ahead)) is not None:
+                chunk.fetch(ring.next if ring else _no_slot)
+                ahead.append(chunk)
+            if not ahead:
+                return
+            chunk = ahead.popleft()
+            chunk.arrive()
+            yield chunk
+    finally:
+        if ring is not None:
+            ring.drain()
+
+
+def _no_slot() -> Slot:
+    raise AssertionError("a state on disk and no ring to read it into")

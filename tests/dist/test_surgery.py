@@ -1,0 +1,526 @@
+"""The model is changed between steps, and the engine goes on: `engine.surgery()` in every stage, tier and dtype."""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import slipstream
+from tests import toy
+from tests.pool import distributed
+
+STAGES = (0, 1, 2, 3)
+TIERS = {
+    "memory": {},
+    "disk": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+    "all on disk": {
+        "zero_optimization": {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme", "max_in_cpu": 0}}
+    },
+    "half on disk": {"zero_optimization": {"offload_optimizer": {"device": "nvme", "ratio": 0.5}, "sub_group_size": 4096}},
+    "8 bits": {"slipstream": {"optimizer_states": "int8"}},
+    "copies": {"zero_optimization": {"mics_shard_size": 1}},
+}  # fmt: skip
+
+
+def make(model: nn.Module, stage: int, folder: Path | None = None, tier: str = "memory", **more: Any) -> Any:
+    blocks = copy.deepcopy(TIERS[tier])
+    for block in blocks.get("zero_optimization", {}).values():
+        if isinstance(block, dict):
+            block["nvme_path"] = str(folder)
+    for key, value in blocks.items():
+        more[key] = value | more.get(key, {})
+    return toy.make(model, stage, **more)
+
+
+def step(engine: Any, i: int) -> Tensor:
+    return toy.step(engine, toy.tokens(engine.rank, i))
+
+
+def everything(engine: Any) -> dict[str, dict[str, Tensor]]:
+    """Weights, masters and states of each parameter."""
+    weights = engine.state_dict()
+    names = [name for unit in engine.units for name in unit.names]
+    return {name: {"weight": weights[name], **engine.optimizer_state(name)} for name in names}
+
+
+def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
+
+
+class Lora(nn.Module):
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+def adapt(model: Any) -> None:
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.up = Lora(block.up)
+
+
+# ---- what stays
+
+
+def rebuild_every_unit(engine: Any) -> None:
+    """A parameter more in each block and in the root, which nothing uses: all layouts change."""
+    torch.manual_seed(7)
+    with engine.surgery():
+        for module in (engine.module, *engine.module.blocks):
+            module.more = nn.Parameter(torch.randn(33))
+
+
+@distributed(world_size=(1, 2))
+@pytest.mark.parametrize(("dtype", "over"), [("fp32", "shared"), ("bf16", "gloo"), ("fp16", "shared")])
+def test_what_stays_goes_on_bit_for_bit(dtype: str, over: str, world_size: int) -> None:
+    for stage in STAGES if world_size > 1 else (0, 3):
+        found = []
+        for operated in (False, True):
+            engine = toy.make(toy.seeded(toy.Lm), stage, over if world_size > 1 else "auto", dtype=dtype)
+            losses = [step(engine, i) for i in range(2)]
+            if operated:
+                rebuild_every_unit(engine)
+            losses += [step(engine, i) for i in range(2, 4)]
+            found.append((losses, everything(engine)))
+            assert engine.global_steps == 4
+            engine.destroy()
+        (losses, before), (others, after) = found
+        assert torch.stack(losses).equal(torch.stack(others)), stage
+        assert after.keys() - before.keys() == {"more", *(f"blocks.{i}.more" for i in range(3))}
+        for name in before:
+            assert equal(before[name], after[name]), (stage, name)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("tier", [name for name in TIERS if name != "memory"])
+def test_what_stays_goes_on_in_every_tier(tier: str, tmp_path: Path) -> None:
+    found = []
+    for operated in (False, True):
+        engine = make(toy.seeded(toy.Lm), 3, tmp_path, tier, dtype="bf16")
+        losses = [step(engine, i) for i in range(2)]
+        if operated:
+            rebuild_every_unit(engine)
+        losses += [step(engine, i) for i in range(2, 4)]
+        found.append((losses, everything(engine)))
+        engine.destroy()
+    (losses, before), (others, after) = found
+    assert torch.stack(losses).equal(torch.stack(others))
+    for name in before:
+        assert equal(before[name], after[name]), name
+
+
+@distributed(world_size=2)
+def test_units_that_did_not_change_are_not_touched() -> None:
+    for stage in STAGES:
+        engine = toy.make(toy.seeded(toy.Lm), stage)
+        step(engine, 0)
+        units = {unit.names[0]: unit for unit in engine.units}
+        with engine.surgery():
+            del engine.module.blocks[1]
+        assert [unit.name for unit in engine.units] == ["<root>", "blocks.0", "blocks.1"]
+        assert engine.units[0] is units["embedding.weight"] and engine.units[2] is units["blocks.2.norm.weight"]
+        assert engine.optimizer_state("blocks.1.up.weight").keys() == {"master", "exp_avg", "exp_avg_sq"}
+        step(engine, 1)
+        engine.destroy()
+
+
+# ---- what comes and goes
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_lora_is_added_after_initialize(transport: str) -> None:
+    """Against an engine that is made of the adapted model: the same losses and weights, and no states of the base."""
+    for stage in STAGES:
+        losses = []
+        for late in (True, False):
+            model = toy.seeded(toy.Lm)
+            if not late:
+                adapt(model)
+            engine = toy.make(model, stage, transport, dtype="bf16")
+            torch.manual_seed(0)
+            if late:
+                toy.seeded(toy.Lm)  # the same draws
+                with engine.surgery():
+                    adapt(model)
+            frozen = [unit for unit in engine.units if unit.grads is None]
+            assert len(frozen) == 4 and all(unit.memory.local is None for unit in frozen)
+            assert engine.optimizer_state("blocks.0.up.base.weight").keys() == {"master"}
+            losses.append([step(engine, i) for i in range(3)])
+            base = engine.state_dict()["blocks.1.up.base.weight"]
+            assert base.equal(toy.seeded(toy.Lm).blocks[1].up.weight.bfloat16())
+            engine.destroy()
+        assert torch.tensor(losses[0]).equal(torch.tensor(losses[1])), stage
+
+
+@distributed(world_size=2)
+def test_what_is_removed_is_an_ordinary_module() -> None:
+    for stage in STAGES:
+        engine = toy.make(toy.seeded(toy.Lm), stage)
+        step(engine, 0)
+        expected = engine.state_dict()
+        block = engine.module.blocks[2]
+        with engine.surgery():
+            del engine.module.blocks[2]
+        for name, value in block.state_dict().items():
+            assert value.equal(expected[f"blocks.2.{name}"]), name
+        assert type(block.up.weight) is nn.Parameter
+        assert not any("blocks.2" in name for unit in engine.units for name in unit.names)
+        held = {id(param) for group in engine.optimizer.param_groups for param in group["params"]}
+        assert held == {id(param) for param in engine.module.parameters()}
+        step(engine, 1)
+        with engine.surgery():
+            engine.module.blocks.append(block)  # it comes back as what it is
+        assert engine.state_dict()["blocks.2.up.weight"].equal(expected["blocks.2.up.weight"])
+        assert not engine.optimizer_state("blocks.2.up.weight")["exp_avg"].any(), "with fresh states"
+        step(engine, 2)
+        engine.destroy()
+
+
+class Tied(toy.Lm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, toy.VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_a_resized_embedding_keeps_the_moments_of_its_rows(transport: str) -> None:
+    for stage in STAGES:
+        for size in (60, 40):
+            engine = toy.make(toy.seeded(Tied), stage, transport, dtype="bf16")
+            loss = step(engine, 0)  # kept: its graph holds the old shape
+            before = everything(engine)["embedding.weight"]
+            model, weight = engine.module, engine.module.embedding.weight
+            with engine.surgery():
+                rows = torch.full((size, 16), float(engine.rank))
+                rows[:48] = weight.data[:size]
+                weight.data = rows.to(weight.dtype)
+                model.embedding.num_embeddings = model.head.out_features = size
+            assert model.head.weight is weight and model.embedding.weight is weight and weight.shape == (size, 16)
+            after = everything(engine)["embedding.weight"]
+            rows_kept = min(size, 48)
+            for key, value in before.items():
+                assert after[key][:rows_kept].equal(value[:rows_kept]), (stage, key)
+                assert not after[key][48:].any(), "the first rank's zeros"
+            toy.step(engine, toy.tokens(engine.rank, 1) % 40)
+            assert loss.isfinite() and everything(engine)["embedding.weight"]["weight"][48:].any() == (size > 48)
+            engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_parameter_that_was_replaced_by_itself_goes_on() -> None:
+    """`new.data[:n] = old.data[:n]` in a new module, as transformers resizes a head. Another's values are another parameter."""
+    for stage in STAGES:
+        engine = toy.make(toy.seeded(toy.Lm), stage)
+        step(engine, 0)
+        before = everything(engine)
+        old = engine.module.head
+        with engine.surgery():
+            engine.module.head = nn.Linear(16, 52)
+            with torch.no_grad():
+                engine.module.head.weight[:48] = old.weight
+        after = everything(engine)
+        assert after["head.weight"]["exp_avg"][:48].equal(before["head.weight"]["exp_avg"])
+        assert not after["head.bias"]["exp_avg"].any()
+        assert after["embedding.weight"]["exp_avg_sq"].equal(before["embedding.weight"]["exp_avg_sq"])
+        step(engine, 1)
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_values_are_the_first_ranks() -> None:
+    for stage in STAGES:
+        engine = toy.make(toy.seeded(toy.Lm), stage, dtype="bf16")
+        step(engine, 0)
+        masters = engine.optimizer_state("head.weight")["master"]
+        torch.manual_seed(engine.rank)
+        with engine.surgery(), torch.no_grad():
+            engine.module.extra = nn.Linear(3, 3)
+            engine.module.head.weight[0].fill_(engine.rank)  # a unit that is built anew
+            engine.module.blocks[1].up.bias.fill_(0.5 + engine.rank)  # and one that stays
+        state = engine.state_dict()
+        for value in (state["extra.weight"], state["blocks.1.up.bias"]):
+            theirs = [torch.empty_like(value) for _ in range(2)]
+            dist.all_gather(theirs, value)
+            assert theirs[0].equal(theirs[1])
+        assert state["blocks.1.up.bias"].eq(0.5).all() and state["head.weight"][0].eq(0).all()
+        found = engine.optimizer_state("head.weight")["master"]
+        assert found[0].eq(0).all() and found[1:].equal(masters[1:]), "masters keep their precision where nothing was written"
+        step(engine, 1)
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_weight_norm_and_a_new_root_are_taken() -> None:
+    """A parametrised module, and a wrapper around the whole model."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args: Any) -> Any:
+            return self.inner(*args)
+
+    for stage in STAGES:
+        engine = toy.make(toy.seeded(toy.Lm), stage)
+        step(engine, 0)
+        with torch.no_grad():
+            expected = engine(toy.tokens(0, 1))
+        before = engine.optimizer_state("blocks.2.up.weight")["exp_avg"]
+        with engine.surgery():
+            nn.utils.parametrizations.weight_norm(engine.module.head)
+            engine.module = Wrapper(engine.module)
+        with torch.no_grad():
+            torch.testing.assert_close(engine(toy.tokens(0, 1)), expected)
+        assert engine.optimizer_state("inner.blocks.2.up.weight")["exp_avg"].equal(before)
+        assert "inner.head.parametrizations.weight.original1" in engine.state_dict()
+        step(engine, 1)
+        engine.destroy()
+
+
+# ---- the optimizer, the schedule, checkpoints
+
+
+@distributed(world_size=2)
+def test_groups_and_schedule_go_on() -> None:
+    for stage in (0, 3):
+        model = toy.seeded(toy.Lm)
+        decay = [{"params": list(model.blocks.parameters())}, {"params": [*model.embedding.parameters(), *model.head.parameters()]}]
+        inner = torch.optim.AdamW(decay, lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+        settings = toy.settings(stage, optimizer=None)
+        engine, optimizer, *_ = slipstream.initialize(model=model, optimizer=inner, lr_scheduler=schedule, config=settings)
+        groups = optimizer.param_groups
+        step(engine, 0)
+        with engine.surgery(group=lambda name, param: int(param.ndim < 2)):
+            model.blocks[0].extra = nn.Linear(4, 4)
+        assert optimizer.param_groups is inner.param_groups and all(a is b for a, b in zip(groups, inner.param_groups, strict=True))
+        assert model.blocks[0].extra.weight in set(groups[0]["params"]) and model.blocks[0].extra.bias in set(groups[1]["params"])
+        step(engine, 1)
+        assert groups[0]["lr"] == pytest.approx(2.5e-3)
+        with pytest.raises(ValueError, match=r"puts 'blocks.0.extra.more' into parameter group 2, and the optimizer has 2"):
+            with engine.surgery(group=2):
+                model.blocks[0].extra.more = nn.Parameter(torch.zeros(3))
+        with engine.surgery(group=1):
+            pass
+        assert model.blocks[0].extra.more in set(groups[1]["params"])
+        step(engine, 2)
+        engine.destroy()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "Muon", "Adafactor"])
+def test_other_optimizers_go_on(name: str) -> None:
+    for stage in (0, 3):
+        found = []
+        for operated in (False, True):
+            model = toy.seeded(toy.Lm)
+            config = toy.settings(stage)
+            given: Any = None
+            if name in ("Muon", "Adagrad"):
+                config["optimizer"] = {"type": name, "params": {"lr": 1e-2}}
+            else:
+                given = getattr(torch.optim, name)(model.parameters(), lr=1e-2)
+                del config["optimizer"]
+            engine, *_ = slipstream.initialize(model=model, optimizer=given, config=config)
+            for i in range(2):
+                step(engine, i)
+            if operated:
+                with engine.surgery():
+                    for module in (model, *model.blocks):
+                        module.more = nn.Parameter(torch.ones(4, 4))
+            for i in range(2, 4):
+                step(engine, i)
+            found.append(everything(engine))
+            engine.destroy()
+        for key in found[0]:
+            assert equal(found[0][key], found[1][key]), (stage, key)
+
+
+@distributed(world_size=2)
+def test_checkpoints_of_a_changed_model_load(tmp_path: Path) -> None:
+    for stage in STAGES:
+        engine = toy.make(toy.seeded(toy.Lm), stage, dtype="bf16")
+        step(engine, 0)
+        with engine.surgery():
+            adapt(engine.module)
+        step(engine, 1)
+        engine.save_checkpoint(str(tmp_path / str(stage)))
+        expected = everything(engine)
+        other_model = toy.seeded(toy.Lm, 3)
+        adapt(other_model)
+        other = toy.make(other_model, 3 - stage, dtype="bf16")
+        other.load_checkpoint(str(tmp_path / str(stage)))
+        found = everything(other)
+        assert all(equal(found[name], expected[name]) for name in expected), stage
+        assert step(other, 2).isfinite()
+        engine.destroy()
+        other.destroy()
+
+
+# ---- what is refused
+
+
+@distributed(world_size=2)
+def test_surgery_is_refused_in_the_middle_of_a_window() -> None:
+    for stage in (0, 3):
+        engine = toy.make(toy.seeded(toy.Lm), stage, gradient_accumulation_steps=2)
+        loss = engine(toy.tokens(engine.rank, 0))
+        with pytest.raises(RuntimeError, match="between a forward and its backward"), engine.surgery():
+            pass
+        loss.backward()
+        engine.step()
+        with pytest.raises(RuntimeError, match=r"after 1 backward passes of a window .*call it between engine.step\(\) and"):
+            with engine.surgery():
+                pass
+        engine(toy.tokens(engine.rank, 1)).backward()
+        engine.step()
+        with engine.surgery():
+            with pytest.raises(RuntimeError, match=r"is in surgery: leave the `with engine.surgery\(\):`"):
+                engine(toy.tokens(engine.rank, 1))
+            with pytest.raises(RuntimeError, match="in surgery"):
+                engine.save_checkpoint("nowhere")
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_ranks_that_differ_are_told() -> None:
+    for stage, transport in ((0, "shared"), (3, "gloo")):
+        engine = toy.make(toy.seeded(toy.Lm), stage, transport)
+        with pytest.raises(ValueError, match=r"ranks changed the model differently. Rank 0 has parameter 'extra' \(2,\)"):
+            with engine.surgery():
+                engine.module.extra = nn.Parameter(torch.zeros(2 + engine.rank))
+        with pytest.raises(RuntimeError, match=r"a surgery|engine.surgery\(\) that failed .*enter another"):
+            engine(toy.tokens(engine.rank, 0))
+        with engine.surgery():
+            engine.module.extra = nn.Parameter(torch.zeros(2))
+        step(engine, 0)
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_write_before_an_exception_leaves_no_rank_alone() -> None:
+    """Where every rank holds the weights, what one has written in place is there; another surgery takes the first rank's for all."""
+    engine = toy.make(toy.seeded(toy.Lm), 0)
+    with pytest.raises(KeyError, match="half-way") if engine.rank else pytest.raises(RuntimeError, match="rank 1 raised"):
+        with engine.surgery(), torch.no_grad():
+            if engine.rank == 1:
+                raise KeyError("half-way")
+            engine.module.head.weight.zero_()
+    with pytest.raises(RuntimeError, match=r"engine.surgery\(\) that failed .*enter another"):
+        engine(toy.tokens(engine.rank, 0))
+    with engine.surgery():
+        pass
+    assert not engine.module.head.weight.any()
+    step(engine, 0)
+    for group in (lambda name, param: engine.rank, lambda name, param: 1 // engine.rank):
+        with pytest.raises((ValueError, ZeroDivisionError), match="rank . gives|division|parameter group 1"):
+            with engine.surgery(group=group):
+                engine.module.extra = nn.Parameter(torch.zeros(2))
+        with engine.surgery():
+            del engine.module.extra
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_an_exception_inside_changes_nothing() -> None:
+    for stage, transport in ((1, "shared"), (3, "shared"), (3, "gloo")):
+        engine = toy.make(toy.seeded(toy.Lm), stage, transport)
+        step(engine, 0)
+        before = everything(engine)
+        with pytest.raises(KeyError, match="half-way"):
+            with engine.surgery(), torch.no_grad():
+                if stage == 3:
+                    engine.module.head.weight.zero_()
+                engine.module.head.bias.data = torch.ones(48)
+                raise KeyError("half-way")
+        after = everything(engine)
+        assert all(equal(before[name], after[name]) for name in before)
+        step(engine, 1)
+        with pytest.raises(KeyError, match="half-way") if engine.rank else pytest.raises(RuntimeError, match="rank 1 raised"):
+            with engine.surgery():
+                if engine.rank == 1:
+                    raise KeyError("half-way")
+        step(engine, 2)
+        with pytest.raises(KeyError, match="too late"):
+            with engine.surgery():
+                del engine.module.blocks[0]
+                raise KeyError("too late")
+        with pytest.raises(RuntimeError, match="failed .KeyError: 'too late'.*an empty one takes the model as it is"):
+            step(engine, 3)
+        with engine.surgery():
+            pass
+        step(engine, 3)
+        engine.destroy()
+
+
+# ---- libraries that change models
+
+
+def llama(tied: bool) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=32, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def llama_step(engine: Any, i: int) -> None:
+    tokens = toy.tokens(engine.rank, i)
+    engine(input_ids=tokens, labels=tokens).loss.backward()
+    engine.step()
+
+
+@distributed(world_size=2, timeout=120)
+def test_resize_token_embeddings_knows_nothing_of_an_engine() -> None:
+    for stage in (0, 3):
+        for tied in (True, False):
+            model = llama(tied)
+            engine = toy.make(model, stage)
+            llama_step(engine, 0)
+            before = everything(engine)
+            with engine.surgery():
+                model.resize_token_embeddings(64)
+            after = everything(engine)
+            assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+            for name in before:
+                for key, value in before[name].items():
+                    assert after[name][key][: len(value)].equal(value), (stage, tied, name, key)
+            state = engine.state_dict()
+            assert (state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()) is tied
+            llama_step(engine, 1)
+            engine.destroy()
+
+
+@distributed(world_size=2, timeout=120)
+def test_get_peft_model_knows_nothing_of_an_engine() -> None:
+    peft = pytest.importorskip("peft")
+    for stage in (0, 3):
+        engine = toy.make(llama(True), stage)
+        llama_step(engine, 0)
+        with engine.surgery(), warnings.catch_warnings(action="ignore"):  # PEFT asks transformers by deprecated names
+            engine.module = peft.get_peft_model(engine.module, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+            assert not any(unit.lent for unit in engine.units), "no sharded weight was needed"
+        trained = {name for unit in engine.units if unit.trainable for name in unit.names}
+        assert len(trained) == 8 and all("lora" in name for name in trained)
+        base = engine.state_dict()["base_model.model.model.layers.0.mlp.up_proj.weight"]
+        llama_step(engine, 1)
+        after = engine.state_dict()
+        assert after["base_model.model.model.layers.0.mlp.up_proj.weight"].equal(base)
+        assert after["base_model.model.model.layers.1.self_attn.q_proj.lora_B.default.weight"].any()
+        engine.destroy()
