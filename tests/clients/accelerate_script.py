@@ -67,11 +67,12 @@ def plugin_of(stage: int, source: str) -> DeepSpeedPlugin:
     return DeepSpeedPlugin(hf_ds_config=str(file))
 
 
-def make(stage: int, source: str, windows: int) -> tuple[Any, Any, Any, Any, Any]:
+def make(stage: int, source: str, windows: int, mixed_precision: str | None = None) -> tuple[Any, Any, Any, Any, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(
-        deepspeed_plugins=plugin_of(stage, source), kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]
-    )
+        deepspeed_plugins=plugin_of(stage, source), kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+        mixed_precision=mixed_precision,
+    )  # fmt: skip
     assert accelerator.num_processes == WORLD and str(accelerator.distributed_type) == "DistributedType.DEEPSPEED"
     model = toy.seeded(toy.Lm)
     loader = DataLoader(data(windows), batch_size=MICRO)
@@ -136,6 +137,19 @@ def train(stage: int, source: str) -> None:
     accelerator.free_memory()
 
 
+def train_in_16_bits(stage: int, word: str) -> None:
+    norms, weights = plain_torch(3)
+    accelerator, model, optimizer, loader, scheduler = make(stage, "arguments", 3, word)
+    assert (model.bfloat16_enabled(), model.fp16_enabled()) == (word == "bf16", word == "fp16")
+    ours = loop(accelerator, model, optimizer, loader, scheduler)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(norms), rtol=5e-2, atol=1e-3)
+    state = accelerator.get_state_dict(model)
+    for name, value in (state or {}).items():
+        assert value.dtype is (torch.bfloat16 if word == "bf16" else torch.float16)
+        assert (value.float() - weights[name]).abs().mean() < LR / 4, name  # a small gradient's sign may turn, and with it a step's
+    accelerator.free_memory()
+
+
 def several_plugins() -> None:
     """A student that trains at stage 2 and a teacher at stage 3, one plugin and one accelerator each."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -168,9 +182,47 @@ def several_plugins() -> None:
     assert losses[-1] < losses[0] and model.global_steps == len(losses)
 
 
+def two_that_train() -> None:
+    """Each with its accelerator and its plugin, as both trained alone."""
+    settings = {
+        name: {"train_micro_batch_size_per_gpu": MICRO, "gradient_clipping": 0.5, "zero_optimization": {"stage": stage}}
+        for name, stage in (("first", 2), ("second", 3))
+    }
+    ends = []
+    for names in (("first",), ("second",), ("first", "second")):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plugins = {name: DeepSpeedPlugin(hf_ds_config=settings[name]) for name in names}
+        accelerators = {
+            name: Accelerator(deepspeed_plugins=plugins, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+            if i == 0 else Accelerator()
+            for i, name in enumerate(names)
+        }  # fmt: skip
+        made = {}
+        for name in names:
+            accelerators[names[0]].state.select_deepspeed_plugin(name)
+            model = toy.seeded(toy.Lm, seed=5 if name == "second" else 4)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+            loader = DataLoader(data(1), batch_size=MICRO)
+            made[name] = accelerators[name].prepare(model, optimizer, loader)
+        for batches in zip(*(made[name][2] for name in names), strict=True):
+            for name, batch in zip(names, batches, strict=True):
+                model, optimizer, _ = made[name]
+                accelerators[name].backward(model(batch))
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append([made[name][0].state_dict() for name in names])
+        for name in names:
+            made[name][0].destroy()
+    for alone, together in zip((*ends[0], *ends[1]), ends[2], strict=True):
+        assert all(torch.equal(together[name], value) for name, value in alone.items())
+
+
 def everything() -> None:
     for stage in (1, 2, 3):
         for source in ("arguments", "json"):
             train(stage, source)
+    train_in_16_bits(2, "bf16")
+    train_in_16_bits(3, "fp16")
     several_plugins()
+    two_that_train()
     torch.distributed.destroy_process_group()

@@ -155,6 +155,23 @@ def train(stage: int, optimizer: bool) -> None:
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
+def train_in_16_bits(stage: int, word: str) -> None:
+    """Near what plain torch does in fp32; and it resumes to the same end, bit for bit."""
+    runs = []
+    for resume in (None, str(FOLDER / f"{word}_{stage}" / "checkpoint-2")):
+        args = arguments(stage, f"{word}_{stage}", optimizer=False, use_cpu=True, **{word: True})
+        trainer = InOrder(model=llama(), args=args, train_dataset=samples(), eval_dataset=samples(4))
+        trainer.train(resume_from_checkpoint=resume)
+        engine = trainer.deepspeed
+        assert (engine.bfloat16_enabled(), engine.fp16_enabled()) == (word == "bf16", word == "fp16")
+        assert next(engine.module.parameters()).dtype is (torch.bfloat16 if word == "bf16" else torch.float16)
+        runs.append((logs_of(trainer), trainer.evaluate()["eval_loss"]))
+    assert {step: runs[0][0][step] for step in (3, 4)} == {step: runs[1][0][step] for step in (3, 4)} and runs[0][1] == runs[1][1]
+    # fp16 begins at a scale of 2**16, which fits: no step is skipped
+    for step, values in plain().items():
+        torch.testing.assert_close(torch.tensor(runs[0][0][step]), torch.tensor(values), rtol=4e-2, atol=1e-2)
+
+
 def pretrained() -> None:
     """`from_pretrained` under stage 3 reads into ranges; its embeddings are resized; it trains."""
     source = FOLDER / "source"
@@ -176,7 +193,10 @@ def pretrained() -> None:
     with deepspeed.zero.GatheredParameters(list(fresh.parameters())):
         assert 0.01 < fresh.model.layers[1].mlp.up_proj.weight.std().item() < 0.03
         assert fresh.model.norm.weight.eq(1).all()
-    model.resize_token_embeddings(136, mean_resizing=False)
+    model.resize_token_embeddings(136)  # the new rows near the mean of the old
+    with deepspeed.zero.GatheredParameters(model.lm_head.weight):
+        ours, theirs = model.lm_head.weight.detach(), original.lm_head.weight.detach()
+        assert torch.equal(ours[:128], theirs) and (ours[128:] - theirs.mean(0)).abs().max() < 1e-3
     assert model.lm_head.weight is model.model.embed_tokens.weight and tuple(model.lm_head.weight.shape) == (136, 32)
     trainer = InOrder(model=model, args=args, train_dataset=samples())
     trainer.train()
@@ -200,8 +220,8 @@ def everything() -> None:
     begin()
     for stage, optimizer in ((1, False), (2, True), (3, False), (3, True)):
         train(stage, optimizer)
+    train_in_16_bits(2, "bf16")
+    train_in_16_bits(3, "fp16")
     evaluate_only()
     pretrained()
     torch.distributed.destroy_process_group()
-
-

@@ -1,8 +1,11 @@
 """DeepSpeed's names: every one is served or says why not, and behaves as its contracts say. Engines here are of one rank."""
 
 import importlib
+import json
+import os
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +18,7 @@ import torch.distributed as dist
 
 from slipstream.compat import launcher, modules, names
 from slipstream.compat.__main__ import tables
+from tests import deepspeed_checkpoints as ds
 from tests import toy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +88,19 @@ def test_a_missing_name_says_why(deepspeed: ModuleType) -> None:
         deepspeed.nothing  # noqa: B018
 
 
+def test_what_deepspeed_has_dropped_says_so_in_a_sentence(deepspeed: ModuleType) -> None:
+    for module, name in (
+        ("elasticity", "compute_elastic_config"), ("elasticity.elastic_agent", "DSElasticAgent"), ("runtime.quantize", "Quantizer"),
+        ("runtime.progressive_layer_drop", "ProgressiveLayerDrop"), ("runtime.sparse_tensor", "SparseTensor"),
+        ("runtime.zero.mics", "MiCS_Optimizer"), ("compression.compress", "init_compression"),
+        ("runtime.data_pipeline.data_routing.helper", "convert_to_random_ltd"),
+    ):  # fmt: skip
+        with pytest.raises(ImportError, match=rf"{name} is not built yet: \w"):
+            exec(f"from deepspeed.{module} import {name}")
+    with pytest.raises(ModuleNotFoundError, match=r"no module 'deepspeed.nothing.at'|no module 'deepspeed.nothing'"):
+        importlib.import_module("deepspeed.nothing.at")
+
+
 def test_what_clients_look_for_when_they_import(deepspeed: Any) -> None:
     """accelerate and transformers read attributes of attributes after a bare `import deepspeed`."""
     assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
@@ -103,6 +120,21 @@ def test_it_refuses_the_real_ones_files(tmp_path: Path) -> None:
     (folder / "env_report.py").touch()
     with pytest.raises(ImportError, match=r"env_report.py and 1 more.*pip uninstall deepspeed"):
         modules.refuse_mixture([str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "said"),
+    [
+        ("env_report", "", "torch"),
+        ("launcher.runner", "--autotuning run a.py", "autotuning is not built"),
+        ("utils.zero_to_fp32", "nowhere out", "nowhere"),
+    ],
+)
+def test_modules_that_python_runs(module: str, arguments: str, said: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"deepspeed.{module}", *arguments.split()]
+    env = os.environ | {"PYTHONPATH": f"{SHIM}:{ROOT / 'src'}"}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert said in done.stdout + done.stderr and done.returncode == (2 if arguments else 0), done.stderr
 
 
 def test_importing_it_imports_neither_the_engine_nor_pydantic() -> None:
@@ -147,6 +179,93 @@ def test_a_window_counts_and_scales_as_deepspeed_does(deepspeed: Any) -> None:
 
 
 @pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("given", "batch"),
+    [
+        ({"train_batch_size": 6}, (6, 6, 1)),
+        ({"train_micro_batch_size_per_gpu": 3}, (3, 3, 1)),
+        ({"train_batch_size": 6, "gradient_accumulation_steps": 3}, (6, 2, 3)),
+        ({"train_batch_size": 6, "train_micro_batch_size_per_gpu": 3}, (6, 3, 2)),
+        ({}, "neither train_batch_size nor"),
+        ({"train_batch_size": 6, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, r"\(6\) != .* = 8"),
+    ],
+)
+def test_what_is_missing_of_the_batch_is_derived(deepspeed: Any, given: dict[str, int], batch: Any) -> None:
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")) | given
+    if isinstance(batch, str):
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=batch):
+            make(deepspeed, **sizes)
+    else:
+        engine = make(deepspeed, **sizes)
+        assert engine.get_batch_info() == batch
+        engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_step_inside_a_window_changes_nothing_and_one_at_its_end_everything(deepspeed: Any) -> None:
+    engine = make(deepspeed, 2, gradient_accumulation_steps=2, gradient_clipping=0.1)
+    weight, utils = engine.module.head.weight, deepspeed.utils
+    before = weight.detach().clone()
+    with pytest.raises(RuntimeError, match="scalar"):
+        engine.backward(engine.module.head(torch.ones(2, 16)))
+    engine.zero_grad()
+    engine.backward(engine(toy.tokens(0, 0)))
+    engine.step()
+    assert torch.equal(weight, before) and utils.safe_get_full_grad(weight) is not None and engine.get_global_grad_norm() is None
+    engine.backward(engine(toy.tokens(0, 1)))
+    engine.step()
+    assert not torch.equal(weight, before) and utils.safe_get_full_grad(weight) is None
+    assert engine.get_global_grad_norm() > 0.1  # the norm before clipping
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_the_loss_scale_falls_after_two_overflows_and_ends_at_the_lowest(deepspeed: Any) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    engine = make(deepspeed, 1, fp16={"enabled": True, "min_loss_scale": 16384}, scheduler=scheduler)
+    scales = [engine.loss_scale()]
+
+    def overflow() -> None:
+        engine.backward(engine(toy.tokens(0, 0)) * float("inf"))
+        engine.step()
+        scales.append(engine.loss_scale())
+
+    for _ in range(3):
+        overflow()
+    assert scales == [2.0**16, 2.0**16, 2.0**15, 2.0**14] and engine.get_lr() == [0.0] and engine.skipped_steps == 3
+    for _ in range(2):
+        step(engine)
+    assert engine.get_lr() == pytest.approx([0.025]) and engine.global_steps == 5  # skipped steps did not warm it up
+    with pytest.raises(OverflowError, match=r"lowest loss scale \(16384"):
+        overflow()
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_which_optimizer_a_schedule_gets(deepspeed: Any) -> None:
+    """The config's the one that is returned, a callable the one that it stands for."""
+    seen: list[Any] = []
+
+    def make_schedule(optimizer: Any) -> Any:
+        seen.append(optimizer)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (i + 1))
+
+    config = toy.settings(1)
+    for given, expected in ((make_schedule, [1e-2, 5e-3]), (None, [0.0, 0.1])):
+        if given is None:
+            config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 2}}  # by logarithms
+        engine, handle, _, schedule = deepspeed.initialize(
+            model=toy.seeded(toy.Lm), config=config, lr_scheduler=given, dist_init_required=False
+        )
+        assert schedule.optimizer is (seen[0] if given else handle) and type(seen[0]) is torch.optim.AdamW
+        rates = [*engine.get_lr()]
+        step(engine)
+        step(engine) if given is None else None
+        assert [*rates, *engine.get_lr()] == pytest.approx(expected) and handle.param_groups[0]["lr"] == engine.get_lr()[0]
+        engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
 def test_an_overflow_is_a_step_that_is_skipped(deepspeed: Any) -> None:
     engine = make(deepspeed, 1, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
     engine.backward(engine(toy.tokens(0, 0)) * float("inf"))
@@ -186,7 +305,6 @@ def test_a_schedule_without_an_optimizer_is_left_out(deepspeed: Any) -> None:
 @pytest.mark.usefixtures("group")
 def test_checkpoint_tags(deepspeed: Any, tmp_path: Path) -> None:
     engine = make(deepspeed)
-    assert engine.load_checkpoint(str(tmp_path)) == (None, {})
     step(engine)
     engine.save_checkpoint(str(tmp_path), client_state={"epoch": 3})
     assert (tmp_path / "latest").read_text().strip() == "global_step1" and (tmp_path / "global_step1").is_dir()
@@ -203,7 +321,43 @@ def test_checkpoint_tags(deepspeed: Any, tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], ours[name]) for name in ours)
     engine.save_16bit_model(str(tmp_path / "out"), "model.safetensors", exclude_frozen_parameters=True)
     assert safetensors.torch.load_file(tmp_path / "out" / "model.safetensors").keys() == ours.keys()
+    (tmp_path / "out" / "taken").mkdir()
+    with pytest.raises(ValueError, match=r"taken was not written: .*directory"):
+        engine.save_16bit_model(str(tmp_path / "out"), "taken")
+    assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", "pytorch_model.bin", "taken"]
+    convert = deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict
+    convert(tmp_path, tmp_path / "parts", max_shard_size="2KB")
+    index = json.loads((tmp_path / "parts" / "pytorch_model.bin.index.json").read_text())["weight_map"]
+    assert index.keys() == ours.keys() and len(set(index.values())) > 1
+    assert all(torch.equal(torch.load(tmp_path / "parts" / file)[name], ours[name]) for name, file in index.items())
+    convert(tmp_path, tmp_path / "safe", max_shard_size="2KB", safe_serialization=True)
+    assert len(list((tmp_path / "safe").glob("model-*-of-*.safetensors"))) > 1
     engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_folder_without_a_checkpoint(deepspeed: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make(deepspeed)
+    assert engine.load_checkpoint(str(tmp_path)) == (None, {})
+    assert "latest" in caplog.text
+    engine.destroy()
+
+
+@pytest.mark.parametrize("name", ["z2-w4-bf16", "z3-w2-fp32", "z1-w2-fp32-universal"])
+def test_weights_of_deepspeeds_own_checkpoints(deepspeed: Any, name: str, tmp_path: Path) -> None:
+    """The loss that DeepSpeed itself had next."""
+    with tarfile.open(ds.ARCHIVE) as archive:
+        members = [each for each in archive.getmembers() if each.name.startswith(f"deepspeed/{name}/")]
+        archive.extractall(tmp_path, members, filter="data")
+    folder = tmp_path / "deepspeed" / name
+    model = ds.model()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(0.5)
+    deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(model, folder)
+    expected = json.loads((folder / "losses.json").read_text())[0]
+    with torch.no_grad():
+        assert model(ds.batch(ds.STEPS, 0, 1)).item() == pytest.approx(expected, rel=1e-6 if "fp32" in name else 5e-3)
 
 
 @pytest.mark.usefixtures("group")
@@ -243,6 +397,8 @@ def test_states_of_a_parameter(deepspeed: Any) -> None:
 def test_what_the_engine_lacks_it_looks_for_in_the_model(deepspeed: Any) -> None:
     engine = make(deepspeed)
     assert engine.head is engine.module.head
+    assert (engine.sparse_gradients_enabled(), engine.pld_enabled(), engine.mics_shard_size) == (False, False, -1)
+    assert callable(engine.optimizer.offload_states)
     with pytest.raises(AttributeError, match=r"engine.train_batch is not built yet: pipeline"):
         engine.train_batch  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -276,6 +432,13 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
     assert weight.shape == plain.head.weight.shape and weight.device.type == "cpu" and weight.untyped_storage().nbytes() == 4
     with pytest.raises(RuntimeError, match="GatheredParameters"):
         weight.zero_()
+    assert model.to("cpu") is model and model.bfloat16().head.weight is weight and weight.ds_tensor.dtype is torch.bfloat16
+    assert model.float().head.weight is weight and weight.dtype is torch.float32
+    assert weight.untyped_storage().nbytes() == 4
+    torch.testing.assert_close(weight.ds_tensor.view(weight.shape), (plain.head.weight * 2).bfloat16().float())
+    with zero.GatheredParameters(model.parameters(), modifier_rank=0):
+        model.load_state_dict(plain.state_dict())
+        weight.data.mul_(2)
     with zero.GatheredParameters(model.parameters()):
         torch.testing.assert_close(weight, plain.head.weight * 2)
         weight.data.zero_()
@@ -300,6 +463,7 @@ def test_optimizers_are_those_that_have_kernels(deepspeed: Any, mode: bool) -> N
     param = torch.nn.Parameter(torch.zeros(3))
     groups = torch.optim.Adam([param]).param_groups  # as accelerate hands them over
     made = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.1, weight_decay=0.0, adamw_mode=mode)
+    assert made.param_groups[0] is groups[0]  # whose rates a schedule of the other optimizer sets
     assert isinstance(made, torch.optim.AdamW) is mode and isinstance(made, deepspeed.ops.adam.DeepSpeedCPUAdam)
     assert rule_of(made).decoupled is mode  # type: ignore[union-attr]
     for kind in (deepspeed.ops.adagrad.DeepSpeedCPUAdagrad, deepspeed.ops.lion.FusedLion, deepspeed.ops.lamb.FusedLamb):

@@ -12,7 +12,7 @@ def tables() -> str:
     served = ((f"`{module}`", _names(" ".join(homes.values()).split())) for module, homes in SERVED.items())
     also = ((f"`{alias}`", f"`{module}`") for alias, module in ALIASES.items())
     missing = (
-        (f"`{module}`: {_names(n for n in names if n != '*') or 'all other names'}", why)
+        (f"`{module}`: {_names(n for n in names if n != '*') or 'all other names, and the modules below'}", why)
         for module, reasons in MISSING.items()
         for why, names in _by_reason(reasons)
     )

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.distributed import local_rank, local_world_size
+
 
 class Accelerator:
     def __init__(self, kind: str) -> None:
@@ -22,7 +24,7 @@ class Accelerator:
         return torch.device(self.device_name(device_index))
 
     def current_device(self) -> Any:
-        return torch.cuda.current_device() if self.on_cuda else int(os.environ.get("LOCAL_RANK", "0"))
+        return torch.cuda.current_device() if self.on_cuda else local_rank()
 
     def current_device_name(self) -> str:
         return f"cuda:{torch.cuda.current_device()}" if self.on_cuda else "cpu"
@@ -32,7 +34,7 @@ class Accelerator:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        return torch.cuda.device_count() if self.on_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return torch.cuda.device_count() if self.on_cuda else local_world_size()
 
     def is_available(self) -> bool:
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.distributed import init_distributed as _init_distributed
+from slipstream.distributed import local_rank
+
+get_local_rank = local_rank
 
 
 def init_distributed(
@@ -19,17 +22,26 @@ def init_distributed(
     rank: int = -1, world_size: int = -1,
 ) -> None:  # fmt: skip
     """As `slipstream.init_distributed`; `dist_backend=None` is gloo on the CPU."""
-    if timeout is None and (minutes := os.environ.get("DEEPSPEED_TIMEOUT")):
-        timeout = timedelta(minutes=int(minutes))
     _init_distributed(
         dist_backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size,
         auto_mpi_discovery=auto_mpi_discovery, distributed_port=distributed_port, verbose=verbose,
         dist_init_required=dist_init_required, config=config,
     )  # fmt: skip
+    _tell_accelerate()
 
 
 def is_initialized() -> bool:
+    _tell_accelerate()
     return dist.is_initialized()
+
+
+def _tell_accelerate() -> None:
+    """[Note: accelerate on CPUs] Where it finds no GPU, accelerate names no backend and takes every rank for the only one, also
+    under its DeepSpeed plugin, unless the script names gloo. Its state asks here while it is being made, and is told."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    known: dict[str, Any] = getattr(state, "_shared_state", {})
+    if dist.is_initialized() and "backend" in known and known["backend"] is None and "num_processes" not in known:
+        known["backend"] = dist.get_backend()
 
 
 def is_available() -> bool:
@@ -42,10 +54,6 @@ def get_rank(group: Any = None) -> int:
 
 def get_world_size(group: Any = None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
-
-
-def get_local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_group() -> Any:

@@ -17,11 +17,13 @@ import torch.nn as nn
 from torch import Tensor
 
 import slipstream
+from slipstream.checkpoint.errors import Ranks
 from slipstream.compat import zero
 from slipstream.compat.names import MISSING_METHODS
-from slipstream.compat.weights import consolidated
+from slipstream.compat.weights import consolidated, write_weights
 from slipstream.config import load_config
 from slipstream.config.plan import Plan
+from slipstream.distributed import local_rank
 from slipstream.train.data import distributed_loader
 from slipstream.train.engine import Engine
 
@@ -131,6 +133,10 @@ class DeepSpeedEngine(Engine):
     wall_clock_breakdown = _of(lambda plan: plan.wall_clock_breakdown)
     dump_state = _of(lambda plan: plan.dump_state)
     dataloader_drop_last = _of(lambda plan: plan.data.drop_last)
+    mics_shard_size = property(_of(lambda plan: plan.zero.shard_size or -1))
+    # what a config that asks for it is refused for
+    elasticity_enabled = pld_enabled = sparse_gradients_enabled = _of(lambda plan: False)
+    eigenvalue_enabled = curriculum_enabled_legacy = random_ltd_enabled = amp_enabled = _of(lambda plan: False)
     checkpoint_tag_validation_enabled = _of(lambda plan: plan.checkpoint.tag_validation != "ignore")
     checkpoint_tag_validation_fail = _of(lambda plan: plan.checkpoint.tag_validation == "fail")
 
@@ -162,7 +168,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return local_rank()
 
     @property
     def dp_world_size(self) -> int:
@@ -219,18 +225,13 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """The weights as they are computed with, for `torch.load`, or as safetensors where the name says so. Collective."""
         state = consolidated(self, exclude_frozen=exclude_frozen_parameters)
-        if state is not None:
-            path = Path(save_dir) / save_filename
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix == ".safetensors":
-                from safetensors.torch import save_file
+        path = Path(save_dir) / save_filename
 
-                once = {id(value): name for name, value in reversed(state.items())}  # tied weights under their first name
-                save_file({name: state[name] for name in once.values()}, str(path), metadata={"format": "pt"})
-            else:
-                torch.save(state, path)
-        if dist.is_initialized():
-            dist.barrier(self.mesh.data.group)
+        def write() -> None:
+            if state is not None:
+                write_weights(state, path)
+
+        Ranks(self.mesh.data.group).gather(f"{path} was not written", write)
         return True
 
     save_fp16_model = save_16bit_model
@@ -303,6 +304,8 @@ def initialize(
     engine.__class__ = DeepSpeedEngine
     assert isinstance(engine, DeepSpeedEngine)
     engine.config = raw
+    if lr_scheduler is None and scheduler is not None:
+        scheduler.optimizer = handle  # the config's own gets the returned one, a caller's the one that it was made of
     zero.adopt(engine)
     return engine, handle, loader, scheduler
 

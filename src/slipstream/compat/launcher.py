@@ -1,7 +1,8 @@
-"""The commands `deepspeed` and `ds_report`."""
+"""The commands `deepspeed` and `ds_report`, and `python -m deepspeed.utils.zero_to_fp32`."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -54,3 +55,23 @@ def report() -> int:
     from slipstream.launch import cli
 
     return cli.main(["report", *sys.argv[1:]])
+
+
+def zero_to_fp32() -> int:
+    """A checkpoint's weights in fp32, as a file; `slipstream convert` makes a Hugging Face folder."""
+    from slipstream.compat.weights import convert_zero_checkpoint_to_fp32_state_dict
+
+    parser = argparse.ArgumentParser(prog="python -m deepspeed.utils.zero_to_fp32", description=zero_to_fp32.__doc__)
+    parser.add_argument("checkpoint_dir", help="the folder that `latest` is in")
+    parser.add_argument("output_dir", help="gets pytorch_model.bin, or model.safetensors")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", help="of the checkpoint; by default what `latest` says")
+    given = parser.parse_args()
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            given.checkpoint_dir, given.output_dir, safe_serialization=given.safe_serialization, tag=given.tag
+        )
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slipstream.compat.names import ALIASES, BEYOND, MISSING, SERVED
+from slipstream.compat.names import ALIASES, BEYOND, MISSING, RUN, SERVED
 
 OURS = frozenset({"__init__.py", "__pycache__"})
 
@@ -58,9 +58,20 @@ def refuse_mixture(folders: Sequence[str]) -> None:
 
 class _Finder(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname not in MODULES or "." not in fullname:  # the package itself is a file
+        if not fullname.startswith("deepspeed."):  # the package itself is a file
             return None
-        return ModuleSpec(fullname, self, is_package=True)
+        if fullname.endswith(".__main__") and fullname.removesuffix(".__main__") in RUN:
+            return ModuleSpec(fullname, self)
+        if fullname in MODULES or _why_not(fullname, "*") is not None:
+            return ModuleSpec(fullname, self, is_package=True)
+        raise ModuleNotFoundError(
+            f"Slipstream's deepspeed has no module {fullname!r}; docs/COMING_FROM_DEEPSPEED.md lists what is served", name=fullname
+        )
+
+    def get_code(self, fullname: str) -> Any:
+        """What `python -m` runs."""
+        home, _, name = RUN[fullname.removesuffix(".__main__")].partition(":")
+        return compile(f"import sys\nfrom {home} import {name}\nsys.exit({name}())\n", fullname, "exec")
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
@@ -79,6 +90,13 @@ def _fill(module: ModuleType) -> None:
     found.__all__ = names
 
 
+def _why_not(module: str, name: str) -> str | None:
+    """Why a name of a module is missing: by itself, or with everything in the module or in the package that the module is in."""
+    reasons = MISSING.get(module, {})
+    package = module.rpartition(".")[0]
+    return reasons.get(name) or reasons.get("*") or (_why_not(package, "*") if package else None)
+
+
 def _real(name: str) -> str:
     """The module that an alias stands for: deepspeed.zero is deepspeed.runtime.zero, as an attribute."""
     return ALIASES.get(name, name)
@@ -94,7 +112,7 @@ def _find(module: ModuleType, name: str) -> Any:
     for below in (f"{module.__name__}.{name}", f"{real}.{name}"):
         if below in MODULES:
             return importlib.import_module(below)
-    why = MISSING.get(real, {}).get(name) or MISSING.get(real, {}).get("*")
+    why = _why_not(real, name)
     if why is not None and not name.startswith("__"):
         raise ImportError(f"{real}.{name} is not built yet: {why}")
     if real in BEYOND and not name.startswith("_"):

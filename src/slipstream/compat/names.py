@@ -75,6 +75,13 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.env_report": {"slipstream.compat.launcher": "report"},
 }
 
+# modules that `python -m` runs -> the function that they are
+RUN: Mapping[str, str] = {
+    "deepspeed.env_report": "slipstream.compat.launcher:report",
+    "deepspeed.launcher.runner": "slipstream.compat.launcher:main",
+    "deepspeed.utils.zero_to_fp32": "slipstream.compat.launcher:zero_to_fp32",
+}
+
 # attribute of DeepSpeed's packages, or the file that a name has in them -> the module above that answers
 ALIASES: Mapping[str, str] = {
     "deepspeed.zero": "deepspeed.runtime.zero",
@@ -107,14 +114,14 @@ DIFFERS: Mapping[str, str] = {
     "deepspeed.utils.safe_get_local_*, safe_set_local_*": "collective",
     "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "make torch's or Slipstream's class, stepped by Slipstream's kernels",
     "deepspeed.ops.lamb.FusedLamb": "corrects the bias before it takes the norm, as the paper does",
-    "deepspeed.utils.zero_to_fp32": "reads Slipstream's checkpoints; tied weights once",
+    "deepspeed.utils.zero_to_fp32": "reads Slipstream's checkpoints and DeepSpeed's own; tied weights once",
     "deepspeed.utils.set_z3_leaf_modules": "only marks: blocks are gathered whole, so what is inside one is a leaf already",
     "deepspeed.utils.logger": "is Slipstream's logger, which says nothing below WARNING unless told",
     "engine.save_16bit_model": "writes at every stage, whatever stage3_gather_16bit_weights_on_model_save says",
     "engine.destroy": "collective; the model's parameters become ordinary whole ones",
     "engine.no_sync": "at every stage",
     "engine.offload_states, reload_states": "are `Engine.sleep` and `wake`; on a CPU there is only the disk to move to",
-    "optimizer.state_dict, load_state_dict": "are refused: engine.save_checkpoint saves the state, whatever the number of ranks",
+    "optimizer.state_dict, load_state_dict": "collective; whole, in torch's own form",
 }
 
 _EXPERTS = "expert parallelism; experts train as ordinary parameters at every ZeRO stage"
@@ -126,6 +133,12 @@ _ATTENTION = "block-sparse attention; FlexAttention of torch takes block masks"
 _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
 _BUILDERS = "DeepSpeed's builders of C++ code; Slipstream's kernels are built when it is installed"
 _CONFIG = "the config as an object; engine.config is the dictionary, and the engine's methods say what became of it"
+_DROPPING = "progressive layer dropping, which DeepSpeed 0.19.8 has dropped too; drop layers in the model's own forward"
+_MOQ = "quantisation during training (MoQ), which DeepSpeed 0.19.8 has dropped too; torchao quantises in training (QAT)"
+_SPARSE = "sparse gradients, which DeepSpeed 0.19.8 has dropped too; dense reduction gives the same numbers"
+_ELASTIC = "elastic batch sizes, which DeepSpeed 0.19.8 has dropped too; every checkpoint loads at any number of ranks"
+_MICS = "MiCS as classes of its own; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
+_OPTIMIZER = "an optimizer per stage, as one class serves all; ask engine.zero_optimization_stage()"
 _ESTIMATE = "`slipstream plan` and engine.explain() give the bytes, activations too"
 
 # module of DeepSpeed -> {name, or * for all others: why, and what to do}
@@ -144,39 +157,42 @@ MISSING: Mapping[str, Mapping[str, str]] = {
         "TiledLinearReturnBias": "a tiled layer that returns its bias; TiledLinear adds it",
         "estimate_zero3_model_states_mem_needs_all_live": _ESTIMATE,
         "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATE,
+        "DeepSpeedZeroOptimizer_Stage3": _OPTIMIZER,
+        "MiCS_Optimizer": _MICS,
+        "MiCS_Offload": _MICS,
     },
     "deepspeed.runtime.config": {"DeepSpeedConfig": _CONFIG},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "get_cuda_rng_tracker": "random states per model-parallel rank, as there is no tensor parallelism; use torch's",
     },
-    "deepspeed.runtime.zero.stage_1_and_2": {"*": _ESTIMATE},
+    "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": _OPTIMIZER, "*": _ESTIMATE},
+    "deepspeed.runtime.zero.mics_utils": {"*": _MICS},
+    "deepspeed.runtime.bf16_optimizer": {"*": _OPTIMIZER},
+    "deepspeed.runtime.fp16.fused_optimizer": {"*": _OPTIMIZER},
+    "deepspeed.runtime.fp16.unfused_optimizer": {"*": _OPTIMIZER},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {"*": _SEQUENCE},
-    "deepspeed.sequence.layer": {"*": _SEQUENCE},
-    "deepspeed.runtime.fp16.onebit.adam": {"*": _ONE_BIT},
-    "deepspeed.runtime.fp16.onebit.lamb": {"*": _ONE_BIT},
-    "deepspeed.runtime.fp16.onebit.zoadam": {"*": _ONE_BIT},
+    "deepspeed.sequence": {"*": _SEQUENCE},
+    "deepspeed.runtime.fp16.onebit": {"*": _ONE_BIT},
     "deepspeed.runtime.pipe": {"*": _PIPELINE},
-    "deepspeed.runtime.pipe.topology": {"*": _PIPELINE},
     "deepspeed.runtime.data_pipeline": {"*": "data efficiency (curriculum sampling, random-LTD); sample in the data loader"},
-    "deepspeed.runtime.progressive_layer_drop": {"*": "progressive layer dropping; DeepSpeed 0.19.8 has none either"},
-    "deepspeed.runtime.sparse_tensor": {"*": "sparse gradients; dense reduction gives the same numbers"},
+    "deepspeed.runtime.progressive_layer_drop": {"*": _DROPPING},
+    "deepspeed.runtime.sparse_tensor": {"*": _SPARSE},
+    "deepspeed.runtime.quantize": {"*": _MOQ},
+    "deepspeed.runtime.weight_quantizer": {"*": _MOQ},
+    "deepspeed.runtime.eigenvalue": {"*": _MOQ},
     "deepspeed.runtime.hybrid_engine": {"*": "the hybrid engine; generation under torch.no_grad() works at every stage"},
     "deepspeed.pipe": {"*": _PIPELINE},
-    "deepspeed.moe.layer": {"*": _EXPERTS},
-    "deepspeed.moe.sharded_moe": {"*": _EXPERTS},
-    "deepspeed.moe.utils": {"*": _EXPERTS},
-    "deepspeed.compression.compress": {"*": _COMPRESSION},
-    "deepspeed.compression.helper": {"*": _COMPRESSION},
+    "deepspeed.moe": {"*": _EXPERTS},
+    "deepspeed.compression": {"*": _COMPRESSION},
     "deepspeed.ops.sparse_attention": {"*": _ATTENTION},
     "deepspeed.ops.transformer": {"*": "DeepSpeed's transformer kernels; torch's scaled_dot_product_attention is as fast"},
     "deepspeed.ops.op_builder": {"*": _BUILDERS},
     "deepspeed.ops.aio": {"*": "a handle of its own for files; offload_optimizer and offload_param use the disk"},
-    "deepspeed.inference.v2": {"*": _SERVING},
     "deepspeed.inference": {"*": _SERVING},
     "deepspeed.module_inject": {"*": "kernel injection; init_inference takes the whole model"},
     "deepspeed.profiling.flops_profiler": {"*": "the flops profiler; torch.utils.flop_counter counts a forward and backward"},
     "deepspeed.monitor.monitor": {"*": "monitoring; log the loss and engine.get_global_grad_norm() from the script"},
-    "deepspeed.elasticity": {"*": "elastic batch sizes; every checkpoint loads at any number of ranks"},
+    "deepspeed.elasticity": {"*": _ELASTIC},
     "deepspeed.linear": {"*": "DeepSpeed's quantised LoRA layers; use PEFT"},
     "deepspeed.autotuning": {"*": "autotuning; `slipstream plan --memory 24G` finds the fastest configuration that fits"},
 }
@@ -185,7 +201,10 @@ MISSING: Mapping[str, Mapping[str, str]] = {
 MISSING_METHODS: Mapping[str, str] = {
     "train_batch": _PIPELINE,
     "eval_batch": _PIPELINE,
-    "get_pld_theta": "progressive layer dropping",
+    "get_pld_theta": _DROPPING,
+    "progressive_layer_drop": _DROPPING,
+    "sparse_allreduce": _SPARSE,
+    "quantizer": _MOQ,
     "random_ltd_scheduler": "random-LTD",
     "set_custom_curriculum_learning_schedule": "curriculum learning",
     "set_data_post_process_func": "data efficiency",

@@ -1,7 +1,8 @@
 """DeepSpeed's optimizer classes: torch's and Slipstream's own, made with DeepSpeed's arguments.
 
 Each is a class whose `__new__` gives the optimizer that Slipstream has a kernel for, so that the engine knows it by its type.
-`isinstance(made, DeepSpeedCPUAdam)` is therefore true of what torch calls Adam and AdamW.
+`isinstance(made, DeepSpeedCPUAdam)` is therefore true of what torch calls Adam and AdamW. Groups are taken, not copied: accelerate
+makes one from the groups of an optimizer whose schedule goes on setting their rates.
 """
 
 from __future__ import annotations
@@ -46,17 +47,12 @@ def _adam(
     amsgrad: bool,
 ) -> torch.optim.Optimizer:  # fmt: skip
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    made = kind(_fresh(params), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    made = kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
     for group in made.param_groups:
         group["decoupled_weight_decay"] = decoupled  # groups of another optimizer may bring their own
         if not bias_correction:
             group["bias_correction"] = False
     return made
-
-
-def _fresh(params: Any) -> Any:
-    """Copies of groups that another optimizer may own."""
-    return [dict(group) if isinstance(group, dict) else group for group in params]
 
 
 class DeepSpeedCPUAdagrad:
@@ -68,7 +64,7 @@ class DeepSpeedCPUAdagrad:
     ) -> Any:  # fmt: skip
         if amsgrad:
             raise ValueError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no such variant")
-        return torch.optim.Adagrad(_fresh(model_params), lr=lr, eps=eps, weight_decay=weight_decay)
+        return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
 class DeepSpeedCPULion:
@@ -78,7 +74,7 @@ class DeepSpeedCPULion:
         cls, model_params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> Any:  # fmt: skip
-        return Lion(_fresh(model_params), lr=lr, betas=betas, weight_decay=weight_decay)
+        return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 class FusedLion:
@@ -88,7 +84,7 @@ class FusedLion:
         cls, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> Any:  # fmt: skip
-        return Lion(_fresh(params), lr=lr, betas=betas, weight_decay=weight_decay)
+        return Lion(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
 class FusedLamb:
@@ -102,6 +98,6 @@ class FusedLamb:
         if max_grad_norm or amsgrad:
             raise ValueError("FusedLamb(max_grad_norm=) clips: set gradient_clipping in the config; amsgrad is no variant of it")
         return Lamb(
-            _fresh(params), lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, eps_inside_sqrt=eps_inside_sqrt,
+            params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, eps_inside_sqrt=eps_inside_sqrt,
             weight_decay=weight_decay, max_coeff=max_coeff, min_coeff=min_coeff,
         )  # fmt: skip

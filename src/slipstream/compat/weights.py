@@ -12,6 +12,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream import checkpoint
+from slipstream.checkpoint import pretrained
+from slipstream.checkpoint.directory import replace_file
 from slipstream.train.engine import Engine
 from slipstream.zero import access
 
@@ -87,19 +89,38 @@ def _fp32(tensor: Tensor) -> Tensor:
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str], max_shard_size: Any = None,
+    checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str], max_shard_size: int | str | None = "5GB",
     safe_serialization: bool = False, tag: str | None = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """Write the weights of a checkpoint into `output_dir`: pytorch_model.bin, or model.safetensors."""
+    """Write the weights of a checkpoint into `output_dir`: pytorch_model.bin or model.safetensors, or files of at most
+    `max_shard_size` (None: however large) with an index."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    sizes = {name: value.nbytes for name, value in state.items()}
+    limit = sum(sizes.values()) + 1 if max_shard_size is None else pretrained.num_bytes(max_shard_size)
     folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     if safe_serialization:
-        from safetensors.torch import save_file
+        outs = {name: pretrained.Out(value, value.dtype) for name, value in state.items()}
+        pretrained.write(folder, outs, texts={}, shard_nbytes=limit)
+        return
+    files = pretrained.split(sizes, limit)
+    named = {pretrained.numbered("pytorch_model", "bin", i, len(files)): names for i, names in enumerate(files)}
+    for file, names in named.items():
+        write_weights({name: state[name] for name in names}, folder / file)
+    if len(named) > 1:
+        index = pretrained.index_of({name: file for file, names in named.items() for name in names}, sum(sizes.values()))
+        replace_file(folder / "pytorch_model.bin.index.json", lambda path: path.write_text(index, "utf-8"))
 
-        save_file({name: value.contiguous() for name, value in state.items()}, str(folder / "model.safetensors"))
-    else:
-        torch.save(state, folder / "pytorch_model.bin")
+
+def write_weights(state: Mapping[str, Any], path: Path) -> None:
+    """One file for `torch.load`, or of safetensors where the name says so; whole and on disk, or as it was before."""
+    if path.suffix != ".safetensors":
+        replace_file(path, lambda half: torch.save(state, half))
+        return
+    from safetensors.torch import save_file
+
+    once = {id(value): name for name, value in reversed(list(state.items()))}  # tied weights under their first name
+    kept = {name: state[name].contiguous() for name in once.values()}
+    replace_file(path, lambda half: save_file(kept, str(half), metadata={"format": "pt"}))
 
 
 def load_state_dict_from_zero_checkpoint(

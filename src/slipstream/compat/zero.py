@@ -12,8 +12,9 @@ from __future__ import annotations
 import enum
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -44,6 +45,7 @@ class ZeroParamStatus(enum.Enum):
 _ids = itertools.count()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _DATA: Any = torch.Tensor.data  # the slot of param.data
+_CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16"})
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_", "__get__"})
 
 
@@ -103,11 +105,34 @@ class HeldParameter(nn.Parameter):
         if isinstance(target, HeldParameter):
             if func == _DATA.__get__ and Init.is_open():
                 return target  # so that param.data.normal_() in a constructor writes
+            if name in _CONVERSIONS:
+                with torch._C.DisableTorchFunctionSubclass():
+                    dtype = func(torch.empty((), dtype=target.dtype), *args[1:], **(kwargs or {})).dtype
+                return _stand_in(target, dtype)
+            if func == _DATA.__set__ and isinstance(args[1], _StandIn):
+                return _convert(target, args[1].dtype)
             writes = name.endswith("_") and not name.startswith("__") and name not in _NO_WRITES
             if writes or name == "__setitem__" or func == _DATA.__set__:
                 return _write(target, func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+class _StandIn(Tensor):
+    """What converting a held parameter gives: `module.to(device)` and `module.bfloat16()` set it as the parameter's data."""
+
+
+def _stand_in(param: Any, dtype: torch.dtype) -> Tensor:
+    fill = float("nan") if dtype.is_floating_point else 0
+    return torch.full((), fill, dtype=dtype).expand(param.ds_shape).as_subclass(_StandIn)
+
+
+def _convert(param: Any, dtype: torch.dtype) -> None:
+    """The ranges in another dtype. They stay where they are: on which device the engine has them is the config's to say."""
+    if dtype is not param.dtype:
+        param.ds_tensor = param.ds_tensor.to(dtype)
+        param.__class__ = nn.Parameter
+        _hide(param, dtype)
 
 
 def _write(param: HeldParameter, func: Any, args: Any, kwargs: Mapping[str, Any]) -> HeldParameter:
@@ -139,9 +164,8 @@ def _hold(param: Any, group: Any, source: int = 0) -> None:
     _hide(param)
 
 
-def _hide(param: Any) -> None:
-    fill = float("nan") if param.is_floating_point() else 0
-    param.data = torch.full((), fill, dtype=param.dtype).expand(param.ds_shape)
+def _hide(param: Any, dtype: torch.dtype | None = None) -> None:
+    param.data = _stand_in(param, dtype or param.dtype).as_subclass(Tensor)
     param.ds_status = ZeroParamStatus.NOT_AVAILABLE
     param.__class__ = HeldParameter
 
@@ -304,11 +328,13 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Any, *args: Any, **kwargs: Any) -
 
 
 class _Held:
-    """A Reader (zero/materialize.py) of held parameters: each block's are gathered before they are read, and dropped after."""
+    """A Reader (zero/materialize.py) of held parameters: each block's are gathered before they are read, and their ranges given
+    back after that, so that no rank keeps the model's shards twice."""
 
     def __init__(self, named: Mapping[str, Any]) -> None:
         self.named = named
         self._there: dict[str, Tensor] = {}
+        self.spent: set[int] = set()  # parameters whose values are the engine's alone
 
     def __contains__(self, name: str) -> bool:
         return name in self.named
@@ -323,6 +349,9 @@ class _Held:
         return self._there[name][start:stop]
 
     def close(self) -> None:
+        for name in self._there:
+            self.named[name].ds_tensor = None
+            self.spent.add(id(self.named[name]))
         self._there = {}
 
 
@@ -335,33 +364,54 @@ def held_values(model: nn.Module | None) -> Iterator[None]:
     if model is None or not named:
         yield
         return
+    reader = _Held(named)
     if asked(model) is None:
-        supply(model, _Held(named))
+        supply(model, reader)
     for param in named.values():
         param.__class__ = nn.Parameter
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         forget(model)
         for param in named.values():
-            param.__class__ = HeldParameter
+            if id(param) not in reader.spent:
+                param.__class__ = HeldParameter
+        if reader.spent:
+            error.add_note(f"{len(reader.spent)} parameters of the model had been given to the engine: build the model again")
         raise
     for param in {id(param): param for param in named.values()}.values():
         for name in ("ds_tensor", "ds_process_group", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules"):
             delattr(param, name)
 
 
-def adopt(engine: Engine) -> None:
+def adopt(engine: Any) -> None:
     """Give the parameters of a new engine the attributes by which scripts know that they are in shards."""
     _engines.add(engine)
+    if engine.optimizer is not None:  # where OpenRLHF and others look for them
+        engine.optimizer.offload_states, engine.optimizer.reload_states = engine.offload_states, engine.reload_states
     if engine.plan.zero.stage < 3:
         return
     for param in (param for unit in engine.units for param in unit.params):
         marked: Any = param
         marked.ds_id, marked.ds_shape, marked.ds_numel = next(_ids), param.shape, param.numel()
         marked.ds_status, marked.ds_active_sub_modules = ZeroParamStatus.NOT_AVAILABLE, set()
+    _spare_others(engine.module)
     if engine.optimizer is not None:
         engine.optimizer.parameter_offload = ParameterOffload(engine.module)
+
+
+def _spare_others(module: Any) -> None:
+    """accelerate's recipe gives a model's `save_pretrained` the whole state on the first rank, and None with
+    `is_main_process=False` on others, which would read parameters that are in shards, and write nothing."""
+    save: Any = getattr(module, "save_pretrained", None)
+    if save is not None:
+        module.save_pretrained = partial(_save_some, save)  # a partial, unlike a closure, is bound to the copy in a copied model
+
+
+def _save_some(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("is_main_process", True) or kwargs.get("state_dict") is not None:
+        return save(*args, **kwargs)
+    return None
 
 
 def engine_of(param: nn.Parameter) -> tuple[Engine, str]:

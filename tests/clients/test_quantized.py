@@ -1,0 +1,26 @@
+"""Quantised bases under adapters: quantized_script.py. The same bits at stages 0, 2 and 3 and on disk."""
+
+import pytest
+
+from tests.clients.conftest import Run, needs
+
+
+@needs("transformers", "peft")
+def test_the_page_s_snippet_runs(run_clients: Run) -> None:
+    run_clients("quantized_script", "the_page")
+
+
+@needs("transformers", "peft")
+def test_peft_on_slipstream_s(run_clients: Run) -> None:
+    run_clients("quantized_script", "train", "slipstream")
+
+
+@needs("transformers", "peft", "bitsandbytes")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_peft_on_bitsandbytes(run_clients: Run, bits: int) -> None:
+    run_clients("quantized_script", "train", f"bitsandbytes{bits}")
+
+
+@needs("transformers", "peft", "torchao")
+def test_peft_on_torchao(run_clients: Run) -> None:
+    run_clients("quantized_script", "train", "torchao")
