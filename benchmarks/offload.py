@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.peers import Peers
 from benchmarks.ranks import ROOT, free_port
@@ -35,7 +36,7 @@ SMALL = Workload(name="offload", width=512, depth=6, heads=8, vocab=4096, batch=
 TIMED = 2  # steps in a row
 BUDGET = 1.5e9  # bytes beyond a process with torch imported
 _PROBE = 256 << 20
-LOOSE, TIGHT = 100.0, 0.01  # norms at which gradients are clipped in no step, and in every step
+CLIPPING = 100.0  # a norm that gradients never reach: the verdict comes after their norm all the same
 _COMPARED = 3  # losses: one batch again and again soon tells apart what rounds differently
 _LOSS_GAP = 1e-2  # relative, bf16 (performance.md 4.1)
 
@@ -47,7 +48,7 @@ class Contender:
     zero: dict[str, Any]
     optimizer_on_disk: bool = False
     weights_on_disk: bool = False
-    clipping: float = LOOSE
+    ahead: bool = False  # updates begin in the backward
 
     def disk_bytes(self, micros: int) -> int:
         """Per parameter and step, read and written. Gradients are bf16, or fp32 where micro-batches add up."""
@@ -59,7 +60,7 @@ class Contender:
 
 
 RESIDENT, OPTIMIZER, EVERYTHING = "resident", "optimizer on disk", "everything on disk"
-CLIPPED = "optimizer on disk, clipped in every step"
+AHEAD = "optimizer on disk, updates ahead"
 THEIRS = "DeepSpeed, "
 
 
@@ -69,7 +70,7 @@ def contenders(folder: str, micros: int, *, deepspeed: bool) -> list[Contender]:
     found = [
         Contender(RESIDENT, "slipstream", {"stage": 3}),
         Contender(OPTIMIZER, "slipstream", {"stage": 3, "offload_optimizer": disk}, optimizer_on_disk=True),
-        Contender(CLIPPED, "slipstream", {"stage": 3, "offload_optimizer": disk}, optimizer_on_disk=True, clipping=TIGHT),
+        Contender(AHEAD, "slipstream", {"stage": 3, "offload_optimizer": disk}, optimizer_on_disk=True, ahead=True),
         Contender(EVERYTHING, "slipstream", everything, optimizer_on_disk=True, weights_on_disk=True),
     ]
     if deepspeed and micros == 1:
@@ -86,11 +87,11 @@ def contenders(folder: str, micros: int, *, deepspeed: bool) -> list[Contender]:
 class Running:
     """A contender's process."""
 
-    def __init__(self, contender: Contender, work: Workload, micros: int, peers: Peers) -> None:
+    def __init__(self, contender: Contender, work: Workload, micros: int, peers: Peers, weights: str) -> None:
         self.contender = contender
         python = peers.python if contender.system == "deepspeed" else sys.executable
         zero, sizes = json.dumps(contender.zero), json.dumps(dataclasses.asdict(work))
-        arguments = [contender.system, str(micros), str(contender.clipping), zero, sizes]
+        arguments = [contender.system, str(micros), str(CLIPPING), str(int(contender.ahead)), zero, sizes, weights]
         ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         env = os.environ | {name: str(value) for name, value in ranks.items()} | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         if contender.system == "deepspeed":
@@ -165,14 +166,14 @@ def disk_rates(folder: str) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def started(
-    found: list[Contender], work: Workload, micros: int, peers: Peers, series: dict[str, Series]
+    found: list[Contender], work: Workload, micros: int, peers: Peers, series: dict[str, Series], weights: str
 ) -> Iterator[list[Running]]:
     """The processes of those that start."""
     with contextlib.ExitStack() as stack:
         running = []
         for each in found:
             try:
-                running.append(Running(each, work, micros, peers))
+                running.append(Running(each, work, micros, peers, weights))
                 stack.callback(running[-1].close)
             except RuntimeError as error:
                 series[each.name].trouble = str(error)
@@ -186,7 +187,7 @@ def measure(work: Workload, micros: int, peers: Peers, folder: str, rounds: int)
     series = {each.name: Series() for each in found}
     compute, speeds = plain(work, build_batch(work, 0)), []
     compute()
-    with started(found, work, micros, peers, series) as running:
+    with started(found, work, micros, peers, series, folder) as running:
         disk_rates(folder)  # a first look, while the last contender settles down
         compute()
         for turn in range(rounds):
@@ -211,8 +212,6 @@ def measure(work: Workload, micros: int, peers: Peers, folder: str, rounds: int)
                 print(f"  {micros} x {one.contender.name}: {seconds:.2f} s, floor {mine.floors[-1]:.2f} s", flush=True)
     reference = series[RESIDENT].losses
     for each in found:
-        if each.clipping != LOOSE:
-            continue
         mine = series[each.name]
         gap = max((abs(a - b) / b for a, b in zip(mine.losses[:_COMPARED], reference, strict=False)), default=0.0)
         if not mine.trouble and gap > _LOSS_GAP:
@@ -239,6 +238,7 @@ def run(peers: Peers, *, quick: bool) -> str:
     rows, judged, speeds = [], [], []
     base = torch_alone()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        save_file(build_model(work).state_dict(), Path(folder) / "model.safetensors")
         for micros in (1, 8):
             series, seen = measure(work, micros, peers, folder, rounds if micros == 1 else 1)
             speeds += seen
@@ -255,8 +255,8 @@ def run(peers: Peers, *, quick: bool) -> str:
     return "\n\n".join(
         (
             host(f"{torch.get_num_threads()} threads; " + (f"deepspeed {peers.deepspeed}" if peers.python else peers.missing)),
-            f"A step of a {work.describe()}, bf16, one rank, with clipping; the model is built in memory first, in fp32 "
-            f"({work.num_params * 4 / 1e9:.2f} GB), which is in the peak. Disk: "
+            f"A step of a {work.describe()}, bf16, one rank, with clipping; ours reads its first weights unit by unit, DeepSpeed's "
+            f"model is built in fp32 ({work.num_params * 4 / 1e9:.2f} GB), which is in its peak. Disk: "
             f"{Spread.of([speed / 1e9 for speed in speeds]).show()} GB/s read and written together.",
             table(
                 ["states", "micro-batches", "step, s", "floor, s", "over the floor", "over resident", "peak above torch, GB"], rows
@@ -270,7 +270,7 @@ def targets(series: dict[str, Series], micros: int, base: int) -> list[list[str]
     """The rows of the issue's target table that this run can judge."""
     rows = []
     good = {name: mine for name, mine in series.items() if mine.seconds and not mine.trouble}
-    for name in (OPTIMIZER, CLIPPED, EVERYTHING):
+    for name in (OPTIMIZER, AHEAD, EVERYTHING):
         if name not in good:
             continue
         mine, what = good[name], f"{name}, {micros} micro-batch{'es' if micros > 1 else ''}"

@@ -1,10 +1,11 @@
 """One contender of the leg `offload`, in a process and an environment of its own: a number of steps in, their seconds out.
 
-    python -m benchmarks.offload_contender (slipstream | deepspeed) MICROS CLIPPING ZERO WORKLOAD
+    python -m benchmarks.offload_contender (slipstream | deepspeed) MICROS CLIPPING AHEAD ZERO WORKLOAD WEIGHTS
 
-ZERO and WORKLOAD are JSON. It prints "@ready", then for each line that it reads, a number of steps, "@" and JSON: the seconds
-of them and all losses. A step that is not timed runs before them, so that what streams on beside the next step is counted as
-often as it happens; the last one's is waited for before the answer.
+AHEAD is 0 or 1, ZERO and WORKLOAD are JSON, WEIGHTS is a folder of safetensors from which ours reads its first values, unit by
+unit; DeepSpeed's model has the same ones from its own constructor. It prints "@ready", then for each line that it reads, a number
+of steps, "@" and JSON: the seconds of them and all losses. A step that is not timed runs before them, so that what streams on
+beside the next step is counted as often as it happens; the last one's is waited for before the answer.
 """
 
 import json
@@ -13,20 +14,20 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.workloads import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Workload, build_batch, build_model
+from benchmarks.workloads import BETAS, EPS, GPT, LEARNING_RATE, WEIGHT_DECAY, Workload, build_batch, build_model
 
 
 def main() -> None:
     system, micros = sys.argv[1], int(sys.argv[2])
-    work = Workload(**json.loads(sys.argv[5]))
+    work = Workload(**json.loads(sys.argv[6]))
     params = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.batch, "gradient_accumulation_steps": micros,
-        "gradient_clipping": float(sys.argv[3]), "bf16": {"enabled": True}, "zero_optimization": json.loads(sys.argv[4]),
+        "gradient_clipping": float(sys.argv[3]), "bf16": {"enabled": True}, "zero_optimization": json.loads(sys.argv[5]),
         "optimizer": {"type": "AdamW", "params": params},
     }  # fmt: skip
-    model = build_model(work)
     if system == "deepspeed":
+        model = build_model(work)
         import deepspeed  # type: ignore[import-not-found]
 
         config |= {"steps_per_print": 2**31, "aio": {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False}}
@@ -35,6 +36,10 @@ def main() -> None:
     else:
         import slipstream
 
+        with slipstream.zero.Init():
+            model = GPT(work)
+        slipstream.zero.load(model, sys.argv[7])
+        config["slipstream"] = {"update_ahead": sys.argv[4] == "1"}
         engine = slipstream.initialize(model=model, config=config)[0]
     del model
     batch = build_batch(work, 0)

@@ -20,7 +20,10 @@ from benchmarks.workloads import has_bf16_instructions
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 # of `make bench`
-LEGS = ("step", "memory", "wire", "start", "activations", "optimizer", "plan", "quality", "disk", "offload", "save")
+LEGS = (
+    "step", "memory", "wire", "start", "activations", "optimizer", "recipes", "plan", "quality", "disk", "offload", "save",
+    "clients", "pretrained",
+)  # fmt: skip
 SECTIONS = (*LEGS, "serve")
 
 _HEAD = """# Results

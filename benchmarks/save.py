@@ -1,8 +1,13 @@
 """The leg `save`: a checkpoint of 1.6 GB of state, beside fio's sequential write of as many bytes, torch.save and DeepSpeed.
 
-In turns, until all is on disk for everybody: torch.save and DeepSpeed return before that, so their files are synced behind them,
+In turns, and everybody until all is on disk: torch.save and DeepSpeed return before that, so their files are synced behind them,
 and the time of their call alone is told too. fio writes blocks of a checksum's size, through the page cache and synced at the end
-as we do, and directly. Then what a save behind training takes from training, and what is left of saves that are killed.
+(as torch.save and DeepSpeed do), and past it, eight at a time (as we do). Then what a save behind training takes from training,
+what memory a Hugging Face folder takes, and what is left of saves that are killed.
+
+A save behind training takes a time, and that is a share of an interval: of how often one saves. It is judged for the shortest
+interval there is, from a call to the end of its save (saves back to back), and at one save in INTERVAL_S, which is chosen; what it
+takes over a bare copy of as many bytes is told, and the interval from which on it is 5 %.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from benchmarks.peers import Peers
 from benchmarks.ranks import ROOT
@@ -24,6 +29,7 @@ from slipstream.checkpoint.document import BLOCK
 FOLDER = ROOT / "runs"
 WIDTH, DEPTH = 4096, 8  # 134 million parameters: master and two moments in fp32
 KILLS = 200
+INTERVAL_S = 30.0
 
 
 def fio(file: Path, nbytes: int, *, direct: bool) -> float:
@@ -43,35 +49,38 @@ def fio(file: Path, nbytes: int, *, direct: bool) -> float:
 class Worker(NamedTuple):
     process: subprocess.Popen[str]
     out: IO[str]
+    log: IO[str]
 
     @classmethod
     def start(cls, kind: str, folder: Path, peers: Peers, width: int) -> Worker:
         python = str(peers.python) if kind == "deepspeed" else sys.executable
         env = os.environ | (peers.environment() if kind == "deepspeed" else {}) | {"DS_ACCELERATOR": "cpu"}
         script = str(ROOT / "benchmarks" / "save_worker.py")
+        log = open(folder / f"{kind}.log", "w+")  # noqa: SIM115 (it lives as long as the process)
         process = subprocess.Popen(
             [python, script, kind, str(folder / kind), str(width), str(DEPTH)], env=env, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=log,
         )  # fmt: skip
         assert process.stdout is not None, "it is a pipe"
-        worker = cls(process, process.stdout)
-        worker.answer()
-        return worker
+        return cls(process, process.stdout, log)
 
     def answer(self) -> dict[str, float]:
         for line in self.out:
             if line.startswith("@"):
                 return dict(json.loads(line[1:]))
-        raise RuntimeError(f"{self.process.args!r} ended with {self.process.wait()}")
+        code = self.process.wait()
+        self.log.seek(0)
+        raise RuntimeError(f"{self.process.args!r} ended with {code}:\n{self.log.read()[-3000:]}")
 
-    def save(self) -> dict[str, float]:
+    def ask(self, what: str = "save") -> dict[str, float]:
         assert self.process.stdin is not None, "it is a pipe"
-        print("save", file=self.process.stdin, flush=True)
+        print(what, file=self.process.stdin, flush=True)
         return self.answer()
 
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
+        self.log.close()
 
 
 def run(peers: Peers, *, quick: bool) -> str:
@@ -91,37 +100,42 @@ def _report(scratch: Path, peers: Peers, *, width: int, rounds: int, quick: bool
     try:
         for kind in kinds:
             workers[kind] = Worker.start(kind, scratch, peers, width)
-            workers[kind].save()  # warm
+            workers[kind].answer()
+            workers[kind].ask()  # warm
         for _ in range(rounds):
             disk["cached"].append(fio(scratch / "fio", nbytes, direct=False))
             for kind in kinds:
-                found[kind].append(workers[kind].save())
+                found[kind].append(workers[kind].ask())
             disk["direct"].append(fio(scratch / "fio", nbytes, direct=True))
+        memory = workers["slipstream"].ask("pretrained")
     finally:
         for worker in workers.values():
             worker.stop()
-    return _words(found, disk, nbytes, _crashes(scratch, 10 if quick else KILLS), peers)
+    return _words(found, disk, nbytes, memory, _crashes(scratch, 15 if quick else KILLS), peers)
 
 
 def _crashes(scratch: Path, kills: int) -> str:
     script = str(ROOT / "tests" / "crashes.py")
-    points = 0
-    for way in ("at once", "behind"):
+    points, ways = 0, ("at once", "behind", "pretrained")
+    for i, way in enumerate(ways):
         folder = scratch / way
         folder.mkdir()
-        done = subprocess.run([sys.executable, script, str(folder), "7", way, str(kills // 2)], capture_output=True, text=True)
+        share = str(kills * (i + 1) // len(ways) - kills * i // len(ways))
+        done = subprocess.run([sys.executable, script, str(folder), "7", way, share], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{way}: after a crash neither the previous nor the new checkpoint loads: {done.stderr}")
         points += int(done.stdout.split()[1])
     return (
-        f"Killed (SIGKILL) at {kills} random instants of saves, half of them behind training, and before each of the {points} "
-        f"system calls that make one of each: the previous or the new checkpoint loaded after every one."
+        f"Killed (SIGKILL) at {kills} random instants of saves, a third each of save_checkpoint, of the same behind training and "
+        f"of save_pretrained over a folder that is there, and before each of the {points} system calls that make one of each: the "
+        f"previous or the new one loaded after every one."
     )
 
 
 def _words(
-    found: dict[str, list[dict[str, float]]], disk: dict[str, list[float]], nbytes: int, crashes: str, peers: Peers
-) -> str:
+    found: dict[str, list[dict[str, float]]], disk: dict[str, list[float]], nbytes: int, memory: dict[str, float], crashes: str,
+    peers: Peers,
+) -> str:  # fmt: skip
     def seconds(kind: str, what: str) -> list[float]:
         return [each[what] for each in found[kind]]
 
@@ -137,24 +151,35 @@ def _words(
             rows.append([name, call, whole, _rate(size, seconds(kind, "disk"))])
     ours = seconds("slipstream", "disk")
 
+    def ratio(others: list[float], these: list[float]) -> float:
+        return Spread.of([other / each for other, each in zip(others, these, strict=True)]).median
+
     def times(others: list[float]) -> float:
-        return Spread.of([other / mine for other, mine in zip(others, ours, strict=True)]).median
+        return ratio(others, ours)
 
     goals = [verdict("rate, times fio's through the page cache", times(disk["cached"]), 0.8, at_least=True)]
+    goals += [verdict("rate, times fio's direct", times(disk["direct"]), 0.8, at_least=True)]
     goals += [verdict("torch.save, synced, times ours", times(seconds("torch", "disk")), 4, at_least=True)]
     if "deepspeed" in found:
         goals += [verdict("DeepSpeed's save, synced, times ours", times(seconds("deepspeed", "disk")), 1.5, at_least=True)]
-    behind: list[dict[str, Any]] = list(found["behind"])
-    shown = {what: Spread.of(seconds("behind", what)).show(2) for what in ("call", "disk", "taken", "step")}
-    copies = Spread.of([each["call"] / (each["copy_s_per_byte"] * nbytes) for each in behind])
-    goals += [verdict("taken from training, % of the time from a save to its end", 100 * _median(behind, "taken", "disk"), 5)]
+    shown = {what: Spread.of(seconds("behind", what)).show(2) for what in ("call", "disk", "taken", "step", "copy")}
+    taken, shortest, copy = (seconds("behind", what) for what in ("taken", "disk", "copy"))
+    usual = Spread.of(taken).median
+    goals += [verdict("taken by a save behind training, % of the save's own time", 100 * ratio(taken, shortest), 5)]
+    goals += [["taken by a save behind training, times a bare copy", f"{ratio(taken, copy):.2f}", "told", ""]]
+    goals += [verdict(f"taken by a save behind training, % of {INTERVAL_S:.0f} s", 100 * usual / INTERVAL_S, 5)]
+    goals += [verdict("memory that save_pretrained takes, units", memory["peak"] / memory["unit"], 2)]
     return "\n\n".join([
         machine(peers),
         f"{nbytes / 1e9:.2f} GB of master weights and moments, one process; seconds, median (min-max) of {len(ours)} rounds.",
         table(["", "the call", "until on disk", "10^9 bytes/s"], rows),
-        f"Behind training (checkpoint.writer.decoupled): the call takes {shown['call']} s, {copies.show(1)} times a bare copy of "
-        f"as many bytes; the write ends {shown['disk']} s after the call began, and {shown['taken']} s less was trained meanwhile, "
-        f"the call included (steps of {shown['step']} s).",
+        f"Behind training (checkpoint.writer.decoupled; steps of {shown['step']} s on all cores): the call takes {shown['call']} "
+        f"s, where a bare copy of as many bytes takes {shown['copy']} s; the save ends {shown['disk']} s after the call began, and "
+        f"takes {shown['taken']} s from training in all, the call included. That is 5 % of {usual / 0.05:.0f} s. Of the shortest "
+        f"interval there is, the save's own time, it is {100 * ratio(taken, shortest):.0f} %, and the bare copy is "
+        f"{100 * ratio(copy, shortest):.0f} %.",
+        f"save_pretrained takes {memory['peak'] / 1e6:.0f} MB at its peak beyond what is there; a unit has "
+        f"{memory['unit'] / 1e6:.0f} MB.",
         crashes,
         verdicts(goals),
     ])  # fmt: skip
@@ -162,7 +187,3 @@ def _words(
 
 def _rate(nbytes: int, seconds: list[float]) -> str:
     return f"{nbytes / 1e9 / Spread.of(seconds).median:.2f}"
-
-
-def _median(rows: list[dict[str, Any]], one: str, other: str) -> float:
-    return Spread.of([row[one] / row[other] for row in rows]).median

@@ -6,6 +6,8 @@
 import json
 import os
 import shutil
+import socket
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -14,18 +16,24 @@ from typing import Any
 import torch
 from torch import nn
 
+STEPS = 5  # without a save, before one and after it
+
 
 def engine_of(kind: str, width: int, depth: int) -> Any:
+    """Master weights and two moments in fp32. Where training goes on it is in fp32 altogether: bf16 would be slow on most hosts."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 16, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": kind != "behind"}, "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     }  # fmt: skip
     if kind == "deepspeed":
         import deepspeed
 
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29655"}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     import slipstream
 
@@ -34,13 +42,16 @@ def engine_of(kind: str, width: int, depth: int) -> Any:
     return slipstream.initialize(model=model, config=config)[0]
 
 
-def step(engine: Any, x: torch.Tensor) -> None:
+def step(engine: Any, x: torch.Tensor) -> float:
+    """Seconds of it."""
+    start = time.perf_counter()
     engine.backward(engine(x).float().square().mean())
     engine.step()
+    return time.perf_counter() - start
 
 
-def on_disk(folder: Path) -> int:
-    """Bytes of the files, all of which are on disk when this returns."""
+def sync(folder: Path) -> int:
+    """Put the files on disk, all of them, and say how many bytes they have."""
     nbytes = 0
     for path in (path for path in folder.rglob("*") if path.is_file()):
         with open(path, "rb") as file:
@@ -50,9 +61,7 @@ def on_disk(folder: Path) -> int:
 
 
 def save(kind: str, held: Any, folder: Path) -> dict[str, float]:
-    """Seconds until the call returns, and until all is on disk."""
-    shutil.rmtree(folder, ignore_errors=True)
-    os.sync()
+    """Seconds until the call returns, and until all is on disk: for ours that is the same (the sync behind it finds nothing)."""
     start = time.perf_counter()
     if kind == "torch":
         folder.mkdir()
@@ -60,50 +69,62 @@ def save(kind: str, held: Any, folder: Path) -> dict[str, float]:
     else:
         held.save_checkpoint(str(folder))
     called = time.perf_counter() - start
-    nbytes = on_disk(folder)
+    nbytes = sync(folder)
     return {"call": called, "disk": time.perf_counter() - start, "nbytes": nbytes}
 
 
-def behind(engine: Any, folder: Path, x: torch.Tensor) -> dict[str, float]:
-    """What a save takes from the training that goes on meanwhile."""
-    shutil.rmtree(folder, ignore_errors=True)
-    os.sync()
-    alone = []
-    for _ in range(7):
-        start = time.perf_counter()
-        step(engine, x)
-        alone.append(time.perf_counter() - start)
-    usual = sorted(alone)[3]
-    start = time.perf_counter()
+def behind(engine: Any, folder: Path, x: torch.Tensor, nbytes: int) -> dict[str, float]:
+    """What a save takes from the training that goes on meanwhile, beside a bare copy of as many bytes."""
+    alone = [step(engine, x) for _ in range(STEPS)]
+    start, clock = time.perf_counter(), time.time()
     engine.save_checkpoint(str(folder))
-    called = time.perf_counter() - start
-    steps = 0
+    called, during = time.perf_counter() - start, []
     while not (folder / "latest").exists():
-        step(engine, x)
-        steps += 1
-    whole = time.perf_counter() - start
+        during.append(step(engine, x))
+    whole = (folder / "latest").stat().st_ctime - clock  # its last rename
     engine.finish_save()
-    memory = torch.empty(1 << 28, dtype=torch.uint8).random_(0, 2)
-    other = torch.zeros_like(memory)
+    alone += [step(engine, x) for _ in range(STEPS)]
+    usual = statistics.median(alone)
+    taken = called + sum(during) - usual * len(during)
+    source, target = (torch.ones(nbytes // 8, dtype=torch.uint8) for _ in range(2))
     start = time.perf_counter()
-    other.copy_(memory)
-    copy = (time.perf_counter() - start) / memory.numel()
-    return {"call": called, "disk": whole, "taken": whole - steps * usual, "steps": steps, "step": usual, "copy_s_per_byte": copy}
+    for _ in range(8):
+        target.copy_(source)
+    return {"call": called, "disk": whole, "taken": taken, "step": usual, "copy": time.perf_counter() - start}
+
+
+def pretrained(engine: Any, folder: Path) -> dict[str, float]:
+    """Memory of the host that save_pretrained takes beyond what is there, as the kernel counts it, and a unit's in fp32."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _status("VmRSS")
+    engine.save_pretrained(str(folder), dtype="bf16")
+    units = [sum(param.numel() for param in layer.parameters()) for layer in engine.module]
+    return {"peak": _status("VmHWM") - before, "unit": 4 * max(units)}
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def main() -> None:
     kind, folder, width, depth = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    x = torch.randn(16, width).bfloat16()
     if kind == "torch":
         held: Any = {f"{i}": torch.randn(width * width + width) for i in range(3 * depth)}
     else:
         held = engine_of(kind, width, depth)
+        x = torch.randn(1, width).to(torch.float32 if kind == "behind" else torch.bfloat16)
         step(held, x)
     print("@{}", flush=True)
     for line in sys.stdin:
-        if line.strip() != "save":
-            break
-        found = behind(held, folder, x) if kind == "behind" else save(kind, held, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.sync()
+        if line.strip() == "pretrained":
+            found = pretrained(held, folder)
+        elif kind == "behind":
+            found = behind(held, folder, x, 12 * (width * width + width) * depth)
+        else:
+            found = save(kind, held, folder)
         shutil.rmtree(folder, ignore_errors=True)
         print("@" + json.dumps(found), flush=True)
 

@@ -1,4 +1,4 @@
-"""README is executed, and what it and docs/SERVING.md count and list is the code's."""
+"""README and pages are executed, and what they count and list is the code's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,14 @@ from slipstream.config import keys
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 SERVING = (ROOT / "docs" / "SERVING.md").read_text()
+CHECKPOINTS = (ROOT / "docs" / "CHECKPOINTS.md").read_text()
 TRAIN, SERVE, CLIENT = re.findall(r"```python\n(.*?)```", README, re.S)
 (ASYNC,) = re.findall(r"```python\n(.*?)```", SERVING, re.S)
+(LEARNING,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "RL.md").read_text(), re.S)
+COMING = (ROOT / "docs" / "COMING_FROM_DEEPSPEED.md").read_text()
+FSDP, LIGHTNING = re.findall(r"```python\n(.*?)```", COMING, re.S)
 (ACTIVATIONS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ACTIVATIONS.md").read_text(), re.S)
+(PARAMETERS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "PARAMETERS.md").read_text(), re.S)
 
 
 def run(script: Path) -> str:
@@ -37,10 +43,78 @@ def test_quick_start_runs_and_is_short(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "latest").is_file()
 
 
+def test_checkpoints_run(tmp_path: Path) -> None:
+    """The code, with the configuration that the page names, then its command lines."""
+    from tests.deepspeed_checkpoints import ARCHIVE, CASES
+
+    keys = re.findall(r'`("\w+": \{.*?\})`', CHECKPOINTS)
+    assert len(keys) >= 2
+    blocks = [json.loads(f"{{{key.replace(': k', ': 2')}}}") for key in keys]
+    lines = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^slipstream convert .*", CHECKPOINTS, re.M)]
+    assert {line[-1] for line in lines} >= {"slipstream", "deepspeed", "../base-model"}
+    work, base = tmp_path / "work", tmp_path / "base-model"
+    work.mkdir()
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(work, filter="data")
+    (work / "deepspeed" / CASES[0].name).rename(work / "deepspeed-run")
+    script = work / "script.py"
+    script.write_text(f"""
+import shutil
+import slipstream
+import torch
+from slipstream.launch import cli
+
+config = {{"optimizer": {{"type": "AdamW"}}, "train_micro_batch_size_per_gpu": 2}}
+for block in {blocks!r}:
+    config |= block
+engine = slipstream.initialize(model=torch.nn.Linear(4, 4), config=config)[0]
+engine.backward(engine(torch.ones(2, 4)).sum())
+engine.step()
+{"".join(re.findall(r"```python(.*?)```", CHECKPOINTS, re.S))}
+assert client_state == {{"epoch": 3}} and path.endswith("global_step1"), (path, client_state)
+engine.destroy()
+shutil.copy("folder/model.safetensors", "../base-model")
+for line in {lines!r}:
+    assert cli.main(line) == 0, line
+""")
+    run(script)
+    assert (work / "folder" / "config.json").is_file() and (work / "exported" / "latest_universal").is_file()
+    assert (work / "checkpoints" / "base-model" / "metadata.json").is_file()
+
+
 def test_activations_by_hand_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ACTIVATIONS + "\nassert x.grad is not None and wide(h).shape == (2, 32, 1000)\n")
     run(script)
+
+
+def test_parameters_by_hand_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    check = "\nassert engine.optimizer_state('0.weight')['exp_avg'].shape == (50, 8) and average['3.bias'].any()\n"
+    script.write_text(PARAMETERS + check)
+    run(script)
+
+
+def test_learning_from_answers_runs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LEARNING)
+    run(script)
+
+
+def test_loops_of_fsdp_and_lightning_run_here(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    check = "\nassert engine.global_steps == 32 and weights['2.weight'].shape == (1, 32) and engine.global_grad_norm\n"
+    script.write_text("import torch; torch.manual_seed(0)\n" + FSDP + check + LIGHTNING + "\nassert loss < 6, loss\n")
+    run(script)
+    assert (tmp_path / "checkpoints" / "latest").is_file()
+
+
+def test_the_page_lists_what_becomes_of_every_key() -> None:
+    from slipstream.config.__main__ import tables
+
+    assert f"\n{tables()}\n\n## FSDP" in COMING, "replace the keys' tables by what `python -m slipstream.config` prints"
 
 
 @pytest.fixture(scope="module")

