@@ -57,7 +57,10 @@ def __getattr__(name: str) -> Any:
     if name in ("checkpointing", "handover", "tiled", "zero"):
         return importlib.import_module(f"slipstream.{name}")
     if name not in _HOMES:
-        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'slipstream' has no attribute {name!r} (DeepSpeed's names are in the package deepspeed that "
+            "`pip install ./compat/deepspeed` brings; docs/COMING_FROM_DEEPSPEED.md has them all)"
+        )
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

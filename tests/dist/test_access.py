@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import slipstream
 from slipstream import zero
+from slipstream.checkpoint import CheckpointError, latest_tag
 from tests import toy
 from tests.pool import distributed
 
@@ -376,8 +378,10 @@ def test_a_deep_copy_is_a_plain_model(transport: str) -> None:
 def test_an_optimizers_state_dict_is_torchs(tmp_path: Path) -> None:
     """Whole, from every stage; a plain optimizer goes on from it, and another engine from a plain one's."""
     rank = dist.get_rank()
-    kinds: list[Any] = [{"type": "AdamW", "params": {"lr": 1e-2}}, {"type": "RMSprop", "params": {"lr": 1e-3}}]
-    for stage, kind, dtype in ((3, kinds[0], "fp32"), (1, kinds[1], "fp32"), (2, kinds[0], "bf16")):
+    adamw: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-2}}
+    rmsprop, muon = {"type": "RMSprop", "params": {"lr": 1e-3}}, {"type": "Muon", "params": {"lr": 1e-2}}
+    sgd = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}  # torch's keeps no count of steps beside its momentum
+    for stage, kind, dtype in ((3, adamw, "fp32"), (1, rmsprop, "fp32"), (2, adamw, "bf16"), (2, sgd, "fp32"), (1, muon, "bf16")):
         engine = toy.make(toy.seeded(toy.Lm), stage, dtype=dtype, optimizer=kind)
         assert engine.optimizer.state_dict()["state"] == {}
         toy.step(engine, toy.tokens(rank, 0))
@@ -390,6 +394,7 @@ def test_an_optimizers_state_dict_is_torchs(tmp_path: Path) -> None:
             plain.load_state_dict(weights)
             optimizer = getattr(torch.optim, kind["type"])(plain.parameters(), **kind["params"])
             optimizer.load_state_dict(copied)
+            plains = copy.deepcopy(optimizer.state_dict())
             for other in range(2):
                 (plain(toy.tokens(other, 1)) / 2).backward()
             optimizer.step()
@@ -397,13 +402,12 @@ def test_an_optimizers_state_dict_is_torchs(tmp_path: Path) -> None:
         expected = engine.state_dict()
         for name, value in plain.state_dict().items() if dtype == "fp32" else ():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
-        for source in (read, optimizer.state_dict()) if dtype == "fp32" else (read,):
+        for source in (read, plains) if dtype == "fp32" else (read,):
             again = toy.make(toy.seeded(toy.Lm, seed=1), 3 - stage, dtype=dtype, optimizer=kind)
             again.load_state_dict(weights)
             again.optimizer.load_state_dict(source)
-            if source is read:
-                toy.step(again, toy.tokens(rank, 1))
-                assert all(value.equal(expected[name]) for name, value in again.state_dict().items())
+            toy.step(again, toy.tokens(rank, 1))
+            assert all(value.equal(expected[name]) for name, value in again.state_dict().items())
             again.destroy()
         fewer = {**read, "param_groups": [{**read["param_groups"][0], "params": [0]}]}
         with pytest.raises(ValueError, match=r"groups of \[1\] parameters"):
@@ -418,3 +422,39 @@ def test_an_optimizers_state_dict_is_torchs(tmp_path: Path) -> None:
             assert after["param_groups"] == steps["param_groups"]
             assert all(value.equal(after["state"][0][name]) for name, value in steps["state"][0].items())
         engine.destroy()
+
+
+# ---- what a user gets wrong
+
+
+@distributed(world_size=2)
+def test_mistakes_are_told_by_name(tmp_path: Path) -> None:
+    tied = toy.seeded(toy.Lm)
+    tied.other = torch.nn.Linear(1, 1, bias=False)
+    tied.other.weight = tied.head.weight
+    engine = toy.make(tied, 3)
+    toy.step(engine, toy.tokens(engine.rank, 0))
+    names = [name for name, param in tied.named_parameters(remove_duplicate=False) if param is tied.head.weight]
+    first, second = (engine.optimizer_state(name)["master"] for name in names)
+    assert len(names) == 2 and first.equal(second)
+    with pytest.raises(KeyError, match=r"no parameter 'hed.weight'; the nearest are \['head.weight'"):
+        engine.gradient("hed.weight")
+    with pytest.raises(TypeError, match=r"'head.weight'; for a name: model\.get_parameter\('head.weight'\)"):
+        slipstream.zero.gathered(["head.weight"]).__enter__()
+    with pytest.raises(TypeError, match=r"takes the loss, a tensor that was computed by the model, not 1\.5"):
+        engine.backward(1.5)
+    engine.save_checkpoint(str(tmp_path), tag="one")
+    with pytest.raises(CheckpointError, match=r"is a checkpoint itself: name the folder around it, and tag='one'"):
+        engine.load_checkpoint(str(tmp_path / "one"))
+    with pytest.raises(CheckpointError, match=r"'nohead\.\*' matches no parameter or buffer"):
+        engine.load_checkpoint(str(tmp_path), exclude=["nohead.*"])
+    tied.late = torch.nn.Linear(2, 2)
+    for call in (lambda: toy.step(engine, toy.tokens(0, 1)), lambda: engine.save_checkpoint(str(tmp_path))):
+        with pytest.raises(ValueError, match=r"'late\.weight' has come into the model since initialize\(\).*engine\.surgery"):
+            call()
+    del tied.late
+    engine.destroy()
+    for call in (lambda: engine.save_checkpoint(str(tmp_path)), lambda: engine.save_pretrained(str(tmp_path))):
+        with pytest.raises(RuntimeError, match="this engine was destroyed"):
+            call()
+    assert latest_tag(tmp_path) == "one"

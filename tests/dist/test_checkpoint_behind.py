@@ -17,6 +17,7 @@ import torch.distributed as dist
 from slipstream.checkpoint import CheckpointError, FlatSlice, Staging, latest_tag, load, save_behind
 from slipstream.checkpoint.directory import committed_tags
 from slipstream.checkpoint.storage import Writer
+from slipstream.train.gate import Block
 from tests import toy
 from tests.dist.test_checkpoint_engine import Noisy
 from tests.pool import distributed
@@ -92,7 +93,33 @@ def test_a_failure_is_told_at_the_next_call_on_every_rank(tmp_path: Path) -> Non
         engine.save_checkpoint(folder, tag="last")
         with pytest.raises(CheckpointError, match="No space left"):
             engine.destroy()
-    assert engine.destroyed and latest_tag(tmp_path) == "again"
+    assert Block.DESTROYED in engine.gate and latest_tag(tmp_path) == "again"
+
+
+@distributed(world_size=2)
+def test_a_save_needs_none_of_the_states_any_more(tmp_path: Path) -> None:
+    """It is finished, and its failure is told, while the engine sleeps; so is it by destroy()."""
+    engine, gate = engine_of(2), threading.Event()
+
+    def full() -> None:
+        gate.wait()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with writing(gate.wait):
+        engine.save_checkpoint(str(tmp_path), tag="one")
+        engine.sleep(device="disk", path=str(tmp_path))
+        gate.set()
+        engine.finish_save()
+    assert latest_tag(tmp_path) == "one"
+    engine.wake()
+    gate.clear()
+    with writing(full):
+        engine.save_checkpoint(str(tmp_path), tag="two")
+        engine.sleep(device="disk", path=str(tmp_path))
+        gate.set()
+        with pytest.raises(CheckpointError, match="No space left"):
+            engine.destroy()
+    assert Block.DESTROYED in engine.gate and latest_tag(tmp_path) == "one"
 
 
 @distributed(world_size=2)

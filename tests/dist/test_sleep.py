@@ -86,6 +86,22 @@ def test_weights_are_not_written_without_their_masters(tmp_path: Path) -> None:
         engine.destroy()
 
 
+@distributed(world_size=2)
+def test_one_that_sleeps_takes_no_other_with_it(tmp_path: Path) -> None:
+    """gathered() of two engines' parameters is refused where one sleeps, and the other trains on as if nothing had been."""
+    engines = [toy.make(toy.seeded(toy.Lm), 3) for _ in range(3)]
+    *pair, sleeper = engines
+    sleeper.sleep(["weights"], "disk", str(tmp_path))
+    both = [*pair[0].module.parameters(), *sleeper.module.parameters()]
+    with pytest.raises(RuntimeError, match="are away"), slipstream.zero.gathered(both):
+        pytest.fail("it is refused before anything runs inside")
+    for i in range(2):
+        losses = [toy.step(engine, toy.tokens(engine.rank, i)) for engine in pair]
+        assert losses[0].equal(losses[1])
+    for engine in engines:
+        engine.destroy()
+
+
 def test_what_is_in_host_memory_already_does_not_go_there() -> None:
     """As with the optimizer of a GPU's engine that is offloaded to the host."""
     engine = toy.make(toy.seeded(toy.Lm), 2, dtype="bf16")

@@ -262,6 +262,23 @@ def test_values_are_the_first_ranks() -> None:
         engine.destroy()
 
 
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_one_rank_may_look_where_that_moves_nothing(transport: str) -> None:
+    """Over shared memory the first rank alone reads what all ranks then replace; over gloo reading is for all."""
+    engine = make(toy.seeded(toy.Lm), 3, transport=transport)
+    step(engine, 0)
+    with engine.surgery():
+        if transport == "gloo" or engine.rank == 0:
+            assert engine.module.head.weight.norm() > 0
+        engine.module.head = nn.Linear(engine.module.head.in_features, engine.module.head.out_features)
+    step(engine, 1)
+    if transport == "shared":
+        with pytest.raises(ValueError, match=r"changed the model differently.* on meta"), engine.surgery():
+            with torch.device("meta" if engine.rank else "cpu"):
+                engine.module.head = nn.Linear(engine.module.head.in_features, engine.module.head.out_features)
+    engine.destroy()
+
+
 @distributed(world_size=2)
 def test_weight_norm_and_a_new_root_are_taken() -> None:
     """A parametrised module, and a wrapper around the whole model."""

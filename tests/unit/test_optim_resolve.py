@@ -223,3 +223,15 @@ def test_elementwise_is_declared_not_inherited_from_torch() -> None:
     owned = Mine(weight)
     owned.elementwise = True  # type: ignore[attr-defined]
     assert is_elementwise(owned)
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"betas": [0.9]}, r"betas is 2 numbers, as \[0\.9, 0\.999\], not \(0\.9,\)"),
+        ({"lr": "fast"}, r"lr is a number, as 0\.001, not 'fast'"),
+    ],
+)
+def test_values_of_another_kind_are_told_by_key(params: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=rf"optimizer\.params of AdamW: {said}"):
+        resolve_optimizer("AdamW", params)

@@ -47,6 +47,7 @@ class DataFile:
 
     def append(self, data: Tensor) -> list[int]:
         """The next bytes (1D, uint8, on the host); the checksum of each BLOCK of them."""
+        assert self._at + data.numel() <= self._nbytes, f"{self._path}: {self._nbytes} bytes were announced"
         sums = []
         for block in data.split(BLOCK) if data.numel() else ():
             value = taken = 0

@@ -103,6 +103,11 @@ def _what_is(folder: Path) -> str:
     return f"it has no {METADATA}" + (f", it has {', '.join(names[:5])}" if names else ", it is empty")
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the folder is one checkpoint, and not one that holds some."""
+    return (folder / METADATA).is_file() or is_deepspeed(folder)
+
+
 def is_deepspeed(folder: Path) -> bool:
     """Whether a folder is a checkpoint of DeepSpeed's, by the names in it."""
     return folder.is_dir() and not (folder / METADATA).exists() and any(_DEEPSPEED.fullmatch(name) for name in os.listdir(folder))

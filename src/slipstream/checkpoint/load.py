@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .directory import is_deepspeed, locate, read_document, read_latest
+from .directory import is_checkpoint, is_deepspeed, locate, read_document, read_latest
 from .document import Document
 from .errors import CheckpointError, Ranks, describe
 from .flat_slice import FlatSlice, Shape
@@ -56,7 +56,14 @@ class Loaded(NamedTuple):
 
 def latest_tag(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> str | None:
     """The tag that `latest` names as rank 0 of `group` sees it; None where the directory has no `latest`."""
-    return Ranks(group).decide("no checkpoint was loaded", lambda: read_latest(Path(directory)))
+    return Ranks(group).decide("no checkpoint was loaded", lambda: _latest(Path(directory)))
+
+
+def _latest(path: Path) -> str | None:
+    tag = read_latest(path)
+    if tag is None and is_checkpoint(path):
+        raise CheckpointError(f"{path} is a checkpoint itself: name the folder around it, and tag={path.resolve().name!r}")
+    return tag
 
 
 def load_metadata(

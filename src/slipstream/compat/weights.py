@@ -25,7 +25,7 @@ def consolidated(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, A
     """
     values: dict[int, Tensor] = {}
     first = engine.rank == 0
-    with engine._together("consolidated_state_dict"), torch.no_grad():
+    with engine.together("consolidated_state_dict"), torch.no_grad():
         for unit in engine.units:
             flat = access.full_values(unit)
             for param, slot in zip(unit.params, unit.layout.slots, strict=True):

@@ -36,8 +36,10 @@ class QuantizedLinear(nn.Linear):
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         product: Tensor = _Product.apply(x, self.weight, self.form)
-        return product if self.bias is None else product + self.bias
+        return product if self.bias is None else product + self.bias.to(product.dtype)
 
     def dequantized(self) -> Tensor:
         """The weight as numbers, fp32 [out_features, in_features]."""

@@ -133,7 +133,7 @@ _PINNED = "host memory that a GPU copies from or to is always pinned"
 _STREAMED = "the optimizer always reads chunks ahead and writes them behind"
 _DIRECT = "a unit's weights are read straight into the memory that it is computed from, one unit ahead"
 _SUBMITTED = "blocks go to the disk as soon as the queue has room, and are reaped as they end"
-_WRITER = "every rank writes its own shards through torch.distributed.checkpoint, without pickles"
+_WRITER = "every rank writes its own shards into a file of its own, direct to the disk and without pickles"
 _ROUNDING = (
     "gradients are summed in fp32 and scaled once at the end, so there is no order of division to choose"
 )

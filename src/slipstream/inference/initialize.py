@@ -194,7 +194,7 @@ def _open(
         target = Target.decoder(loaded.config, loaded.weights)
         if place.type == "cuda" and isinstance(source, torch.nn.Module):
             target = _SHARED
-        elif loaded.gguf and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers):
+        elif kind == "auto" and loaded.gguf and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers):
             target = _BLOCKS
         opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads)
         ends, metadata = loaded.config.end_ids, loaded.gguf

@@ -55,7 +55,8 @@ class ServedForward:
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> ServedForward:
-        assert not self._undo, "entered already"
+        if self._undo:
+            raise RuntimeError("this ServedForward is entered already: leave it first, or make another")
         for module, serve in self._patched:
             self._undo.append(_patch(module, serve))
         self._undo.append(self._inner.register_forward_pre_hook(_check_rows, with_kwargs=True).remove)

@@ -73,7 +73,8 @@ class Target:
     def module(cls, model: torch.nn.Module) -> Target:
         """A live model's parameters, each in its own role."""
         named = dict(model.named_parameters())
-        found = {name: Place(tuple(one.shape), [(name, torch.empty_like(one, device="meta"))]) for name, one in named.items()}
+        empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in named.items()}
+        found = {name: Place(tuple(one.shape), [(name, one)]) for name, one in empty.items()}
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - named.keys()
         buffers = {name for name, _ in model.named_buffers()}
         return cls(found, {name: Form.of(one.data) for name, one in named.items()}, frozenset(tied | buffers))

@@ -188,7 +188,7 @@ class _Threads:
 
 
 class Disk:
-    """One anonymous file of `nbytes`, rounded up to 4096, in `folder`. Any thread may call anything.
+    """A file of `nbytes`, rounded up to 4096: an anonymous one in `folder`, or a given one. Any thread may call anything.
 
     file: the descriptor of a file to take instead, which is closed with the disk; `folder` then names it in messages.
     queue_depth: blocks in flight in each direction, of io_uring; `threads`: threads of each direction, of the other engine.

@@ -72,6 +72,8 @@ class NativeSteps(ShardedSteps):
     def drop(self, unit: Unit) -> None:
         for store in self.stores.pop(unit.index, {}).values():
             self.homes.drop(store)
+        self.scales.pop(unit.index, None)
+        self._chunks.pop(unit.index, None)  # which hold the stores
 
     def _stores(self, unit: Unit) -> dict[str, Store]:
         if unit.index not in self.stores:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from slipstream.optim.lamb import Lamb
@@ -122,6 +123,7 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> Resolved:
         if isinstance(kwargs.get(key), list):
             kwargs[key] = tuple(kwargs[key])
     check_arguments(cls, kwargs, f"optimizer.params of {name}")
+    _check_kinds(cls, kwargs, f"optimizer.params of {name}")
     native = not torch_adam and not any(kwargs.get(key) for key in _NOT_NATIVE)
     if options and not native:
         raise ValueError(
@@ -165,6 +167,22 @@ def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], wha
     missing = [key for key in required if key not in kwargs]
     if missing:
         raise ValueError(f"{what}: {', '.join(missing)} must be given")
+
+
+def _check_kinds(cls: type[Optimizer], kwargs: Mapping[str, Any], what: str) -> None:
+    """Raises where a number, or so many of them, is wanted by the default's example, and something else is given."""
+    for key, parameter in inspect.signature(cls).parameters.items():
+        value, default = kwargs.get(key), parameter.default
+        if isinstance(default, tuple) and value is not None and not (
+            isinstance(value, tuple) and len(value) == len(default) and all(map(_is_number, value))
+        ):
+            raise ValueError(f"{what}: {key} is {len(default)} numbers, as {list(default)}, not {value!r}")
+        if _is_number(default) and value is not None and not _is_number(value):
+            raise ValueError(f"{what}: {key} is a number, as {default:g}, not {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

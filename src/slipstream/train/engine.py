@@ -30,6 +30,7 @@ from slipstream.ops.disk import DiskError
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.train import activation
 from slipstream.train import step as window
+from slipstream.train.gate import LETS_THROUGH, Block, Gate
 from slipstream.train.precision import Precision
 from slipstream.train.progress import Progress
 from slipstream.zero import access
@@ -91,12 +92,10 @@ class Engine(nn.Module):
         self.homes, self.recipe, self.open_space = parts.homes, parts.recipe, parts.open_space
         self.homes.check = _weak(self._check_disk)  # the model's hooks do not keep the engine
         self.updater = window.Updater(parts.units, parts.steps) if parts.steps is not None else None
-        self.asleep: Asleep | None = None
+        self.asleep: Asleep | None = None  # what is away
         self.saving: Saving | None = None  # a checkpoint that is being written
         self.staging: Staging | None = None  # host memory that it is written from
-        self.broken = ""  # why this engine can neither step nor save: its disk failed
-        self.surgery_open = ""  # why neither runs now: its model is being changed, or was left half changed
-        self.destroyed = False
+        self.gate = Gate()
         self.precision, self.watch = parts.precision, parts.watch
         self.optimizer: Any = None  # what initialize returned; set by it
         self.lr_scheduler: Any = None
@@ -115,6 +114,7 @@ class Engine(nn.Module):
 
     def wire(self) -> None:
         """Hook the model to the units, as both are now."""
+        self._known = {id(param) for param in self.module.parameters()}
         recipe, slots, reducer = self.recipe, self.slots, Reducer(self.units, self.slots)
         reducer.alpha, reducer.on_reduced = self.alpha, _weak(self._update_ahead)
         self.hooks = Hooks(
@@ -129,8 +129,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Its units gather and release themselves."""
-        self._refuse_destroyed()
-        self._refuse_in_surgery()
+        self.gate.check("forward")
         with self.progress.timing("forward"), self.precision.autocast():
             return self.module(*args, **kwargs)
 
@@ -140,6 +139,8 @@ class Engine(nn.Module):
         `scale_wrt_gas=False` says that the caller has divided the loss already. Other keywords go to `Tensor.backward`
         (`gradient=` for a loss that is not a scalar).
         """
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"engine.backward() takes the loss, a tensor that was computed by the model, not {loss!r}")
         accumulation = self.plan.batch.accumulation if self.plan.batch.managed else 1
         self._divide(scale_wrt_gas)
         with self.progress.timing("backward"):
@@ -148,10 +149,7 @@ class Engine(nn.Module):
 
     def step(self) -> None:
         """On the last micro-batch of a window: reduce, clip, update, publish, tick the schedule. Else count it."""
-        self._refuse_destroyed()
-        self._refuse_asleep()
-        self._refuse_broken()
-        self._refuse_in_surgery()
+        self.gate.check("step")
         boundary = self.at_boundary
         self.micro_steps += 1
         self.step_applied = False
@@ -188,7 +186,17 @@ class Engine(nn.Module):
         if self._odd_window and self.rank == 0:
             logger.warning("%s", self._odd_window)
 
+    def _refuse_unknown(self) -> None:
+        """ValueError for a parameter that has come into the model: nothing would train or save it."""
+        if any(id(param) not in self._known for param in self.module.parameters()):
+            name = next(name for name, param in self.module.named_parameters() if id(param) not in self._known)
+            raise ValueError(
+                f"parameter {name!r} has come into the model since initialize(), so it would be neither trained nor saved: change "
+                "the model in `with engine.surgery():`"
+            )
+
     def _finish_window(self) -> window.Verdict:
+        self._refuse_unknown()
         if not self._odd_window:
             self._warn_of_odd_window()
         if self.updater is not None:
@@ -215,8 +223,7 @@ class Engine(nn.Module):
             failure = self.updater.failure
         if not self.homes.on_disk:
             if failure is not None:
-                self.broken = f"the optimizer of rank {self.rank} failed in step {self.global_steps}: {failure}"
-                raise RuntimeError(self.broken) from failure
+                raise RuntimeError(self._lost(f"the optimizer of rank {self.rank}", str(failure))) from failure
             return
         self.homes.settle()
         failure = failure or self.homes.failure
@@ -225,18 +232,19 @@ class Engine(nn.Module):
         failed = [(rank, *theirs) for rank, theirs in everyone if theirs is not None]
         if failed:
             rank, is_disk, why = failed[0]
-            self.broken = f"the {'disk' if is_disk else 'optimizer'} of rank {rank} failed in step {self.global_steps}: {why}"
-            raise (DiskError(errno.EIO, self.broken) if is_disk else RuntimeError(self.broken)) from failure
+            reason = self._lost(f"the {'disk' if is_disk else 'optimizer'} of rank {rank}", why)
+            raise (DiskError(errno.EIO, reason) if is_disk else RuntimeError(reason)) from failure
 
-    def _refuse_broken(self) -> None:
-        if self.broken:
-            raise RuntimeError(
-                f"{self.broken}. The states of this engine are lost: mend or change the disk, and go on from the last checkpoint"
-            )
+    def _lost(self, what: str, why: str) -> str:
+        remedy = "mend or change the disk, and go" if what.startswith("the disk") else "go"
+        lost = f"{what} failed in step {self.global_steps}: {why}. The states of this engine are lost"
+        reason = f"{lost}: {remedy} on from the last checkpoint"
+        self.gate.shut(Block.BROKEN, reason)
+        return reason
 
     def _check_disk(self) -> None:
         """Before weights are read or written by name. Collective where there is a disk."""
-        self._refuse_broken()
+        self.gate.check("gathered")
         if self.homes.on_disk:
             self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # the watch tells a rank that is alone here
             self._settle_disk()
@@ -339,7 +347,7 @@ class Engine(nn.Module):
     def gradient(self, name: str) -> Tensor:
         """The mean gradient so far of parameter `name`, whole and unscaled, in fp32. Collective."""
         unit, i = self._find(name)
-        with self._together("gradient"), torch.no_grad():
+        with self.together("gradient"), torch.no_grad():
             if unit.placement.grads:
                 window.reduce_leftovers(self.units, self.hooks, self.comms)
             return access.full_gradient(unit, i, self.alpha) / self.precision.loss_scale
@@ -350,7 +358,7 @@ class Engine(nn.Module):
         Raises ValueError where shapes differ or the parameter is frozen.
         """
         unit, i = self._find(name)
-        with self._together("set_gradient"), torch.no_grad():
+        with self.together("set_gradient"), torch.no_grad():
             if unit.placement.grads:
                 window.reduce_leftovers(self.units, self.hooks, self.comms)
             access.set_gradient(unit, i, value.float() * self.precision.loss_scale, self.alpha)
@@ -358,13 +366,13 @@ class Engine(nn.Module):
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
         """The optimizer's per-element states of parameter `name`, whole, with "master". Collective."""
         unit, i = self._find(name)
-        with self._together("optimizer_state"):
+        with self.together("optimizer_state"):
             return access.full_optimizer_state(unit, i, self.steps)
 
     def set_optimizer_state(self, name: str, values: Mapping[str, Tensor]) -> None:
         """Overwrite optimizer states of parameter `name`; "master" also sets the weight. The same values on all ranks."""
         unit, i = self._find(name)
-        with self._together("set_optimizer_state"):
+        with self.together("set_optimizer_state"):
             access.set_optimizer_state(unit, i, self.steps, values)
 
     def save_checkpoint(
@@ -381,7 +389,8 @@ class Engine(nn.Module):
 
         if contents not in ("all", "without_optimizer", "weights", "adapters"):
             raise ValueError(f"contents {contents!r}: it is all, without_optimizer, weights or adapters")
-        with self._together("save_checkpoint"):
+        with self.together("save_checkpoint"):
+            self._refuse_unknown()
             persist.save(self, str(save_dir), tag, client_state, save_latest, exclude_frozen_parameters, contents)
         return True
 
@@ -389,7 +398,7 @@ class Engine(nn.Module):
         """Wait until the last checkpoint is on disk. Collective. Raises CheckpointError where it could not be written."""
         from slipstream.train import persist
 
-        with self._together("finish_save"):
+        with self.together("finish_save"):
             persist.finish(self)
 
     def save_pretrained(
@@ -405,7 +414,8 @@ class Engine(nn.Module):
         from slipstream.train import persist
 
         wanted, nbytes = dtype_of(dtype), num_bytes(max_shard_size)
-        with self._together("save_pretrained"):
+        with self.together("save_pretrained"):
+            self._refuse_unknown()
             persist.save_pretrained(self, str(save_directory), wanted, nbytes, only_trainable)
 
     def load_checkpoint(
@@ -419,47 +429,47 @@ class Engine(nn.Module):
         """
         from slipstream.train import persist
 
-        with self._together("load_checkpoint"):
+        with self.together("load_checkpoint"):
             return persist.load(
                 self, str(load_dir), tag, strict=load_module_strict, optimizer=load_optimizer_states,
                 scheduler=load_lr_scheduler_states, module_only=load_module_only, exclude=exclude,
             )  # fmt: skip
 
     @contextmanager
-    def _together(self, method: str) -> Iterator[None]:
+    def together(self, method: str) -> Iterator[None]:
         """All ranks call a collective method, or all raise PeerError; nothing of it starts before."""
         with self.watch.guard(method):
-            if method not in ("wake", "destroy"):
-                self._refuse_broken()
-            if method not in ("sleep", "wake", "destroy"):
-                self._refuse_asleep()
-            if method not in ("surgery", "destroy"):
-                self._refuse_in_surgery()
+            self.gate.check(method)
             rows = self.comms.data.exchange(torch.tensor([float(zlib.crc32(method.encode()))], dtype=torch.float64))
             if rows.min() != rows.max():
                 raise PeerError(f"this rank called engine.{method}() while others called another method; it is for all ranks")
             if self.updater is not None:
                 self.updater.drop()
-            if not self.broken:
-                self._settle_before(method)
+            self._settle_before(method)
             yield
 
     def _settle_before(self, method: str) -> None:
-        """As `_settle_disk`, but a failure does not keep an engine from waking up and being destroyed."""
+        """As `_settle_disk`, but a failure keeps no engine from what needs none of its states."""
+        if Block.BROKEN in self.gate:
+            return
         try:
             self._settle_disk()
-        except (DiskError, RuntimeError):
-            if method not in ("wake", "destroy") or not self.broken:
+        except (DiskError, RuntimeError) as failure:
+            if Block.BROKEN not in self.gate or Block.BROKEN not in LETS_THROUGH.get(method, ()):
                 raise
-            logger.error("%s: %s", method, self.broken)
+            logger.error("%s: %s", method, failure)
 
     def _find(self, name: str) -> tuple[Unit, int]:
-        for unit in self.units:
-            if name in unit.names:
-                return unit, unit.names.index(name)
+        places = {known: (unit, i) for unit in self.units for i, known in enumerate(unit.names)}
+        if name not in places:
+            by_param = {id(param): (unit, i) for unit in self.units for i, param in enumerate(unit.params)}
+            tied = self.module.named_parameters(remove_duplicate=False)  # other names of parameters that have several
+            places |= {other: by_param[id(param)] for other, param in tied if id(param) in by_param}
+        if name in places:
+            return places[name]
         import difflib
 
-        names = [known for unit in self.units for known in unit.names]
+        names = list(places)
         raise KeyError(f"no parameter {name!r}; the nearest are {difflib.get_close_matches(name, names)}")
 
     def _all_params(self) -> dict[Unit, list[int]]:
@@ -491,8 +501,7 @@ class Engine(nn.Module):
         """
         from slipstream.train.surgery import Surgery
 
-        self._refuse_destroyed()
-        with self._together("surgery"):
+        with self.together("surgery"):
             operation = Surgery(self, group)
             operation.begin()
         try:
@@ -511,7 +520,7 @@ class Engine(nn.Module):
         """
         from slipstream.train import handover
 
-        with self._together("named_weights"):
+        with self.together("named_weights"):
             yield from handover.stream(self)
 
     # -- life --
@@ -525,9 +534,7 @@ class Engine(nn.Module):
         from slipstream.train import sleep
 
         kinds = sleep.check(include, device, path, self.device)
-        if self.asleep is not None:
-            raise RuntimeError(f"the engine sleeps already ({', '.join(sorted(self.asleep.kinds))}); call engine.wake() first")
-        with self._together("sleep"), torch.no_grad():
+        with self.together("sleep"), torch.no_grad():
             return sleep.put(self, kinds, path if device == "disk" else None)
 
     def wake(self) -> None:
@@ -535,12 +542,8 @@ class Engine(nn.Module):
         from slipstream.train import sleep
 
         if self.asleep is not None:
-            with self._together("wake"), torch.no_grad():
+            with self.together("wake"), torch.no_grad():
                 sleep.wake(self)
-
-    def _refuse_asleep(self) -> None:
-        if self.asleep is not None:
-            raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self.asleep.kinds))} are away); call engine.wake() first")
 
     def destroy(self) -> None:
         """Give everything back: the model's parameters become ordinary whole ones again, the rest is freed. Collective.
@@ -548,7 +551,7 @@ class Engine(nn.Module):
         Parameters whose weights rest on disk (offload_param) are not brought into memory, which they may not fit: they are on meta
         afterwards. Save them before.
         """
-        if self.destroyed:
+        if Block.DESTROYED in self.gate:
             return
         try:
             if self.saving is not None:
@@ -557,7 +560,7 @@ class Engine(nn.Module):
             self._give_back()
 
     def _give_back(self) -> None:
-        self.destroyed = True
+        self.gate.shut(Block.DESTROYED, "this engine was destroyed; call slipstream.initialize() for a new one")
         on_disk = sum(len(unit.params) for unit in self.units if isinstance(unit.weights, DiskStore))
         if on_disk and self.rank == 0:
             logger.info(
@@ -580,7 +583,7 @@ class Engine(nn.Module):
             self.wake()
         except DiskError as error:
             logger.error("destroy: states that slept did not come back: %s", error)
-        with self._together("destroy"):
+        with self.together("destroy"):
             self.hooks.remove()
             rest = torch.tensor([float(isinstance(unit.weights, DiskStore)) for unit in self.units], dtype=torch.float64)
             on_disk = self.comms.data.exchange(rest).any(0).tolist()  # a rank without a share of a unit goes along
@@ -593,11 +596,3 @@ class Engine(nn.Module):
         self.units, self.steps, self.updater, self.staging = [], None, None, None
         self.slots = Slots({})
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
-
-    def _refuse_in_surgery(self) -> None:
-        if self.surgery_open:
-            raise RuntimeError(self.surgery_open)
-
-    def _refuse_destroyed(self) -> None:
-        if self.destroyed:
-            raise RuntimeError("this engine was destroyed; call slipstream.initialize() for a new one")

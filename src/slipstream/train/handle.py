@@ -53,14 +53,14 @@ class OptimizerHandle(torch.optim.Optimizer):
         """Everything, in torch's own form, on every rank. Collective. `engine.save_checkpoint` needs no such copy."""
         from slipstream.train import optimizer_state
 
-        with self.engine._together("optimizer.state_dict"):
+        with self.engine.together("optimizer.state_dict"):
             return optimizer_state.whole(self.engine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Of this optimizer, or of a plain torch one over the same parameters. Collective; the same on all ranks."""
         from slipstream.train import optimizer_state
 
-        with self.engine._together("optimizer.load_state_dict"):
+        with self.engine.together("optimizer.load_state_dict"):
             optimizer_state.take(self.engine, state_dict)
 
     def __repr__(self) -> str:

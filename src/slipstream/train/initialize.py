@@ -71,6 +71,8 @@ def initialize(
     """
     if model is None:
         raise ValueError("initialize() needs model=")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"initialize(model=) is a torch.nn.Module, not {model!r}")
     if mesh_param is not None:
         raise ValueError("mesh_param (sequence parallel meshes) is not built yet; drop it")
     for unit in access.units_of(model.parameters()):
@@ -89,6 +91,8 @@ def initialize(
         introduce(plan)
     mesh = data_mesh(plan.zero.shard_size, group)
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
+    if optimizer is not None and plan.optimizer and mesh.data.index == 0:
+        logger.warning("initialize(optimizer=) is taken, and the config's optimizer block (%s) is not", plan.optimizer.type)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = FirstValues(model, device, weights := _weights(model, mesh))
     if weights is None and not any(param.is_meta for param in model.parameters()):

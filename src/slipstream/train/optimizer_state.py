@@ -46,7 +46,7 @@ def whole(engine: Engine) -> dict[str, Any]:
         found = access.full_optimizer_state(unit, i, steps)
         master = found.pop("master")
         known = scalars.get(unit.names[i], {})
-        if not known or known.get("step") == 0:
+        if known.get("step") == 0 or not (known or found):
             continue  # torch has none either before the first step
         wider = {"master": master} if unit.dtypes.weights is not unit.dtypes.master else {}
         states[number] = {name: _as_torch_has_it(name, value) for name, value in known.items()} | found | wider
@@ -127,7 +127,6 @@ def _take_one(engine: Engine, unit: Unit, i: int, values: Mapping[str, Any] | No
         scalars = {name: value for name, value in values.items() if name not in tensors}
         for piece in pieces:
             steps.make_states(unit, piece, {name: value.dtype for name, value in tensors.items() if name != "master"})
-    if scalars:
-        for piece in pieces:
-            steps.load_scalars(unit, piece, copy.deepcopy(scalars))  # the optimizer counts on in them
+    for piece in pieces if scalars or values is not None else ():  # also without any: torch's SGD keeps none beside its momentum
+        steps.load_scalars(unit, piece, copy.deepcopy(scalars))  # the optimizer counts on in them
     access.set_optimizer_state(unit, i, steps, tensors)

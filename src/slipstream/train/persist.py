@@ -193,6 +193,9 @@ def load(
     missing = [name for name in needed if name in wanted and name not in found.tensors]
     named = [name for name in found.tensors if name.startswith(("model.", "buffer."))]
     surplus = [name for name in named if name not in everything and not _is_excluded(name, exclude)]
+    for pattern in exclude:
+        if not any(_is_excluded(name, [pattern]) for name in (*everything, *named)):
+            raise CheckpointError(f"exclude={list(exclude)}: {pattern!r} matches no parameter or buffer of model or checkpoint")
     optimizer = optimizer and not module_only and engine.steps is not None
     undo: list[Callable[[], None]] = _prepare_optimizer(engine, found, exclude) if optimizer else []
     if optimizer:

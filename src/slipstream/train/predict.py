@@ -18,7 +18,7 @@ from typing import NamedTuple
 from slipstream.zero.placement import Placement, Tier, Tiers
 from slipstream.zero.store import disk_nbytes, range_nbytes
 
-_GRADIENT_BUFFERS = 2  # of each ring of gradients: one fills while the other is summed (zero/build.py) or written (zero/store.py)
+_GRADIENT_BUFFERS = 2  # of each ring of gradients: one fills while the other is summed (zero/build.py) or written (zero/homes.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ def states_of(parts: Sequence[Part], setting: Setting) -> list[dict[str, State]]
     def state(tier: Tier, numel: int, itemsize: int, kept: int = 0) -> State:
         tier = setting.tier(tier)
         if tier is Tier.DISK and kept < numel:
-            return State(numel, itemsize, tier, head=min(range_nbytes(kept, 1), numel))  # whole grains, as zero/store.py cuts
+            return State(numel, itemsize, tier, head=min(range_nbytes(kept, 1), numel))  # whole grains, as zero/stream.py cuts
         return State(numel, itemsize, setting.tier(Tier.HOST) if tier is Tier.DISK else tier)
 
     for part in parts:
@@ -186,7 +186,7 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(part: Part, states: Mapping[str, State], setting: Setting) -> Iterator[Chunk]:
-    """The chunks of a part, cut as zero/store.py cuts them: nowhere if everything is where the optimizer steps, else also at
+    """The chunks of a part, cut as zero/stream.py cuts them: nowhere if everything is where the optimizer steps, else also at
     each head."""
     owned = part.span if setting.placement.optim else part.numel
     # where weights are replicated the optimizer writes its part of them in place

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from slipstream.ops.disk import Disk, DiskError
 from slipstream.optim.native import NativeSteps
+from slipstream.train.gate import Block
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.placement import Tier
 from slipstream.zero.shared import give_back_pages
@@ -62,6 +63,7 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
         rank, first = next(iter(errors.items()))
         raise RuntimeError(f"engine.sleep(): nothing was moved, because rank {rank} could not: {first}")
     engine.asleep = asleep
+    engine.gate.shut(Block.ASLEEP, f"the engine sleeps ({', '.join(sorted(kinds))} are away); call engine.wake() first")
     if "weights" in kinds:
         for unit in engine.units:
             unit.fall_asleep()
@@ -89,10 +91,12 @@ def wake(engine: Engine) -> None:
         for unit in engine.units:
             unit.wake_up()
     engine.asleep = None
+    engine.gate.open(Block.ASLEEP)
     for rank, why in zip(engine.mesh.data.ranks, errors, strict=True):
         if why:
-            engine.broken = f"the states that rank {rank} had put to sleep did not come back: {why}"
-            raise DiskError(errno.EIO, engine.broken)
+            lost = f"the states that rank {rank} had put to sleep did not come back: {why}"
+            engine.gate.shut(Block.BROKEN, f"{lost}. Mend or change the disk, and go on from the last checkpoint")
+            raise DiskError(errno.EIO, lost)
 
 
 class Asleep:

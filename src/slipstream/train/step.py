@@ -155,7 +155,7 @@ class Ahead:
             self._waiting.clear()
 
     def take(self, is_idle: bool) -> Chunk | None:
-        """The next chunk, as zero/store.py's `stream` asks for it; with none and nothing else to do, the job ends."""
+        """The next chunk, as zero/stream.py's `stream` asks for it; with none and nothing else to do, the job ends."""
         with self._lock:
             if not self._waiting:
                 self._runs = not is_idle

@@ -21,6 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.optim import muon_groups
+from slipstream.train.gate import Block
 from slipstream.train.origins import Carried, Origin, carry_states
 from slipstream.zero import access
 from slipstream.zero.build import Plot, Site, allocate, build_block, convert_buffers, disk_needs, longest_on_wire, ring_of, survey
@@ -50,7 +51,7 @@ class Surgery:
     def __init__(self, engine: Engine, group: GroupOf) -> None:
         self.engine, self.group = engine, group
         self.copies: dict[Unit, Tensor] = {}  # of units that were touched
-        self.was_half_changed = bool(engine.surgery_open)
+        self.was_half_changed = Block.CHANGING in engine.gate
 
     # -- the beginning and the end --
 
@@ -66,7 +67,7 @@ class Surgery:
         for unit in engine.units:
             unit.on_touch = self._lend
         self.before = _outline(engine.module)
-        engine.surgery_open = "the engine's model is in surgery: leave the `with engine.surgery():` before anything else"
+        engine.gate.shut(Block.CHANGING, "the engine's model is in surgery: leave `with engine.surgery():` before anything else")
 
     def _lend(self, unit: Unit) -> None:
         if unit not in self.copies:
@@ -86,13 +87,17 @@ class Surgery:
         try:
             if rows[:, 2].min() != rows[:, 2].max():
                 raise ValueError(_difference(ranks, gather_objects(lines, engine.mesh.data)))
-            change = Change(engine, engine.module, self.copies, self._touched(), self.group)
+            touched = self._touched()
+            for unit in engine.units:  # over shared memory one rank can read alone; what follows is of all
+                if unit.placement.weights and (unit, 0) in touched:
+                    self._lend(unit)
+            change = Change(engine, engine.module, self.copies, touched, self.group)
         except Exception as error:
             self._close(f"{type(error).__name__}: {error}", is_changed=True)
             raise
-        engine.broken = "engine.surgery() did not end"
+        engine.gate.shut(Block.BROKEN, "engine.surgery() did not end: the engine's states are lost, go on from the last checkpoint")
         change.make()
-        engine.broken = ""
+        engine.gate.open(Block.BROKEN)
         self._close("", is_changed=False)
 
     def give_up(self, error: BaseException) -> None:
@@ -118,8 +123,8 @@ class Surgery:
         engine = self.engine
         places = {id(param): f"{unit.index}.{i}" for unit in engine.units for i, param in enumerate(unit.params)}
         lines = [
-            f"parameter {name!r} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'} from "
-            f"{places.get(id(param), 'outside')}"
+            f"parameter {name!r} {tuple(param.shape)} {param.dtype}{' on meta' * param.is_meta}"
+            f"{'' if param.requires_grad else ' frozen'} from {places.get(id(param), 'outside')}"
             for name, param in engine.module.named_parameters(remove_duplicate=False)
         ]
         return lines + [f"buffer {name!r} {tuple(buffer.shape)}" for name, buffer in engine.module.named_buffers()]
@@ -142,8 +147,10 @@ class Surgery:
                     if param.data_ptr() != view.data_ptr():  # `p.data = ...`, which is given up
                         param.data = view
         self.copies = {}
-        engine.surgery_open = _HALF_CHANGED.format(why=why) if is_changed or (why and self.was_half_changed) else ""
-        if not engine.surgery_open:
+        if is_changed or (why and self.was_half_changed):
+            engine.gate.shut(Block.CHANGING, _HALF_CHANGED.format(why=why))
+        else:
+            engine.gate.open(Block.CHANGING)
             engine.wire()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.nn as nn
 
 from slipstream.zero.init import Init, load
@@ -29,6 +30,10 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, modif
     elif isinstance(params, nn.Parameter):
         chosen = [params]
     else:
-        chosen = list(params)
+        chosen = list(params) if isinstance(params, Iterable) and not isinstance(params, str) else [params]
+    for one in chosen:
+        if not isinstance(one, torch.Tensor):
+            known = f"; for a name: model.get_parameter({one!r})" if isinstance(one, str) else ""
+            raise TypeError(f"gathered() takes parameters or a module, and was given {one!r}{known}")
     with access.gathered_units(access.units_of(chosen), modifier_rank):
         yield

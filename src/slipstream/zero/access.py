@@ -111,11 +111,12 @@ def set_optimizer_state(unit: Unit, i: int, steps: Any, values: Mapping[str, Ten
     for name, value in values.items():
         if tuple(value.shape) != slot.shape:
             raise ValueError(f"{name} of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
-    owned = [piece for piece in (steps.pieces[unit.index] if steps else []) if piece.name == unit.names[i]]
+    owned = steps.pieces[unit.index] if steps and unit.grads is not None else []
+    owned = [piece for piece in owned if piece.name == unit.names[i]]
     known = [sorted(steps.states(unit, piece)) for piece in owned]
     for states in [state for rank in gather_objects(known, unit.comms.data.axis) for state in rank]:
         if unknown := sorted(values.keys() - {"master", *states}):  # on all ranks, before anything is written
-            raise KeyError(f"no optimizer state {unknown[0]!r} of {unit.names[i]!r}; there are {states}")
+            raise KeyError(f"no optimizer state {unknown[0]!r} of {unit.names[i]!r}; there are {['master', *states]}")
     if "master" in values:
         with gathered_units({unit: [i]}, None), torch.no_grad():
             unit.params[i].copy_(values["master"])
@@ -169,9 +170,11 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
     shown = [unit.params[i] for unit, indices in chosen.items() for i in indices if i in unit.lent]  # by who writes them back
     chosen = {unit: [i for i in indices if i not in unit.lent] for unit, indices in chosen.items()}
     chosen = {unit: indices for unit, indices in chosen.items() if indices}
-    copies = {unit: lend(unit, indices) for unit, indices in chosen.items()}
+    copies: dict[Unit, Tensor] = {}
     written = False
     try:
+        for unit, indices in chosen.items():
+            copies[unit] = lend(unit, indices)
         with _keeping_for_backward() if copies and torch.is_grad_enabled() else nullcontext():
             yield
         if write:
@@ -183,8 +186,8 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
                     broadcast_from(param.data.view(-1), data.axis, modifier_rank)
         written = write
     finally:
-        for unit, indices in chosen.items():
-            take_back(unit, indices, copies[unit], modifier_rank, write=written)
+        for unit, copy in copies.items():
+            take_back(unit, chosen[unit], copy, modifier_rank, write=written)
 
 
 @contextmanager

@@ -57,7 +57,8 @@ class Values:
         self._read = sorted(known, key=lambda slot: slot.offset)
         self._ends = [slot.offset + slot.numel for slot in self._read]
         dtypes = [reader.dtype(slot.name) for slot in self._read] if reader is not None else []
-        self.dtype = reduce(torch.promote_types, [*([] if flat is None else [flat.dtype]), *dtypes])  # holds all of them exactly
+        held = [*([] if flat is None else [flat.dtype]), *dtypes]
+        self.dtype = reduce(torch.promote_types, held) if held else torch.float32  # holds all of them exactly; none, of no elements
 
     def get(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop), 1D, for reading; gaps are zero."""
