@@ -10,6 +10,7 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +75,44 @@ def save(kind: str, held: Any, folder: Path) -> dict[str, float]:
 
 
 def behind(engine: Any, folder: Path, x: torch.Tensor, nbytes: int) -> dict[str, float]:
-    """What a save takes from the training that goes on meanwhile, beside a bare copy of as many bytes."""
-    alone = [step(engine, x) for _ in range(STEPS)]
+    """What a save takes from the training that goes on meanwhile, beside what it cannot do without: a bare copy of as many bytes
+    while training waits, and their way to the disk from memory that is there, while training goes on."""
+    from slipstream.ops.disk import ALIGNMENT, Disk, aligned
+
+    def steps() -> list[float]:
+        return [step(engine, x) for _ in range(STEPS)]
+
+    def until(ended: Callable[[], bool]) -> list[float]:
+        during = []
+        while not ended():
+            during.append(step(engine, x))
+        return during
+
+    before = steps()
     start, clock = time.perf_counter(), time.time()
     engine.save_checkpoint(str(folder))
-    called, during = time.perf_counter() - start, []
-    while not (folder / "latest").exists():
-        during.append(step(engine, x))
+    called = time.perf_counter() - start
+    during = until((folder / "latest").exists)
     whole = (folder / "latest").stat().st_ctime - clock  # its last rename
     engine.finish_save()
-    alone += [step(engine, x) for _ in range(STEPS)]
-    usual = statistics.median(alone)
+    after = steps()
+    usual = statistics.median(before + after)
     taken = called + sum(during) - usual * len(during)
-    source, target = (torch.ones(nbytes // 8, dtype=torch.uint8) for _ in range(2))
+
+    nbytes = nbytes // 8 // ALIGNMENT * ALIGNMENT  # an eighth at a time
+    source, target = (aligned(nbytes).fill_(1) for _ in range(2))
     start = time.perf_counter()
     for _ in range(8):
         target.copy_(source)
-    return {"call": called, "disk": whole, "taken": taken, "step": usual, "copy": time.perf_counter() - start}
+    copy = time.perf_counter() - start
+    os.sync()
+    disk = Disk(str(folder), 8 * nbytes, block_nbytes=4 << 20)
+    try:
+        during = until(disk.write([(at * nbytes, source) for at in range(8)]).done)
+    finally:
+        disk.close()
+    written = sum(during) - statistics.median(after + steps()) * len(during)
+    return {"call": called, "disk": whole, "taken": taken, "step": usual, "copy": copy, "written": written}
 
 
 def pretrained(engine: Any, folder: Path) -> dict[str, float]:

@@ -10,6 +10,7 @@ import pickle
 import random
 import subprocess
 import sys
+import time
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from torch.optim import lr_scheduler
 from slipstream.checkpoint import (
     CheckpointError,
     FlatSlice,
+    Staging,
     latest_tag,
     load,
     load_metadata,
@@ -677,3 +679,42 @@ def test_bytes_written_are_the_tensors(tmp_path: Path) -> None:
     assert io.BytesIO((tmp_path / "a" / "rank_00000.bin").read_bytes()).read() == bytes(
         [0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0]
     )
+
+
+# Staging
+
+
+def resident() -> int:
+    """Bytes of this process's anonymous memory."""
+    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def test_staging_brings_its_pages_in_before_they_are_needed() -> None:
+    nbytes, staging, before = 256 << 20, Staging(pinned=False), resident()
+    assert not staging.prepared
+    staging.prepare(nbytes)
+    deadline = time.monotonic() + 60
+    while resident() - before < nbytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert staging.prepared and nbytes <= resident() - before < nbytes + (16 << 20)
+    taken = staging.take(nbytes + 5000)  # values besides
+    first = taken.data_ptr()
+    assert first % 4096 == 0 and taken.numel() == nbytes + 8192
+    assert staging.take(nbytes).data_ptr() == first, "kept between saves"
+    del taken
+    staging.close()
+    assert resident() - before < 16 << 20
+
+
+def test_staging_is_the_save_s_alone_once_it_is_taken() -> None:
+    """Whatever was being brought in: nothing is written to it any more."""
+    staging = Staging(pinned=False)
+    staging.prepare(512 << 20)
+    taken = staging.take(512 << 20)
+    taken[:: 1 << 20] = 7
+    time.sleep(0.05)
+    assert bool((taken[:: 1 << 20] == 7).all())
+    staging.close()
+    staging.prepare(1 << 20)
+    assert staging.take(3 << 20).numel() == 3 << 20, "another size than was expected"

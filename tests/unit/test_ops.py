@@ -514,6 +514,11 @@ def test_checksums_are_zlib_s_and_the_copy_is_exact(native: bool, monkeypatch: p
         assert checksum.crc32(source, before) == expected
         assert checksum.crc32(source, before, target[first : first + source.numel()]) == expected
         assert target.count_nonzero() == source.count_nonzero() and target[first : first + source.numel()].equal(source)
+        block = rng.randrange(1, 1000)
+        sums = [zlib.crc32(raw[at : at + block]) for at in range(0, nbytes, block)]
+        assert checksum.crc32_blocks(source, block) == sums
+        assert checksum.crc32_blocks(source, block, target[first : first + source.numel()].zero_()) == sums
+        assert target[first : first + source.numel()].equal(source)
     with pytest.raises(ValueError, match="contiguous bytes of the host"):
         checksum.crc32(torch.zeros(3))
     with pytest.raises(ValueError, match="3 bytes into 4"):

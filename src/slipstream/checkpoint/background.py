@@ -12,6 +12,7 @@ that ends in order finishes its save first; one that is killed leaves a draft, w
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import math
@@ -36,13 +37,16 @@ if TYPE_CHECKING:
     from .storage import Writer
 
 PATIENCE_S = 60.0
-_NICE = 10
+_LOOK_S = 0.02  # between two looks for another rank's checksums: each takes Python's lock from training
+_NICE, _LAST = 10, 19
+_PAGE = 2 << 20  # a huge page: what is brought in between two looks whether it is enough
+_ROOM = 1 << 20
 
 logger = logging.getLogger(__name__)
 
 
 class Staging:
-    """Host memory for one copy of what a rank saves: kept between saves, since fresh pages cost as much as the copy.
+    """Host memory for one copy of what a rank saves: kept between saves, since fresh pages cost more than the copy.
 
     Whole pages, as they are written past the page cache.
     """
@@ -50,9 +54,47 @@ class Staging:
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._asked = False
+        self._filling: threading.Thread | None = None
+        self._enough = threading.Event()
+
+    def prepare(self, nbytes: int) -> None:
+        """Begin to bring in pages for about `nbytes`, behind training. Pinned memory has no such half way: `take` allocates it."""
+        self._asked = True
+        if not self._pinned and nbytes and not self._memory.numel():
+            room = nbytes + nbytes // 64 + _ROOM  # for values, and gaps between pieces; what is not touched costs nothing
+            self._memory = aligned(-(-room // ALIGNMENT) * ALIGNMENT)
+            self._filling = threading.Thread(target=self._fill, args=(self._memory[:nbytes],), name="staging")
+            self._filling.start()
+
+    @property
+    def prepared(self) -> bool:
+        """Whether memory is there, or coming."""
+        return self._asked or self._memory.numel() > 0
+
+    def _fill(self, memory: Tensor) -> None:
+        _step_back(_LAST)
+        for start in range(0, memory.numel(), _PAGE):
+            if self._enough.is_set() or not threading.main_thread().is_alive():
+                break
+            part = memory[start : start + _PAGE]
+            ctypes.memset(part.data_ptr(), 0, part.numel())  # not zero_(), which would start torch's threads for this one
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._settle()
+        self._memory, self._asked = torch.empty(0, dtype=torch.uint8), False
+
+    def _settle(self) -> None:
+        if self._filling is not None:
+            self._enough.set()
+            self._filling.join()
+            self._filling = None
+            self._enough.clear()
 
     def take(self, nbytes: int) -> Tensor:
         """1D, bytes, rounded up to pages; whatever was in them."""
+        self._settle()
         nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if self._memory.numel() < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # give it back first
@@ -92,8 +134,7 @@ class Saving:
             raise CheckpointError(describe(self._untidy)) from self._untidy
 
     def _run(self) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread: training comes first
+        _step_back(_NICE)
         try:
             self._write()
         except BaseException as error:  # raised by `result`
@@ -141,10 +182,16 @@ class Saving:
                 raise CheckpointError(
                     f"nothing of {file} has been written for {self._patience_s:g} s: its rank has died, or its disk hangs"
                 )
-            time.sleep(0.005)
+            time.sleep(_LOOK_S)
         found = {int(at): sums for at, sums in json.loads((folder / f"{file}.crc").read_text("utf-8")).items()}
         (folder / f"{file}.crc").unlink()
         return found
+
+
+def _step_back(niceness: int) -> None:
+    """Of this thread, and of those that it starts: training comes first."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def _stamp(path: Path) -> int:

@@ -57,7 +57,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from slipstream.ops.checksum import crc32
+from slipstream.ops.checksum import crc32, crc32_blocks
 
 from .background import Staging
 from .data_file import DataFile
@@ -231,9 +231,8 @@ class Writer(StorageWriter):
 
     def _copy(self, chunk: tuple[_Place, Tensor, int]) -> list[int]:
         place, source, start = chunk
-        parts = source[start : start + _STAGE].split(BLOCK)
-        targets = self._staged[place.at + start : place.at + start + _STAGE].split(BLOCK)
-        return [crc32(part, 0, target[: part.numel()]) for part, target in zip(parts, targets, strict=False)]
+        part = source[start : start + _STAGE]
+        return crc32_blocks(part, BLOCK, self._staged[place.at + start : place.at + start + part.numel()])
 
     def flush(self) -> dict[int, list[int]]:
         """Write what was staged; the checksums of each piece, by its first byte. Not collective: on any thread."""
@@ -242,7 +241,7 @@ class Writer(StorageWriter):
                 file.begin(self._staged)
                 for place in self._places:
                     if place.nbytes and place.at not in self._sums:  # it came from a device
-                        self._sums[place.at] = [crc32(block) for block in self._staged[place.at : place.end].split(BLOCK)]
+                        self._sums[place.at] = crc32_blocks(self._staged[place.at : place.end], BLOCK)
         self._staged = torch.empty(0, dtype=torch.uint8)
         return self._sums
 

@@ -66,6 +66,7 @@ class Parts:
     precision: Precision
     steps: ShardedSteps | None  # None: an engine without optimizer
     watch: Watch
+    staging: Staging | None
     device: torch.device
 
 
@@ -94,7 +95,7 @@ class Engine(nn.Module):
         self.updater = window.Updater(parts.units, parts.steps) if parts.steps is not None else None
         self.asleep: Asleep | None = None  # what is away
         self.saving: Saving | None = None  # a checkpoint that is being written
-        self.staging: Staging | None = None  # host memory that it is written from
+        self.staging: Staging | None = parts.staging  # host memory that it is written from
         self.gate = Gate()
         self.precision, self.watch = parts.precision, parts.watch
         self.optimizer: Any = None  # what initialize returned; set by it
@@ -170,8 +171,15 @@ class Engine(nn.Module):
         self._count(verdict)
         if self.updater.is_done:
             self._settle_disk()
+        if self.staging is not None and self.step_applied and not self.staging.prepared:
+            self._fill_staging()
         self.progress.step_done(self)
         self.watch.phase = "idle"
+
+    def _fill_staging(self) -> None:
+        from slipstream.train import persist
+
+        persist.fill_staging(self)
 
     def _warn_of_odd_window(self) -> None:
         """Once: a loop that was written for another engine trains, but not as its author thinks."""
@@ -593,6 +601,8 @@ class Engine(nn.Module):
             self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
 
     def _forget(self) -> None:
+        if self.staging is not None:
+            self.staging.close()
         self.units, self.steps, self.updater, self.staging = [], None, None, None
         self.slots = Slots({})
         self.optimizer = self.lr_scheduler = self.training_dataloader = None

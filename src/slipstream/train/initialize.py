@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from slipstream.zero.init import Load, asked, forget
 from slipstream.zero.materialize import FirstValues, Reader
 from slipstream.zero.placement import Tier, stage_placement
 from slipstream.zero.watch import Watch
+
+if TYPE_CHECKING:
+    from slipstream.checkpoint import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -262,9 +265,18 @@ def _engine(
             precision=Precision(precision, device),
             steps=steps,
             watch=watch,
+            staging=_staging(plan, device),
             device=device,
         )
     )
+
+
+def _staging(plan: Plan, device: torch.device) -> Staging | None:
+    if not plan.checkpoint.asynchronous:
+        return None
+    from slipstream.train import persist  # with torch.distributed.checkpoint, which the first save shall not wait for
+
+    return persist.open_staging(device)
 
 
 def _transport(plan: Plan, device: torch.device) -> str:

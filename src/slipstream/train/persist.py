@@ -89,10 +89,30 @@ def save(
         "tag_validation": plan.tag_validation.capitalize(), "keep": plan.keep,
     }  # fmt: skip
     if plan.asynchronous:
-        engine.staging = engine.staging or checkpoint.Staging(pinned=engine.device.type == "cuda")
+        assert engine.staging is not None, "open_staging() makes it where saves are written behind training"
         engine.saving = checkpoint.save_behind(directory, tag, engine.staging, **how)
     else:
         checkpoint.save(directory, tag, **how)
+
+
+def open_staging(device: torch.device) -> checkpoint.Staging:
+    """What saves behind training are written from, empty as yet. Now, not at the first save, comes the import that all need."""
+    import slipstream.checkpoint.storage  # noqa: F401
+
+    return checkpoint.Staging(pinned=device.type == "cuda")
+
+
+def fill_staging(engine: Engine) -> None:
+    """After the first update, which has made the optimizer's states: bring in memory for a copy of all, behind training.
+
+    Otherwise the first save stalls for it: a page's first use costs more than its copy.
+    """
+    assert engine.staging is not None, "only called where there is one"
+    held = [*_weights(engine).values(), *_buffers(engine).values(), *_optimizer_tensors(engine).values()]
+    data = [each.data if isinstance(each, FlatSlice) else each for each in held]
+    whole = sum(each.numel() * each.dtype.itemsize for each in data)
+    shared = not all(unit.placement.optim for unit in engine.units)  # then every rank holds all, and saves a part
+    engine.staging.prepare(whole // engine.world_size if shared else whole)
 
 
 def finish(engine: Engine) -> None:

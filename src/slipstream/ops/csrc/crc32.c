@@ -4,6 +4,9 @@
  * Using PCLMULQDQ Instruction", Intel 2009): what is folded leaves the same remainder as what it came from, so that in the end
  * sixteen bytes stand for all before them, and those and a tail are divided bit by bit. Where the processor lacks the
  * instruction, ops/checksum.py takes zlib.
+ *
+ * The copy goes past the caches. Memory limits it, and two things bring it to what a bare copy reaches: reads asked for AHEAD of
+ * their use, and, where there is AVX-512, cache lines that are written by one store each.
  */
 #include "slipstream_ops.h"
 
@@ -28,36 +31,50 @@ FOLDS static inline __m128i fold(__m128i x, __m128i by, __m128i next)
     return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(x, by, 0x00), _mm_clmulepi64_si128(x, by, 0x11)), next);
 }
 
-/* `to` may be NULL; else it is a multiple of 16 and written past the caches. */
-FOLDS static inline __m128i take(const char *from, char *to)
+#define AHEAD 4096 /* bytes; reading past the end does no harm to a prefetch */
+
+/* The next 64 bytes of `from` into the lanes, and to `to`, a multiple of 64, unless it is NULL. */
+FOLDS static inline void take(__m128i next[4], char *to, const char *from)
 {
-    __m128i x = _mm_loadu_si128((const __m128i *)from);
-    if (to)
-        _mm_stream_si128((__m128i *)to, x);
-    return x;
+    _mm_prefetch(from + AHEAD, _MM_HINT_T0);
+    for (int i = 0; i < 4; i++) {
+        next[i] = _mm_loadu_si128((const __m128i *)from + i);
+        if (to)
+            _mm_stream_si128((__m128i *)to + i, next[i]);
+    }
 }
 
-/* Whole multiples of 16 bytes, at least 64. */
-FOLDS static inline uint32_t run(uint32_t crc, char *to, const char *from, int64_t nbytes)
+__attribute__((target("pclmul,avx512f"))) static inline void take_wide(__m128i next[4], char *to, const char *from)
 {
-    const __m128i by_512 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4); /* x^(512-32), x^(512+32) mod P, bits reversed */
-    const __m128i by_128 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);
-    __m128i x[4];
+    _mm_prefetch(from + AHEAD, _MM_HINT_T0);
     for (int i = 0; i < 4; i++)
-        x[i] = take(from + 16 * i, to ? to + 16 * i : 0);
-    x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128((int)crc));
-    int64_t at = 64;
-    for (; at + 64 <= nbytes; at += 64)
-        for (int i = 0; i < 4; i++)
-            x[i] = fold(x[i], by_512, take(from + at + 16 * i, to ? to + at + 16 * i : 0));
-    for (int i = 1; i < 4; i++)
-        x[0] = fold(x[0], by_128, x[i]);
-    for (; at < nbytes; at += 16)
-        x[0] = fold(x[0], by_128, take(from + at, to ? to + at : 0));
-    unsigned char left[16];
-    _mm_storeu_si128((__m128i *)left, x[0]);
-    return divide(0, left, 16);
+        next[i] = _mm_loadu_si128((const __m128i *)from + i);
+    _mm512_stream_si512((void *)to, _mm512_loadu_si512(from));
 }
+
+/* Whole multiples of 64 bytes. */
+#define DEFINE_RUN(NAME, TARGET, TAKE)                                                                                          \
+    __attribute__((target(TARGET))) static uint32_t NAME(uint32_t crc, char *to, const char *from, int64_t nbytes)              \
+    {                                                                                                                           \
+        const __m128i by_512 = _mm_set_epi64x(0x01c6e41596, 0x0154442bd4); /* x^(512-32), x^(512+32) mod P, bits reversed */    \
+        const __m128i by_128 = _mm_set_epi64x(0x00ccaa009e, 0x01751997d0);                                                      \
+        __m128i x[4], next[4];                                                                                                  \
+        TAKE(x, to, from);                                                                                                      \
+        x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128((int)crc));                                                                \
+        for (int64_t at = 64; at < nbytes; at += 64) {                                                                          \
+            TAKE(next, to ? to + at : 0, from + at);                                                                            \
+            for (int i = 0; i < 4; i++)                                                                                         \
+                x[i] = fold(x[i], by_512, next[i]);                                                                             \
+        }                                                                                                                       \
+        for (int i = 1; i < 4; i++)                                                                                             \
+            x[0] = fold(x[0], by_128, x[i]);                                                                                    \
+        unsigned char left[16];                                                                                                 \
+        _mm_storeu_si128((__m128i *)left, x[0]);                                                                                \
+        return divide(0, left, 16);                                                                                             \
+    }
+
+DEFINE_RUN(run, "pclmul", take)
+DEFINE_RUN(run_wide, "pclmul,avx512f", take_wide)
 
 SLIPSTREAM_API int slipstream_has_crc32(void)
 {
@@ -65,16 +82,18 @@ SLIPSTREAM_API int slipstream_has_crc32(void)
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_PCLMUL) != 0;
 }
 
-SLIPSTREAM_API uint32_t slipstream_crc32(uint32_t crc, char *to, const char *from, int64_t nbytes)
+static uint32_t crc32(uint32_t crc, char *to, const char *from, int64_t nbytes, int wide)
 {
-    int64_t head = to ? (int64_t)(-(uintptr_t)to & 15u) : 0, body;
+    int64_t head = to ? (int64_t)(-(uintptr_t)to & 63u) : 0, body;
     crc = ~crc;
-    if (head > nbytes || nbytes - head < 64)
+    if (head > nbytes)
         head = nbytes;
-    body = (nbytes - head) & ~(int64_t)15;
+    body = (nbytes - head) & ~(int64_t)63;
     crc = divide(crc, (const unsigned char *)from, head);
-    if (body)
-        crc = to ? run(crc, to + head, from + head, body) : run(crc, 0, from + head, body);
+    if (body && !to)
+        crc = run(crc, 0, from, body);
+    else if (body)
+        crc = (wide ? run_wide : run)(crc, to + head, from + head, body);
     crc = divide(crc, (const unsigned char *)from + head + body, nbytes - head - body);
     if (to) {
         __builtin_memcpy(to, from, (size_t)head);
@@ -82,6 +101,19 @@ SLIPSTREAM_API uint32_t slipstream_crc32(uint32_t crc, char *to, const char *fro
         _mm_sfence(); /* another thread hands the bytes to the disk */
     }
     return ~crc;
+}
+
+/* Of each `block` bytes one: sums[0] is continued from `crc`. */
+SLIPSTREAM_API void slipstream_crc32(uint32_t *sums, uint32_t crc, char *to, const char *from, int64_t nbytes, int64_t block)
+{
+    static int known; /* asking takes microseconds in a virtual machine */
+    int wide = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (!wide) {
+        wide = slipstream_best_isa() >= AVX512 ? 2 : 1;
+        __atomic_store_n(&known, wide, __ATOMIC_RELAXED);
+    }
+    for (int64_t at = 0; at < nbytes; at += block, crc = 0)
+        *sums++ = crc32(crc, to ? to + at : 0, from + at, nbytes - at < block ? nbytes - at : block, wide == 2);
 }
 
 #else
