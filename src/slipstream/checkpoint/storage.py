@@ -216,7 +216,13 @@ class Writer(StorageWriter):
         for view, place in zip(views, self._places, strict=True):
             self._staged[filled : place.at].zero_()
             filled = place.end
-            source = view.get(0, view.numel()).view(torch.uint8) if isinstance(view, Part) else _flat(view).view(torch.uint8)
+            if isinstance(view, Part):  # read, or decoded, a stage at a time
+                at = place.at
+                for part in _host_bytes(view):
+                    self._sums.setdefault(place.at, []).extend(crc32_blocks(part, BLOCK, self._staged[at : at + part.numel()]))
+                    at += part.numel()
+                continue
+            source = _flat(view).view(torch.uint8)
             if source.is_cpu:
                 chunks += [(place, source, start) for start in range(0, place.nbytes, _STAGE)]
             else:
