@@ -1,8 +1,8 @@
 """`python -m benchmarks [LEG ...]`: ours beside the peers; writes the legs' sections of benchmarks/RESULTS.md (not with --quick).
 
-Legs: step, memory, wire, start, activations, optimizer, recipes, plan, quality, disk, offload, save, clients, pretrained, or all
-of them (the default). `parts` prints where our own step goes and writes nothing. `python benchmarks/ops.py` compares the native
-kernels by themselves.
+Legs: step, memory, wire, start, activations, optimizer, kernels, recipes, plan, quality, disk, offload, save, clients, pretrained,
+or all of them (the default). `parts` prints where our own step goes and writes nothing. `python benchmarks/ops.py` compares the
+native kernels with their peers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks import (
     activations,
     clients,
     disk,
+    kernels,
     memory,
     offload,
     optimizer,
@@ -50,7 +51,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="step, memory, parts: only this one")
     parser.add_argument("--workload", choices=WORKLOADS, help="step, parts: only this one")
     parser.add_argument("--only", nargs="+", default=[], metavar="CONTENDER",
-                        help="step: only these, by the start of their names; parts: exactly these (slipstream:3 ...)")  # fmt: skip
+                        help="step: only these, by the start of their names; parts: exactly these (slipstream:3 ...); "
+                        "kernels: of cache, memory, fp32, fp16, bf16, int8, int4")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="step: how often each contender runs (default 3)")
     parser.add_argument("--out", type=Path, help="where the sections go (default benchmarks/RESULTS.md; with --quick nowhere)")
     options = parser.parse_args()
@@ -67,7 +69,10 @@ def main() -> None:
     if chosen == ("parts",):
         parts.run(works[0], dtypes[0], options.only)
         return
-    alone = set(chosen) <= {"activations", "recipes", "plan", "quality", "disk", "clients", "pretrained"}  # they have no peers
+    if chosen == LEGS and len(kernels.sets()) < 2:
+        chosen = tuple(leg for leg in LEGS if leg != "kernels")
+        print("kernels: left out, because this machine has one vector instruction set only")
+    alone = set(chosen) <= {"activations", "kernels", "recipes", "plan", "quality", "disk", "clients", "pretrained"}  # no peers
     peers = Peers(python=None) if alone else prepare(options.peers)
     if peers.missing:
         print(peers.missing)
@@ -82,6 +87,7 @@ def main() -> None:
         "start": lambda: start.run(peers, quick=quick),
         "activations": lambda: activations.run(quick=quick),
         "optimizer": lambda: optimizer.run(peers, quick=quick),
+        "kernels": lambda: kernels.run(quick=quick, only=options.only),
         "recipes": lambda: recipes.run(quick=quick),
         "plan, in memory": lambda: plan.one_process(plan.IN_MEMORY, quick=quick),
         "plan, on disk": lambda: plan.one_process(plan.ON_DISK, quick=quick),

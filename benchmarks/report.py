@@ -21,8 +21,8 @@ from benchmarks.workloads import has_bf16_instructions
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 # of `make bench`
 LEGS = (
-    "step", "memory", "wire", "start", "activations", "optimizer", "recipes", "plan", "quality", "disk", "offload", "save",
-    "clients", "pretrained",
+    "step", "memory", "wire", "start", "activations", "optimizer", "kernels", "recipes", "plan", "quality", "disk", "offload",
+    "save", "clients", "pretrained",
 )  # fmt: skip
 SECTIONS = (*LEGS, "serve")
 
@@ -81,7 +81,7 @@ def host(who: str) -> str:
         text = file.read()
     models = set(re.findall(r"model name\s*: (.*)", text)) or {platform.machine()}
     family = re.search(r"cpu family\s*: (\d+)\nmodel\s*: (\d+)", text)
-    flags = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{name}\b", text)]
+    flags = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16") if re.search(rf"\b{name}\b", text)]
     with open("/proc/meminfo") as file:
         memory = int(file.readline().split()[1]) / 2**20
     kind = f" (family {family[1]}, model {family[2]})" if family else ""

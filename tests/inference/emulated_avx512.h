@@ -43,6 +43,20 @@ EMULATED __m256i cvtepi32_epi16(__m512i a)
     memcpy(&r, low, sizeof r);
     return r;
 }
+/* 16 bytes: with `most`, numbers above it become it; else the lowest 8 bits of each. */
+EMULATED __m128i to_bytes(__m512i a, uint32_t most)
+{
+    uint32_t words[16];
+    uint8_t bytes[16];
+    __m128i r;
+    memcpy(words, &a, sizeof words);
+    for (int i = 0; i < 16; ++i)
+        bytes[i] = (uint8_t)(most && words[i] > most ? most : words[i]);
+    memcpy(&r, bytes, sizeof r);
+    return r;
+}
+EMULATED __m512i cvtepi8_epi32(__m128i a) { return whole(_mm256_cvtepi8_epi32(a), _mm256_cvtepi8_epi32(_mm_srli_si128(a, 8))); }
+EMULATED __m512i cvtepu8_epi32(__m128i a) { return whole(_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8))); }
 EMULATED __m512 cvtph_ps(__m256i a)
 {
     return whole_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1)));
@@ -74,6 +88,11 @@ EMULATED __m512d cvtps_pd(__m256 a)
 #define _mm512_cvtepi32_ps(a) cvtepi32_ps(a)
 #define _mm512_cvtepu16_epi32(a) cvtepu16_epi32(a)
 #define _mm512_cvtepi32_epi16(a) cvtepi32_epi16(a)
+#define _mm512_cvtepi8_epi32(a) cvtepi8_epi32(a)
+#define _mm512_cvtepu8_epi32(a) cvtepu8_epi32(a)
+#define _mm512_cvtepi32_epi8(a) to_bytes(a, 0)
+#define _mm512_cvtusepi32_epi8(a) to_bytes(a, 255)
+#define _mm512_shuffle_epi32(a, order) whole(_mm256_shuffle_epi32(part(a, 0), order), _mm256_shuffle_epi32(part(a, 1), order))
 #define _mm512_cvtph_ps(a) cvtph_ps(a)
 #define _mm512_cvtps_ph(a, mode) cvtps_ph(a)
 #define _mm512_cvtps_pd(a) cvtps_pd(a)

@@ -38,7 +38,7 @@ def test_greedy_as_transformers(case: str) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512bf16"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512vnni", "avx512bf16"])
 def test_every_instruction_set(isa: str) -> None:
     used = cpu.isa()
     if not cpu.use_isa(isa):
@@ -123,6 +123,20 @@ class Requests:
         return list(torch.as_tensor(out).clone())  # the next forward writes over it
 
 
+def logits_of(isa: str, config: Any, weights: Any) -> list[torch.Tensor]:
+    """Of prompts together, one token alone, and a batch of single tokens, so that tiles of every height are there."""
+    assert cpu.use_isa(isa) and cpu.isa() == isa
+    runner = NativeDecoder(config, weights, num_blocks=64, cache_dtype=torch.bfloat16, threads=2)
+    batch = Requests(runner, 0)
+    prompts = [batch.request([(7 * i + length) % config.vocab_size for i in range(length)]) for length in (1, 2, 3, 5, 9, 40)]
+    out = []
+    for few in ([0], [1], [2], [3], [0, 3], [4], [0, 1, 2, 3, 4, 5]):
+        out += batch.run([(prompts[i], 0, len(prompts[i].tokens)) for i in few])
+    out += batch.run([(prompt, len(prompt.tokens) - 1, len(prompt.tokens)) for prompt in prompts])
+    runner.close()
+    return out
+
+
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 96}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
@@ -130,6 +144,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 24},
     "Gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
 }
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2Moe"])
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("isa", ["avx512", "avx512vnni", "avx512bf16"])
+def test_wider_registers_change_no_bits(isa: str, kind: str, family: str) -> None:
+    """On a machine that has them; test_native_avx512.py is for the others."""
+    used = cpu.isa()
+    if not cpu.use_isa(isa):
+        pytest.skip(f"this processor lacks {isa}")
+    try:
+        config, weights = weights_of(kind, family, **(EXPERTS if family == "Qwen2Moe" else {}))
+        ours, wanted = logits_of(isa, config, weights), logits_of("avx2", config, weights)
+    finally:
+        assert cpu.use_isa(used)
+    if (isa, kind) == ("avx512bf16", "bfloat16"):  # multiplied in pairs
+        assert max(float((a - b).norm() / b.norm()) for a, b in zip(ours, wanted, strict=True)) < 0.02
+    else:
+        assert all(a.equal(b) for a, b in zip(ours, wanted, strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

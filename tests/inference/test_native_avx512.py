@@ -20,7 +20,7 @@ from slipstream.inference.native import NativeDecoder
 from slipstream.observe.host import cpu_flags
 from slipstream.ops import build, cpu
 from tests.inference import test_native
-from tests.inference.test_native import Requests, weights_of
+from tests.inference.test_native import Requests, logits_of, weights_of
 from tests.unit import test_ops_optim as optim
 from tests.unit.test_inference_sampler import test_the_kernel_draws_what_its_twin_draws as check_sampling
 from tests.unit.test_ops import equal_bits
@@ -75,23 +75,9 @@ def emulated(library: build.Library, monkeypatch: pytest.MonkeyPatch) -> Iterato
     cpu._kernels.cache_clear()
 
 
-def logits_of(isa: str, config: Any, weights: Any) -> list[torch.Tensor]:
-    """Of prompts together, one token alone, and a batch of single tokens, so that tiles of every height are there."""
-    assert cpu.use_isa(isa) and cpu.isa() == isa
-    runner = NativeDecoder(config, weights, num_blocks=64, cache_dtype=torch.bfloat16, threads=2)
-    batch = Requests(runner, 0)
-    prompts = [batch.request([(7 * i + length) % config.vocab_size for i in range(length)]) for length in (1, 2, 3, 5, 9, 40)]
-    out = []
-    for few in ([0], [1], [2], [3], [0, 3], [4], [0, 1, 2, 3, 4, 5]):
-        out += batch.run([(prompts[i], 0, len(prompts[i].tokens)) for i in few])
-    out += batch.run([(prompt, len(prompt.tokens) - 1, len(prompt.tokens)) for prompt in prompts])
-    runner.close()
-    return out
-
-
 @pytest.mark.parametrize("family", ["Llama", "Qwen2Moe"])
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("isa", ["avx512", "avx512bf16"])
+@pytest.mark.parametrize("isa", ["avx512", "avx512vnni", "avx512bf16"])
 def test_decoder(isa: str, kind: str, family: str) -> None:
     config, weights = weights_of(kind, family, **(test_native.EXPERTS if family == "Qwen2Moe" else {}))
     ours, wanted = logits_of(isa, config, weights), logits_of("avx2", config, weights)
@@ -122,7 +108,7 @@ def test_products_of_bf16() -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("isa", ["avx512", "avx512bf16"])
+@pytest.mark.parametrize("isa", ["avx512", "avx512vnni", "avx512bf16"])
 def test_the_same_bits_in_every_batch(isa: str, kind: str) -> None:
     assert cpu.use_isa(isa)
     test_native.test_the_same_bits_in_every_batch(kind, torch.bfloat16, "Llama")

@@ -27,7 +27,9 @@ LIBRARY = "libslipstream_ops.so"
 KERNELS = (
     "kernels_avx512.c", "kernels_avx2.c", "kernels_portable.c", "dispatch.c", "processor.c", "words.c", "disk.c", "crc32.c",
 )  # fmt: skip
-DECODER = ("decoder_avx512bf16.c", "decoder_avx512.c", "decoder_avx2.c", "decoder_portable.c", "decoder.c")
+DECODER = (
+    "decoder_avx512bf16.c", "decoder_avx512vnni.c", "decoder_avx512.c", "decoder_avx2.c", "decoder_portable.c", "decoder.c",
+)  # fmt: skip
 QUANTISE = ("quantise_avx512.c", "quantise_avx2.c", "quantise_portable.c", "quantise.c")
 SOURCES = (*KERNELS, *DECODER, *QUANTISE)
 CSRC = Path(__file__).parent / "csrc"

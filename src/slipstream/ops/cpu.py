@@ -36,7 +36,7 @@ MAX_GROUP = 128  # as in csrc/quantise.h
 
 class OpReport(NamedTuple):
     name: str
-    implementation: str  # "native avx512bf16", "native avx512", "native avx2", "native portable" or "torch"
+    implementation: str  # "native avx512bf16", "native avx512vnni", "native avx512", "native avx2", "native portable" or "torch"
     reason: str
 
 
@@ -88,7 +88,7 @@ def report() -> list[OpReport]:
 
 
 def isa() -> str:
-    """The native code's instruction set: "avx512bf16", "avx512", "avx2" or "portable"; "" where there is none."""
+    """The native code's instruction set: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable"; "" where there is none."""
     library = build.load().kernels
     if library is None:
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -25,12 +26,13 @@ def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, modif
     """
     from slipstream.zero import access
 
+    chosen: list[Any]
     if isinstance(params, nn.Module):
         chosen = list(params.parameters())
     elif isinstance(params, nn.Parameter):
         chosen = [params]
     else:
-        chosen = list(params) if isinstance(params, Iterable) and not isinstance(params, str) else [params]
+        chosen = [params] if isinstance(params, (str, bytes)) else list(params)  # type: ignore[unreachable]
     for one in chosen:
         if not isinstance(one, torch.Tensor):
             known = f"; for a name: model.get_parameter({one!r})" if isinstance(one, str) else ""

@@ -180,9 +180,9 @@ static int prepare(struct team *team, const struct decoder *model)
 
 static const struct decoder_isa *isa_in_use(void)
 {
-    const struct decoder_isa *tables[] = {decoder_avx512bf16, decoder_avx512, decoder_avx2};
+    const struct decoder_isa *tables[] = {decoder_avx512bf16, decoder_avx512vnni, decoder_avx512, decoder_avx2};
     const char *name = slipstream_isa();
-    for (int i = 0; i < 3; ++i)
+    for (int i = 0; i < 4; ++i)
         if (tables[i] && strcmp(tables[i]->name, name) == 0)
             return tables[i];
     return decoder_portable;

@@ -114,7 +114,8 @@ struct decoder_isa {
 };
 
 /* NULL where the compiler does not target that architecture. */
-extern const struct decoder_isa *const decoder_avx512bf16, *const decoder_avx512, *const decoder_avx2, *const decoder_portable;
+extern const struct decoder_isa *const decoder_avx512bf16, *const decoder_avx512vnni, *const decoder_avx512;
+extern const struct decoder_isa *const decoder_avx2, *const decoder_portable;
 
 /* Memory that a thread reads next, as far as it has not been asked for. */
 struct ahead {

@@ -223,6 +223,12 @@ TARGET static void code_row(const float *x, int64_t size, int wanted, const stru
     }
 }
 
+void slipstream_codes_by_avx2(const struct matrix *w, int64_t panel, int panels, const struct coded *x, int64_t row, int rows,
+                              float out[][ROWS][PANEL]); /* decoder_avx2.c */
+
+#if CODES_BY_AVX2
+#define multiply_codes slipstream_codes_by_avx2
+#else
 INLINE void code_tile(const int type, const int rows, const int num, const struct matrix *w, int64_t panel, const struct coded *x,
                       int64_t row, float out[][ROWS][PANEL])
 {
@@ -245,7 +251,7 @@ INLINE void code_tile(const int type, const int rows, const int num, const struc
             if (w->low)
                 fetch((const char *)w->low + next);
         }
-#pragma GCC unroll 1 /* else gcc adds up all products in the end, and spills them until then */
+        UNROLL_CODES
         for (int k = 0; k < CODES; k += features, at += 64, ahead += 64)
             for (int j = 0; j < num; ++j) {
                 const char *p = first + j * gap + at;
@@ -296,6 +302,7 @@ TARGET static void multiply_codes(const struct matrix *w, int64_t panel, int pan
     else
         FOR_ROWS(CODE_TILES, rows, WEIGHT_INT8)
 }
+#endif
 
 #if DOTS_BF16
 INLINE void half_tile(const int rows, const int num, const struct panels *w, const uint16_t *x, int64_t stride, float out[][ROWS][PANEL])

@@ -12,7 +12,7 @@
 #error "compile through ops/build.py, which defines SLIPSTREAM_SOURCE_HASH"
 #endif
 
-/* The instruction sets, each with all that stands before it. The last differs for the decoder only (decoder.c). */
+/* The instruction sets, each with all that stands before it. The last two differ for the decoder only (decoder.c). */
 static const struct {
     const char *name;
     const struct kernels *const *kernels;
@@ -20,6 +20,7 @@ static const struct {
     [PORTABLE] = {"portable", &kernels_portable},
     [AVX2] = {"avx2", &kernels_avx2},
     [AVX512] = {"avx512", &kernels_avx512},
+    [AVX512VNNI] = {"avx512vnni", &kernels_avx512},
     [AVX512BF16] = {"avx512bf16", &kernels_avx512},
 };
 
@@ -48,7 +49,7 @@ SLIPSTREAM_API const char *slipstream_compiler(void)
 #endif
 }
 
-/* The instruction set in use: "avx512bf16", "avx512", "avx2" or "portable". */
+/* The instruction set in use: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable". */
 SLIPSTREAM_API const char *slipstream_isa(void) { return sets[isa()].name; }
 
 /* The same, of what is not the decoder. */

@@ -24,9 +24,11 @@ enum isa slipstream_best_isa(void)
         return PORTABLE;
     if (!(extended & bit_AVX512F) || (saved_registers() & zmm) != zmm)
         return AVX2;
+    if (!KNOWS_AVX512VNNI || (extended & wide) != wide || !(more & bit_AVX512VNNI))
+        return AVX512;
     if (a >= 1)
         __get_cpuid_count(7, 1, &dots, &b, &c, &d);
-    return KNOWS_AVX512BF16 && (extended & wide) == wide && (more & bit_AVX512VNNI) && (dots & bf16) ? AVX512BF16 : AVX512;
+    return KNOWS_AVX512BF16 && (dots & bf16) ? AVX512BF16 : AVX512VNNI;
 }
 #else
 enum isa slipstream_best_isa(void) { return PORTABLE; }

@@ -45,9 +45,10 @@ TARGET static void to_int8(const char *w, int dtype, int64_t rows, int64_t colum
         for (int64_t k = 0; k < columns; k += 16) {
             const vec x = load_weights(k < full ? w + k * size : rest, dtype);
             const int64_t width = columns - k < 16 ? columns - k : 16;
-            store_f32(lanes, whole_between(vec_div(x, scale), -127.0f, 127.0f), 0);
-            for (int64_t lane = 0; lane < width; ++lane)
-                codes[k + lane] = (int8_t)lanes[lane];
+            int8_t last[16];
+            store_i8(width == 16 ? codes + k : last, whole_between(vec_div(x, scale), -127.0f, 127.0f));
+            if (width < 16)
+                memcpy(codes + k, last, (size_t)width);
         }
     }
 }
@@ -156,7 +157,7 @@ TARGET static void to_int4(const char *w, int dtype, int64_t groups, int64_t gro
     }
 }
 
-/* Back: loops that compilers turn into vector code. */
+/* Back: a loop that compilers turn into vector code, and 16 numbers of 4 bits by a table of what each is. */
 TARGET static void from_int8(float *restrict w, int64_t rows, int64_t columns, const int8_t *restrict codes, const float *scales)
 {
     for (int64_t row = 0; row < rows; ++row, w += columns, codes += columns) {
@@ -169,9 +170,14 @@ TARGET static void from_int8(float *restrict w, int64_t rows, int64_t columns, c
 TARGET static void from_int4(float *restrict w, int64_t groups, int64_t group, const uint8_t *restrict codes, const float *scales,
                              const float *lows)
 {
+    static const float numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int64_t i = 0; i < groups; ++i, w += group, codes += group / 2) {
         const float scale = scales[i], low = lows[i];
-        for (int64_t k = 0; k < group / 2; ++k) {
+        const vec table = vec_add(vec_mul(load_f32(numbers), vec_set(scale)), vec_set(low));
+        int64_t k = 0;
+        for (; k + 8 <= group / 2; k += 8)
+            store_f32(w + 2 * k, load_nibbles(codes + k, table), 0);
+        for (; k < group / 2; ++k) {
             w[2 * k] = (float)(codes[k] & 15) * scale + low;
             w[2 * k + 1] = (float)(codes[k] >> 4) * scale + low;
         }
@@ -181,27 +187,31 @@ TARGET static void from_int4(float *restrict w, int64_t groups, int64_t group, c
 TARGET static void from_rows(char *w, int dtype, int64_t rows, const struct row_form *form, const uint8_t *packed,
                              const float *pairs)
 {
-    const int64_t size = itemsize(dtype);
-    for (int64_t row = 0; row < rows; ++row, packed += form->row_nbytes, w += form->columns * size) {
-        for (int64_t k = 0; k < form->columns; k += 16) {
-            const int64_t width = form->columns - k < 16 ? form->columns - k : 16;
-            const uint8_t *scales = packed + form->code_nbytes + 2 * (k / form->block);
-            const uint32_t bits = (uint32_t)scales[0] << 16 | (uint32_t)scales[1] << 24;
-            float scale, lanes[16] = {0};
-            memcpy(&scale, &bits, sizeof scale);
-            if (form->bits == 8) {
-                scale /= 127.0f;
-                for (int64_t lane = 0; lane < width; ++lane)
-                    lanes[lane] = (float)(int8_t)packed[k + lane];
-            } else {
-                for (int64_t pair = 0; pair < (width + 1) / 2; ++pair)
-                    memcpy(lanes + 2 * pair, pairs + 2 * packed[k / 2 + pair], 2 * sizeof(float));
+    const int64_t size = itemsize(dtype), columns = form->columns, block = form->block, bits = form->bits;
+    float values[16]; /* of 4-bit codes */
+    for (int code = 0; code < 16; ++code)
+        values[code] = pairs[2 * code];
+    const vec table = load_f32(values);
+    for (int64_t row = 0; row < rows; ++row, packed += form->row_nbytes, w += columns * size) {
+        const uint8_t *scales = packed + form->code_nbytes;
+        for (int64_t first = 0; first < columns; first += block, scales += 2) {
+            const uint32_t upper = (uint32_t)scales[0] << 16 | (uint32_t)scales[1] << 24;
+            const int64_t stop = columns - first < block ? columns : first + block;
+            float number;
+            memcpy(&number, &upper, sizeof number);
+            const vec scale = vec_set(bits == 8 ? number / 127.0f : number);
+            for (int64_t k = first; k < stop; k += 16) {
+                const int64_t width = stop - k < 16 ? stop - k : 16;
+                const uint8_t *codes = packed + k * bits / 8;
+                uint8_t last[16] = {0};
+                char rest[16 * sizeof(float)], *to = width == 16 ? w + k * size : rest;
+                if (width < 16) /* what follows are scales, and the end of the memory */
+                    codes = memcpy(last, codes, (size_t)(width * bits + 7) / 8);
+                const vec x = vec_mul(bits == 8 ? load_i8(codes) : load_nibbles(codes, table), scale);
+                dtype == DTYPE_BF16 ? store_bf16(to, x, 0) : dtype == DTYPE_F16 ? store_f16(to, x, 0) : store_f32(to, x, 0);
+                if (width < 16)
+                    memcpy(w + k * size, rest, (size_t)(width * size));
             }
-            char rest[16 * sizeof(float)], *to = width == 16 ? w + k * size : rest;
-            const vec x = vec_mul(load_f32(lanes), vec_set(scale));
-            dtype == DTYPE_BF16 ? store_bf16(to, x, 0) : dtype == DTYPE_F16 ? store_f16(to, x, 0) : store_f32(to, x, 0);
-            if (width < 16)
-                memcpy(w + k * size, rest, (size_t)(width * size));
         }
     }
 }

@@ -46,12 +46,14 @@ struct kernels {
     void (*step)(int rule, const struct step *step, int64_t start, int64_t stop, double *sums);
 };
 
-enum isa { PORTABLE, AVX2, AVX512, AVX512BF16 };
+enum isa { PORTABLE, AVX2, AVX512, AVX512VNNI, AVX512BF16 };
 
 /* Whether the compiler does: where not, there is no such decoder, and the processor is taken for one without. */
 #if defined(__clang__)
+#define KNOWS_AVX512VNNI (__clang_major__ >= 7)
 #define KNOWS_AVX512BF16 (__clang_major__ >= 9)
 #else
+#define KNOWS_AVX512VNNI (__GNUC__ >= 8)
 #define KNOWS_AVX512BF16 (__GNUC__ >= 10)
 #endif
 enum isa slipstream_best_isa(void); /* processor.c */

@@ -88,6 +88,19 @@ INLINE uint32_t lanes_largest(vec a) { return halves_largest(_mm256_castps_si256
 INLINE vec load_i8(const void *p) { return (vec){widen_i8(p), widen_i8((const char *)p + 8)}; }
 INLINE vec load_u8(const void *p) { return (vec){widen_u8(p), widen_u8((const char *)p + 8)}; }
 
+/* Of each of 16 numbers of 4 bits what a table has for it. */
+INLINE __m256 looked_up(__m128i eight, vec table)
+{
+    const __m256i number = _mm256_cvtepu8_epi32(eight);
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(number, 28)); /* its sign */
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, number), _mm256_permutevar8x32_ps(table.high, number), upper);
+}
+INLINE vec load_nibbles(const void *p, vec table)
+{
+    const __m128i numbers = nibbles(p);
+    return (vec){looked_up(numbers, table), looked_up(_mm_srli_si128(numbers, 8), table)};
+}
+
 INLINE vec ivec_to_vec(ivec a) { return (vec){_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
 INLINE vec pairs_to_vec(ivec a)
 {

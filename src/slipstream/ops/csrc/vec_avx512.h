@@ -1,7 +1,7 @@
 /* 16 fp32 lanes in one AVX-512F register. See kernels.h for the meaning of each operation. */
 #include <immintrin.h>
 
-#ifndef TARGET /* vec_avx512bf16.h names more */
+#ifndef TARGET /* vec_avx512vnni.h and vec_avx512bf16.h name more, and multiply codes themselves */
 #define TARGET __attribute__((target("avx512f,avx2,fma,f16c")))
 #endif
 #define INLINE static inline __attribute__((always_inline)) TARGET
@@ -57,20 +57,10 @@ INLINE vec load_odd_bf16(const char *p)
 }
 INLINE vec load_f16(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 
-#ifndef DOTS_BF16 /* vec_avx512bf16.h has products of its own */
+#ifndef DOTS_BF16
 #define DOTS_BF16 0
-#include "vec_codes.h"
-
-INLINE vec joined(__m256i low, __m256i high)
-{
-    return _mm512_cvtepi32_ps(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
-}
-INLINE vec ivec_to_vec(ivec a) { return joined(a.low, a.high); }
-INLINE vec pairs_to_vec(ivec a)
-{
-    const __m256i ones = _mm256_set1_epi16(1);
-    return joined(_mm256_madd_epi16(a.low, ones), _mm256_madd_epi16(a.high, ones));
-}
+#define CODES_BY_AVX2 1 /* 256 bits at a time among instructions of 512 are a quarter slower than alone (Cascade Lake) */
+#define CODE_ROWS 4
 #endif
 
 #include "vec_lanes.h"
@@ -78,22 +68,29 @@ INLINE vec pairs_to_vec(ivec a)
 INLINE __m256 high_half(vec a) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)); }
 INLINE float lanes_sum(vec a) { return halves_sum(_mm512_castps512_ps256(a), high_half(a)); }
 INLINE float lanes_max(vec a) { return halves_max(_mm512_castps512_ps256(a), high_half(a)); }
-INLINE void store_i8(void *p, vec a) { halves_store_i8(p, _mm512_castps512_ps256(a), high_half(a)); }
-INLINE void store_u8(void *p, vec a) { halves_store_u8(p, _mm512_castps512_ps256(a), high_half(a)); }
+/* To the nearest whole number, which is from -128 to 127 (from 0 to 255). */
+INLINE void store_i8(void *p, vec a) { _mm_storeu_si128(p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a))); }
+INLINE void store_u8(void *p, vec a) { _mm_storeu_si128(p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }
+/* 16 codes, as halves_store_codes has them. */
+INLINE void store_16_codes(char *p, vec a, int negative)
+{
+    const __m512i whole = _mm512_cvtps_epi32(a); /* a NaN to the least of all */
+    _mm_storeu_si128((__m128i *)p, negative ? _mm512_cvtsepi32_epi8(whole)
+                                            : _mm512_cvtusepi32_epi8(_mm512_max_epi32(whole, _mm512_set1_epi32(1))));
+}
 INLINE void store_codes(void *p, vec a, vec b, int negative)
 {
-    halves_store_codes(p, _mm512_castps512_ps256(a), high_half(a), _mm512_castps512_ps256(b), high_half(b), negative);
+    store_16_codes(p, a, negative);
+    store_16_codes((char *)p + 16, b, negative);
 }
 INLINE uint32_t lanes_largest(vec a)
 {
     return halves_largest(_mm256_castps_si256(_mm512_castps512_ps256(a)), _mm256_castps_si256(high_half(a)));
 }
-INLINE vec both_halves(__m256 low, __m256 high)
-{
-    return _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(low)), _mm256_castps_pd(high), 1));
-}
-INLINE vec load_i8(const void *p) { return both_halves(widen_i8(p), widen_i8((const char *)p + 8)); }
-INLINE vec load_u8(const void *p) { return both_halves(widen_u8(p), widen_u8((const char *)p + 8)); }
+INLINE vec load_i8(const void *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p))); }
+/* Of each of 16 numbers of 4 bits what a table has for it. */
+INLINE vec load_nibbles(const void *p, vec table) { return _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(nibbles(p)), table); }
+INLINE vec load_u8(const void *p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(p))); }
 
 INLINE vec store_f32(void *p, vec a, int stream)
 {
@@ -137,7 +134,7 @@ INLINE words own_half(halves x, int paired)
     (void)paired;
     return _mm512_cvtepu16_epi32(x);
 }
-INLINE words other_half(halves x, int paired) { return own_half(halves_swapped(x), paired); }
+INLINE words other_half(halves x, int paired) { return _mm512_shuffle_epi32(own_half(x, paired), _MM_PERM_CDAB); }
 INLINE vec words_to_vec(words a) { return _mm512_cvtepi32_ps(a); }
 /* Pairs gain nothing here, where widening and narrowing are one instruction: all lanes lie in order. */
 INLINE vec load_bf16_pairs(const char *p) { return load_bf16(p); }

@@ -1,6 +1,7 @@
-/* Products of 8-bit and 4-bit codes in 256 bits, for AVX2 and for AVX-512F, whose 512-bit forms would need AVX-512BW. Included
- * by their vec_*.h, after the meaning of TARGET and INLINE. */
+/* Products of 8-bit and 4-bit codes by AVX2, also where there is AVX-512 without VNNI. Included by vec_avx2.h, after the meaning of
+ * TARGET and INLINE. */
 #define CODE_ROWS 4 /* accumulators of whole numbers and their sums fill 16 registers */
+#define UNROLL_CODES _Pragma("GCC unroll 1") /* else gcc adds up all products in the end, and spills them until then */
 #define INT8_OFFSET 0
 
 /* Products of codes: x holds signed bytes, w 16 columns of 4 bytes each, one for each of 4 consecutive x. */

@@ -30,6 +30,13 @@ INLINE void halves_store_u8(void *p, __m256 low, __m256 high)
 INLINE __m256 widen_i8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p))); }
 INLINE __m256 widen_u8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p))); }
 
+/* 16 numbers of 4 bits, two a byte, the first in the low half -> bytes. */
+INLINE __m128i nibbles(const void *p)
+{
+    const __m128i both = _mm_loadl_epi64(p), mask = _mm_set1_epi8(15);
+    return _mm_unpacklo_epi8(_mm_and_si128(both, mask), _mm_and_si128(_mm_srli_epi16(both, 4), mask));
+}
+
 /* 32 codes: to the nearest whole number, and what lies beyond the 8 bits to their end; a NaN to the lowest. Of unsigned codes the
  * lowest is 1. */
 INLINE void halves_store_codes(void *p, __m256 a, __m256 b, __m256 c, __m256 d, int negative)

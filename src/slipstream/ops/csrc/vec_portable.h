@@ -10,6 +10,7 @@
 #define WIDE 2
 #define DOTS_BF16 0
 #define CODE_ROWS 4
+#define UNROLL_CODES _Pragma("GCC unroll 1")
 #define INT8_OFFSET 0
 #define KNOW_RECIPES 0 /* of the optimizers: conversions are calls here, and more text would buy little */
 
@@ -136,6 +137,18 @@ INLINE uint32_t lanes_largest(vec a)
     for (int lane = 0; lane < 16; ++lane)
         largest = ((words)a)[lane] > largest ? ((words)a)[lane] : largest;
     return largest;
+}
+/* Of each of 16 numbers of 4 bits, two a byte, the first in the low half, what a table has for it. */
+INLINE vec load_nibbles(const void *p, vec table)
+{
+    uint8_t codes[8];
+    float values[16];
+    vec a;
+    memcpy(codes, p, sizeof codes);
+    memcpy(values, &table, sizeof values);
+    for (int lane = 0; lane < 16; ++lane)
+        a[lane] = values[codes[lane / 2] >> lane % 2 * 4 & 15];
+    return a;
 }
 INLINE vec load_i8(const void *p)
 {

@@ -1,0 +1,26 @@
+/* Products of 8-bit and 4-bit codes by AVX-512VNNI. Included after the meaning of TARGET and INLINE. The sums are whole numbers, as
+ * those of vec_codes.h are: the same ones. */
+#define CODE_ROWS ROWS
+#define UNROLL_CODES _Pragma("GCC unroll 8") /* all: else gcc moves every accumulator twice in each turn */
+#define INT8_OFFSET 128 /* one factor has to be unsigned: w + 128, so that a sum begins at -128 times that of x */
+
+typedef __m512i ivec;
+INLINE ivec ivec_set(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE __m512i four_codes(const int8_t *x)
+{
+    int32_t four;
+    __builtin_memcpy(&four, x, 4);
+    return _mm512_set1_epi32(four);
+}
+INLINE ivec dot_i8(ivec sum, const void *w, const int8_t *x)
+{
+    return _mm512_dpbusd_epi32(sum, _mm512_xor_si512(_mm512_loadu_si512(w), _mm512_set1_epi8(-128)), four_codes(x));
+}
+INLINE ivec dot_i4(ivec sum, const void *w, const int8_t *x)
+{
+    const __m512i both = _mm512_loadu_si512(w), mask = _mm512_set1_epi8(15);
+    sum = _mm512_dpbusd_epi32(sum, _mm512_and_si512(both, mask), four_codes(x));
+    return _mm512_dpbusd_epi32(sum, _mm512_and_si512(_mm512_srli_epi16(both, 4), mask), four_codes(x + 4));
+}
+INLINE vec ivec_to_vec(ivec a) { return _mm512_cvtepi32_ps(a); }
+INLINE vec pairs_to_vec(ivec a) { return ivec_to_vec(a); }
