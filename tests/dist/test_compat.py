@@ -115,3 +115,46 @@ def test_an_engine_that_cannot_be_made_leaves_the_model_in_ranges() -> None:
     with zero.GatheredParameters(model.head.weight):
         assert model.head.weight.std() > 0
     initialize(model=model, config=toy.settings(3))[0].destroy()
+
+
+@distributed(world_size=2)
+def test_a_surgery_keeps_deepspeed_s_attributes_true() -> None:
+    """Of what is new, resized and removed; a module that was built in ranges inside brings its values."""
+    marks = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules")
+    for stage in range(4):
+        engine, *_ = initialize(model=toy.seeded(Saved), config=toy.settings(stage))
+        model, gone = engine.module, engine.module.blocks[2]
+        weight = model.head.weight
+        known = getattr(weight, "ds_id", None)
+        torch.manual_seed(engine.rank)
+        with engine.surgery():
+            del model.blocks[2]
+            model.head.weight.data, model.head.bias.data = torch.ones(60, 16), torch.ones(60)
+            model.extra = torch.nn.Linear(3, 5)
+            with zero.Init():
+                model.held = torch.nn.Linear(4, 4)
+        params = list(model.parameters())
+        for param in params:
+            assert [hasattr(param, name) for name in marks] == [stage == 3] * 5
+        assert not any(hasattr(param, name) for param in gone.parameters() for name in (*marks, "ds_tensor"))
+        if stage == 3:
+            assert len({param.ds_id for param in params}) == len(params) and weight.ds_id == known
+            assert weight.ds_shape == (60, 16) and all(param.ds_numel == param.numel() for param in params)
+            with zero.GatheredParameters(model.extra.weight):
+                assert model.extra.weight.ds_status is zero.ZeroParamStatus.AVAILABLE
+            assert model.extra.weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
+            model.save_pretrained(None, is_main_process=False)  # nothing is read
+        engine.backward(engine(toy.tokens(engine.rank, 0)))
+        grad = fragments.safe_get_full_grad(weight)
+        assert grad is not None and grad.shape == (60, 16)
+        engine.step()
+        for new in (model.extra.weight, model.held.weight):
+            master = fragments.safe_get_full_fp32_param(new)
+            theirs = [torch.empty_like(master) for _ in range(2)]
+            dist.all_gather(theirs, master)
+            assert theirs[0].equal(theirs[1]) and master.isfinite().all() and master.std() > 0
+            fragments.safe_set_full_fp32_param(new, torch.full(new.shape, 2.0))
+            assert fragments.safe_get_full_fp32_param(new).eq(2).all()
+            assert fragments.safe_get_full_optimizer_state(new, "exp_avg") is not None
+        engine.destroy()
+        assert not any(hasattr(param, name) for param in params for name in marks)

@@ -88,6 +88,35 @@ def test_a_folder_that_is_there_may_be_a_file_system_of_its_own(tmp_path: Path, 
     engine.destroy()
 
 
+@pytest.mark.parametrize("where", ["alone", "with a folder", "inside", "linked"])
+def test_a_config_of_another_architecture_comes_with_its_weights(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one step where the folder can be exchanged; other files, folders and the mode stay, wherever it is."""
+    folder = tmp_path / "there"
+    folder.mkdir(mode=0o750)
+    target = folder
+    if where == "linked":
+        target = tmp_path / "link"
+        target.symlink_to(folder)
+    seen: list[bool] = []
+    real = pretrained._swap
+    monkeypatch.setattr(pretrained, "_swap", lambda *given: seen.append(real(*given)) or seen[-1])
+    for n in range(4):
+        outs = {name: pretrained.Out(torch.full((600 * (n + 1),), float(n)), torch.float32) for name in "ab"}
+        pretrained.write(target, outs, texts={"config.json": json.dumps({"n": n // 2})}, shard_nbytes=[10**6, 3000][n % 2])
+        if n == 0:
+            (folder / "notes.txt").write_text("kept")
+        if n == 0 and where == "with a folder":
+            (folder / "checkpoint-1").mkdir()
+        if where == "inside":
+            monkeypatch.chdir(folder)
+        assert all(value.eq(n).all() and len(value) == 600 * (n + 1) for value in content(folder).values())
+        assert json.loads((folder / "config.json").read_text()) == {"n": n // 2}
+    assert seen == [where == "alone"], "only where config.json differs"
+    assert (folder / "notes.txt").read_text() == "kept" and folder.stat().st_mode & 0o777 == 0o750
+    assert (folder / "checkpoint-1").is_dir() == (where == "with a folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == (["link", "there"] if where == "linked" else ["there"])
+
+
 def save_llama(folder: Path) -> dict[str, torch.Tensor]:
     import transformers
 

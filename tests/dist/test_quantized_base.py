@@ -257,5 +257,80 @@ def test_what_cannot_work_is_said() -> None:
         model.blocks[0].up.base.weight.requires_grad_(True)
     trained = wrapped_lm()
     trained.blocks[0].up.base.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"'blocks\.0\.up\.base\.weight' is a Scaled \(of codes, scale\).*requires_grad_\(False\)"):
+    with pytest.raises(ValueError, match=r"'blocks\.0\.up\.base\.weight' is quantised \(its parts: codes, scale\).*requires_grad_\(False\)"):
         toy.make(trained, 0)
+
+
+# ---- between steps
+
+
+def bare_lm(kind: str) -> tuple[Any, Any]:
+    """An `Lm` of which `up` and `down` are quantised, or (late) are not yet, and what puts adapters onto it."""
+    model = toy.seeded(lambda: toy.Lm(dim=32)).requires_grad_(False)
+    if kind == "wrapped":
+        for block in model.blocks:
+            for layer in (block.up, block.down):
+                scale = layer.weight.abs().amax(1, keepdim=True) / 127
+                codes = (layer.weight / scale).round().to(torch.int8)
+                layer.weight = nn.Parameter(Scaled(codes, scale.clone(), torch.bfloat16), requires_grad=False)
+    elif kind == "ours":
+        slipstream.quantize(model, block=16, skip=("head",))
+    model.head.requires_grad_(True)
+
+    def adapt() -> None:
+        torch.manual_seed(4)
+        if kind == "late":
+            slipstream.quantize(model, block=16, skip=("head",))
+        with_lora(model.requires_grad_(False))
+        for block in model.blocks:
+            for layer in (block.up, block.down):
+                layer.a.requires_grad_(True), layer.b.requires_grad_(True)
+
+    return model, adapt
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+@pytest.mark.parametrize("kind", ["wrapped", "ours", "late"])
+def test_adapters_are_added_to_a_quantised_base_by_surgery(kind: str, transport: str) -> None:
+    """The same bits as when they were there at initialize, in every stage; codes stay where they were, and stay codes."""
+    losses = []
+    for stage in STAGES:
+        for added in (True, False):
+            model, adapt = bare_lm(kind)
+            if not added:
+                adapt()
+            engine = toy.make(model, stage, transport, dtype="fp32" if kind == "late" else "bf16")
+            if added:
+                toy.step(engine, toy.tokens(engine.rank, 9))  # trains the head, which is put back
+                codes = [unit for unit in engine.units if not unit.full.is_floating_point()]
+                with engine.surgery():
+                    model.head.load_state_dict(toy.seeded(lambda: toy.Lm(dim=32)).head.state_dict())
+                    adapt()
+                now = [unit for unit in engine.units if not unit.full.is_floating_point()]
+                assert len(now) == 3 and (kind == "late" or now == codes), "nothing of the base was built anew"
+            losses.append(train(engine))
+            trained = {name for unit in engine.units if unit.grads is not None for name in unit.names}
+            assert len(trained) == 12 and all(name.endswith((".a.weight", ".b.weight")) for name in trained)
+            engine.destroy()
+    assert all(torch.equal(each, losses[0]) for each in losses), losses
+
+
+@distributed(world_size=2)
+def test_a_quantised_weight_that_is_unfrozen_is_named() -> None:
+    for stage in STAGES:
+        engine = toy.make(wrapped_lm(), stage, dtype="bf16")
+        train(engine, 1)
+        weight = engine.module.blocks[1].down.base.weight
+        weight.requires_grad_(True)
+        with torch.no_grad():
+            engine(toy.tokens(engine.rank, 0))  # asks for no gradient
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"'blocks\.1\.down\.base\.weight' is quantised \(its parts: codes, scale\)"):
+                engine(toy.tokens(engine.rank, 0))
+        with pytest.raises(ValueError, match=r"'blocks\.1\.down\.base\.weight' is quantised"), engine.surgery():
+            pass
+        weight.requires_grad_(False)
+        with engine.surgery():
+            pass
+        train(engine, 1)
+        engine.destroy()

@@ -338,6 +338,146 @@ def test_groups_and_schedule_go_on() -> None:
         engine.destroy()
 
 
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "warmup": {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 6}}},
+    "torch": {"scheduler": {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}}},
+}
+
+
+def adapters_of(model: Any) -> list[nn.Parameter]:
+    return [param for block in model.blocks for param in (block.up.down.weight, block.up.up.weight)]
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_group_that_is_added_is_one_that_was_given(schedule: str, tmp_path: Path) -> None:
+    """Adapters with a rate and a decay of their own: as when the adapted model and both groups are given to initialize. The
+    checkpoint of the one goes on in the other at another stage."""
+    own = {"lr": 3e-2, "weight_decay": 0.0}
+    for stage in STAGES:
+        losses, engines, rates = [], [], []
+        for late in (True, False):
+            model, settings = toy.seeded(toy.Lm), toy.settings(stage if late else 3 - stage, dtype="bf16")
+            settings |= copy.deepcopy(SCHEDULES[schedule])
+            settings["optimizer"]["params"]["weight_decay"] = 0.1
+            old = list(model.parameters())
+            if late:
+                engine, optimizer, _, scheduler = slipstream.initialize(model=model, config=settings)
+                toy.seeded(toy.Lm)  # the same draws
+                with engine.surgery():
+                    adapt(model)
+                    model.head.requires_grad_(True)
+                    optimizer.add_param_group({"params": adapters_of(model), **own})
+            else:
+                adapt(model)
+                model.head.requires_grad_(True)
+                settings.pop("optimizer")
+                scheduler_of = settings.pop("scheduler", None)
+                inner = torch.optim.AdamW([{"params": old}, {"params": adapters_of(model), **own}], lr=1e-2, weight_decay=0.1)
+                if schedule == "warmup":
+                    scheduler_of["params"]["warmup_max_lr"] = [1e-2, 3e-2]
+                given = {} if scheduler_of is None else {"scheduler": scheduler_of}
+                engine, optimizer, _, scheduler = slipstream.initialize(model=model, optimizer=inner, config=settings | given)
+            assert [len(group["params"]) for group in optimizer.param_groups] == [len(old), 6]
+            found = []
+            for i in range(3):
+                rates.append([group["lr"] for group in optimizer.param_groups])
+                assert rates[-1][1] == pytest.approx(3 * rates[-1][0])
+                found.append(step(engine, i))
+            losses.append(torch.stack(found))
+            engines.append(engine)
+        assert losses[0].equal(losses[1]), stage
+        assert rates[:3] == [pytest.approx(each) for each in rates[3:]]
+        saved, other = engines
+        saved.save_checkpoint(str(tmp_path / f"{stage}"))
+        step(other, 7)
+        other.load_checkpoint(str(tmp_path / f"{stage}"))
+        assert step(other, 3).equal(step(saved, 3))
+        whole, theirs = saved.optimizer.state_dict(), other.optimizer.state_dict()
+        assert [group["params"] for group in whole["param_groups"]] == [group["params"] for group in theirs["param_groups"]]
+        assert all(equal(state, theirs["state"][number]) for number, state in whole["state"].items()) and len(whole["state"]) == 8
+        saved.optimizer.load_state_dict(theirs)
+        for engine in engines:
+            engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_parameter_may_change_its_group() -> None:
+    """One that trains in another goes on with its moments, one that was in none gets them."""
+    for stage in STAGES:
+        model = toy.seeded(toy.Lm)
+        inner = torch.optim.AdamW([p for p in model.parameters() if p is not model.head.bias], lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (step + 1))
+        engine, optimizer, *_ = slipstream.initialize(
+            model=model, optimizer=inner, lr_scheduler=schedule, config=toy.settings(stage, optimizer=None)
+        )
+        for i in range(2):
+            step(engine, i)
+        before, bias = everything(engine), engine.state_dict()["head.bias"]
+        moved = model.blocks[1].up.weight
+        with engine.surgery():
+            params = optimizer.param_groups[0]["params"]
+            params[:] = [param for param in params if param is not moved]
+            optimizer.add_param_group({"params": [moved, model.head.bias], "lr": 0.0})
+        assert optimizer.param_groups[1]["initial_lr"] == 0.0
+        assert equal(everything(engine)["blocks.1.up.weight"], before["blocks.1.up.weight"])
+        step(engine, 2)
+        after = everything(engine)
+        assert after["blocks.1.up.weight"]["master"].equal(before["blocks.1.up.weight"]["master"]), "its rate is 0"
+        assert not after["blocks.1.up.weight"]["exp_avg"].equal(before["blocks.1.up.weight"]["exp_avg"])
+        assert after["head.bias"]["exp_avg"].any() and engine.state_dict()["head.bias"].equal(bias)
+        assert not after["blocks.1.down.weight"]["master"].equal(before["blocks.1.down.weight"]["master"])
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_group_comes_with_its_surgery_or_not_at_all() -> None:
+    for stage in (0, 3):
+        model = toy.seeded(toy.Lm)
+        engine, optimizer, *_ = slipstream.initialize(model=model, config=toy.settings(stage, **SCHEDULES["torch"]))
+        schedule, groups = engine.lr_scheduler, optimizer.param_groups
+        before = copy.deepcopy({key: value for key, value in vars(schedule).items() if key != "optimizer"})
+        with pytest.raises(RuntimeError, match=r"belongs inside `with engine.surgery\(\):`"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+        def attempt(words: str, kind: type[Exception] = ValueError, **group: Any) -> None:
+            with pytest.raises(kind, match=words), engine.surgery():
+                model.extra = nn.Parameter(torch.zeros(2))
+                optimizer.add_param_group({"params": [model.extra], "lr": 0.5})
+                optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], **group})
+                if kind is KeyError:
+                    raise KeyError("half-way")
+            assert len(groups) == 1
+            assert {key: value for key, value in vars(schedule).items() if key != "optimizer"} == before
+            with engine.surgery():
+                del model.extra
+
+        attempt(r"parameter group 2 was given a parameter of shape \(3,\) that is not the model's")
+        attempt("half-way", KeyError)
+        attempt("Rank 0 has parameter group 2 of .*'lr': 0.0, ", lr=engine.rank)
+        attempt("kernels that step it do not compute .amsgrad", amsgrad=True)
+        with engine.surgery():
+            with pytest.raises(ValueError, match="more than one parameter group"):
+                optimizer.add_param_group({"params": [model.head.weight]})
+            engine.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9)
+            model.extra = nn.Parameter(torch.zeros(2))
+            with pytest.raises(ValueError, match=r"a OneCycleLR has no known place.*set engine.lr_scheduler = None"):
+                optimizer.add_param_group({"params": [model.extra]})
+            engine.lr_scheduler = None
+            optimizer.add_param_group({"params": [model.extra]})
+            engine.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-2, 2e-2], total_steps=9)
+        for i in range(2):
+            step(engine, i)
+        assert [group["max_lr"] for group in groups] == [1e-2, 2e-2]
+        with engine.surgery(group=2):  # a group that is empty, filled by rule
+            model.more = nn.Parameter(torch.zeros(2))
+            engine.lr_scheduler = None
+            optimizer.add_param_group({"params": []})
+        assert groups[2]["params"] == [model.more]
+        engine.destroy()
+
+
 @distributed(world_size=2)
 @pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "Muon", "Adafactor"])
 def test_other_optimizers_go_on(name: str) -> None:

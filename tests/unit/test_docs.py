@@ -26,7 +26,7 @@ TRAIN, SERVE, CLIENT = re.findall(r"```python\n(.*?)```", README, re.S)
 COMING = (ROOT / "docs" / "COMING_FROM_DEEPSPEED.md").read_text()
 FSDP, LIGHTNING = re.findall(r"```python\n(.*?)```", COMING, re.S)
 (ACTIVATIONS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ACTIVATIONS.md").read_text(), re.S)
-(PARAMETERS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "PARAMETERS.md").read_text(), re.S)
+PARAMETERS = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "PARAMETERS.md").read_text(), re.S))
 
 
 def run(script: Path) -> str:
@@ -92,7 +92,9 @@ def test_activations_by_hand_run(tmp_path: Path) -> None:
 
 def test_parameters_by_hand_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    check = "\nassert engine.optimizer_state('0.weight')['exp_avg'].shape == (50, 8) and average['3.bias'].any()\n"
+    check = "\nassert 'exp_avg' not in engine.optimizer_state('0.weight') and average['3.bias'].any()\n"
+    check += "assert [group['lr'] for group in engine.optimizer.param_groups] == [1e-2, 1e-3]\n"
+    check += "assert engine.optimizer_state('4.weight')['exp_avg'].any() and rows.shape == (50, 8)\n"
     script.write_text(PARAMETERS + check)
     run(script)
 

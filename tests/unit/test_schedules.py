@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.train.schedules import VALID, build_scheduler
+from slipstream.train.schedules import VALID, add_group, build_scheduler
 
 
 def optimizer(*lrs: float, cls: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.optim.Optimizer:
@@ -240,3 +240,76 @@ def test_foreign_state_changes_nothing(state: dict[str, Any]) -> None:
 def test_needs_parameter_groups() -> None:
     with pytest.raises(ValueError, match="not a object"):
         build_scheduler("WarmupLR", {}, object())
+
+
+RATED: dict[str, Any] = {
+    "WarmupLR": lambda inner: build_scheduler("WarmupLR", {"warmup_num_steps": 5}, inner),
+    "WarmupCosineLR": lambda inner: build_scheduler("WarmupCosineLR", {"warmup_num_steps": 3, "total_num_steps": 9}, inner),
+    **{
+        name: lambda inner, name=name, params=params: build_scheduler(name, params, inner)
+        for name, params in {
+            "StepLR": {"step_size": 3, "gamma": 0.5}, "MultiStepLR": {"milestones": [2, 6]}, "ExponentialLR": {"gamma": 0.9},
+            "ConstantLR": {"factor": 0.1, "total_iters": 6}, "LinearLR": {"start_factor": 0.1, "total_iters": 6},
+            "PolynomialLR": {"total_iters": 12}, "CosineAnnealingLR": {"T_max": 6}, "CosineAnnealingWarmRestarts": {"T_0": 3},
+        }.items()
+    },
+    "LambdaLR": lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda step: step / 5),
+    "MultiplicativeLR": lambda inner: torch.optim.lr_scheduler.MultiplicativeLR(inner, lambda step: 0.8),
+    "SequentialLR": lambda inner: torch.optim.lr_scheduler.SequentialLR(
+        inner, [torch.optim.lr_scheduler.LinearLR(inner, 0.1, total_iters=3), torch.optim.lr_scheduler.StepLR(inner, 2)], [4]
+    ),
+    "ChainedScheduler": lambda inner: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.LinearLR(inner, 0.5, total_iters=3), torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RATED)
+@pytest.mark.parametrize("after", [0, 1, 5])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of an optimizer that has not stepped
+def test_a_group_that_is_added_follows_as_one_that_was_there(name: str, after: int) -> None:
+    """Also after the scheduler's state has been saved and loaded; undone, the scheduler is what it was."""
+    twin = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": 0.5}, {"params": [torch.zeros(1)], "lr": 2.0}])
+    inner = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    expected, scheduler = RATED[name](twin), RATED[name](inner)
+    for i in range(12):
+        if i == after:
+            before = scheduler.state_dict()
+            inner.add_param_group({"params": [torch.zeros(1)], "lr": 2.0})
+            add_group(scheduler, 2.0)()
+            assert scheduler.state_dict() == before
+            inner.param_groups[1]["lr"] = 2.0
+            add_group(scheduler, 2.0)
+        if i == after + 2:
+            scheduler.load_state_dict(scheduler.state_dict())
+        rates = [group["lr"] for group in inner.param_groups]
+        assert rates == pytest.approx([group["lr"] for group in twin.param_groups][: len(rates)]), i
+        assert scheduler.get_last_lr() == pytest.approx(rates), i
+        expected.step()
+        scheduler.step()
+
+
+def test_values_of_a_group_that_is_added() -> None:
+    """Rates in proportion to the first group's, momenta as they are; a rate that was not given is the first group's."""
+    for name, params, rates in (
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 1}, [[0.2, 0.8, 0.2], [0.3, 1.2, 0.3]]),
+        ("WarmupDecayLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 2, "total_num_steps": 4, "warmup_type": "linear"},
+         [[0.0, 0.0, 0.0], [0.05, 0.2, 0.05]]),
+        ("OneCycle", {"cycle_min_lr": 0.02, "cycle_max_lr": 0.1, "cycle_first_step_size": 2},
+         [[0.06, 0.24, 0.06], [0.1, 0.4, 0.1]]),
+    ):  # fmt: skip
+        inner = torch.optim.AdamW([torch.zeros(1)], lr=0.1, betas=(0.9, 0.99))
+        scheduler = build_scheduler(name, params, inner)
+        for rate in (0.4, None):
+            inner.add_param_group({"params": [torch.zeros(1)]})
+            add_group(scheduler, rate)
+        for expected in rates:
+            inner._opt_called = True  # type: ignore[attr-defined]
+            scheduler.step()
+            assert [group["lr"] for group in inner.param_groups] == pytest.approx(expected), name
+            assert len({group["betas"] for group in inner.param_groups}) == 1
+    inner = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    cyclic = torch.optim.lr_scheduler.CyclicLR(inner, 0.1, 0.2, cycle_momentum=False)
+    inner.add_param_group({"params": [torch.zeros(1)]})
+    with pytest.raises(ValueError, match="a CyclicLR has no known place for another group's values"):
+        add_group(cyclic, None)

@@ -18,6 +18,7 @@ engine's save; the lock goes with the process.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -261,6 +262,17 @@ def remove(folder: Path) -> None:
     doomed = folder.with_name(f"{tag}.tmp-{secrets.token_hex(8)}")
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Each gets the other's name, in one step. Raises OSError where the system or the file system has no such step."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux; glibc from 2.28
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if call(here, os.fsencode(one), here, os.fsencode(other), flag):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def sync_folder(folder: Path) -> None:

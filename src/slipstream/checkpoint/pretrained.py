@@ -7,7 +7,10 @@ what it has anyway. What several ranks have is written by one of them, in turn.
 A folder that is new appears whole. In one that was there, where the draft is a folder inside (renames stay on its file system, and
 nothing is asked of the folder around it), everything changes over in one rename, of the index, or of the only file:
 shards that it names are put beside the old ones first, under names that those do not have, and the old ones go last. What else is
-in the folder stays. config.json, where it differs, is renamed just before.
+in the folder stays.
+
+Where config.json differs, two names have to change at once: the draft, with what else is in the folder, changes places with it.
+Where that cannot be (`_swap`), config.json is renamed just before, and a crash between the two leaves it with the old weights.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .directory import lock_folder, sweep_drafts, sync_folder, unlock, write_synced
+from .directory import exchange, lock_folder, sweep_drafts, sync_folder, unlock, write_synced
 from .errors import ONE_PLACE, CheckpointError, Ranks
 from .flat_slice import FlatSlice, Shape, memory
 from .weights import INDEX, SINGLE, WORDS
@@ -274,6 +277,9 @@ def _finish(
         os.rename(draft, target)
         sync_folder(target.absolute().parent)
         return
+    had_weights = (target / INDEX).exists() or (target / SINGLE).exists()
+    if had_weights and not all(_is_same(draft / name, target / name) for name in texts) and _swap(draft, target, {*files, *new}):
+        return
     last = INDEX if len(files) > 1 else SINGLE
     for name in (name for name in (*files, *new) if name != last and not _is_same(draft / name, target / name)):
         os.replace(draft / name, target / name)
@@ -286,6 +292,36 @@ def _finish(
     for path in target.iterdir():
         if _SHARD.fullmatch(path.name) and path.name not in files:
             path.unlink()
+
+
+def _swap(draft: Path, target: Path, new: Collection[str]) -> bool:
+    """The draft takes the place of the folder that it is in, with the other files of that. False where it cannot: the folder has
+    folders, is a link, a mount point or where this process stands, or the one around it is not to be written to."""
+    others = [path for path in target.iterdir() if path != draft]
+    is_plain = not target.is_symlink() and all(path.is_file() and not path.is_symlink() for path in others)
+    beside = target.with_name(target.name + draft.name)
+    try:
+        if not is_plain or Path.cwd().is_relative_to(target.resolve()):
+            return False
+        for path in others:
+            if path.name not in {SINGLE, INDEX, *new} and not _SHARD.fullmatch(path.name):
+                os.link(path, draft / path.name)
+        like = target.stat()
+        if (like.st_uid, like.st_gid) != (draft.stat().st_uid, draft.stat().st_gid):
+            os.chown(draft, like.st_uid, like.st_gid)
+        shutil.copymode(target, draft)
+        sync_folder(draft)
+        os.rename(draft, beside)
+    except OSError:
+        return False
+    try:
+        exchange(beside, target)
+    except OSError:
+        os.rename(beside, draft)
+        return False
+    sync_folder(target.parent)
+    shutil.rmtree(beside, ignore_errors=True)  # what was there
+    return True
 
 
 def _is_same(new: Path, old: Path) -> bool:

@@ -6,8 +6,8 @@ import base64
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -192,6 +192,19 @@ class DeepSpeedEngine(Engine):
         return None
 
     # -- weights and states --
+
+    @contextmanager
+    def surgery(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        before = zero.parameters_of(self)
+        with super().surgery(*args, **kwargs):
+            yield
+            zero.make_whole(self.module)
+        zero.mark(self, before)
+
+    def destroy(self) -> None:
+        params = zero.parameters_of(self)
+        super().destroy()
+        zero.unmark(params)
 
     def load_checkpoint(
         self, load_dir: str, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,

@@ -45,6 +45,7 @@ class ZeroParamStatus(enum.Enum):
 _ids = itertools.count()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _DATA: Any = torch.Tensor.data  # the slot of param.data
+_MARKS = ("ds_tensor", "ds_process_group", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules")
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16"})
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_", "__get__"})
 
@@ -379,9 +380,16 @@ def held_values(model: nn.Module | None) -> Iterator[None]:
         if reader.spent:
             error.add_note(f"{len(reader.spent)} parameters of the model had been given to the engine: build the model again")
         raise
-    for param in {id(param): param for param in named.values()}.values():
-        for name in ("ds_tensor", "ds_process_group", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules"):
-            delattr(param, name)
+    unmark(named.values())
+
+
+def make_whole(model: nn.Module) -> None:
+    """Parameters that are held, for an engine that is there, are ordinary ones with their values. Collective."""
+    for param in [param for param in model.parameters() if is_held(param)]:
+        values = _whole(param)
+        param.__class__ = nn.Parameter
+        param.data = values
+        unmark([param])
 
 
 def adopt(engine: Any) -> None:
@@ -389,22 +397,42 @@ def adopt(engine: Any) -> None:
     _engines.add(engine)
     if engine.optimizer is not None:  # where OpenRLHF and others look for them
         engine.optimizer.offload_states, engine.optimizer.reload_states = engine.offload_states, engine.reload_states
-    if engine.plan.zero.stage < 3:
-        return
-    for param in (param for unit in engine.units for param in unit.params):
+    mark(engine, [])
+
+
+def parameters_of(engine: Engine) -> list[nn.Parameter]:
+    """As the model has them: a quantised one once, whatever it consists of."""
+    return list({id(whole): whole for unit in engine.units for whole in unit.wholes}.values())
+
+
+def mark(engine: Any, before: Iterable[nn.Parameter]) -> None:
+    """Let those of the engine's parameters have the attributes that are in shards; of `before`, which it had, no others."""
+    now = parameters_of(engine) if engine.plan.zero.stage == 3 else []
+    unmark(before, now)
+    for param in now:
         marked: Any = param
-        marked.ds_id, marked.ds_shape, marked.ds_numel = next(_ids), param.shape, param.numel()
-        marked.ds_status, marked.ds_active_sub_modules = ZeroParamStatus.NOT_AVAILABLE, set()
-    _spare_others(engine.module)
-    if engine.optimizer is not None:
+        if not hasattr(marked, "ds_id"):
+            marked.ds_id, marked.ds_status, marked.ds_active_sub_modules = next(_ids), ZeroParamStatus.NOT_AVAILABLE, set()
+        marked.ds_shape, marked.ds_numel = param.shape, param.numel()
+    if now:
+        _spare_others(engine.module)
+    if now and engine.optimizer is not None:
         engine.optimizer.parameter_offload = ParameterOffload(engine.module)
+
+
+def unmark(params: Iterable[nn.Parameter], but: Iterable[nn.Parameter] = ()) -> None:
+    """They are ordinary ones."""
+    kept = set(map(id, but))
+    for param in params:
+        for name in _MARKS if id(param) not in kept else ():
+            vars(param).pop(name, None)
 
 
 def _spare_others(module: Any) -> None:
     """accelerate's recipe gives a model's `save_pretrained` the whole state on the first rank, and None with
     `is_main_process=False` on others, which would read parameters that are in shards, and write nothing."""
     save: Any = getattr(module, "save_pretrained", None)
-    if save is not None:
+    if save is not None and getattr(save, "func", None) is not _save_some:
         module.save_pretrained = partial(_save_some, save)  # a partial, unlike a closure, is bound to the copy in a copied model
 
 

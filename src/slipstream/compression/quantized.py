@@ -83,8 +83,10 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
 
     A model on meta (`zero.Init`) is quantised as `slipstream.zero.load` reads it: each rank makes only its own part of the bytes.
 
-    Raises ValueError for a layer of an engine, or whose weight is not finite, and for a pattern that no layer's name matches, with
-    nothing changed.
+    Inside `engine.surgery()` the layers of an engine are quantised, too; their optimizer states are given back.
+
+    Raises ValueError for a layer of an engine elsewhere, or whose weight is not finite, and for a pattern that no layer's name
+    matches, with nothing changed.
     """
     head_of: Any = getattr(model, "get_output_embeddings", lambda: None)  # transformers'
     head = head_of()
@@ -108,7 +110,11 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
     if not chosen:
         raise ValueError(f"no nn.Linear of {type(model).__name__} is left to quantise: skip={list(skip)}")
     for unit in access.units_of(model.parameters()):
-        raise ValueError(f"parameter {unit.names[0]!r} belongs to an engine: quantise the model before slipstream.initialize()")
+        if unit.on_touch is None:
+            raise ValueError(
+                f"parameter {unit.names[0]!r} belongs to an engine: quantise the model before slipstream.initialize(), or inside "
+                f"`with engine.surgery():`"
+            )
     for layer in chosen:
         if not layer.weight.is_meta and not bool(layer.weight.isfinite().all()):
             name = names[layer][0]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.ops import Blocks, Stochastic
-from slipstream.optim.rules import Rule
+from slipstream.optim.rules import Rule, rule_of
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.layout import ALIGN
 from slipstream.zero.placement import Tier
@@ -68,6 +68,15 @@ class NativeSteps(ShardedSteps):
         self._runs: dict[int, list[Run]] = {}
         self._options: list[dict[str, Any]] = []
         self.by_unit += [self.stores, self.scales, self._chunks]
+
+    def check_groups(self) -> None:
+        found = rule_of(self.inner)
+        if type(found) is not type(self.rule) or vars(found) != vars(self.rule):
+            raise ValueError(
+                f"the groups of this {type(self.inner).__name__} ask for what the kernels that step it do not compute (amsgrad, "
+                f"maximize; of SGD, momentum in some groups only): leave that out, or give the group to initialize(), empty, and "
+                f"torch's own steps are taken"
+            )
 
     def drop(self, unit: Unit) -> None:
         for store in self.stores.pop(unit.index, {}).values():

@@ -74,7 +74,8 @@ class ShardedSteps(ABC):
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
         self.inner = inner
         self.pieces: dict[int, list[Piece]] = {}  # unit index -> this rank's
-        self.by_unit: list[dict[int, Any]] = [self.pieces]  # everything that is kept by the unit's index
+        self.groups: dict[int, list[int | None]] = {}  # unit index -> the group of each of its parameters, on every rank
+        self.by_unit: list[dict[int, Any]] = [self.pieces, self.groups]  # everything that is kept by the unit's index
         # Some optimizers make state when they are built (Adagrad), and a user's may have stepped: it is sharded here
         self._given: dict[Tensor, dict[str, Any]] = dict(inner.state)
         inner.state.clear()
@@ -86,6 +87,7 @@ class ShardedSteps(ABC):
         group_of = {id(param): i for i, group in enumerate(groups) for param in group["params"]}
         for unit in units:
             self.pieces[unit.index] = pieces_of(unit, group_of)
+            self.groups[unit.index] = [group_of.get(id(param)) for param in unit.params]
             for piece in self.pieces[unit.index] if isinstance(self.inner, torch.optim.Adagrad) else ():
                 first = torch.tensor(groups[piece.group]["initial_accumulator_value"], dtype=unit.dtypes.master)
                 self._given.setdefault(piece.param, {"step": torch.tensor(0.0), "sum": first.expand(piece.shape)})
@@ -123,6 +125,10 @@ class ShardedSteps(ABC):
             else:
                 result[name] = value.detach().clone() if isinstance(value, Tensor) else value
         return result
+
+    @abstractmethod
+    def check_groups(self) -> None:
+        """Raises ValueError where the optimizer's groups ask for what its steps cannot do."""
 
     @abstractmethod
     def begin(self, units: Sequence[Unit]) -> None:
@@ -184,6 +190,9 @@ class TorchSteps(ShardedSteps):
     def begin(self, units: Sequence[Unit]) -> None:
         self._before = [_values(group) for group in self.inner.param_groups]
         self._after.clear()
+
+    def check_groups(self) -> None:
+        """torch reads each group's own options."""
 
     def drop(self, unit: Unit) -> None:
         for leaf in self.stepped.pop(unit.index, []):

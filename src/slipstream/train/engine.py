@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from slipstream.checkpoint import Saving, Staging
     from slipstream.train.persist import Contents
     from slipstream.train.sleep import Asleep
+    from slipstream.train.surgery import Surgery
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Engine(nn.Module):
         self.saving: Saving | None = None  # a checkpoint that is being written
         self.staging: Staging | None = parts.staging  # host memory that it is written from
         self.gate = Gate()
+        self.operation: Surgery | None = None  # the surgery that is open
         self.precision, self.watch = parts.precision, parts.watch
         self.optimizer: Any = None  # what initialize returned; set by it
         self.lr_scheduler: Any = None
@@ -502,7 +504,8 @@ class Engine(nn.Module):
         All ranks make the same changes; values of what is new count from the first. Sharded parameters are whole and writable where
         they are touched, unit by unit. Afterwards what has stayed keeps its weights, masters, moments and step counts, under its
         new name; what is new and trainable gets fresh states in the optimizer's parameter group `group`, an index or a
-        function of name and parameter (None: the first; with Muon the first of its kind). See docs/PARAMETERS.md.
+        function of name and parameter (None: the first; with Muon the first of its kind), but for what
+        `engine.optimizer.add_param_group({"params": [...], "lr": ...})` inside has put into another. See docs/PARAMETERS.md.
 
         Raises RuntimeError in the middle of a window, ValueError where ranks made different changes. After an exception inside,
         the engine goes on where the model is as it was, else it asks for another surgery.

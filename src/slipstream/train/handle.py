@@ -45,9 +45,14 @@ class OptimizerHandle(torch.optim.Optimizer):
         self.engine.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise RuntimeError(
-            "groups are made at initialize(), empty or not; what `with engine.surgery(group=i):` adds to a model joins one of them"
-        )
+        """As torch's, inside `with engine.surgery():`, on all ranks; the schedule takes the group in."""
+        operation = self.engine.operation
+        if operation is None:
+            raise RuntimeError(
+                "optimizer.add_param_group() belongs inside `with engine.surgery():`, where parameters get their gradients and "
+                "states; call it there, on all ranks"
+            )
+        operation.add_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, in torch's own form, on every rank. Collective. `engine.save_checkpoint` needs no such copy."""

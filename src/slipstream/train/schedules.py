@@ -23,8 +23,8 @@ import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ class Schedule(ABC):
 
     optimizer: Any  # anything with param_groups
     last_batch_iteration: int
+    rate: ClassVar[str]  # the attribute that holds the groups' own rates
+    bounds: ClassVar[tuple[str, ...]] = ()  # those that grow with a group's rate
+    momenta: ClassVar[tuple[str, ...]] = ()  # those that do not
 
     @abstractmethod
     def _values(self) -> list[dict[str, Any]]:
@@ -59,6 +62,20 @@ class Schedule(ABC):
                 else:
                     group[key] = value
         self._last_lr = [float(new["lr"]) for new in values]
+
+    def add_group(self, rate: float | None) -> None:
+        """The optimizer has another group, the last: the first group's values, times what `rate` is of that one's rate."""
+        count = len(self.optimizer.param_groups) - 1
+        first = _per_group(getattr(self, self.rate), count)[0]
+        factor = 1.0 if rate is None or not first else rate / first
+        for name in (self.rate, *self.bounds, *self.momenta):
+            known = _per_group(getattr(self, name), count)
+            setattr(self, name, [*known, known[0] if name in self.momenta else known[0] * factor])
+        if rate is not None:
+            getattr(self, self.rate)[-1] = rate
+        values = self._values()[-1]
+        self.optimizer.param_groups[-1].update(values)
+        self._last_lr = [*self._last_lr, float(values["lr"])]
 
     def step(self, iteration: int | None = None) -> None:
         """Advances by one, or to `iteration`, and sets the optimizer's values."""
@@ -88,6 +105,8 @@ class Schedule(ABC):
 
 class LRRangeTest(Schedule):
     """The range test (Smith 2018, arXiv 1803.09820): grows without bound, to find where training diverges."""
+
+    rate = "min_lr"
 
     def __init__(
         self,
@@ -120,6 +139,8 @@ class OneCycle(Schedule):
     """
 
     BETA2 = 0.99
+
+    rate, bounds, momenta = "max_lr", ("min_lr",), ("min_mom", "max_mom")
 
     def __init__(
         self,
@@ -221,6 +242,8 @@ class OneCycle(Schedule):
 class WarmupLR(Schedule):
     """Rises from `warmup_min_lr` to `warmup_max_lr` (default: the optimizer's own rate), then stays."""
 
+    rate, bounds = "max_lr", ("min_lr",)
+
     def __init__(
         self,
         optimizer: Any,
@@ -244,6 +267,8 @@ class WarmupLR(Schedule):
 
 class WarmupDecayLR(Schedule):
     """WarmupLR, then a straight line back to `warmup_min_lr` at `total_num_steps`."""
+
+    rate, bounds = "max_lr", ("min_lr",)
 
     def __init__(
         self,
@@ -275,6 +300,8 @@ class WarmupCosineLR(Schedule):
 
     As in DeepSpeed the rate is 0, whatever the minimum ratio, until the first `step()`.
     """
+
+    rate = "base_lrs"
 
     def __init__(
         self,
@@ -379,6 +406,61 @@ def check_steps_alone(scheduler: Any) -> Any:
     return scheduler
 
 
+_torch = torch.optim.lr_scheduler
+_OF_OTHERS = (_torch.SequentialLR, _torch.ChainedScheduler)
+_FROM_RATES = (
+    _torch.LambdaLR, _torch.MultiplicativeLR, _torch.StepLR, _torch.MultiStepLR, _torch.ConstantLR, _torch.LinearLR,
+    _torch.ExponentialLR, _torch.PolynomialLR, _torch.CosineAnnealingLR, _torch.CosineAnnealingWarmRestarts,
+)  # fmt: skip
+
+
+def add_group(scheduler: Any, rate: float | None) -> Callable[[], None]:
+    """The scheduler's optimizer has another group, the last, of this rate of its own (None: it was not given): from now on the
+    group's `lr` runs as the first group's does, in proportion. Returns what makes the scheduler forget that; of the group nothing
+    is undone. Raises ValueError, with nothing changed, where the scheduler has no place for another group.
+    """
+    parts = _parts_of(scheduler)
+    for part in parts:
+        if not isinstance(part, Schedule) and type(part) not in (*_OF_OTHERS, *_FROM_RATES):
+            raise ValueError(
+                f"add_param_group(): a {type(part).__name__} has no known place for another group's values. Before it set "
+                f"engine.lr_scheduler = None, and after it one made of engine.optimizer; or give the group to initialize(), empty"
+            )
+    before = [(part, dict(vars(part))) for part in parts]
+    if isinstance(scheduler, Schedule):
+        scheduler.add_group(rate)
+    else:
+        _add_to_torch(parts)
+
+    def forget() -> None:
+        for part, values in before:
+            vars(part).update(values)
+
+    return forget
+
+
+def _parts_of(scheduler: Any) -> list[Any]:
+    """The scheduler, and those that it consists of."""
+    nested = scheduler._schedulers if type(scheduler) in _OF_OTHERS else []
+    return [scheduler, *(part for each in nested for part in _parts_of(each))]
+
+
+def _add_to_torch(parts: Sequence[Any]) -> None:
+    """They keep the groups' own rates, functions of some, and what was last set. Lists are exchanged, not appended to."""
+    leaf = next(part for part in parts if type(part) in _FROM_RATES)
+    first, *_, group = leaf.optimizer.param_groups
+    own, base = float(group["lr"]), float(leaf.base_lrs[0])
+    now = own * (float(first["lr"]) / base) if base else own
+    group["initial_lr"] = own
+    group["lr"] = torch.tensor(now) if isinstance(group["lr"], Tensor) else now
+    for part in parts:
+        part._last_lr = [*part._last_lr, now]
+        if type(part) in _FROM_RATES:
+            part.base_lrs = [*part.base_lrs, own]
+        if hasattr(part, "lr_lambdas"):
+            part.lr_lambdas = [*part.lr_lambdas, part.lr_lambdas[0]]
+
+
 _COLLECTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -400,6 +482,10 @@ def _each(optimizer: Any, name: str, value: PerGroup) -> list[float]:
     if len(value) != count:
         raise ValueError(f"{name} has {len(value)} values for {count} parameter groups")
     return list(value)
+
+
+def _per_group(value: PerGroup, count: int) -> list[float]:
+    return list(value) if isinstance(value, Sequence) else [value] * count
 
 
 def _between(optimizer: Any, low: PerGroup, high: PerGroup, fraction: float) -> list[dict[str, Any]]:

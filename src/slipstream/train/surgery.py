@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.optim import muon_groups
+from slipstream.train import schedules
 from slipstream.train.gate import Block
 from slipstream.train.origins import Carried, Origin, carry_states
 from slipstream.zero import access
@@ -51,6 +53,7 @@ class Surgery:
     def __init__(self, engine: Engine, group: GroupOf) -> None:
         self.engine, self.group = engine, group
         self.copies: dict[Unit, Tensor] = {}  # of units that were touched
+        self.undo = ExitStack()  # of parameter groups, which come with the surgery or not at all
         self.was_half_changed = Block.CHANGING in engine.gate
 
     # -- the beginning and the end --
@@ -67,6 +70,11 @@ class Surgery:
         for unit in engine.units:
             unit.on_touch = self._lend
         self.before = _outline(engine.module)
+        groups = [] if engine.steps is None else engine.steps.inner.param_groups
+        self.num_groups = len(groups)
+        for group in groups:
+            self.undo.callback(group.__setitem__, "params", list(group["params"]))
+        engine.operation = self
         engine.gate.shut(Block.CHANGING, "the engine's model is in surgery: leave `with engine.surgery():` before anything else")
 
     def _lend(self, unit: Unit) -> None:
@@ -74,6 +82,21 @@ class Surgery:
             unit.on_touch = None  # while its weights are copied
             self.copies[unit] = access.lend(unit, range(len(unit.params)))
             unit.on_touch = self._lend
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """`add_param_group` of the engine's optimizer. Raises as torch does, and ValueError, with no group added."""
+        steps = self.engine.steps
+        assert steps is not None, "its handle called"
+        groups, rate = steps.inner.param_groups, group.get("lr")
+        if "bias_correction" in groups[0]:  # no default of torch's
+            group.setdefault("bias_correction", groups[0]["bias_correction"])
+        steps.inner.add_param_group(group)
+        with ExitStack() as failed:
+            failed.callback(groups.pop)
+            steps.check_groups()
+            if self.engine.lr_scheduler is not None:
+                failed.callback(schedules.add_group(self.engine.lr_scheduler, None if rate is None else float(rate)))
+            self.undo.push(failed.pop_all())
 
     def finish(self) -> None:
         """All ranks have made the same change: let it take effect. Raises on every rank where they have not."""
@@ -98,6 +121,7 @@ class Surgery:
         engine.gate.shut(Block.BROKEN, "engine.surgery() did not end: the engine's states are lost, go on from the last checkpoint")
         change.make()
         engine.gate.open(Block.BROKEN)
+        self.undo.pop_all()
         self._close("", is_changed=False)
 
     def give_up(self, error: BaseException) -> None:
@@ -121,13 +145,16 @@ class Surgery:
 
     def _fingerprint(self) -> list[str]:
         engine = self.engine
+        groups = [] if engine.steps is None else engine.steps.inner.param_groups
+        held = {id(param): i for i, group in enumerate(groups) for param in group["params"]}
         places = {id(param): f"{unit.index}.{i}" for unit in engine.units for i, param in enumerate(unit.params)}
         lines = [
             f"parameter {name!r} {tuple(param.shape)} {param.dtype}{' on meta' * param.is_meta}"
-            f"{'' if param.requires_grad else ' frozen'} from {places.get(id(param), 'outside')}"
+            f"{'' if param.requires_grad else ' frozen'} from {places.get(id(param), 'outside')} in group {held.get(id(param))}"
             for name, param in engine.module.named_parameters(remove_duplicate=False)
         ]
-        return lines + [f"buffer {name!r} {tuple(buffer.shape)}" for name, buffer in engine.module.named_buffers()]
+        lines += [f"buffer {name!r} {tuple(buffer.shape)}" for name, buffer in engine.module.named_buffers()]
+        return lines + [f"parameter group {i} of {_options(group)}" for i, group in enumerate(groups) if i >= self.num_groups]
 
     def _touched(self) -> set[tuple[Unit, int]]:
         """Which parameters' values may have changed on some rank: the first rank's then count everywhere. Collective."""
@@ -138,6 +165,8 @@ class Surgery:
     def _close(self, why: str, *, is_changed: bool) -> None:
         """Hook the model to the units again, or say why that cannot be. Without a change having been made, copies are dropped."""
         engine = self.engine
+        engine.operation = None
+        self.undo.close()
         for unit in engine.units:
             unit.on_touch = None
             if unit in self.copies:
@@ -162,6 +191,11 @@ def _outline(model: nn.Module) -> list[Any]:
         *((name, id(param), tuple(param.shape), param.requires_grad) for name, param in params),
         *((name, id(buffer)) for name, buffer in model.named_buffers(remove_duplicate=False)),
     ]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says in numbers and words: the same on all ranks."""
+    return {key: value for key, value in sorted(group.items()) if isinstance(value, int | float | str | tuple | Tensor | None)}
 
 
 def _difference(ranks: Sequence[int], everyone: Sequence[Sequence[str]]) -> str:
@@ -196,10 +230,12 @@ class Change:
         open_up(model)
         self.leaves = {leaf.name: leaf for leaf in named_leaves(model)}
         self.params = {name: leaf.tensor for name, leaf in self.leaves.items()}
+        self.before = {id(param) for unit in engine.units for param in (*unit.params, *unit.wholes)}
         self.ids = {id(param) for leaf in self.leaves.values() for param in (leaf.tensor, leaf.whole)}
         self.places = {id(param): (unit, i) for unit in engine.units for i, param in enumerate(unit.params)}  # as they were
         self.origins = self._find_origins()
         self.groups = wrap(model)
+        self.held = self._find_held()
         self.kept = self._find_kept()
         self.joins = self._agreed_groups(group)
         firsts = {id(param): name for name, param in self.params.items()}
@@ -247,6 +283,19 @@ class Change:
                 fresh.append(name)
         return list(gather_objects(fresh, self.engine.mesh.data)[0]) if names else []
 
+    def _find_held(self) -> dict[int, int]:
+        """The parameter group that each is in now, by its id. Raises ValueError for what is in none of the model's modules."""
+        held = {}
+        for i, group in enumerate(self.engine.steps.inner.param_groups if self.engine.steps is not None else ()):
+            for param in group["params"]:
+                held[id(param)] = i
+                if id(param) not in self.ids and id(param) not in self.before:
+                    raise ValueError(
+                        f"parameter group {i} was given a parameter of shape {tuple(param.shape)} that is not the model's when "
+                        f"engine.surgery() ends: add the group after the model has its final parameters"
+                    )
+        return held
+
     def _find_kept(self) -> dict[int, Unit]:
         """Groups of the model whose parameters, shapes and kind are those of a unit."""
         by_params = {tuple(map(id, unit.params)): unit for unit in self.engine.units}
@@ -259,6 +308,8 @@ class Change:
 
     def _fits(self, unit: Unit, group: Group) -> bool:
         shapes = [tuple(self.params[name].shape) for name in group.param_names]
+        if self.engine.steps is not None and self.engine.steps.groups[unit.index] != [self.held.get(id(p)) for p in unit.params]:
+            return False
         is_trained = unit.grads is not None
         return shapes == [slot.shape for slot in unit.layout.slots] and is_trained == group.trainable and (
             group.dtype == unit.dtypes.weights
@@ -285,8 +336,7 @@ class Change:
         """Which parameter group each joins that is new, or was frozen and in none. Raises ValueError for one that is not there."""
         if self.engine.steps is None:
             return {}
-        groups = self.engine.steps.inner.param_groups
-        held = {id(param): i for i, each in enumerate(groups) for param in each["params"]}
+        groups, held = self.engine.steps.inner.param_groups, self.held
         joins = {}
         for name, param in self.params.items():
             origin = self.origins.get(name)
@@ -302,7 +352,7 @@ class Change:
             if not (isinstance(which, int) and 0 <= which < len(groups)):
                 raise ValueError(
                     f"engine.surgery(group=...) puts {name!r} into parameter group {which!r}, and the optimizer has {len(groups)}, "
-                    f"counted from 0; groups for what is added later are given to initialize(), empty or not"
+                    f"counted from 0; engine.optimizer.add_param_group() inside the surgery makes another"
                 )
         return joins
 

@@ -28,6 +28,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.zero.comm import Buffer, Pending
+from slipstream.zero.leaves import say_trainable
 from slipstream.zero.unit import State, Unit
 from slipstream.zero.watch import Watch
 
@@ -182,7 +183,10 @@ class Hooks:
         add = self.handles.append
         add(self.model.register_forward_pre_hook(_eager(self._root_pre), with_kwargs=True, prepend=True))
         add(self.model.register_forward_hook(_eager(self._root_post), with_kwargs=True, always_call=True))
-        self.frozen = [(unit, i) for unit in self.units for i in range(len(unit.params)) if unit.full.is_floating_point()]
+        numbers = [unit for unit in self.units if unit.full.is_floating_point() and not unit.exact]
+        self.frozen = [(unit, i) for unit in numbers for i in range(len(unit.params))]
+        wholes = {id(whole): whole for unit in self.units if unit.exact for whole in unit.wholes}
+        self.codes = [whole for whole in wholes.values() if whole.is_floating_point()]  # torch lets no integers require gradients
         self._hook_gradients()
         if not any(unit.placement.weights for unit in self.units):
             return
@@ -202,6 +206,14 @@ class Hooks:
                 self.unfreeze(unit)
             self.handles.append(_grad_hook(unit.params[i], self, unit, i))
         self.frozen = still
+
+    def _refuse_codes(self) -> None:
+        """Raises ValueError naming a quantised parameter that requires a gradient by now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = next((whole for whole in self.codes if whole.requires_grad), None)
+        if trained is not None:
+            name = next(name for name, param in self.model.named_parameters() if param is trained)
+            raise ValueError(say_trainable(name, trained))
 
     def _users(self) -> dict[nn.Module, list[Unit]]:
         """Modules that gather: every block its own units and those of shared parameters inside it, and every module
@@ -236,6 +248,7 @@ class Hooks:
             return None
         if torch.is_grad_enabled():
             self._refuse_asleep()
+            self._refuse_codes()
         if self.phase is Phase.BACKWARD and not _in_backward():
             self.abandon_backward()
         if self.phase is Phase.BACKWARD:  # the whole model is being recomputed

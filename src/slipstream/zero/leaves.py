@@ -65,6 +65,15 @@ def open_up(model: nn.Module) -> None:
             vars(module)["support_avx512bf16_for_cpu"] = False
 
 
+def say_trainable(name: str, whole: nn.Parameter) -> str:
+    """Why a quantised parameter cannot require a gradient."""
+    parts = ", ".join(place.suffix for place in _places(whole))
+    return (
+        f"parameter {name!r} is quantised (its parts: {parts}) and requires a gradient, which no optimizer could apply to it: "
+        f"freeze it with requires_grad_(False) and train adapters on top, or load the model unquantised"
+    )
+
+
 def refuse_trainable(model: nn.Module) -> None:
     """Raises ValueError naming a parameter of several leaves that is to be trained, or is on meta."""
     for name, whole in model.named_parameters():
@@ -72,11 +81,7 @@ def refuse_trainable(model: nn.Module) -> None:
         if not parts:
             continue
         if whole.requires_grad:
-            raise ValueError(
-                f"parameter {name!r} is a {type(whole).__name__} (of {', '.join(parts)}) and requires a gradient, which no "
-                f"optimizer could apply to it: freeze it with requires_grad_(False) and train adapters on top, or load the model "
-                f"unquantised"
-            )
+            raise ValueError(say_trainable(name, whole))
         if whole.is_meta:
             raise ValueError(
                 f"parameter {name!r} is a {type(whole).__name__} on meta: what its parts are to hold is in no initialiser. Load "

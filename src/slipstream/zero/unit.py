@@ -115,6 +115,7 @@ class Unit:
         self.params = [leaf.tensor for leaf in leaves]
         self.names = [leaf.name for leaf in leaves]
         self.wholes = [leaf.whole for leaf in leaves]  # the model's parameters that these are, or are parts of
+        self.exact = leaves[0].exact  # no numbers to be trained or cast: codes, scales of codes, integers
         self.plain = [type(param) for param in self.params]  # what they are where nothing is hidden
         self.memory, self.homes = memory, homes
         self.cuts = layout.shards(comms.dp.size)
