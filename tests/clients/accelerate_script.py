@@ -217,6 +217,41 @@ def two_that_train() -> None:
         assert all(torch.equal(together[name], value) for name, value in alone.items())
 
 
+def told_the_backend() -> None:
+    """Of a script that names no backend, with the plugin from the environment, as `accelerate launch` sets it."""
+    from accelerate import PartialState
+    from deepspeed import comm
+
+    seen: list[dict[str, Any]] = []
+    start, ask = comm.init_distributed, comm.is_initialized
+
+    def noted(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = dict(PartialState._shared_state)
+            result = function(*args, **kwargs)
+            seen.append(before | {"after": PartialState._shared_state.get("backend")})
+            return result
+
+        return call
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    comm.init_distributed, comm.is_initialized = noted(start), noted(ask)
+    try:
+        state = PartialState()
+    finally:
+        comm.init_distributed, comm.is_initialized = start, ask
+    asked, started = seen
+    moved = "accelerate's state is made in another way: see [Note: accelerate on CPUs] in slipstream/compat/comm.py"
+    assert asked["backend"] is None and started["backend"] is None and "num_processes" not in started, moved
+    assert (asked["after"], started["after"]) == (None, "gloo"), moved
+    assert (state.backend, state.num_processes, state.process_index) == ("gloo", WORLD, int(os.environ["RANK"])), moved
+    assert str(state.distributed_type) == "DistributedType.DEEPSPEED"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    again = PartialState()  # with the ranks joined already: told as it asks whether they are
+    assert (again.backend, again.num_processes) == ("gloo", WORLD), moved
+    torch.distributed.destroy_process_group()
+
+
 def everything() -> None:
     for stage in (1, 2, 3):
         for source in ("arguments", "json"):

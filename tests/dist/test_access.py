@@ -424,6 +424,96 @@ def test_an_optimizers_state_dict_is_torchs(tmp_path: Path) -> None:
         engine.destroy()
 
 
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("kind", "option", "value"),
+    [("AdamW", "amsgrad", True), ("AdamW", "maximize", True), ("SGD", "momentum", 0.9), ("Adagrad", "maximize", True)],
+)
+def test_an_option_that_kernels_do_not_compute_is_refused_by_name(kind: str, option: str, value: Any) -> None:
+    """Assigned, it is refused by the next step, which goes on once it is set back; loaded, at once and with nothing changed."""
+    engine, twin = (toy.make(toy.seeded(toy.Lm), 3, optimizer={"type": kind, "params": {"lr": 1e-2}}) for _ in range(2))
+    for each in (engine, twin):
+        toy.step(each, toy.tokens(engine.rank, 0))
+    group, saved = engine.optimizer.param_groups[0], engine.optimizer.state_dict()
+    said = rf"parameter group 0 has {option} = {value}, and this engine steps {kind} without it: set it where the optimizer"
+    before = group[option]
+    foreign = saved | {"param_groups": [saved["param_groups"][0] | {option: value, "lr": 0.5}]}
+    with pytest.raises(ValueError, match=said):
+        engine.optimizer.load_state_dict(foreign)
+    assert (group["lr"], group[option]) == (1e-2, before)
+    group[option] = value
+    engine.backward(engine(toy.tokens(engine.rank, 1)))
+    with pytest.raises(ValueError, match=said):
+        engine.step()
+    assert engine.global_steps == 1
+    group[option] = before
+    engine.step()
+    toy.step(twin, toy.tokens(engine.rank, 1))
+    assert engine.global_steps == 2 and int(toy.checksum(engine)) == int(toy.checksum(twin))
+    for each in (engine, twin):
+        each.destroy()
+
+
+@distributed(world_size=2)
+def test_a_checkpoint_with_an_option_that_kernels_do_not_compute_is_refused(tmp_path: Path) -> None:
+    made, native = (
+        toy.make(toy.seeded(toy.Lm), 2, optimizer={"type": "AdamW", "params": {"lr": 1e-2, "amsgrad": amsgrad}}) for amsgrad in (True, False)
+    )
+    toy.step(made, toy.tokens(made.rank, 0))
+    made.save_checkpoint(str(tmp_path))
+    before = int(toy.checksum(native))
+    with pytest.raises(CheckpointError, match=r"group 0 has amsgrad = True.*load_optimizer_states=False leaves it out"):
+        native.load_checkpoint(str(tmp_path))
+    assert native.optimizer.param_groups[0]["amsgrad"] is False and int(toy.checksum(native)) == before
+    native.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert int(toy.checksum(native)) == int(toy.checksum(made)) != before
+    for each in (made, native):
+        each.destroy()
+
+
+@distributed(world_size=2)
+def test_groups_are_loaded_as_torch_loads_them() -> None:
+    """What a class does not know stays in the group; AdamW decouples also what Adam has saved."""
+    model, plain = toy.seeded(toy.Lm), toy.seeded(toy.Lm)
+    foreign = torch.optim.Adam(plain.parameters(), lr=0.03, weight_decay=0.1)
+    saved = foreign.state_dict()
+    saved["param_groups"][0]["colour"] = "green"
+    plainly = torch.optim.AdamW(plain.parameters(), lr=0.5)
+    plainly.load_state_dict(copy.deepcopy(saved))
+    engine = toy.make(model, 3, optimizer={"type": "AdamW", "params": {"lr": 0.5}})
+    engine.optimizer.load_state_dict(saved)
+    ours, theirs = engine.optimizer.param_groups[0], plainly.param_groups[0]
+    assert theirs["decoupled_weight_decay"] and theirs["colour"] == "green"
+    assert {name: ours[name] for name in theirs if name != "params"} == {name: theirs[name] for name in theirs if name != "params"}
+    toy.step(engine, toy.tokens(engine.rank, 0))
+    for other in range(2):
+        (plain(toy.tokens(other, 0)) / 2).backward()
+    plainly.step()
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_groups_differ_in_what_adam_does() -> None:
+    """Each parameter moves as in an engine whose groups all are as its own: decoupled or not, with corrected bias or without."""
+    kinds = [{"decoupled_weight_decay": False}, {"decoupled_weight_decay": True}, {"bias_correction": False}]
+    ends = []
+    for mixed in (*kinds, None):
+        model = toy.seeded(toy.Lm)
+        parts = [[each for i, each in enumerate(model.parameters()) if i % 3 == which] for which in range(3)]
+        optimizer = torch.optim.Adam([{"params": part} for part in parts], lr=1e-2, weight_decay=0.1)
+        for group, kind in zip(optimizer.param_groups, kinds if mixed is None else [mixed] * 3, strict=True):
+            group.update(kind)
+        engine, *_ = slipstream.initialize(model=model, optimizer=optimizer, config=toy.settings(3, optimizer=None))
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        ends.append(engine.state_dict())
+        engine.destroy()
+    assert all(ends[i % 3][name].equal(value) for i, (name, value) in enumerate(ends[3].items()))
+    for name in ("embedding.weight", "blocks.0.up.weight"):
+        assert len({tuple(end[name].flatten().tolist()) for end in ends[:3]}) == 3, name
+
+
 # ---- what a user gets wrong
 
 

@@ -286,21 +286,29 @@ def serve_adapted() -> None:
     warnings.simplefilter("ignore")  # of peft's, and of what it finds installed
     import peft
 
-    made = toy.seeded(llama)
-    server = slipstream.init_inference(made.config, dtype="fp32", **SERVING)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"], task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(made, config)
-    engine = toy.make(adapted, 3, "gloo", optimizer={"type": "AdamW", "params": {"lr": 0.1}})
-    for step in range(2):
-        train(engine, step)
-    server.update_weights(engine.named_weights())
-    said = answers(server)
-    engine.destroy()
-    whole = [adapted.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0].tolist() for prompt in PROMPTS]
-    assert whole == [[*prompt, *answer] for prompt, answer in zip(PROMPTS, said, strict=True)]
-    with slipstream.init_inference(toy.seeded(llama), dtype="fp32", **SERVING) as base:
-        assert answers(base) != said
-    server.close()
+    some: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["norm"], "task_type": "CAUSAL_LM"}
+    with slipstream.init_inference(toy.seeded(llama), dtype="fp32", **SERVING) as server:
+        base = answers(server)
+    for config in (
+        peft.LoraConfig(r=4, lora_alpha=8, **some),
+        peft.LoHaConfig(r=4, alpha=8, rank_dropout=0.5, **some),
+        peft.LoKrConfig(r=4, alpha=8, decompose_both=True, **some),
+        peft.VeraConfig(r=8, d_initial=1.0, **some),
+        peft.AdaLoraConfig(init_r=6, target_r=4, total_step=20, lora_alpha=8, **some),
+    ):
+        made = toy.seeded(llama)
+        with slipstream.init_inference(made.config, dtype="fp32", **SERVING) as server:
+            adapted: Any = peft.get_peft_model(made, config)
+            engine = toy.make(adapted, 3, "gloo", optimizer={"type": "AdamW", "params": {"lr": 0.1}})
+            for step in range(2):
+                train(engine, step)
+            server.update_weights(engine.named_weights())
+            said = answers(server)
+        engine.destroy()
+        adapted.eval()
+        whole = [adapted.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0].tolist() for prompt in PROMPTS]
+        assert whole == [[*prompt, *answer] for prompt, answer in zip(PROMPTS, said, strict=True)], config.peft_type
+        assert said != base, config.peft_type
 
 
 def refuse_adapted() -> None:

@@ -1,5 +1,6 @@
 """DeepSpeed's names: every one is served or says why not, and behaves as its contracts say. Engines here are of one rank."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -399,11 +400,105 @@ def test_what_the_engine_lacks_it_looks_for_in_the_model(deepspeed: Any) -> None
     assert engine.head is engine.module.head
     assert (engine.sparse_gradients_enabled(), engine.pld_enabled(), engine.mics_shard_size) == (False, False, -1)
     assert callable(engine.optimizer.offload_states)
-    with pytest.raises(AttributeError, match=r"engine.train_batch is not built yet: pipeline"):
+    assert not hasattr(engine, "train_batch")
+    with pytest.raises(AttributeError, match=r"train_batch is not built yet: .* for pipelines only; loop over engine\(batch\)"):
         engine.train_batch  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         engine.nothing  # noqa: B018
     engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_marks_of_parameters_follow_the_model(deepspeed: Any) -> None:
+    """TRL reads `ds_status` of any parameter of a model under stage 3, and transformers `ds_numel`."""
+    engine = make(deepspeed)
+    model, head, released = engine.module, engine.module.head.weight, deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE
+    assert head.numel() == head.ds_numel > 0 and not hasattr(head, "ds_tensor")
+    known = {id(param): param.ds_id for param in model.parameters()}
+    with engine.surgery():
+        model.extra, model.head = torch.nn.Linear(4, 4), torch.nn.Linear(*reversed(head.shape))
+    for param in model.parameters():
+        assert (param.ds_status, param.ds_shape, param.ds_numel) == (released, param.shape, param.numel())
+        assert param.ds_id == known.get(id(param), param.ds_id) and param.ds_active_sub_modules == set()
+    assert len({param.ds_id for param in model.parameters()}) == len(list(model.parameters())) and not hasattr(head, "ds_id")
+    assert model.extra.weight in {param for _, param in engine.optimizer.parameter_offload.module.named_parameters()}
+    engine.destroy()
+    assert not any(hasattr(param, "ds_id") or hasattr(param, "ds_status") for param in model.parameters())
+
+
+class _Product(torch.autograd.Function):
+    """As TRL's fused losses: both ways ask the weight whether it is whole, and gather it where it is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        with _whole(weight):
+            return grad @ weight, grad.t() @ x
+
+
+def _whole(weight: Any) -> Any:
+    if not hasattr(weight, "ds_status"):
+        assert type(weight) is not torch.Tensor, "what was saved is the parameter itself"
+        return contextlib.nullcontext()
+    from deepspeed import zero  # type: ignore[import-not-found,unused-ignore]
+
+    assert weight.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+    return zero.GatheredParameters([weight])
+
+
+class _Fused(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x).tanh()
+        with _whole(self.head.weight):
+            return _Product.apply(h, self.head.weight).square().mean()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_function_gathers_the_parameter_that_it_has_saved(deepspeed: Any) -> None:
+    engine, plain, x = make(deepspeed, model=toy.seeded(_Fused)), toy.seeded(_Fused), torch.randn(3, 4)
+    engine.backward(engine(x))
+    plain(x).backward()
+    for name, param in engine.module.named_parameters():
+        torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(param), plain.get_parameter(name).grad)
+    engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
+        {"train_batch_size": 7, "gradient_accumulation_steps": 2},
+        {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
+    ],
+)
+@pytest.mark.usefixtures("group")
+def test_batch_sizes_that_disagree_say_so_in_known_words(deepspeed: Any, sizes: dict[str, int]) -> None:
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="Check batch related parameters"):
+        make(deepspeed, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ("progressive_layer_drop", "progressive layer dropping, which is not built yet; set progressive_layer_drop"),
+        ("curriculum_learning", "curriculum learning, which is not built yet; .* cut the sequences in the data loader"),
+    ],
+)
+@pytest.mark.usefixtures("group")
+def test_what_would_pass_arguments_to_the_forward_is_refused(deepspeed: Any, block: str, said: str) -> None:
+    """`pld_theta`, `curriculum_seqlen`: DeepSpeed's engine adds them to the caller's only with these switched on."""
+    with pytest.raises(ValueError, match=said):
+        make(deepspeed, **{block: {"enabled": True}})
 
 
 def test_configs_of_clients(deepspeed: Any) -> None:
@@ -465,7 +560,7 @@ def test_optimizers_are_those_that_have_kernels(deepspeed: Any, mode: bool) -> N
     made = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.1, weight_decay=0.0, adamw_mode=mode)
     assert made.param_groups[0] is groups[0]  # whose rates a schedule of the other optimizer sets
     assert isinstance(made, torch.optim.AdamW) is mode and isinstance(made, deepspeed.ops.adam.DeepSpeedCPUAdam)
-    assert rule_of(made).decoupled is mode  # type: ignore[union-attr]
+    assert rule_of(made) is not None and made.param_groups[0]["decoupled_weight_decay"] is mode
     for kind in (deepspeed.ops.adagrad.DeepSpeedCPUAdagrad, deepspeed.ops.lion.FusedLion, deepspeed.ops.lamb.FusedLamb):
         assert kind([param]).param_groups[0]["params"] == [param]
 

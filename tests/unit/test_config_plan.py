@@ -103,7 +103,7 @@ def test_gradient_accumulation_steps() -> None:
 def test_triad_errors_teach() -> None:
     three = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
     with pytest.raises(
-        ValueError, match=r"\(32\) != micro batch \(4\) x accumulation \(2\) x data parallel \(3\) = 24"
+        ValueError, match=r"^Check batch .* \(32\) != micro batch \(4\) x accumulation \(2\) x data parallel \(3\) = 24"
     ):
         plan_of(three, ranks=3)
     with pytest.raises(

@@ -37,7 +37,8 @@ def is_initialized() -> bool:
 
 def _tell_accelerate() -> None:
     """[Note: accelerate on CPUs] Where it finds no GPU, accelerate names no backend and takes every rank for the only one, also
-    under its DeepSpeed plugin, unless the script names gloo. Its state asks here while it is being made, and is told."""
+    under its DeepSpeed plugin, unless the script names gloo; nothing outside of the script can. Its state asks here while it is
+    being made, and is told. tests/clients/test_accelerate.py holds what of that state this needs."""
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     known: dict[str, Any] = getattr(state, "_shared_state", {})
     if dist.is_initialized() and "backend" in known and known["backend"] is None and "num_processes" not in known:

@@ -194,9 +194,9 @@ class DeepSpeedEngine(Engine):
     # -- weights and states --
 
     @contextmanager
-    def surgery(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def surgery(self, group: int | Callable[[str, nn.Parameter], int] | None = None) -> Iterator[None]:
         before = zero.parameters_of(self)
-        with super().surgery(*args, **kwargs):
+        with super().surgery(group):
             yield
             zero.make_whole(self.module)
         zero.mark(self, before)

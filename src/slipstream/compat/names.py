@@ -108,7 +108,7 @@ BEYOND: Mapping[str, str] = {"deepspeed.comm": "torch.distributed"}
 DIFFERS: Mapping[str, str] = {
     "deepspeed.initialize": "an unknown key of the config is an error with the nearest known one; `mesh_param` is refused",
     "deepspeed.init_inference": "returns Slipstream's InferenceEngine, with `generate`; one device, transformers' decoders",
-    "deepspeed.DeepSpeedConfigError": "is ValueError; also batch sizes that disagree raise it, and name all of them",
+    "deepspeed.DeepSpeedConfigError": "is ValueError; batch sizes that disagree raise it, too, in place of AssertionError",
     "deepspeed.zero.Init": "a parameter keeps its shape, and reads as NaN; ranges are kept in host memory",
     "deepspeed.zero.GatheredParameters": "at every stage, not 3 only",
     "deepspeed.utils.safe_get_local_*, safe_set_local_*": "collective",
@@ -118,6 +118,9 @@ DIFFERS: Mapping[str, str] = {
     "deepspeed.utils.set_z3_leaf_modules": "only marks: blocks are gathered whole, so what is inside one is a leaf already",
     "deepspeed.utils.logger": "is Slipstream's logger, which says nothing below WARNING unless told",
     "engine.save_16bit_model": "writes at every stage, whatever stage3_gather_16bit_weights_on_model_save says",
+    "a parameter under stage 3": "keeps shape, numel() and identity: no code that asks for an empty tensor takes it for released. "
+    "`ds_shape`, `ds_numel`, `ds_id`, `ds_active_sub_modules` are there; `ds_status` is AVAILABLE inside GatheredParameters only; "
+    "`ds_tensor` is not: safe_get_local_fp32_param gives a rank's part. `.data` outside of both says how to read it",
     "engine.destroy": "collective; the model's parameters become ordinary whole ones",
     "engine.no_sync": "at every stage",
     "engine.offload_states, reload_states": "are `Engine.sleep` and `wake`; on a CPU there is only the disk to move to",
@@ -126,6 +129,7 @@ DIFFERS: Mapping[str, str] = {
 
 _EXPERTS = "expert parallelism; experts train as ordinary parameters at every ZeRO stage"
 _PIPELINE = "pipeline parallelism; ZeRO stage 3 spreads the layers as well"
+_LOOP = "a whole window in one call, which DeepSpeed has for pipelines only; loop over engine(batch)"
 _SEQUENCE = "sequence parallelism; checkpoint or offload activations (docs/ACTIVATIONS.md) for long sequences"
 _COMPRESSION = "compression; drop the call"
 _ONE_BIT = "compressed communication; use Adam or LAMB"
@@ -199,8 +203,8 @@ MISSING: Mapping[str, Mapping[str, str]] = {
 
 # methods of DeepSpeed's engine
 MISSING_METHODS: Mapping[str, str] = {
-    "train_batch": _PIPELINE,
-    "eval_batch": _PIPELINE,
+    "train_batch": f"{_LOOP}, engine.backward(loss) and engine.step()",
+    "eval_batch": f"{_LOOP} under torch.no_grad()",
     "get_pld_theta": _DROPPING,
     "progressive_layer_drop": _DROPPING,
     "sparse_allreduce": _SPARSE,

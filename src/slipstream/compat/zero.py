@@ -27,7 +27,9 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from slipstream.distributed import init_distributed
 from slipstream.train.engine import Engine
 from slipstream.zero import access
+from slipstream.zero.hooks import Phase
 from slipstream.zero.init import asked, forget, supply
+from slipstream.zero.unit import State, Unit
 
 
 class ZeroParamType(enum.Enum):
@@ -278,6 +280,8 @@ class GatheredParameters:
             if rank is not None:
                 rank = next(iter(chosen)).comms.data.axis.ranks.index(rank)
             self._stack.enter_context(_shown([unit.params[i] for unit, which in chosen.items() for i in which]))
+            if rank is None:
+                chosen = {unit: which for unit, which in chosen.items() if not _is_computing(unit)}
             self._stack.enter_context(access.gathered_units(chosen, rank, write=rank is not None))
 
     def __exit__(
@@ -290,6 +294,13 @@ class GatheredParameters:
                 param.ds_tensor = _deal(param, param.data, group, source)
             _hide(param)
         self._stack.__exit__(kind, error, traceback)
+
+
+def _is_computing(unit: Unit) -> bool:
+    """Whether the unit's parameters are whole for its engine's forward or backward. To read them there needs no copy, and a
+    function that saves one has the parameter itself in its backward, marks and all (TRL's losses)."""
+    whole = bool(unit.placement.weights) and unit.state is State.GATHERED
+    return whole and any(engine.hooks.phase is not Phase.IDLE for engine in _engines if unit in engine.units)
 
 
 @contextmanager
@@ -393,7 +404,7 @@ def make_whole(model: nn.Module) -> None:
 
 
 def adopt(engine: Any) -> None:
-    """Give the parameters of a new engine the attributes by which scripts know that they are in shards."""
+    """Know a new engine, and give its parameters their marks."""
     _engines.add(engine)
     if engine.optimizer is not None:  # where OpenRLHF and others look for them
         engine.optimizer.offload_states, engine.optimizer.reload_states = engine.offload_states, engine.reload_states

@@ -251,7 +251,7 @@ class Triad(NamedTuple):
 def triad(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> Triad:
     """The batch triad from any one or two of its members (accumulation alone says nothing).
 
-    Raises ValueError when the members disagree or do not divide.
+    Raises ValueError when the members disagree or do not divide; by its first words users of DeepSpeed know it.
     """
     if train is None:
         if micro is None:
@@ -270,7 +270,7 @@ def triad(train: int | None, micro: int | None, accumulation: int | None, ranks:
         return Triad(train, micro, train // (micro * ranks))
     if train != micro * accumulation * ranks:
         raise ValueError(
-            f"train_batch_size ({train}) != micro batch ({micro}) x accumulation ({accumulation}) "
+            f"Check batch related parameters: train_batch_size ({train}) != micro batch ({micro}) x accumulation ({accumulation}) "
             f"x data parallel ({ranks}) = {micro * accumulation * ranks}; drop one of the three and it is "
             "derived"
         )
@@ -283,8 +283,8 @@ def _divides(train: int, name: str, factor: int, ranks: int) -> None:
         below, above = train // unit * unit, (train // unit + 1) * unit
         near = f"{below} or {above}" if below else f"{above}"
         raise ValueError(
-            f"train_batch_size ({train}) is not a multiple of {name} ({factor}) x data parallel ({ranks}) = "
-            f"{unit}; the nearest that is: {near}"
+            f"Check batch related parameters: train_batch_size ({train}) is not a multiple of {name} ({factor}) "
+            f"x data parallel ({ranks}) = {unit}; the nearest that is: {near}"
         )
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from slipstream.ops import Blocks, Stochastic
-from slipstream.optim.rules import Rule, rule_of
+from slipstream.optim import rules
+from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.layout import ALIGN
 from slipstream.zero.placement import Tier
@@ -69,15 +70,6 @@ class NativeSteps(ShardedSteps):
         self._options: list[dict[str, Any]] = []
         self.by_unit += [self.stores, self.scales, self._chunks]
 
-    def check_groups(self) -> None:
-        found = rule_of(self.inner)
-        if type(found) is not type(self.rule) or vars(found) != vars(self.rule):
-            raise ValueError(
-                f"the groups of this {type(self.inner).__name__} ask for what the kernels that step it do not compute (amsgrad, "
-                f"maximize; of SGD, momentum in some groups only): leave that out, or give the group to initialize(), empty, and "
-                f"torch's own steps are taken"
-            )
-
     def drop(self, unit: Unit) -> None:
         for store in self.stores.pop(unit.index, {}).values():
             self.homes.drop(store)
@@ -101,6 +93,9 @@ class NativeSteps(ShardedSteps):
                 if given:
                     piece.step = int(given.get("step", 1))
         return self.stores[unit.index]
+
+    def not_computed(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        return rules.not_computed(self.inner, self.rule, groups)
 
     def prepare(self, units: Sequence[Unit]) -> object:
         self._options = [

@@ -24,11 +24,15 @@ State = Tensor | Blocks
 
 
 class Rule(ABC):
-    """One optimizer's arithmetic. `states` are named as torch names them; of `signed` ones the codes in 8 bits are int8."""
+    """One optimizer's arithmetic. `states` are named as torch names them; of `signed` ones the codes in 8 bits are int8.
+
+    What a group says is read at each step, but for `chosen`: by these options the rule was chosen, and no group may change them.
+    """
 
     states: tuple[str, ...]
     signed: tuple[bool, ...]
     may_be_blocks = True  # whether there are kernels for states in 8 bits
+    chosen: Mapping[str, bool] = {"amsgrad": False, "maximize": False}
     is_whole = False  # whether it takes norms of parameters, so that none is cut: not by ranks, and not by chunks
 
     @abstractmethod
@@ -45,8 +49,8 @@ class AdamW(Rule):
     states = ("exp_avg", "exp_avg_sq")
     signed = (True, False)
 
-    def __init__(self, *, decoupled: bool, bias_correction: bool) -> None:
-        self.decoupled, self.bias_correction = decoupled, bias_correction
+    def __init__(self, *, decoupled: bool) -> None:
+        self.decoupled = decoupled  # of groups that do not say it
 
     def apply(
         self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
@@ -55,8 +59,8 @@ class AdamW(Rule):
         beta1, beta2 = options["betas"]
         ops.adamw(
             master, grad, states[0], states[1], out, scale=scale, lr=options["lr"], beta1=beta1, beta2=beta2, eps=options["eps"],
-            weight_decay=options["weight_decay"], step=step, decoupled=self.decoupled, bias_correction=self.bias_correction,
-            rounding=rounding,
+            weight_decay=options["weight_decay"], step=step, decoupled=options.get("decoupled_weight_decay", self.decoupled),
+            bias_correction=options.get("bias_correction", True), rounding=rounding,
         )  # fmt: skip
 
 
@@ -101,6 +105,7 @@ class SGD(Rule):
     def __init__(self, *, momentum: bool) -> None:
         self.states = ("momentum_buffer",) if momentum else ()
         self.signed = (True,) if momentum else ()
+        self.chosen = {**Rule.chosen, "momentum": momentum}
 
     def apply(
         self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
@@ -145,8 +150,7 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
         return None
     kind, options = type(optimizer), groups[0]
     if kind in (torch.optim.AdamW, torch.optim.Adam):
-        decoupled = bool(options.get("decoupled_weight_decay", kind is torch.optim.AdamW))
-        return AdamW(decoupled=decoupled, bias_correction=options.get("bias_correction", True))
+        return AdamW(decoupled=kind is torch.optim.AdamW)
     if kind is TorchLion:
         return Lion()
     if kind is TorchLamb and not any(param.is_cuda for group in groups for param in group["params"]):  # norms are read on the host
@@ -156,3 +160,18 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
     if kind is torch.optim.SGD and len({bool(group["momentum"]) for group in groups}) == 1:
         return SGD(momentum=bool(options["momentum"]))
     return None
+
+
+def not_computed(optimizer: Optimizer, rule: Rule | None, groups: Sequence[Mapping[str, Any]]) -> str:
+    """What a group asks for that was not chosen for the optimizer at `initialize`, and the remedy; "" where there is nothing."""
+    chosen = rule.chosen if rule is not None else {}
+    if rule is None and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        chosen = {"bias_correction": True}  # which torch's own does not know
+    for i, group in enumerate(groups):
+        for option, value in chosen.items():
+            if bool(group.get(option, value)) != value:
+                return (
+                    f"parameter group {i} has {option} = {group[option]!r}, and this engine steps {type(optimizer).__name__} "
+                    f"{'with' if value else 'without'} it: set it where the optimizer is made, before initialize(), or set it back"
+                )
+    return ""

@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from slipstream.optim import rules
 from slipstream.zero.layout import overlap
 from slipstream.zero.store import Section
 from slipstream.zero.stream import Chunk, Ring
@@ -127,8 +128,12 @@ class ShardedSteps(ABC):
         return result
 
     @abstractmethod
-    def check_groups(self) -> None:
-        """Raises ValueError where the optimizer's groups ask for what its steps cannot do."""
+    def not_computed(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """What these groups ask for that `step` does not compute, and the remedy; "" where there is nothing."""
+
+    def groups_loaded(self) -> None:
+        """Let the optimizer's class see to what has been loaded into its groups: AdamW decouples also what Adam has saved."""
+        self.inner.__setstate__({"state": self.inner.state, "param_groups": self.inner.param_groups})
 
     @abstractmethod
     def begin(self, units: Sequence[Unit]) -> None:
@@ -187,12 +192,12 @@ class TorchSteps(ShardedSteps):
         self._before: list[dict[str, Any]] = []  # each group's values as the engine's step began
         self._after: dict[int, dict[str, Any]] = {}  # of the groups that have advanced since
 
+    def not_computed(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        return rules.not_computed(self.inner, None, groups)
+
     def begin(self, units: Sequence[Unit]) -> None:
         self._before = [_values(group) for group in self.inner.param_groups]
         self._after.clear()
-
-    def check_groups(self) -> None:
-        """torch reads each group's own options."""
 
     def drop(self, unit: Unit) -> None:
         for leaf in self.stepped.pop(unit.index, []):

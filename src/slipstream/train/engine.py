@@ -154,6 +154,8 @@ class Engine(nn.Module):
         """On the last micro-batch of a window: reduce, clip, update, publish, tick the schedule. Else count it."""
         self.gate.check("step")
         boundary = self.at_boundary
+        if boundary and self.steps is not None and (why := self.steps.not_computed(self.steps.inner.param_groups)):
+            raise ValueError(f"engine.step(): {why}")
         self.micro_steps += 1
         self.step_applied = False
         if not boundary:

@@ -77,9 +77,12 @@ def take(engine: Engine, saved: Mapping[str, Any]) -> None:
                     f"load_state_dict(): {name} of {unit.names[i]!r} has shape {tuple(value.shape)}, and the parameter "
                     f"{tuple(unit.layout.slots[i].shape)}"
                 )
+    if why := steps.not_computed(saved["param_groups"]):
+        raise ValueError(f"load_state_dict(): {why}")
     _refuse_unknown(engine, params, saved["state"])
     for group, values in zip(groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
+    steps.groups_loaded()
     for number, unit, i in params:
         _take_one(engine, unit, i, saved["state"].get(number))
 

@@ -504,6 +504,9 @@ def _take_scalars(
         part = {key: options[key] for key in common}
         _check_like(part, {key: group[key] for key in common}, f"optimizer group {i}", _OWN_OPTIMIZER)
         group.update({key: value for key, value in options.items() if key != "params"})
+    if why := steps.not_computed(groups):
+        raise CheckpointError(f"its {why}; {_OWN_OPTIMIZER}")
+    steps.groups_loaded()
     for steps, unit, piece in _pieces(engine, exclude):
         if piece.name in saved["params"]:
             present = copy.deepcopy(steps.scalars(unit, piece))

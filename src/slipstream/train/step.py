@@ -230,6 +230,8 @@ class Updater:
         """The unit's gradients are reduced, probably for the last time before `start`: update it ahead where that can be undone."""
         if self.expected is None or self.steps.ring is None or self.steps.apart or not unit.placement.weights:
             return
+        if self.steps.not_computed(self.steps.inner.param_groups):
+            return  # `Engine.step` says so
         chunks = [chunk for chunk in self.steps.chunks(unit) if chunk.may_be_ahead]
         if not chunks or not all(store.keeps_old for store in _written_to_disk(chunks)):
             return

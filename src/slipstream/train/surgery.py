@@ -93,7 +93,8 @@ class Surgery:
         steps.inner.add_param_group(group)
         with ExitStack() as failed:
             failed.callback(groups.pop)
-            steps.check_groups()
+            if why := steps.not_computed(groups):
+                raise ValueError(f"add_param_group(): {why}")
             if self.engine.lr_scheduler is not None:
                 failed.callback(schedules.add_group(self.engine.lr_scheduler, None if rate is None else float(rate)))
             self.undo.push(failed.pop_all())
