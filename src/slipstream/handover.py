@@ -134,6 +134,8 @@ class Receiver:
             connection.settimeout(min(self.timeout_s, _HELLO_S))
             hello, descriptors, _, _ = socket.recv_fds(connection, len(_HELLO), 1)
             connection.settimeout(self.timeout_s)
+            if not hello and not descriptors:  # another server asked whether there is one (`_listening`)
+                return
             with _Room(*descriptors) as room:
                 if hello != _HELLO:
                     raise HandoverError(f"the sender speaks another language: {hello!r}")
@@ -146,10 +148,12 @@ class Receiver:
 
 
 def _listening(path: Path) -> socket.socket:
-    """A socket at `path` for this user alone. Raises ValueError where something else is."""
+    """A socket at `path` for this user alone. Raises ValueError where something else is, or a server that lives."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ValueError(f"weights cannot come to {path}: there is something that is no socket; name another path")
+        if _answers(path):
+            raise ValueError(f"weights cannot come to {path}: another server takes them there; name another path, or stop that one")
         path.unlink()  # a server's that was killed
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -158,6 +162,18 @@ def _listening(path: Path) -> socket.socket:
         listening.listen(1)
         stack.pop_all()
     return listening
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(1.0)
+        try:
+            asking.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # it is busy, or another user's
+            return True
+        return True
 
 
 def _received(connection: socket.socket, room: _Room) -> Iterator[tuple[str, Tensor]]:

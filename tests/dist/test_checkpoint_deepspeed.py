@@ -149,6 +149,76 @@ def test_what_a_file_asks_for_is_refused_by_name_and_nothing_runs(folder: Path, 
 
 
 @distributed(world_size=1)
+def test_a_small_file_takes_little_memory(folder: Path, tmp_path: Path) -> None:
+    """Many tensors that are the same bytes, and a file that is a hole: refused before room for them is made."""
+    shutil.copytree(folder / "z1-w2-bf16", tmp_path / "c")
+    model = tmp_path / "c" / "global_step3" / "mp_rank_00_model_states.pt"
+    engine = build(ds.CASES[0], 2)
+    kept = torch.load(model, weights_only=True)
+    one = torch.zeros(1 << 18)
+    torch.save(kept | {"mine": {str(i): one.view(1, -1) for i in range(40)}}, model)
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states.pt have 41,\d+,\d+ bytes, and the file 1,.* the same bytes"):
+        engine.load_checkpoint(str(tmp_path / "c"))
+    torch.save(kept | {"mine": torch.zeros(1 << 23)}, model)
+    raw = model.read_bytes()
+    with open(model, "wb") as sparse:
+        for at in range(0, len(raw), 4096):
+            if any(raw[at : at + 4096]):
+                sparse.seek(at)
+                sparse.write(raw[at : at + 4096])
+    assert model.read_bytes() == raw and model.stat().st_blocks * 512 < len(raw) // 8
+    with pytest.raises(CheckpointError, match=r"values of 33,554,\d+ bytes beside its tensors, of which [\d,]{1,9} are on disk"):
+        engine.load_checkpoint(str(tmp_path / "c"))
+    model.write_bytes(raw)
+    assert engine.load_checkpoint(str(tmp_path / "c"))[1]["mine"].shape == (1 << 23,)
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_states_of_other_optimizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's Adagrad and Lion name theirs as Adam; SGD counts no steps. Of an AdamW's file, changed to what theirs have."""
+    case = ds.CASES[0]
+    engine = build(case, 1)
+    engine.load_checkpoint(str(folder / case.name))
+    adam = engine.optimizer_state("up.weight")
+    engine.destroy()
+    for kind, lacks, options, ours, theirs in (
+        ("Adagrad", ("exp_avg",), ("betas",), "sum", "exp_avg_sq"), ("Lion", (), ("eps",), "exp_avg", "exp_avg"),
+        ("SGD", ("exp_avg_sq", "step"), ("betas", "eps"), "momentum_buffer", "exp_avg"),
+    ):  # fmt: skip
+
+        def changed(path: Path, kind: str = kind, lacks: Any = lacks, options: Any = options) -> Any:
+            read = pickled.read(path)
+            base = read.get("optimizer_state_dict", {}).get("base_optimizer_state", {"state": {}, "param_groups": []})
+            for state in base["state"].values():
+                for name in lacks:
+                    del state[name]
+                if kind == "SGD":
+                    state["momentum_buffer"] = state.pop("exp_avg")
+            for group in base["param_groups"]:
+                for option in options:
+                    del group[option]
+            return read
+
+        params = {"lr": 1e-3} | ({"momentum": 0.5} if kind == "SGD" else {})
+        engine = build(case, 3, optimizer={"type": kind, "params": params})
+        with monkeypatch.context() as patch:
+            patch.setattr(deepspeed, "read", changed)
+            engine.load_checkpoint(str(folder / case.name))
+        state = engine.optimizer_state("up.weight")
+        assert state.keys() == {"master", ours} and state[ours].equal(adam[theirs]) and state[ours].any()
+        if kind == "SGD":  # what was loaded stays in the sum: a first step would begin one
+            begun = build(case, 3, optimizer={"type": kind, "params": params})
+            begun.load_checkpoint(str(folder / case.name), load_module_only=True)
+            for each in (engine, begun):
+                go_on(each, range(1))
+            gradient, after = (each.optimizer_state("up.weight")[ours] for each in (begun, engine))
+            torch.testing.assert_close(after, 0.5 * state[ours] + gradient)
+            begun.destroy()
+        engine.destroy()
+
+
+@distributed(world_size=1)
 def test_another_optimizer_is_refused_and_weights_load_without(folder: Path) -> None:
     case = ds.CASES[1]
     engine = build(case, 3, optimizer={"type": "Lion", "params": {"lr": 1e-3}})

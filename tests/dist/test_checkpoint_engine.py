@@ -332,6 +332,34 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     engine.destroy()
 
 
+def by_lambda(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)  # as transformers' Trainer makes it
+
+
+def older(schedule: Any) -> None:
+    """What other versions of torch keep in a schedule's state."""
+    del schedule._is_initial
+    schedule.verbose, schedule.history = False, [0.1, 0.2]
+
+
+@distributed(world_size=1)
+def test_a_schedules_state_of_another_torch_is_taken(tmp_path: Path) -> None:
+    engine, other = small(lr_scheduler=by_lambda, scheduler=None), small(lr_scheduler=by_lambda, scheduler=None)
+    train(other, 3)
+    older(other.lr_scheduler)
+    other.save_checkpoint(str(tmp_path), tag="older")
+    other.lr_scheduler._last_lr = [0.1, 0.1]
+    other.save_checkpoint(str(tmp_path), tag="two groups")
+    engine.lr_scheduler.history = [0.3]
+    refused(engine, tmp_path, "two groups", r"_last_lr is \[0.1, 0.1\] .*load_lr_scheduler_states=False")
+    engine.load_checkpoint(str(tmp_path), tag="older")
+    assert engine.lr_scheduler.last_epoch == 3 and engine.lr_scheduler.history == [0.1, 0.2]
+    train(engine, 1)
+    assert engine.lr_scheduler.get_last_lr() == [1e-2 * 0.5**4] == [engine.optimizer.param_groups[0]["lr"]]
+    engine.destroy()
+    other.destroy()
+
+
 @distributed(world_size=2)
 def test_hostile_values_are_refused_and_change_nothing(tmp_path: Path) -> None:
     engine, other = small(scheduler=WARMUP), small(scheduler=WARMUP)

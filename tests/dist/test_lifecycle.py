@@ -331,12 +331,23 @@ def test_an_optimizer_that_has_stepped_brings_its_state() -> None:
         engine.destroy()
 
 
+class Averaging(torch.optim.SGD):
+    """Evaluates other weights than it trains, as schedule-free optimizers do."""
+
+    def train(self) -> None:
+        pass
+
+    def eval(self) -> None:
+        pass
+
+
 @distributed(world_size=2)
 def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     model, stranger = toy.seeded(toy.Net), nn.Parameter(torch.zeros(3))
     for optimizer, message in (
         (torch.optim.LBFGS(model.parameters()), "LBFGS.*closure"),
         (torch.optim.SparseAdam(model.parameters()), "SparseAdam.*sparse"),
+        (Averaging(model.parameters()), r"Averaging has train\(\) and eval\(\).*would exchange nothing"),
         (torch.optim.SGD([stranger], lr=0.1), r"group 0 holds a parameter of shape \(3,\) that is not the model's"),
         (lambda params: "no optimizer", "returned a str"),
     ):

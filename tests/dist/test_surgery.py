@@ -456,7 +456,7 @@ def test_a_group_comes_with_its_surgery_or_not_at_all() -> None:
         attempt(r"parameter group 2 was given a parameter of shape \(3,\) that is not the model's")
         attempt("half-way", KeyError)
         attempt("Rank 0 has parameter group 2 of .*'lr': 0.0, ", lr=engine.rank)
-        attempt("kernels that step it do not compute .amsgrad", amsgrad=True)
+        attempt("has amsgrad = True, and this engine steps AdamW without it", amsgrad=True)
         with engine.surgery():
             with pytest.raises(ValueError, match="more than one parameter group"):
                 optimizer.add_param_group({"params": [model.head.weight]})
@@ -546,7 +546,7 @@ def test_surgery_is_refused_in_the_middle_of_a_window() -> None:
         engine(toy.tokens(engine.rank, 1)).backward()
         engine.step()
         with engine.surgery():
-            with pytest.raises(RuntimeError, match=r"is in surgery: leave the `with engine.surgery\(\):`"):
+            with pytest.raises(RuntimeError, match=r"is in surgery: leave `with engine.surgery\(\):`"):
                 engine(toy.tokens(engine.rank, 1))
             with pytest.raises(RuntimeError, match="in surgery"):
                 engine.save_checkpoint("nowhere")

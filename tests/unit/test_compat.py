@@ -180,6 +180,21 @@ def test_a_window_counts_and_scales_as_deepspeed_does(deepspeed: Any) -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_more_micro_batches_than_the_engine_was_made_for_are_not_added_up_in_16_bits(deepspeed: Any) -> None:
+    for given in ({}, {"data_types": {"grad_accum_dtype": "fp32"}}, {"gradient_accumulation_steps": 2}):
+        engine = make(deepspeed, train_micro_batch_size_per_gpu=2, bf16={"enabled": True}, **given)
+        if given:
+            engine.set_train_batch_size(8)
+            assert {unit.grads.dtype for unit in engine.units if unit.grads is not None} == {torch.float32}
+        else:
+            with pytest.raises(ValueError, match=r"4 micro-batches would be added up in torch\.bfloat16.*grad_accum_dtype"):
+                engine.set_train_batch_size(8)
+            engine.set_train_batch_size(2)
+        assert engine.gradient_accumulation_steps() == (4 if given else 1)
+        engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     ("given", "batch"),
     [

@@ -217,7 +217,7 @@ def test_a_receiver_closes_while_a_sender_stalls(tmp_path: Path) -> None:
 
 
 def test_a_receiver_takes_no_path_but_its_own(tmp_path: Path) -> None:
-    """A file stays what it is; the socket of a server that was killed is replaced, and the next server's stays."""
+    """A file stays what it is, and a living server's socket; one of a killed server is replaced, and the next one's stays."""
     path = tmp_path / "weights.sock"
     path.write_text("mine")
     with make(Runner()) as served:
@@ -225,7 +225,13 @@ def test_a_receiver_takes_no_path_but_its_own(tmp_path: Path) -> None:
             handover.Receiver(served, path)
         assert path.read_text() == "mine"
         path.unlink()
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(str(path))
         old = handover.Receiver(served, path)
+        with pytest.raises(ValueError, match=r"weights\.sock: another server takes them there"):
+            handover.Receiver(served, path)
+        handover.send([NEW], to=path, timeout_s=10)
+        path.unlink()
         with handover.Receiver(served, path):
             assert path.stat().st_mode & 0o777 == 0o600
             old.close()

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from .document import BLOCK, Document, Entry, Piece
+from .document import BLOCK, SLACK, Document, Entry, Piece
 from .errors import CheckpointError
 from .flat_slice import Shape, boxes, check_cover
 from .pickled import Array, Record, Stored, read
@@ -49,7 +49,7 @@ _CLASSES = {
     frozenset({"exp_avg", "exp_avg_sq"}): ["AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "Lamb", "FusedLamb", "NAdam", "RAdam"],
     frozenset({"exp_avg"}): ["Lion", "FusedLion", "DeepSpeedCPULion"],
     frozenset({"momentum_buffer"}): ["SGD", "Muon"],
-    frozenset({"sum"}): ["Adagrad"],
+    frozenset({"sum"}): ["Adagrad", "DeepSpeedCPUAdagrad"],
 }
 
 
@@ -110,11 +110,13 @@ class _Import:
                 "it is of ZeRO stage 0: its optimizer state has no names. Load its weights alone (torch.load with "
                 "weights_only=True), or save it at stage 1"
             )
+        self._name_states()
         self._frozen(trained)
         self._buffers()
         for name, (_, shape) in self.shapes.items():
             check_cover(name, shape, [piece.box for piece in self.pieces[name]])
         shared = self._shared()
+        self._check_bytes()
         entries = {
             name: Entry(dtype=dtype, shape=shape, pieces=tuple(self.pieces[name])) for name, (dtype, shape) in self.shapes.items()
         }
@@ -139,6 +141,19 @@ class _Import:
         for box in boxes(shape, start, start + numel):
             parts.append(Piece(box=box, file=file, at=at, crc32=()))
             at += math.prod(box.sizes) * held.dtype.itemsize
+
+    def _check_bytes(self) -> None:
+        """Many tensors may be views of one storage, which takes no bytes in the file and all of theirs where they are loaded."""
+        named = dict.fromkeys(self.files, 0)
+        for name, parts in self.pieces.items():
+            for piece in parts:
+                named[piece.file] += math.prod(piece.box.sizes) * self.shapes[name][0].itemsize
+        for file, nbytes in named.items():
+            if nbytes > 2 * self.files[file] + SLACK:
+                raise CheckpointError(
+                    f"damaged or hostile: the tensors of {file} have {nbytes:,} bytes, and the file {self.files[file]:,}: many of "
+                    f"them are the same bytes; save copies (clone()) of a client_state's views"
+                )
 
     def _optimizer_files(self, trained: Mapping[str, Shape]) -> None:
         done = dict.fromkeys(trained, 0)  # elements of each parameter that lower ranks have
@@ -214,6 +229,15 @@ class _Import:
                     scalars[file.stem] = value
             self._parameter(name, shape, 0, held.pop("fp32"), scalars | held, common["param_groups"], 0, whole)
 
+    def _name_states(self) -> None:
+        """DeepSpeed's own Adagrad has its sum under Adam's name, and its own Lion room under that name that it never uses."""
+        kinds = {key.split(".", 2)[1] for key in self.shapes if key.startswith("optim.")}
+        is_lion = kinds == {"exp_avg", "exp_avg_sq"} and not any("eps" in group for group in self.groups or [])
+        for name in self.steps if is_lion or kinds == {"exp_avg_sq"} else ():
+            shape, pieces = self.shapes.pop(f"optim.exp_avg_sq.{name}", None), self.pieces.pop(f"optim.exp_avg_sq.{name}", [])
+            if shape is not None and not is_lion:
+                self.shapes[f"optim.sum.{name}"], self.pieces[f"optim.sum.{name}"] = shape, pieces
+
     def _frozen(self, trained: Mapping[str, Shape]) -> None:
         """What no optimizer has: fragments of each rank where weights were sharded, else whole in the module's state."""
         module, aliases = self.model["module"], self.model["shared_params"] or {}
@@ -265,7 +289,7 @@ class _Import:
             "model_config": None,
             "optimizer": {
                 "classes": _CLASSES.get(frozenset(found)), "groups": self.groups,
-                "params": {name: scalars for name, scalars in self.steps.items() if scalars},
+                "params": {name: scalars for name, scalars in self.steps.items() if scalars or name in kinds},
             },
         }  # fmt: skip
         return {key: self._skeleton(value, key) for key, value in values.items()} | {"client": self._client()}
@@ -274,9 +298,12 @@ class _Import:
         kept = {}
         for key, value in self.model.items():
             if key not in _OWN:
+                known = len(self.shapes)
                 try:
                     kept[key] = self._skeleton(value, f"client_state[{key!r}]")
                 except CheckpointError as error:
+                    while len(self.shapes) > known:
+                        self.pieces.pop(self.shapes.popitem()[0], None)
                     logger.warning("client_state[%r] of %s is left out: %s", key, self.folder, error)
         return kept
 

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from .document import METADATA, SIZE_LIMIT, Document, is_ours, parse, render
+from .document import METADATA, SIZE_LIMIT, SLACK, Document, is_ours, parse, render
 from .errors import ONE_PLACE, CheckpointError
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -116,6 +116,31 @@ def is_deepspeed(folder: Path) -> bool:
 
 def read_document(folder: Path) -> Document:
     """What a checkpoint holds, checked completely: metadata.json, or what DeepSpeed's files say together."""
+    document = _read_document(folder)
+    _check_values(folder, document)
+    return document
+
+
+def _check_values(folder: Path, document: Document) -> None:
+    """Tensors among the values are allocated as the files have them: a file that is all holes would cost memory, and no disk."""
+    nbytes: dict[str, int] = {}
+    for name, entry in document.tensors.items():
+        for piece in entry.pieces if name.startswith("$") else ():
+            nbytes[piece.file] = nbytes.get(piece.file, 0) + entry.nbytes(piece)
+    for file, wanted in nbytes.items():
+        try:
+            found = os.stat(folder / file)
+        except OSError:
+            continue  # which whoever opens it says
+        held = found.st_blocks * 512 or found.st_size  # some file systems count none
+        if wanted > 2 * held + SLACK:
+            raise CheckpointError(
+                f"{folder / file} is damaged or hostile: values of {wanted:,} bytes beside its tensors, of which {held:,} are on "
+                f"disk (or the disk compresses: copy it to one that does not)"
+            )
+
+
+def _read_document(folder: Path) -> Document:
     path = folder / METADATA
     if is_deepspeed(folder):
         from . import deepspeed

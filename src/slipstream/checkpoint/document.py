@@ -39,6 +39,7 @@ VERSION = 1
 BLOCK = (
     1 << 20
 )  # bytes per checksum: small beside a piece, large beside a system call; both stay in the cache
+SLACK = 1 << 24  # bytes that a checkpoint's values may take whatever its files have
 SIZE_LIMIT = 1 << 29  # bytes of metadata; some 3 million pieces
 _DIM_LIMIT = 1 << 48
 

@@ -226,7 +226,7 @@ def _read(ranks: Ranks, step: str, path: Path, document: Document, state: dict[s
 
 
 def _stand_ins(document: Document, prefix: str, device: str) -> dict[str, Tensor]:
-    """Empty tensors for the values under `prefix`. Bounded, since a document's bytes are inside its files."""
+    """Empty tensors for the values under `prefix`. Bounded: a document's bytes are inside its files, and on disk (directory.py)."""
     return {
         name: torch.empty(entry.shape, dtype=entry.dtype, device=device)
         for name, entry in document.tensors.items()

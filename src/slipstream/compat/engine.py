@@ -91,6 +91,13 @@ class DeepSpeedEngine(Engine):
             )
         if self.hooks.backwards:
             raise RuntimeError(f"set_train_batch_size() after {self.hooks.backwards} backward passes of a window; call it before")
+        kept = {unit.grads.dtype for unit in self.units if unit.grads is not None and unit.grads.dtype.itemsize < 4}
+        if train_batch_size > each and kept and not self.recipe.accumulates and self.recipe.grads_dtype is None:
+            raise ValueError(
+                f"set_train_batch_size({train_batch_size}): gradients of {train_batch_size // each} micro-batches would be added "
+                f"up in {kept.pop()}, since the engine was made for one; give it "
+                f'"data_types": {{"grad_accum_dtype": "fp32"}}, or gradient_accumulation_steps above 1'
+            )
         new = dataclasses.replace(batch, train_batch_size=train_batch_size, accumulation=train_batch_size // each)
         self.plan = dataclasses.replace(self.plan, batch=new)
         self.micro_steps = self.global_steps * new.accumulation

@@ -85,8 +85,8 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
 
     Inside `engine.surgery()` the layers of an engine are quantised, too; their optimizer states are given back.
 
-    Raises ValueError for a layer of an engine elsewhere, or whose weight is not finite, and for a pattern that no layer's name
-    matches, with nothing changed.
+    Raises ValueError for a layer of an engine elsewhere, or whose weight is not finite, for one that is to be trained where others
+    are not (an adapter), and for a pattern that no layer's name matches, with nothing changed.
     """
     head_of: Any = getattr(model, "get_output_embeddings", lambda: None)  # transformers'
     head = head_of()
@@ -114,6 +114,15 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
             raise ValueError(
                 f"parameter {unit.names[0]!r} belongs to an engine: quantise the model before slipstream.initialize(), or inside "
                 f"`with engine.surgery():`"
+            )
+    frozen = any(param.is_floating_point() and not param.requires_grad for param in model.parameters())
+    for layer in chosen:
+        if frozen and layer.weight.requires_grad:
+            name = names[layer][0]
+            raise ValueError(
+                f"layer {name!r} is to be trained, since its weight requires a gradient and others do not: an adapter would be "
+                f"frozen as bytes. Quantise before adapters are added; skip={[name]} leaves it as it is, and requires_grad_(False) "
+                f"says that it is not trained"
             )
     for layer in chosen:
         if not layer.weight.is_meta and not bool(layer.weight.isfinite().all()):

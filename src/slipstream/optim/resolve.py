@@ -150,10 +150,16 @@ _NOT_NATIVE = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def refuse_unshardable(optimizer: Optimizer) -> None:
-    """Raises ValueError for the optimizers of `torch.optim` that cannot run on shards."""
+    """Raises ValueError for optimizers that cannot run on shards: of `torch.optim`, and those with weights for evaluation."""
     for cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
         if isinstance(optimizer, cls):
             raise ValueError(f"optimizer {type(optimizer).__name__} {_REFUSED[cls.__name__.lower()]}")
+    if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} has train() and eval(), which exchange the weights by what it keeps for each "
+            f"of the model's parameters (schedule-free); here it keeps that for shards, and they would exchange nothing: use AdamW "
+            f"and a schedule"
+        )
 
 
 def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], what: str) -> None:

@@ -322,9 +322,27 @@ def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> Non
     if state is None:
         logger.warning("the schedule was not restored and stays where it is: the checkpoint was saved without a scheduler")
         return
-    _check_like(state, part.state_dict(), "scheduler", f"it is another scheduler's; {_OWN_SCHEDULER}")
+    present, remedy = part.state_dict(), f"it is another scheduler's; {_OWN_SCHEDULER}"
+    both = state.keys() & present.keys() if isinstance(state, dict) else set()
+    if both:
+        ours, theirs = _common(present, state), _common(state, present)
+        for name in both & {"base_lrs", "_last_lr"}:  # one number per parameter group
+            ours[name], theirs[name] = present[name], state[name]
+        _check_like(theirs, ours, "scheduler", remedy)
+    else:
+        _check_like(state, present, "scheduler", remedy)
     undo.append(_restoring(part))
     part.load_state_dict(state)
+
+
+def _common(one: Any, other: Any) -> Any:
+    """Of a schedule's state, what the other one has too. Which keys torch keeps there changes with its version, and histories grow:
+    the rest is for the schedule's own `load_state_dict` to judge."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {key: _common(value, other[key]) for key, value in one.items() if key in other}
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return [_common(mine, theirs) for mine, theirs in zip(one, other, strict=False)]
+    return one
 
 
 def _take_position(engine: Engine, loaded: checkpoint.Loaded, undo: list[Callable[[], None]]) -> None:
@@ -356,7 +374,10 @@ def _restoring(part: Any) -> Callable[[], None]:
 
     def restore() -> None:
         part.load_state_dict(state)
-        getattr(part, "__dict__", {}).update(attributes)
+        now = getattr(part, "__dict__", {})
+        for added in now.keys() - attributes.keys():
+            del now[added]
+        now.update(attributes)
 
     return restore
 
@@ -388,7 +409,7 @@ def _check_like(saved: Any, present: Any, what: str, remedy: str = "it is damage
     else:
         alike, parts = not isinstance(present, int | float) or isinstance(saved, int | float | Tensor), []
         if isinstance(present, int) and isinstance(saved, int | float):  # a count; -1 is the last epoch before the first
-            alike = saved >= -1
+            alike = saved >= min(-1, present)
     if not alike:
         raise CheckpointError(f"its {what} is {str(saved)[:80]} where this engine has {str(present)[:80]}: {remedy}")
     for one, other, name in parts:
@@ -511,7 +532,8 @@ def _take_scalars(
         if piece.name in saved["params"]:
             present = copy.deepcopy(steps.scalars(unit, piece))
             undo.append(partial(steps.load_scalars, unit, piece, present))
-            if present:
+            uncounted = isinstance(steps.inner, torch.optim.SGD) and not saved["params"][piece.name]  # as torch's and DeepSpeed's
+            if present and not uncounted:
                 _check_like(saved["params"][piece.name], present, f"optimizer state of {piece.name}")
             steps.load_scalars(unit, piece, saved["params"][piece.name])
 

@@ -156,8 +156,9 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
     """Show private whole copies of the chosen parameters, and write changes back to every shard at the end.
 
     With `modifier_rank` None every rank writes the spans it owns from its own copy, so all ranks must write the same;
-    otherwise that data rank's copy counts. An exception inside writes nothing. The engine's forward may run inside, and
-    sees the copies. Nothing is shown of an engine whose disk has failed, nor written while masters are away.
+    otherwise that data rank's copy counts. An exception that every rank raises inside writes nothing; where only some raise it, the
+    others wait for them at the end, until the watch stops them. The engine's forward may run inside, and sees the copies.
+    Nothing is shown of an engine whose disk has failed, nor written while masters are away.
     """
     for homes in {id(unit.homes): unit.homes for unit in chosen}.values():
         homes.check()
