@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import slipstream
+from slipstream.compat.weights import clone_tensors_for_torch_save, consolidated
 from tests import toy
 from tests.clients.transformers_script import FOLDER, SIZES
 
@@ -73,6 +74,14 @@ def losses(make: Callable[[str], Any], folder: str, stage: int, **zero: Any) -> 
     if stage == 3:
         assert all(2 * unit.weights.nbytes == unit.layout.numel for unit in codes)
     expected = engine.state_dict()
+    gathered, adapters = consolidated(engine), consolidated(engine, exclude_frozen=True)
+    assert (gathered is None) == (engine.rank > 0)
+    if gathered is not None and adapters is not None:
+        assert list(gathered) == list(expected)
+        assert all(torch.equal(flat(gathered[name]), flat(value)) for name, value in expected.items())
+        assert adapters and all("lora_" in name or name.endswith("weight_format") for name in adapters), list(adapters)
+        cloned = clone_tensors_for_torch_save(gathered)
+        assert all(torch.equal(flat(cloned[name]), flat(value)) for name, value in expected.items())
     engine.save_checkpoint(str(FOLDER / "whole"))
     engine.load_checkpoint(str(FOLDER / "whole"))
     again = engine.state_dict()

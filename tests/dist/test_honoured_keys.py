@@ -144,6 +144,23 @@ def test_checkpoint_tag_validation(tmp_path: Path) -> None:
         engine.destroy()
 
 
+@distributed(world_size=1)
+def test_checkpoint_load_universal(tmp_path: Path) -> None:
+    """Which of two files says what a load without a tag takes, where both are there; the one that is there, where not."""
+    engine = toy.make(toy.seeded(toy.Net), 1)
+    for tag in ("a", "b"):
+        engine.save_checkpoint(str(tmp_path), tag=tag)
+    engine.destroy()
+    for universal in (True, False):
+        engine = toy.make(toy.seeded(toy.Net), 1, checkpoint={"load_universal": universal})
+        (tmp_path / "latest_universal").write_text("a")
+        (tmp_path / "latest").write_text("b\n")
+        assert engine.load_checkpoint(str(tmp_path))[0] == str(tmp_path / ("a" if universal else "b"))
+        (tmp_path / ("latest_universal" if universal else "latest")).unlink()
+        assert engine.load_checkpoint(str(tmp_path))[0] == str(tmp_path / ("b" if universal else "a"))
+        engine.destroy()
+
+
 @distributed(world_size=2)
 def test_checkpoint_writer_decoupled(tmp_path: Path) -> None:
     """What is saved is not there when the call returns, and is there when it is waited for."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream import checkpoint
+from slipstream.compat.weights import clone_tensors_for_torch_save, consolidated
 from slipstream.compression import QuantizedLinear
 from slipstream.train import explain
 from tests import toy, twin
@@ -147,6 +148,31 @@ def test_wrapper_subclasses_are_sharded_by_their_inner_tensors(transport: str) -
                 weight + 1
         engine.destroy()
     assert all(torch.equal(each, losses[0]) for each in losses), losses
+
+
+@distributed(world_size=2)
+def test_consolidated_states_hold_wrapper_subclasses() -> None:
+    """Under all their names, whole, and without what they stand on where frozen ones are left out."""
+    model = wrapped_lm()
+    model.blocks[2].up.base = model.blocks[1].up.base
+    engine = toy.make(model, 3, "gloo", dtype="bf16")
+    train(engine, 1)
+    expected, found = engine.state_dict(), consolidated(engine)
+    some = consolidated(engine, exclude_frozen=True)
+    train(engine, 1)  # what was shown for it is gone again
+    assert (found is None) == (some is None) == (engine.rank > 0)
+    if found is not None and some is not None:
+        assert list(found) == list(expected)
+        assert list(some) == [name for name in found if name.endswith((".a.weight", ".b.weight"))]
+        for name, value in expected.items():
+            mine, theirs = (each.codes if isinstance(each, Scaled) else each for each in (found[name], value))
+            assert type(found[name]) is type(value) and torch.equal(mine, theirs), name
+        assert found["blocks.2.up.base.weight"] is found["blocks.1.up.base.weight"] is not found["blocks.0.up.base.weight"]
+        cloned = clone_tensors_for_torch_save(found)
+        assert torch.equal(cloned["blocks.0.up.base.weight"].codes, found["blocks.0.up.base.weight"].codes)
+        assert torch.equal(cloned["blocks.1.up.base.weight"].codes, found["blocks.1.up.base.weight"].codes)
+        assert cloned["blocks.1.up.base.weight"] is cloned["blocks.2.up.base.weight"]
+    engine.destroy()
 
 
 @distributed(world_size=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import math
@@ -97,6 +98,7 @@ def test_values_come_back_exactly(value: Any) -> None:
         {1: "int", "1": "str", None: 0, (1, "a"): torch.float16, "$tuple": [1]},
         OrderedDict(b=torch.ones(2, 3), a=[torch.zeros(0), torch.tensor(1j)]),
         Counter({4: 2, 8: 1}),
+        [{1, "a", (2, None)}, frozenset({b"x"}), set(), argparse.Namespace(lr=0.1, names={"a"}, nested=argparse.Namespace())],
         [math.inf, -math.inf, -0.0, 5e-324, 2**200],
         numpy.arange(6, dtype=">f4").reshape(2, 3),
         numpy.array(3, dtype="u2"),
@@ -126,6 +128,11 @@ def test_states_of_torch_schedulers_fit(name: str) -> None:
     assert same(there_and_back(state), state)
 
 
+def test_a_dict_with_a_default_comes_back_without_it() -> None:
+    found = there_and_back({"counts": defaultdict(int, {"a": 1, 2: 3})})
+    assert found == {"counts": {"a": 1, 2: 3}} and type(found["counts"]) is dict
+
+
 class Custom:
     pass
 
@@ -141,8 +148,8 @@ def cyclic() -> list[Any]:
     [
         ({"a": [1, Custom()]}, r"value\['a'\]\[1\]: a value of type .*Custom"),
         ({"f": print}, r"value\['f'\]: a value of type builtin_function_or_method"),
-        ({"s": {1, 2}}, r"value\['s'\]: a value of type set"),
-        ({"d": defaultdict(list)}, r"type collections\.defaultdict"),
+        ({"s": {1, Custom()}}, r"value\['s'\]: a set with a value of type .*Custom"),
+        (argparse.Namespace(model=Custom()), r"value\['model'\]: a value of type .*Custom"),
         ({Custom(): 1}, r"value: a key of type .*Custom"),
         ([numpy.array([Custom()])], r"value\[0\]: a value of type numpy\.ndarray"),
         ([torch.zeros(2, device="meta")], r"value\[0\]: a tensor with layout .* meta"),

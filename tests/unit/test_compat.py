@@ -1,12 +1,16 @@
 """DeepSpeed's names: every one is served or says why not, and behaves as its contracts say. Engines here are of one rank."""
 
+import argparse
 import contextlib
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -78,9 +82,13 @@ def test_a_missing_name_says_why(deepspeed: ModuleType) -> None:
     for module, reasons in names.MISSING.items():
         loaded = importlib.import_module(module)
         for name, why in reasons.items():
-            with pytest.raises(ImportError, match="is not built yet") as error:
-                getattr(loaded, "Anything" if name == "*" else name)
-            assert why in str(error.value)
+            asked = "Anything" if name == "*" else name
+            assert not hasattr(loaded, asked) and getattr(loaded, asked, 7) == 7  # as clients look whether it is there
+            with pytest.raises(AttributeError, match="is not built yet") as error:
+                getattr(loaded, asked)
+            with pytest.raises(ImportError, match="is not built yet") as imported:
+                exec(f"from {module} import {asked}")
+            assert why in str(error.value) and why in str(imported.value)
     with pytest.raises(ImportError, match="expert parallelism"):
         exec("from deepspeed.moe.layer import MoE")
     with pytest.raises(ModuleNotFoundError):
@@ -352,6 +360,54 @@ def test_checkpoint_tags(deepspeed: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_tied_weights_have_all_their_names(deepspeed: Any, tmp_path: Path) -> None:
+    def tied() -> Any:
+        model = toy.seeded(toy.Lm)
+        model.head.weight, model.blocks[2] = model.embedding.weight, model.blocks[0]
+        return model
+
+    zero_to_fp32, engine = deepspeed.utils.zero_to_fp32, make(deepspeed, model=tied())
+    step(engine)
+    engine.save_checkpoint(str(tmp_path))
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    tied().load_state_dict(state)  # strict
+    assert state["head.weight"] is state["embedding.weight"] and state["blocks.2.up.bias"] is state["blocks.0.up.bias"]
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "parts", max_shard_size="2KB")
+    parts: dict[str, Any] = {}
+    for file in (tmp_path / "parts").glob("*.bin"):
+        parts |= torch.load(file)
+    tied().load_state_dict(parts)
+    assert parts["head.weight"].data_ptr() == parts["embedding.weight"].data_ptr()
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "safe", safe_serialization=True)
+    safe = safetensors.torch.load_file(tmp_path / "safe" / "model.safetensors")
+    assert safe.keys() == {name for name in state if not name.startswith(("head.weight", "blocks.2"))}
+    (metadata,) = tmp_path.glob("*/metadata.json")
+    header, body = metadata.read_bytes().split(b"\n", 1)
+    older = json.loads(body.removesuffix(b"\n}\n"))
+    assert older["shared"].pop("aliases")["head.weight"] == "embedding.weight"
+    raw = json.dumps(older, separators=(",", ":")).encode()
+    metadata.write_bytes(re.sub(rb'"crc32": \d+', b'"crc32": %d' % zlib.crc32(raw), header) + b"\n" + raw + b"\n}\n")
+    assert "head.weight" not in zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert engine.load_checkpoint(str(tmp_path))[0] is not None
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_tag_may_be_a_number_and_a_client_state_a_namespace(deepspeed: Any, tmp_path: Path) -> None:
+    engine = make(deepspeed)
+    kept = {"args": argparse.Namespace(lr=0.1), "seen": {1, "a"}, "counts": defaultdict(int, {"a": 1})}
+    for tag in (0, 1.5):  # CIFAR's example saves under its loss
+        assert engine.save_checkpoint(str(tmp_path), tag, client_state=kept)
+        assert (tmp_path / str(tag) / "metadata.json").is_file()
+        assert engine.load_checkpoint(str(tmp_path), tag) == (str(tmp_path / str(tag)), kept)
+        weights = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag)
+        assert torch.equal(weights["head.weight"], engine.state_dict()["head.weight"])
+    with pytest.raises(ValueError, match=r"client'?\]?\['engine'\]: a value of type .*Lm"):
+        engine.save_checkpoint(str(tmp_path), client_state={"engine": engine.module})
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
 def test_a_folder_without_a_checkpoint(deepspeed: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = make(deepspeed)
     assert engine.load_checkpoint(str(tmp_path)) == (None, {})
@@ -371,6 +427,7 @@ def test_weights_of_deepspeeds_own_checkpoints(deepspeed: Any, name: str, tmp_pa
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(0.5)
     deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(model, folder)
+    model.load_state_dict(deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder))  # strict
     expected = json.loads((folder / "losses.json").read_text())[0]
     with torch.no_grad():
         assert model(ds.batch(ds.STEPS, 0, 1)).item() == pytest.approx(expected, rel=1e-6 if "fp32" in name else 5e-3)
@@ -516,6 +573,29 @@ def test_what_would_pass_arguments_to_the_forward_is_refused(deepspeed: Any, blo
         make(deepspeed, **{block: {"enabled": True}})
 
 
+@pytest.mark.usefixtures("group")
+def test_the_engine_says_what_the_config_says(deepspeed: Any) -> None:
+    offload = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "sub_group_size": 7, "prefetch_bucket_size": 5}
+    blocks = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", **offload}, "gradient_clipping": "auto"}
+    engine, bare = make(deepspeed, **blocks), make(deepspeed, 0, optimizer=None)
+    assert engine.zero_offload_optimizer().device == "cpu" and engine.zero_partial_offload() == 0.5
+    assert (engine.zero_sub_group_size(), engine.zero_prefetch_bucket_size()) == (7, 5)
+    assert bare.zero_offload_optimizer() is None is bare.zero_offload_param() and bare.zero_partial_offload() == 1.0
+    assert engine.zero_reduce_bucket_size() == bare.zero_reduce_bucket_size() == 500_000_000
+    assert bare.postscale_gradients() and not bare.flops_profiler_enabled() and not bare.curriculum_learning_enabled()
+    assert bare.gradient_predivide_factor() == 1.0 and bare.initial_dynamic_scale() == 2.0**16
+    for name in names.CONFIG_GETTERS:
+        getattr(bare, name)(), getattr(engine, name)()
+    assert not engine.is_compiled
+    engine.compile(backend="eager")
+    assert engine.is_compiled
+    for name, why in names.MISSING_METHODS.items():
+        with pytest.raises(AttributeError, match=re.escape(f"engine.{name} is not built yet: {why}")):
+            getattr(engine, name)
+    engine.destroy()
+    bare.destroy()
+
+
 def test_configs_of_clients(deepspeed: Any) -> None:
     """base64 (DeepSpeed's command lines), and TRL's dotted keys, which do not override what the block says."""
     import base64
@@ -578,6 +658,28 @@ def test_optimizers_are_those_that_have_kernels(deepspeed: Any, mode: bool) -> N
     assert rule_of(made) is not None and made.param_groups[0]["decoupled_weight_decay"] is mode
     for kind in (deepspeed.ops.adagrad.DeepSpeedCPUAdagrad, deepspeed.ops.lion.FusedLion, deepspeed.ops.lamb.FusedLamb):
         assert kind([param]).param_groups[0]["params"] == [param]
+    ops = deepspeed.ops
+    for kind in (ops.adam.DeepSpeedCPUAdam, ops.adagrad.DeepSpeedCPUAdagrad, ops.lion.DeepSpeedCPULion):
+        with pytest.raises(ValueError, match=r"fp32_optimizer_states=False: set bf16\.bf16_optimizer_states"):
+            kind([param], fp32_optimizer_states=False)
+
+
+def test_checkpointing_is_configured_or_says_what_a_call_cannot_do(
+    deepspeed: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    configure = deepspeed.checkpointing.configure
+    parted = {"activation_checkpointing": {"partition_activations": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(parted))
+    for config in (parted, str(tmp_path / "ds.json")):
+        with pytest.raises(ValueError, match="needs tensor parallelism"):
+            configure(None, deepspeed_config=config)
+        configure(None, deepspeed_config=config, partition_activations=False)  # overrides it
+    for name, key in (("checkpoint_in_cpu", "cpu_checkpointing"), ("synchronize", "synchronize_ch"), ("profile", "profile")):
+        with pytest.raises(ValueError, match=rf"configure\({name}=True\).*activation_checkpointing\.{key}"):
+            configure(None, **{name: True})
+    with caplog.at_level("INFO", "slipstream"):
+        configure(None, contiguous_checkpointing=True, num_checkpoints=4, profile=False)
+    assert "has no effect" in caplog.text and deepspeed.checkpointing.is_configured()
 
 
 def test_leaf_modules_are_marked_and_returned(deepspeed: Any) -> None:
@@ -596,6 +698,8 @@ def test_leaf_modules_are_marked_and_returned(deepspeed: Any) -> None:
         ("--num_accelerators=2 --no_local_rank -m a.b", "run --num_gpus=2 -m a.b"),
         ("-i host:0,1 --master_port 29501 --force_multi a.py", "run --pass-local-rank -i host:0,1 --master_port 29501 a.py"),
         ("a.py --num_gpus 2", "run --pass-local-rank a.py --num_gpus 2"),
+        ("--log_level error a.py", "run --pass-local-rank --quiet a.py"),
+        ("--log_level=info --num_gpus=2 a.py", "run --pass-local-rank --num_gpus=2 a.py"),
     ],
 )
 def test_the_command_is_slipstream_run(given: str, ours: str) -> None:
@@ -606,5 +710,9 @@ def test_the_command_is_slipstream_run(given: str, ours: str) -> None:
 
 
 def test_the_command_refuses_what_is_not_there() -> None:
-    with pytest.raises(ValueError, match="autotuning is not built"):
-        launcher.translate(["--autotuning", "run", "a.py"])
+    for flags, said in (
+        ("--autotuning run", "autotuning is not built"), ("--save_pid", "SIGTERM"), ("--enable_each_rank_log=logs", "by RANK"),
+        ("--log_level loud", "'loud' is none of"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            launcher.translate([*flags.split(), "a.py"])

@@ -568,6 +568,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.stochastic_rounding": flags,
     "slipstream.update_ahead": flags,
     "slipstream.keep_checkpoints": st.integers(1, 9) | st.none(),
+    "checkpoint.load_universal": flags,
     "checkpoint.writer.decoupled": flags,
     "slipstream.transport": st.sampled_from(["auto", "shared", "gloo"]),
     "slipstream.timeout_s": st.floats(1e-3, 1e6) | st.just(math.inf),

@@ -285,6 +285,7 @@ class _Import:
                 "patience": int(scaler.get("cur_hysteresis", 1)),
             },
             "scheduler": model["lr_scheduler"],
+            "aliases": dict(model["shared_params"] or {}),
             "data": None,
             "model_config": None,
             "optimizer": {

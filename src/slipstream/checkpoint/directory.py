@@ -61,9 +61,10 @@ def check_tag(tag: object) -> str:
     return tag
 
 
-def read_latest(path: Path) -> str | None:
-    """The tag that `latest` names, or None where there is no directory yet, or no `latest` in it."""
-    named = path / LATEST if (path / LATEST).exists() else path / LATEST_UNIVERSAL
+def read_latest(path: Path, universal: bool = False) -> str | None:
+    """The tag that `latest` names, or None where there is no directory yet, or no `latest`. universal: the other one goes first."""
+    first, second = (LATEST_UNIVERSAL, LATEST) if universal else (LATEST, LATEST_UNIVERSAL)
+    named = path / first if (path / first).exists() else path / second
     try:
         with open(named, "rb") as file:
             raw = file.read(1024)

@@ -54,13 +54,16 @@ class Loaded(NamedTuple):
     per_rank: dict[str, Any] | None  # None where another number of ranks saved
 
 
-def latest_tag(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None) -> str | None:
-    """The tag that `latest` names as rank 0 of `group` sees it; None where the directory has no `latest`."""
-    return Ranks(group).decide("no checkpoint was loaded", lambda: _latest(Path(directory)))
+def latest_tag(
+    directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None, universal: bool = False
+) -> str | None:
+    """The tag that `latest` names as rank 0 of `group` sees it, or `latest_universal`, which with `universal` goes before; None
+    where the directory has neither."""
+    return Ranks(group).decide("no checkpoint was loaded", lambda: _latest(Path(directory), universal))
 
 
-def _latest(path: Path) -> str | None:
-    tag = read_latest(path)
+def _latest(path: Path, universal: bool) -> str | None:
+    tag = read_latest(path, universal)
     if tag is None and is_checkpoint(path):
         raise CheckpointError(f"{path} is a checkpoint itself: name the folder around it, and tag={path.resolve().name!r}")
     return tag

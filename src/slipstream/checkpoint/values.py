@@ -5,11 +5,13 @@
 stays as it is and readable; everything else is an object with a single key that begins with "$":
 
     $tuple $dict $ordered $counter $size    containers ($dict: keys that are not plain strings, as pairs)
+    $set $frozenset $namespace              sets of what may be a key; an argparse.Namespace, as pairs
     $float $bytes $dtype                    a float that is not finite (its 8 bytes), bytes, a torch.dtype
     $tensor $array $scalar                  a tensor's name; a numpy array (bytes in a tensor); a numpy scalar
 
-Any other type is refused by path and type: nothing is ever pickled. Tensors come back on the CPU, without
-gradient; two references to one tensor come back as two tensors.
+A defaultdict comes back as a dict: what it makes of a missing key is code. Any other type is refused by path
+and type: nothing is ever pickled. Tensors come back on the CPU, without gradient; two references to one tensor
+come back as two tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import math
 import re
 import struct
 import sys
-from collections import Counter, OrderedDict
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +35,7 @@ from .errors import CheckpointError
 _DEPTH = 100  # levels; also what stops a cycle
 _INT_BITS = 4096  # Python limits int <-> str to some 14,000 bits
 _NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
-_REMEDY = "store numbers, strings, lists, dicts, tuples, tensors or numpy arrays instead"
+_REMEDY = "store numbers, strings, lists, dicts, tuples, sets, tensors or numpy arrays instead"
 
 
 def encode(value: Any, path: str, prefix: str) -> tuple[Any, dict[str, Tensor]]:
@@ -68,9 +71,14 @@ def _encode(value: Any, path: str, depth: int, keep: Callable[[Tensor], str]) ->
         return {"$tuple" if kind is tuple else "$size": items}
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: _encode(item, f"{path}[{key!r}]", depth + 1, keep) for key, item in value.items()}
+    if kind in _SETS:
+        for item in value:
+            if not _is_key(item):
+                raise CheckpointError(f"{path}: a set with a value of type {_type_name(item)}; {_REMEDY}")
+        return {_SETS[kind]: [_encode(item, path, depth + 1, keep) for item in value]}
     if kind in _MAPPINGS:
         pairs = []
-        for key, item in value.items():
+        for key, item in (vars(value) if kind is Namespace else value).items():
             if not _is_key(key):
                 raise CheckpointError(f"{path}: a key of type {_type_name(key)}; {_REMEDY}")
             where = f"{path}[{key!r}]"
@@ -104,7 +112,10 @@ def _encode_numpy(value: Any, path: str, keep: Callable[[Tensor], str]) -> Any:
     )
 
 
-_MAPPINGS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
+_MAPPINGS: dict[type, str] = {
+    dict: "$dict", defaultdict: "$dict", OrderedDict: "$ordered", Counter: "$counter", Namespace: "$namespace",
+}  # fmt: skip
+_SETS: dict[type, str] = {set: "$set", frozenset: "$frozenset"}
 
 
 def _is_key(key: Any) -> bool:
@@ -150,6 +161,11 @@ def _decode(skeleton: Any, fetch: Callable[[str], Tensor]) -> Any:
         return tuple(_decode(item, fetch) for item in _list(body))
     if mark == "$size":
         return torch.Size([_int(size) for size in _list(body)])
+    if mark in _SETS.values():
+        items = [_decode(item, fetch) for item in _list(body)]
+        if not all(map(_is_key, items)):
+            raise CheckpointError("a set with a value that is no key")
+        return set(items) if mark == "$set" else frozenset(items)
     if mark in _MAPPINGS.values():
         return _decode_mapping(mark, _list(body), fetch)
     if mark == "$float":
@@ -174,6 +190,8 @@ def _decode_mapping(mark: str, pairs: list[Any], fetch: Callable[[str], Tensor])
         items.append((key, item))
     if mark == "$ordered":
         return OrderedDict(items)
+    if mark == "$namespace":
+        return Namespace(**dict(items))
     return dict(items) if mark == "$dict" else Counter(dict(items))
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from slipstream.checkpointing import checkpoint as _checkpoint
+from slipstream.config import load_config
 
+logger = logging.getLogger(__name__)
 _configured = False
 
 
@@ -25,14 +28,29 @@ def configure(
     contiguous_checkpointing: bool | None = None, num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None,
     synchronize: bool | None = None, profile: bool | None = None,
 ) -> None:  # fmt: skip
-    """Only says that it was called: each call of `checkpoint` stands for itself. Raises for what a call would need."""
+    """Only says that it was called: each call of `checkpoint` stands for itself. Raises for what a call would need.
+
+    What the config has of it is the engine's, which acts on it, or refuses it.
+    """
     global _configured
-    if partition_activations:
+    block = {} if deepspeed_config is None else load_config(config=deepspeed_config).get("activation_checkpointing") or {}
+    if block.get("partition_activations") if partition_activations is None else partition_activations:
         raise ValueError("checkpointing.configure(partition_activations=True) needs tensor parallelism, which is not built yet")
-    if checkpoint_in_cpu:
-        raise ValueError(
-            "checkpointing.configure(checkpoint_in_cpu=True): a call knows of no settings; drop the calls of checkpoint() and set "
-            "activation_checkpointing.cpu_checkpointing in the config, or use slipstream.checkpointing.checkpoint(..., host=)"
+    given = {
+        "checkpoint_in_cpu": (checkpoint_in_cpu, "cpu_checkpointing"), "profile": (profile, "profile"),
+        "synchronize": (synchronize, "synchronize_checkpoint_boundary"),
+    }  # fmt: skip
+    for name, (value, key) in given.items():
+        if value:
+            raise ValueError(
+                f"checkpointing.configure({name}=True): a call knows of no settings; drop the calls of checkpoint() and set "
+                f"activation_checkpointing.{key} in the config"
+                + (", or use slipstream.checkpointing.checkpoint(..., host=)" if name == "checkpoint_in_cpu" else "")
+            )
+    if contiguous_checkpointing or num_checkpoints:
+        logger.info(
+            "checkpointing.configure(contiguous_checkpointing=, num_checkpoints=) has no effect: a kept input is the tensor that "
+            "the call was given, never a copy in a buffer"
         )
     _configured = True
 

@@ -19,10 +19,10 @@ from torch import Tensor
 import slipstream
 from slipstream.checkpoint.errors import Ranks
 from slipstream.compat import zero
-from slipstream.compat.names import MISSING_METHODS
+from slipstream.compat.names import CONFIG_GETTERS, MISSING_METHODS
 from slipstream.compat.weights import consolidated, write_weights
 from slipstream.config import load_config
-from slipstream.config.plan import Plan
+from slipstream.config.plan import Plan, plan_values
 from slipstream.distributed import local_rank
 from slipstream.train.data import distributed_loader
 from slipstream.train.engine import Engine
@@ -147,6 +147,28 @@ class DeepSpeedEngine(Engine):
     checkpoint_tag_validation_enabled = _of(lambda plan: plan.checkpoint.tag_validation != "ignore")
     checkpoint_tag_validation_fail = _of(lambda plan: plan.checkpoint.tag_validation == "fail")
 
+    is_compiled = property(lambda self: self.module._compiled_call_impl is not None)
+    is_deepcompile_active = _of(lambda plan: False)
+    get_data_types = _of(lambda plan: (plan.precision.param_dtype, plan.precision.grad_accum_dtype or plan.precision.param_dtype))
+
+    def postscale_gradients(self) -> bool:
+        return not _configured(self, "prescale_gradients")
+
+    def initial_dynamic_scale(self) -> float:
+        return float(2 ** _configured(self, "fp16.initial_scale_power"))
+
+    def checkpoint_writer_enabled(self) -> bool:
+        return bool(self.config.get("checkpoint", {}).get("writer"))
+
+    def is_map_style_dataset(self, obj: Any) -> bool:
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    def is_iterable_style_dataset(self, obj: Any) -> bool:
+        return isinstance(obj, torch.utils.data.IterableDataset)
+
+    def get_tensor_parallel_rank(self) -> int:
+        return 0
+
     def loss_scale(self) -> float:
         return self.precision.loss_scale
 
@@ -213,14 +235,23 @@ class DeepSpeedEngine(Engine):
         super().destroy()
         zero.unmark(params)
 
+    def save_checkpoint(
+        self, save_dir: str, tag: Any = None, client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
+        exclude_frozen_parameters: bool = False, contents: Any = "all",
+    ) -> bool:  # fmt: skip
+        """`tag` may be a step or a loss: what names the folder is its text."""
+        name = None if tag is None else str(tag)
+        return super().save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters, contents)
+
     def load_checkpoint(
-        self, load_dir: str, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+        self, load_dir: str, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
         if custom_load_fn is not None:
             raise ValueError("load_checkpoint(custom_load_fn=): parameters load by name; use load_module_strict=False for fewer")
+        name = None if tag is None else str(tag)
         return super().load_checkpoint(
-            load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+            load_dir, name, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
@@ -298,6 +329,30 @@ class DeepSpeedEngine(Engine):
             if module is None or not hasattr(module, name):
                 raise
             return getattr(module, name)
+
+
+def _configured(engine: DeepSpeedEngine, key: str) -> Any:
+    """What the config says of a key: the plan's value where it was "auto", DeepSpeed's default where it was not given. A block is
+    an object with its keys as attributes, and None where DeepSpeed's is."""
+    from slipstream.config.parse import parse, schema_keys
+
+    parsed = parse(engine.config)
+    if key in parsed.autos:
+        return plan_values(engine.plan).get(key, schema_keys()[key])
+    found: Any = parsed.config
+    for part in key.split("."):
+        if found is None:  # a block that was not given
+            return schema_keys()[key]
+        found = getattr(found, part)
+    return found
+
+
+def _getter(key: str) -> Callable[[DeepSpeedEngine], Any]:
+    return lambda self: _configured(self, key)
+
+
+for _name, _key in CONFIG_GETTERS.items():
+    setattr(DeepSpeedEngine, _name, _getter(_key))
 
 
 def initialize(

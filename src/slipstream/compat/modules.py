@@ -114,7 +114,9 @@ def _find(module: ModuleType, name: str) -> Any:
             return importlib.import_module(below)
     why = _why_not(real, name)
     if why is not None and not name.startswith("__"):
-        raise ImportError(f"{real}.{name} is not built yet: {why}")
+        # `from deepspeed import X` asks by hasattr, and then imports X as a module: only an ImportError here reaches the script
+        imported = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        raise (ImportError if imported else AttributeError)(f"{real}.{name} is not built yet: {why}")
     if real in BEYOND and not name.startswith("_"):
         return getattr(importlib.import_module(BEYOND[real]), name)
     raise AttributeError(

@@ -114,9 +114,13 @@ DIFFERS: Mapping[str, str] = {
     "deepspeed.utils.safe_get_local_*, safe_set_local_*": "collective",
     "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "make torch's or Slipstream's class, stepped by Slipstream's kernels",
     "deepspeed.ops.lamb.FusedLamb": "corrects the bias before it takes the norm, as the paper does",
-    "deepspeed.utils.zero_to_fp32": "reads Slipstream's checkpoints and DeepSpeed's own; tied weights once",
+    "deepspeed.utils.zero_to_fp32": "reads Slipstream's checkpoints and DeepSpeed's own; `exclude_frozen_parameters` is refused",
     "deepspeed.utils.set_z3_leaf_modules": "only marks: blocks are gathered whole, so what is inside one is a leaf already",
     "deepspeed.utils.logger": "is Slipstream's logger, which says nothing below WARNING unless told",
+    "engine.save_checkpoint": "`client_state` holds numbers, strings, containers, tensors, numpy arrays and `argparse.Namespace`; "
+    "a defaultdict comes back as a dict, and objects of other classes are refused by name, as there is no pickle",
+    "engine.zero_*, flops_profiler_* and other values of the config": "what the config says, or DeepSpeed's default, also where it "
+    "is without effect here",
     "engine.save_16bit_model": "writes at every stage, whatever stage3_gather_16bit_weights_on_model_save says",
     "a parameter under stage 3": "keeps shape, numel() and identity: no code that asks for an empty tensor takes it for released. "
     "`ds_shape`, `ds_numel`, `ds_id`, `ds_active_sub_modules` are there; `ds_status` is AVAILABLE inside GatheredParameters only; "
@@ -201,6 +205,59 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.autotuning": {"*": "autotuning; `slipstream plan --memory 24G` finds the fastest configuration that fits"},
 }
 
+# methods of DeepSpeed's engine that return a value of the config, given or DeepSpeed's default -> its key
+_ZERO = """reduce_scatter overlap_comm offload_optimizer offload_param sub_group_size reduce_bucket_size allgather_bucket_size
+compute_grad_norm contiguous_gradients load_from_fp32_weights elastic_checkpoint legacy_stage1 ignore_unused_parameters
+save_muon_momentum_buffer_in_memory allgather_partitions round_robin_gradients parameter_alignment log_trace_cache_warnings"""
+_STAGE_3 = """max_live_parameters max_reuse_distance prefetch_bucket_size module_granularity_threshold param_persistence_threshold
+model_persistence_threshold allgather_sequential"""
+_ZERO_PP = "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"
+_FLOPS = "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"
+_TOP = "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer memory_breakdown gradient_predivide_factor log_level"
+CONFIG_GETTERS: Mapping[str, str] = {
+    **{f"zero_{name}": f"zero_optimization.{name}" for name in _ZERO.split()},
+    **{f"zero_{name}": f"zero_optimization.stage3_{name}" for name in _STAGE_3.split()},
+    **{name: f"zero_optimization.{name}" for name in _ZERO_PP.split()},
+    **{f"flops_profiler_{name}": f"flops_profiler.{name}" for name in _FLOPS.split()},
+    **{name: name for name in _TOP.split()},
+    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
+    "super_offload": "zero_optimization.offload_optimizer.super_offload",
+    "cpuadam_cores_perc": "zero_optimization.offload_optimizer.cpuadam_cores_perc",
+    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
+    "zenflow_config": "zero_optimization.zenflow",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
+    "aio_config": "aio",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
+    "autotuning_enabled": "autotuning.enabled",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "data_efficiency_config": "data_efficiency",
+    "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
+    "data_sampling_config": "data_efficiency.data_sampling",
+    "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
+    "curriculum_learning_config": "data_efficiency.data_sampling.curriculum_learning",
+    "random_ltd_config": "data_efficiency.data_routing.random_ltd",
+    "tensor_parallel_config": "tensor_parallel",
+    "autotp_size": "tensor_parallel.autotp_size",
+    "is_deepcompile_enabled": "compile.deepcompile",
+}
+
+_REDUCED = "gradients are reduced by themselves during backward and step"
+_COMPILE = "DeepCompile; engine.compile() is torch.compile"
+_TUNING = "autotuning; `slipstream plan --memory 24G` finds the fastest configuration that fits"
+_TIMERS = "timers of its own; steps_per_print logs samples per second, and wall_clock_breakdown where the time goes"
+
+
+def _each(names: str, why: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), why)
+
+
 # methods of DeepSpeed's engine
 MISSING_METHODS: Mapping[str, str] = {
     "train_batch": f"{_LOOP}, engine.backward(loss) and engine.step()",
@@ -210,8 +267,26 @@ MISSING_METHODS: Mapping[str, str] = {
     "sparse_allreduce": _SPARSE,
     "quantizer": _MOQ,
     "random_ltd_scheduler": "random-LTD",
+    "random_ltd_initialize": "random-LTD",
     "set_custom_curriculum_learning_schedule": "curriculum learning",
     "set_data_post_process_func": "data efficiency",
-    "allreduce_gradients": "gradients are reduced by themselves during backward and step",
-    "register_compile_pass": "DeepCompile; engine.compile() is torch.compile",
+    **_each("allreduce_gradients allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback", _REDUCED),
+    **_each("sparse_allreduce_bucket sparse_allreduce_no_retain sparse_all_gather", _SPARSE),
+    "all_gather_scalar": "a collective of DeepSpeed's sparse gradients; use torch.distributed",
+    "clip_fp32_gradients": "gradients are clipped in step, as gradient_clipping says",
+    **_each(
+        "register_compile_pass get_compile_time get_deepcompile_backend get_deepspeed_compile_backend get_autosp_backend "
+        "get_autotp_backend compile_zero_optimization_stage compile_autosp compile_autotp uses_parallelization_pass_only", _COMPILE
+    ),
+    **_each("tput_timer get_wall_clock_timers print_forward_breakdown", _TIMERS),
+    **_each(
+        "autotuning_metric autotuning_metric_path autotuning_model_info_path autotuning_profile_model_info "
+        "autotuning_start_profile_step autotuning_end_profile_step", _TUNING
+    ),
+    "load_moe_state_dict": _EXPERTS,
+    "is_first_weights_partition_group": "groups of its own; engine.mesh has the data axes",
+    "dynamic_loss_scale_args": "the scaler's arguments as a dictionary; engine.plan.precision.loss_scale has them",
+    "swap_tensor_config": "the object behind offload_param; engine.plan.offload says where states rest",
+    "get_optimizer_configuration": "DeepSpeed's choice of an optimizer's class; type(engine.optimizer) and optimizer_name() say it",
+    "collect_python_gc": "Python's collector is left alone; call gc.collect()",
 }

@@ -27,8 +27,7 @@ class DeepSpeedCPUAdam(metaclass=_IsAdam):
         eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> Any:  # fmt: skip
-        if not fp32_optimizer_states:
-            raise ValueError("fp32_optimizer_states=False: set bf16.bf16_optimizer_states in the config instead")
+        _refuse_narrow_states(fp32_optimizer_states)
         return _adam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
 
@@ -40,6 +39,11 @@ class FusedAdam(metaclass=_IsAdam):
         eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,
     ) -> Any:  # fmt: skip
         return _adam(params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad)
+
+
+def _refuse_narrow_states(fp32_optimizer_states: bool) -> None:
+    if not fp32_optimizer_states:
+        raise ValueError("fp32_optimizer_states=False: set bf16.bf16_optimizer_states in the config instead")
 
 
 def _adam(
@@ -62,6 +66,7 @@ class DeepSpeedCPUAdagrad:
         cls, model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> Any:  # fmt: skip
+        _refuse_narrow_states(fp32_optimizer_states)
         if amsgrad:
             raise ValueError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no such variant")
         return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
@@ -74,6 +79,7 @@ class DeepSpeedCPULion:
         cls, model_params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
     ) -> Any:  # fmt: skip
+        _refuse_narrow_states(fp32_optimizer_states)
         return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 

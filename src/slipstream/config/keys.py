@@ -110,6 +110,7 @@ HONOURED: Mapping[str, str] = {
     "log_level": "test_log_level",
     "dataloader_drop_last": "test_dataloader_drop_last",
     "checkpoint.tag_validation": "test_checkpoint_tag_validation",
+    "checkpoint.load_universal": "test_checkpoint_load_universal",
     "checkpoint.writer.decoupled": "test_checkpoint_writer_decoupled",
     "activation_checkpointing.number_checkpoints": "test_number_checkpoints",
     "activation_checkpointing.cpu_checkpointing": "test_cpu_checkpointing",
@@ -202,7 +203,6 @@ NO_EFFECT: Mapping[str, str] = {
     "timers.throughput.synchronized": "times are taken where the step synchronises anyway",
     "activation_checkpointing.contiguous_memory_optimization": "a kept input is the tensor that the block was given, never a "
     "copy that could be put elsewhere; PYTORCH_ALLOC_CONF=expandable_segments:True keeps CUDA memory in one piece",
-    "checkpoint.load_universal": "every checkpoint is universal",
     "checkpoint.parallel_write.pipeline_stage": _WRITER,
     "checkpoint.checkpoint_serialization": _WRITER,
     "checkpoint.writer.type": _WRITER,

@@ -128,6 +128,7 @@ class DataPlan:
 class CheckpointPlan:
     tag_validation: Literal["ignore", "warn", "fail"]
     asynchronous: bool = False
+    universal: bool = False  # which tag a load without one takes: `latest_universal` before `latest`
     keep: int | None = None  # the newest so many checkpoints of a directory; None: all
 
 
@@ -244,6 +245,7 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "activation_checkpointing.profile": plan.activations.profile,
         "dataloader_drop_last": plan.data.drop_last,
         "checkpoint.tag_validation": plan.checkpoint.tag_validation,
+        "checkpoint.load_universal": plan.checkpoint.universal,
         "checkpoint.writer.decoupled": plan.checkpoint.asynchronous,
         "slipstream.keep_checkpoints": plan.checkpoint.keep,
         "steps_per_print": plan.steps_per_print,

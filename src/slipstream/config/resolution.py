@@ -152,7 +152,7 @@ def _checkpoint(values: _Values, offload: OffloadPlan) -> CheckpointPlan:
         )
     return CheckpointPlan(
         tag_validation=values.take("checkpoint.tag_validation"), asynchronous=behind and not on_disk,
-        keep=values.take("slipstream.keep_checkpoints"),
+        universal=values.take("checkpoint.load_universal"), keep=values.take("slipstream.keep_checkpoints"),
     )  # fmt: skip
 
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.config.plan import Plan
 from slipstream.mesh import Mesh
@@ -38,6 +37,7 @@ from slipstream.zero.build import Recipe, unfreeze
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.homes import Homes
 from slipstream.zero.hooks import Hooks, Phase, Reducer, Slots
+from slipstream.zero.leaves import identity
 from slipstream.zero.store import DiskStore, Needs, Spaces
 from slipstream.zero.unit import Comms, Unit
 from slipstream.zero.watch import PeerError, Watch
@@ -341,12 +341,13 @@ class Engine(nn.Module):
         """
         with access.gathered_units(self._all_params(), None, write=False):
             state = self.module.state_dict(*args, **kwargs)
-        copies: dict[tuple[int, Any], Any] = {}
+        copies: dict[tuple[Any, ...], Any] = {}
         for name, value in state.items():
             if isinstance(value, Tensor):
-                has_memory = value.numel() and not is_traceable_wrapper_subclass(value)
-                key = (value.data_ptr(), value.shape) if has_memory else (id(value), value.shape)
-                state[name] = copies.setdefault(key, value.detach().clone())
+                key = identity(value)
+                if key not in copies:
+                    copies[key] = value.detach().clone()
+                state[name] = copies[key]
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -2,9 +2,9 @@
 
 Tensors by name: `model.<parameter>` (the master's values, in the master's dtype), `buffer.<buffer>`,
 `optim.<state>.<parameter>`. Each rank contributes and takes the flat ranges that it owns (checkpoint/). Values: counters,
-loss scale, schedule, data position, the optimizer's scalars, the caller's `client_state`, and a transformers model's configuration,
-which makes the checkpoint one that can be served; per rank: random states, and the data position where each rank reads data of its
-own.
+loss scale, schedule, data position, the optimizer's scalars, further names of tied weights, the caller's `client_state`, and a
+transformers model's configuration, which makes the checkpoint one that can be served; per rank: random states, and the data
+position where each rank reads data of its own.
 
 [Note: All or nothing] A load applies the values first, each change with its undoing, once the checkpoint layer has checked names,
 shapes and files and before it fills a tensor. Whatever is refused on any rank, here or there, is undone on all.
@@ -55,7 +55,7 @@ def save(
     finish(engine)
     data = engine.mesh.data
     _warn_of_what_is_left_out(engine, directory)
-    tag = tag or f"global_step{engine.global_steps}"
+    tag = f"global_step{engine.global_steps}" if tag is None else tag
     what = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen, "contents": contents}
     _agree(engine, f"checkpoint {directory}/{tag} was not saved", what)
     tensors = _weights(engine, exclude_frozen=exclude_frozen or contents == "adapters")
@@ -78,6 +78,7 @@ def save(
             client=dict(client_state or {}),
             model_config=_model_config(engine.module),
             contents=contents,
+            aliases=_aliases(engine.module),
         )
         per_rank.update(random=_random_state(engine.device), data=None if together else position)
 
@@ -199,8 +200,9 @@ def load(
         "tag": tag, "load_module_strict": strict, "load_optimizer_states": optimizer, "load_lr_scheduler_states": scheduler,
         "load_module_only": module_only, "exclude": list(exclude),
     }  # fmt: skip
-    _agree(engine, f"checkpoint {tag or 'latest'} of {directory} was not loaded", what)
-    tag = tag or checkpoint.latest_tag(directory, group=engine.mesh.data.group)
+    _agree(engine, f"checkpoint {'latest' if tag is None else tag} of {directory} was not loaded", what)
+    if tag is None:
+        tag = checkpoint.latest_tag(directory, group=engine.mesh.data.group, universal=engine.plan.checkpoint.universal)
     if tag is None:
         logger.warning("no checkpoint was loaded: there is no %s/latest; the run starts afresh", directory)
         return None, {}
@@ -429,6 +431,14 @@ def _weights(engine: Engine, exclude_frozen: bool = False) -> dict[str, FlatSlic
                 data = section(unit.master, start - span[0], stop - span[0])
                 entries[f"model.{name}"] = FlatSlice(data, slot.shape, min(max(start - slot.offset, 0), slot.numel))
     return entries
+
+
+def _aliases(module: torch.nn.Module) -> dict[str, str]:
+    """Further names of tied tensors, each with the first one, under which it is saved."""
+    params, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    first: dict[int, str] = {}
+    named = [(name, first.setdefault(id(tensor), name)) for name, tensor in (*params, *buffers)]
+    return {name: other for name, other in named if name != other}
 
 
 def _buffers(engine: Engine) -> dict[str, FlatSlice | Tensor]:

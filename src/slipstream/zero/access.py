@@ -192,6 +192,25 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
 
 
 @contextmanager
+def shown_as(values: Mapping[Unit, Mapping[int, Tensor]]) -> Iterator[None]:
+    """Parameters read as these whole values, which nothing writes back. Of this rank alone: not collective."""
+    values = {unit: {i: value for i, value in its.items() if i not in unit.lent} for unit, its in values.items()}
+    for unit, its in values.items():
+        unit.lent |= frozenset(its)
+        for i, value in its.items():
+            unit.dress(i, nn.Parameter)
+            unit.params[i].data = value
+    try:
+        yield
+    finally:
+        for unit, its in values.items():
+            unit.lent -= frozenset(its)
+            _restore(unit, its)
+            for i in its:
+                unit.dress(i, unit.shown)
+
+
+@contextmanager
 def _keeping_for_backward() -> Iterator[None]:
     """A graph that is made inside (a penalty on weights) keeps the copies that it saw: by its backward they are shown no more."""
 

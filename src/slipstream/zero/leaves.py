@@ -50,6 +50,13 @@ def named_leaves(model: nn.Module) -> Iterator[Leaf]:
             yield Leaf(f"{name}.{place.suffix}", place.tensor, whole, True)
 
 
+def identity(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for all names of one tensor, and for no other while both are there. Wrappers have no memory of their own."""
+    if tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
+        return (id(tensor),)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def open_up(model: nn.Module) -> None:
     """Make every leaf that is none a frozen parameter, in place. The model computes what it did."""
     for whole in model.parameters():
