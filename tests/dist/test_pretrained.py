@@ -3,6 +3,7 @@
 import json
 import os
 import tarfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+import slipstream
 from slipstream.checkpoint import CheckpointError, convert, pretrained
 from slipstream.launch import cli
 from tests import deepspeed_checkpoints as ds
@@ -135,6 +137,128 @@ def test_transformers_loads_it(tmp_path: Path) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert loaded.dtype is torch.bfloat16 and type(loaded) is transformers.LlamaForCausalLM
     assert all(value.equal(expected[name]) for name, value in loaded.state_dict().items())
+
+
+def mixture(kind: str) -> Any:
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.2}  # type: ignore[dict-item]
+    if kind == "Mixtral":
+        config = transformers.MixtralConfig(**sizes, num_local_experts=4)
+    else:
+        config = transformers.Qwen2MoeConfig(**sizes, num_experts=4, moe_intermediate_size=24, shared_expert_intermediate_size=40)
+    return toy.seeded(lambda: getattr(transformers, f"{kind}ForCausalLM")(config)).eval()
+
+
+def save_mixtures(folder: Path) -> None:
+    for kind in ("Mixtral", "Qwen2Moe"):
+        engine = toy.make(mixture(kind), 3)
+        engine.save_pretrained(str(folder / kind))
+        engine.save_checkpoint(str(folder / f"{kind}-saved"), contents="weights")
+        engine.destroy()
+
+
+def test_transformers_loads_experts_that_are_one_tensor(tmp_path: Path) -> None:
+    """Its own form in memory, whereas its own folders have a tensor for each expert."""
+    transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'slipstream[hf]'")
+    run(2, save_mixtures, tmp_path, timeout=120)
+    ids = torch.arange(24).view(2, 12)
+    for kind in ("Mixtral", "Qwen2Moe"):
+        convert(tmp_path / f"{kind}-saved", tmp_path / f"{kind}-converted", "hf", like=tmp_path / kind)
+        for folder in (tmp_path / kind, tmp_path / f"{kind}-converted"):
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+            with torch.no_grad():
+                assert loaded(input_ids=ids).logits.equal(mixture(kind)(input_ids=ids).logits)
+
+
+def plain_llama(tied: bool = False) -> Any:
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=tied, initializer_range=0.2)
+    return toy.seeded(lambda: transformers.LlamaForCausalLM(config))
+
+
+def adapted_llama(tied: bool = False, **lora: Any) -> Any:
+    import peft
+
+    options: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"], "task_type": "CAUSAL_LM"}
+    return peft.get_peft_model(plain_llama(tied), peft.LoraConfig(**(options | lora)))
+
+
+def save_adapted(folder: Path) -> dict[str, torch.Tensor]:
+    """At stages 0 and 3; returns the logits of what was trained."""
+    warnings.simplefilter("ignore")  # of peft's, and of what it finds installed
+    import peft
+
+    ids, said = torch.arange(48).view(4, 12), {}
+    for stage, dtype in ((0, "fp32"), (3, "fp32"), (3, "bf16")):
+        model = adapted_llama()
+        engine = toy.make(model, stage, "gloo", dtype=dtype, optimizer={"type": "AdamW", "params": {"lr": 0.1}})
+        for _ in range(2):
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        name = f"{stage}-{dtype}"
+        engine.save_pretrained(str(folder / name / "whole"), max_shard_size=20_000)
+        engine.save_pretrained(str(folder / name / "adapters"), only_trainable=True)
+        engine.save_checkpoint(str(folder / name / "checkpoint"), contents="weights")
+        with torch.no_grad():
+            said[name] = engine.eval()(input_ids=ids).logits.float()
+        engine.train()
+        engine.module.base_model.model.model.norm.weight.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"model\.norm\.weight' are trained and of no adapter"):
+            engine.save_pretrained(str(folder / "none"), only_trainable=True)
+        engine.destroy()
+    for wrong, words in (
+        (lambda: adapted_llama(use_dora=True), "with DoRA"),
+        (lambda: adapted_llama(tied=True, modules_to_save=["embed_tokens"]), "lm_head.weight' is tied to a module that PEFT trains a copy of"),
+        (
+            lambda: peft.get_peft_model(plain_llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
+            "is a prompt",
+        ),
+    ):
+        engine = toy.make(wrong(), 3, "gloo")
+        with pytest.raises(ValueError, match=words):
+            engine.save_pretrained(str(folder / "none"))
+        engine.destroy()
+    assert not (folder / "none").exists()
+    return said
+
+
+def test_adapters_are_saved_merged_or_as_peft_s_own_folder(tmp_path: Path) -> None:
+    """Both load, with the outputs of what was trained; offline, where nothing merges, they are refused."""
+    transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'slipstream[hf]'")
+    peft: Any = pytest.importorskip("peft", reason="peft is not installed: make test-clients does")
+    ids = torch.arange(48).view(4, 12)
+    for name, expected in run(2, save_adapted, tmp_path, timeout=120)[0].items():
+        whole, adapters = tmp_path / name / "whole", tmp_path / name / "adapters"
+        assert json.loads((whole / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+        assert len(list(whole.glob("model-*-of-*.safetensors"))) > 2
+        assert sorted(path.name for path in adapters.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            merged = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype="auto")
+            base = plain_llama().to(merged.dtype)
+            loaded = peft.PeftModel.from_pretrained(base, adapters, autocast_adapter_dtype=False)
+        assert content(whole).keys() == merged.state_dict().keys()
+        close = {"rtol": 1e-5, "atol": 1e-5} if name.endswith("fp32") else {"rtol": 0.1, "atol": 0.1}
+        for each in (merged, loaded):
+            with torch.no_grad():
+                torch.testing.assert_close(each.eval()(input_ids=ids).logits.float(), expected, **close)
+        with pytest.raises(CheckpointError, match=r"is of a model with PEFT's adapters.*engine\.save_pretrained\(\) writes"):
+            convert(tmp_path / name / "checkpoint", tmp_path / "converted", "hf")
+    assert not (tmp_path / "converted").exists()
+
+
+@distributed(world_size=1)
+def test_codes_of_quantised_weights_are_not_converted(tmp_path: Path) -> None:
+    engine = toy.make(slipstream.quantize(toy.seeded(toy.Lm).requires_grad_(False)), 0, optimizer=None)
+    engine.save_checkpoint(str(tmp_path / "saved"), contents="weights")
+    engine.destroy()
+    with pytest.raises(CheckpointError, match=r"are codes of a quantised weight.*engine\.save_pretrained\(\) writes"):
+        convert(tmp_path / "saved", tmp_path / "hf", "hf")
+    assert not (tmp_path / "hf").exists()
 
 
 @distributed(world_size=2)

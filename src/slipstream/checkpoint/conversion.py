@@ -133,6 +133,7 @@ def _named(folder: Folder, kind: str) -> dict[str, str]:
 
 
 def _to_hf(folder: Folder, target: Path, dtype: torch.dtype | None, shard_nbytes: int, like: Path | None) -> None:
+    _refuse_parts(folder)
     tensors = {}
     for kind in ("model", "buffer"):
         for name, key in _named(folder, kind).items():
@@ -148,6 +149,23 @@ def _to_hf(folder: Folder, target: Path, dtype: torch.dtype | None, shard_nbytes
         found = sorted(path for pattern in _LIKE for path in like.glob(pattern) if path.is_file())
         texts |= {path.name: path.read_bytes() for path in found}
     pretrained.write(target, tensors, texts=texts, group=None, shard_nbytes=shard_nbytes)
+
+
+def _refuse_parts(folder: Folder) -> None:
+    """Of what a run saved: weights that are weights only together with others, which no loader puts together."""
+    if not folder.document.world_size and _is_hf(folder.path):
+        return
+    for name, key in _named(folder, "model").items():
+        if name.startswith("base_model.model.") or ".base_layer." in name:
+            what = f"{name!r} is of a model with PEFT's adapters, which a Hugging Face folder holds merged, or alone"
+        elif folder.document.tensors[key].dtype in (torch.uint8, torch.int8):
+            what = f"{name!r} are codes of a quantised weight, which loaders would take for the weight"
+        else:
+            continue
+        raise CheckpointError(
+            f"{folder.path}: {what}: load it into its engine, and engine.save_pretrained() writes the folder (only_trainable=True: "
+            f"the adapters)"
+        )
 
 
 def _to_slipstream(folder: Folder, target: Path) -> Path:

@@ -2,7 +2,8 @@
 
 Where every byte goes follows from names, shapes and dtypes alone (`shards`), so rank 0 makes the files with their headers, and then
 each rank writes the ranges that it owns where they belong: nothing is gathered, and nobody holds more than `_STAGE` bytes beside
-what it has anyway. What several ranks have is written by one of them, in turn.
+what it has anyway. What several ranks have is written by one of them, in turn. What is made on the way
+(merged adapters) comes as a stream of whole tensors that every rank goes through, and is written likewise.
 
 A folder that is new appears whole. In one that was there, where the draft is a folder inside (renames stay on its file system, and
 nothing is asked of the folder around it), everything changes over in one rename, of the index, or of the only file:
@@ -21,7 +22,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ SHARD_NBYTES = 5_000_000_000  # a file of a folder; transformers' own
 
 
 class Out(NamedTuple):
-    """What is written under a name, and as which dtype."""
+    """What is written under a name, and as which dtype. A tensor on meta is a shape: its values come in `write`'s stream."""
 
     held: FlatSlice | Tensor
     dtype: torch.dtype
@@ -103,7 +104,7 @@ def index_of(files: Mapping[str, str], nbytes: int) -> str:
 
 
 def shards(
-    sizes: Mapping[str, tuple[str, Shape, int]], limit: int, stem: str = "model"
+    sizes: Mapping[str, tuple[str, Shape, int]], limit: int, stem: str = "model", single: str = SINGLE
 ) -> tuple[dict[str, bytes], dict[str, Place]]:
     """The headers of the files that tensors of (safetensors' dtype, shape, bytes) fill, and each one's place. Pure.
 
@@ -112,7 +113,7 @@ def shards(
     files = split({name: nbytes for name, (_, _, nbytes) in sizes.items()}, limit)
     headers, places = {}, {}
     for i, names in enumerate(files):
-        file = numbered(stem, "safetensors", i, len(files)) if len(files) > 1 else SINGLE
+        file = numbered(stem, "safetensors", i, len(files)) if len(files) > 1 else single
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name in sorted(names, key=lambda name: -_ITEMSIZES[sizes[name][0]]):
@@ -129,11 +130,14 @@ def shards(
 
 def write(
     folder: str | os.PathLike[str], tensors: Mapping[str, Out], *, texts: Mapping[str, str | bytes],
-    group: dist.ProcessGroup | None = None, shard_nbytes: int = SHARD_NBYTES,
+    group: dist.ProcessGroup | None = None, shard_nbytes: int = SHARD_NBYTES, stream: Iterable[tuple[str, Tensor]] = (),
+    single: str = SINGLE,
 ) -> None:  # fmt: skip
     """Write the folder. Collective; every rank names the same tensors. Raises the same CheckpointError on every rank.
 
-    texts: further files and what is in them (config.json).
+    texts: further files and what is in them (config.json). stream: the values of tensors on meta, the same on every rank, each good
+    until the next is asked for; gone through to its end also where a write fails, since making it may be collective. single: the
+    file, where one is enough.
     """
     ranks, target = Ranks(group), Path(os.path.abspath(folder))
     step = ranks.first(f"{target} was not written")
@@ -145,7 +149,7 @@ def write(
         if unknown:
             raise CheckpointError(f"safetensors files have no {', '.join(unknown)}")
         sizes = {name: (WORDS[out.dtype], tuple(out.held.shape), out.nbytes) for name, out in tensors.items()}
-        found = shards(sizes, shard_nbytes, stem)
+        found = shards(sizes, shard_nbytes, stem, single)
         headers.update(found[0])
         places.update(found[1])
 
@@ -163,8 +167,8 @@ def write(
     try:
         ranks.decide(step, begin)
         mine = _mine(ranks, step, tensors)
-        ranks.gather(step, lambda: _fill(draft, headers, places, tensors, mine))
-        ranks.decide(step, lambda: _finish(draft, target, texts, places, tensors))
+        ranks.gather(step, lambda: _fill(draft, places, tensors, mine, stream))
+        ranks.decide(step, lambda: _finish(draft, target, texts, places, tensors, single))
     finally:
         if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -216,20 +220,33 @@ def _range(held: FlatSlice | Tensor) -> tuple[int, int]:
 
 
 def _fill(
-    draft: Path, headers: Mapping[str, bytes], places: Mapping[str, Place], tensors: Mapping[str, Out], mine: Sequence[str]
+    draft: Path, places: Mapping[str, Place], tensors: Mapping[str, Out], mine: Sequence[str], stream: Iterable[tuple[str, Tensor]]
 ) -> None:
     handles: dict[str, int] = {}
+    awaited = {name for name, out in tensors.items() if isinstance(out.held, Tensor) and out.held.is_meta}
+    coming = iter(stream)
+
+    def put(name: str, out: Out) -> None:
+        place = places[name]
+        if place.file not in handles:
+            handles[place.file] = os.open(draft / place.file, os.O_WRONLY)
+        at = place.at + _range(out.held)[0] * out.dtype.itemsize
+        for part in _parts(out):
+            raw = memory(part)
+            while len(raw):
+                done = os.pwrite(handles[place.file], raw, at)
+                raw, at = raw[done:], at + done
+
     try:
         for name in mine:
-            out, place = tensors[name], places[name]
-            if place.file not in handles:
-                handles[place.file] = os.open(draft / place.file, os.O_WRONLY)
-            at = place.at + _range(out.held)[0] * out.dtype.itemsize
-            for part in _parts(out):
-                raw = memory(part)
-                while len(raw):
-                    done = os.pwrite(handles[place.file], raw, at)
-                    raw, at = raw[done:], at + done
+            if name not in awaited:
+                put(name, tensors[name])
+        for name, value in coming:
+            assert value.shape == tensors[name].held.shape, f"{name} was announced with shape {tuple(tensors[name].held.shape)}"
+            awaited.remove(name)
+            if name in mine:
+                put(name, Out(value, tensors[name].dtype))
+        assert not awaited, f"{sorted(awaited)[:3]} did not come"
         for handle in handles.values():
             os.fsync(handle)
     except FileNotFoundError as error:
@@ -239,6 +256,8 @@ def _fill(
     finally:
         for handle in handles.values():
             os.close(handle)
+        for _ in coming:
+            pass
 
 
 def _parts(out: Out) -> Iterator[Tensor]:
@@ -264,8 +283,9 @@ def _stem(target: Path, mark: str) -> str:
 
 
 def _finish(
-    draft: Path, target: Path, texts: Mapping[str, str | bytes], places: Mapping[str, Place], tensors: Mapping[str, Out]
-) -> None:
+    draft: Path, target: Path, texts: Mapping[str, str | bytes], places: Mapping[str, Place], tensors: Mapping[str, Out],
+    single: str,
+) -> None:  # fmt: skip
     files = sorted({place.file for place in places.values()})
     new = dict(texts)
     if len(files) > 1:
@@ -277,15 +297,17 @@ def _finish(
         os.rename(draft, target)
         sync_folder(target.absolute().parent)
         return
-    had_weights = (target / INDEX).exists() or (target / SINGLE).exists()
+    had_weights = single == SINGLE and ((target / INDEX).exists() or (target / SINGLE).exists())  # adapters lie beside a base
     if had_weights and not all(_is_same(draft / name, target / name) for name in texts) and _swap(draft, target, {*files, *new}):
         return
-    last = INDEX if len(files) > 1 else SINGLE
+    last = INDEX if len(files) > 1 else single
     for name in (name for name in (*files, *new) if name != last and not _is_same(draft / name, target / name)):
         os.replace(draft / name, target / name)
         sync_folder(target)
     os.replace(draft / last, target / last)
     sync_folder(target)
+    if last not in (SINGLE, INDEX):
+        return
     for name in {SINGLE, INDEX} - {last}:  # of two, some readers prefer the one and some the other
         (target / name).unlink(missing_ok=True)
     sync_folder(target)

@@ -421,7 +421,8 @@ class Engine(nn.Module):
         """Write a Hugging Face folder: sharded safetensors, and config.json where the model has one. Collective.
 
         dtype: of parameters; None: the model's own. Each rank writes its own shards where they belong, so nothing is gathered.
-        only_trainable: without what is frozen, and without buffers (adapters).
+        only_trainable: without what is frozen, and without buffers. Of a model with PEFT's adapters the folder is one of the base,
+        the adapters merged into it, as `named_weights` gives them; with only_trainable it is PEFT's own, of the adapters.
         """
         from slipstream.checkpoint.pretrained import dtype_of, num_bytes
         from slipstream.train import persist

@@ -17,7 +17,9 @@ import fnmatch
 import json
 import logging
 import math
+import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +33,7 @@ from slipstream.checkpoint import CheckpointError, FlatSlice, pretrained
 from slipstream.checkpoint.errors import Ranks
 from slipstream.compression import row_forms
 from slipstream.optim.sharded import Piece, ShardedSteps
+from slipstream.train import adapters, handover
 from slipstream.train.data import OtherDataError, StatefulLoader
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.layout import overlap
@@ -141,7 +144,10 @@ def _agree(engine: Engine, step: str, arguments: Mapping[str, Any]) -> None:
 
 
 def save_pretrained(engine: Engine, folder: str, dtype: torch.dtype | None, shard_nbytes: int, only_trainable: bool) -> None:
-    """A Hugging Face folder of the masters' values. Collective; each rank writes what it owns. ValueError for quantised weights."""
+    """A Hugging Face folder of the masters' values. Collective; each rank writes what it owns. ValueError for quantised weights.
+
+    Of a model with PEFT's adapters: the base with the adapters merged into its weights, or, only_trainable, PEFT's own folder.
+    """
     what = {"dtype": dtype, "max_shard_size": shard_nbytes, "only_trainable": only_trainable}
     _agree(engine, f"{folder} was not written", what)
     apart = (whole is not param for unit in engine.units for whole, param in zip(unit.wholes, unit.params, strict=True))
@@ -150,18 +156,45 @@ def save_pretrained(engine: Engine, folder: str, dtype: torch.dtype | None, shar
             "save_pretrained() would write codes of quantised weights under the names of weights, which no loader takes: "
             "only_trainable=True writes the adapters, and save_checkpoint() everything"
         )
+    module: Any = engine.module
+    where: dict[str, Any] = {"group": engine.mesh.data.group, "shard_nbytes": shard_nbytes}
+    adapted = handover.has_adapters(module)
+    if adapted and only_trainable:
+        _save_adapters(engine, folder, dtype, where)
+        return
+    base = module.get_base_model() if hasattr(module, "get_base_model") else module
     tensors: dict[str, pretrained.Out] = {}
-    for key, held in (_weights(engine, exclude_frozen=only_trainable) | ({} if only_trainable else _buffers(engine))).items():
+    buffers = {} if only_trainable else _buffers(engine)
+    if adapted:
+        for name, (shape, kept) in handover.announced(engine).items():
+            tensors[name] = pretrained.Out(torch.empty(shape, device="meta"), dtype or kept)
+        called = handover.adapted_buffers(engine, [name.partition(".")[2] for name in buffers])
+        buffers = {f"buffer.{new}": buffers[f"buffer.{old}"] for old, new in called.items()}
+        where["stream"] = handover.stream(engine)
+    for key, held in (({} if adapted else _weights(engine, exclude_frozen=only_trainable)) | buffers).items():
         kind, _, name = key.partition(".")
         wanted = dtype if kind == "model" else None
         tensors[name] = pretrained.Out(held, wanted or _dtype_of(engine, name, held))
-    config = _model_config(engine.module)
-    named = type(engine.module).__name__
-    texts = {} if config is None else pretrained.describe(config, named, dtype or engine.plan.precision.param_dtype)
-    generation = getattr(engine.module, "generation_config", None)
+    config = _model_config(base)
+    texts = {} if config is None else pretrained.describe(config, type(base).__name__, dtype or engine.plan.precision.param_dtype)
+    generation = getattr(base, "generation_config", None)
     if generation is not None:
         texts["generation_config.json"] = generation.to_json_string()
-    pretrained.write(folder, tensors, texts=texts, group=engine.mesh.data.group, shard_nbytes=shard_nbytes)
+    pretrained.write(folder, tensors, texts=texts, **where)
+
+
+def _save_adapters(engine: Engine, folder: str, dtype: torch.dtype | None, where: Mapping[str, Any]) -> None:
+    """Where PEFT has them: the one that is called default in the folder itself, others in folders below it."""
+    held = {key.partition(".")[2]: value for key, value in (_weights(engine) | _buffers(engine)).items()}
+    buffers = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+    for adapter in adapters.of(engine, buffers):
+        tensors = {
+            key: pretrained.Out(held[name], (None if name in buffers else dtype) or _dtype_of(engine, name, held[name]))
+            for key, name in adapter.tensors.items()
+        }
+        path = folder if adapter.name == "default" else os.path.join(folder, adapter.name)
+        one_file = {**where, "shard_nbytes": sys.maxsize, "single": adapters.WEIGHTS}
+        pretrained.write(path, tensors, texts={adapters.CONFIG: adapter.config}, **one_file)
 
 
 def _dtype_of(engine: Engine, name: str, held: FlatSlice | Tensor) -> torch.dtype:
