@@ -143,3 +143,61 @@ def trl_trainers() -> None:
             assert staged[0].shape == (4, 2)
             torch.testing.assert_close(staged[1], staged[0], rtol=2e-3, atol=1e-4)
     torch.distributed.destroy_process_group()
+
+
+def on_meta() -> None:
+    """LoRA put onto a model without memory starts from PEFT's own first values, and the base from its files; others are refused."""
+    import pytest
+
+    import slipstream
+    from tests import toy
+
+    slipstream.init_distributed()
+    rank, folder = torch.distributed.get_rank(), FOLDER / "base"
+    torch.manual_seed(3)
+    base = transformers.LlamaForCausalLM(llama().config)
+    if rank == 0:
+        base.save_pretrained(folder)
+    torch.distributed.barrier()
+
+    def adapted(**more: Any) -> Any:
+        with slipstream.zero.Init():
+            model = transformers.LlamaForCausalLM(base.config)
+        kinds = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "v_proj"]}
+        return get_peft_model(model, LoraConfig(**(kinds | more)))
+
+    def rename(name: str) -> str:
+        return "base_model.model." + name.replace("q_proj.", "q_proj.base_layer.").replace("v_proj.", "v_proj.base_layer.")
+
+    ids = torch.stack([row["input_ids"] for row in samples(4)])
+    expected = base(input_ids=ids, labels=ids).loss
+    found = []
+    for stage in (0, 3):
+        for init in (True, "gaussian"):
+            model = adapted(init_lora_weights=init)
+            slipstream.zero.load(model, folder, rename=rename, strict=False)
+            torch.manual_seed(rank)
+            engine = toy.make(model, stage, "gloo")
+            state = engine.state_dict()
+            for name, value in state.items():
+                if "lora_A" in name and init is True:
+                    assert 0.8 < value.abs().max() * value.shape[1] ** 0.5 <= 1, "as nn.Linear's, which PEFT has for A"
+                elif "lora_A" in name:
+                    assert 0.8 < value.std() * 4 < 1.2
+                elif "lora_B" in name:
+                    assert not value.any(), name
+            first = next(value for name, value in state.items() if "lora_A" in name)
+            theirs = [torch.empty_like(first) for _ in range(2)]
+            torch.distributed.all_gather(theirs, first)
+            assert theirs[0].equal(theirs[1])
+            with torch.no_grad():
+                torch.testing.assert_close(engine(input_ids=ids, labels=ids).loss, expected)
+            found.append(first)
+            engine.destroy()
+    assert found[0].equal(found[2]) and found[1].equal(found[3]), "the same draws in every stage"
+    for more in ({"use_dora": True}, {"init_lora_weights": False}, {"modules_to_save": ["lm_head"]}):
+        model = adapted(**more)
+        slipstream.zero.load(model, folder, rename=rename, strict=False)
+        with pytest.raises(ValueError, match=r"was made on meta.*inside `with engine.surgery\(\):`"):
+            toy.make(model, 3, "gloo")
+    torch.distributed.destroy_process_group()

@@ -105,6 +105,41 @@ def train(kind: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+def by_surgery(kind: str) -> None:
+    """Adapters that PEFT adds after initialize train as those that were there before it; the base's codes go on where they are."""
+    import pytest
+
+    folder, found = source(), []
+    make = {"slipstream": ours, "bitsandbytes4": bitsandbytes(4), "bitsandbytes8": bitsandbytes(8), "torchao": torchao}[kind]
+    for stage in (0, 3):
+        for late in (True, False):
+            model = make(folder)
+            torch.manual_seed(5)
+            if not late:
+                model = get_peft_model(model, LORA)
+            engine = toy.make(model, stage, "gloo", dtype="bf16")
+            if late:
+                codes = [unit for unit in engine.units if unit.dtypes.weights in (torch.int8, torch.uint8)]
+                with engine.surgery():
+                    engine.module = get_peft_model(engine.module, LORA)
+                assert codes and all(unit in engine.units for unit in codes)
+            losses = []
+            for ids in batches(engine.rank):
+                loss = engine(input_ids=ids, labels=ids).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach())
+            found.append(torch.stack(losses))
+            trained = {name for unit in engine.units if unit.grads is not None for name in unit.names}
+            assert trained and all("lora" in name for name in trained)
+            if kind != "slipstream":
+                with pytest.raises(ValueError, match=r"would write the codes of .*only_trainable=True writes the adapters"):
+                    engine.save_pretrained(str(FOLDER / "no"))
+            engine.destroy()
+    assert all(each.equal(found[0]) for each in found), found
+    torch.distributed.destroy_process_group()
+
+
 def the_page() -> None:
     """docs/QUANTISED.md's snippet, from beginning to end."""
     source()

@@ -21,6 +21,12 @@ def test_peft_on_bitsandbytes(run_clients: Run, bits: int) -> None:
     run_clients("quantized_script", "train", f"bitsandbytes{bits}")
 
 
+@needs("transformers", "peft", "bitsandbytes", "torchao")
+@pytest.mark.parametrize("kind", ["slipstream", "bitsandbytes4", "bitsandbytes8", "torchao"])
+def test_peft_added_by_surgery(run_clients: Run, kind: str) -> None:
+    run_clients("quantized_script", "by_surgery", kind)
+
+
 @needs("transformers", "peft", "torchao")
 def test_peft_on_torchao(run_clients: Run) -> None:
     run_clients("quantized_script", "train", "torchao")

@@ -289,6 +289,49 @@ def test_what_cannot_work_is_said() -> None:
         toy.make(trained, 0)
 
 
+@distributed(world_size=(2, 4), transports=("gloo",))
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_hugging_face_folder_holds_the_numbers(bits: int, world_size: int, transport: str, tmp_path: Path) -> None:
+    """Of every row, whichever rank's range cuts it; adapters and the rest as they are."""
+    from safetensors.torch import load_file
+
+    for name, zero in OFFLOADS.items():
+        if world_size == 4 and name != "stage 3":
+            continue
+        if name == "disk":
+            zero = zero | {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+        model = lora_lm(bits, dim=40)
+        expected = {f"{path}.weight": layer.dequantized() for path, layer in model.named_modules() if type(layer) is QuantizedLinear}
+        engine = toy.make(model, zero["stage"], transport, dtype="bf16", zero_optimization=zero)
+        train(engine, 1)
+        unit = next(unit for unit in engine.units if unit.dtypes.weights == torch.uint8)
+        inside = [(edge - slot.offset) % slot.shape[1] for slot in unit.layout.slots for edge in unit.span if edge in range(*slot.span)]
+        assert zero["stage"] < 3 or any(inside), "the ranges cut rows"
+        for dtype in (None, "fp32"):
+            folder = tmp_path / f"{name} {dtype}"
+            engine.save_pretrained(str(folder), dtype=dtype, max_shard_size="20KB")
+            state = engine.state_dict()
+            if engine.rank == 0:
+                held = {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
+                assert held.keys() == state.keys() and len(expected) == 6
+                for key, value in held.items():
+                    assert value.dtype is (torch.float32 if dtype else torch.bfloat16)
+                    assert value.bfloat16().equal(expected[key].bfloat16() if key in expected else state[key]), (name, key)
+                    assert dtype is None or key not in expected or value.equal(expected[key])
+        engine.save_pretrained(str(tmp_path / f"{name} adapters"), only_trainable=True)
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_another_library_s_codes_are_in_no_folder(tmp_path: Path) -> None:
+    for stage in (0, 3):
+        engine = toy.make(wrapped_lm(), stage, dtype="bf16")
+        with pytest.raises(ValueError, match=r"codes of 'blocks\.0\.up\.base\.weight', which .*only_trainable=True writes the adapters"):
+            engine.save_pretrained(str(tmp_path / "model"))
+        assert not (tmp_path / "model").exists()
+        engine.destroy()
+
+
 # ---- between steps
 
 

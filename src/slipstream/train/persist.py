@@ -31,7 +31,7 @@ from torch import Tensor
 from slipstream import checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice, pretrained
 from slipstream.checkpoint.errors import Ranks
-from slipstream.compression import row_forms
+from slipstream.compression import Numbers, head_of, row_forms
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.train import adapters, handover
 from slipstream.train.data import OtherDataError, StatefulLoader
@@ -144,17 +144,21 @@ def _agree(engine: Engine, step: str, arguments: Mapping[str, Any]) -> None:
 
 
 def save_pretrained(engine: Engine, folder: str, dtype: torch.dtype | None, shard_nbytes: int, only_trainable: bool) -> None:
-    """A Hugging Face folder of the masters' values. Collective; each rank writes what it owns. ValueError for quantised weights.
+    """A Hugging Face folder of the masters' values; of weights that `slipstream.quantize` has made bytes, of the numbers that these
+    stand for. Collective; each rank writes what it owns. ValueError for weights that other libraries have quantised.
 
     Of a model with PEFT's adapters: the base with the adapters merged into its weights, or, only_trainable, PEFT's own folder.
     """
     what = {"dtype": dtype, "max_shard_size": shard_nbytes, "only_trainable": only_trainable}
     _agree(engine, f"{folder} was not written", what)
-    apart = (whole is not param for unit in engine.units for whole, param in zip(unit.wholes, unit.params, strict=True))
-    if not only_trainable and (row_forms(engine.module) or any(apart)):
+    pairs = [pair for unit in engine.units for pair in zip(unit.wholes, unit.params, strict=True)]
+    apart = {id(whole) for whole, param in pairs if whole is not param}
+    foreign = next((name for name, param in engine.module.named_parameters() if id(param) in apart), "")
+    if foreign and not only_trainable:
         raise ValueError(
-            "save_pretrained() would write codes of quantised weights under the names of weights, which no loader takes: "
-            "only_trainable=True writes the adapters, and save_checkpoint() everything"
+            f"save_pretrained() would write the codes of {foreign!r}, which bitsandbytes, torchao or the like has quantised, "
+            f"without what its loader needs to know of them: only_trainable=True writes the adapters, which belong on the folder "
+            f"that the base came from, and save_checkpoint() everything"
         )
     module: Any = engine.module
     where: dict[str, Any] = {"group": engine.mesh.data.group, "shard_nbytes": shard_nbytes}
@@ -171,10 +175,14 @@ def save_pretrained(engine: Engine, folder: str, dtype: torch.dtype | None, shar
         called = handover.adapted_buffers(engine, [name.partition(".")[2] for name in buffers])
         buffers = {f"buffer.{new}": buffers[f"buffer.{old}"] for old, new in called.items()}
         where["stream"] = handover.stream(engine)
+    numbers = {} if only_trainable or adapted else _numbers(engine)
     for key, held in (({} if adapted else _weights(engine, exclude_frozen=only_trainable)) | buffers).items():
         kind, _, name = key.partition(".")
         wanted = dtype if kind == "model" else None
-        tensors[name] = pretrained.Out(held, wanted or _dtype_of(engine, name, held))
+        if name in numbers:
+            tensors[name] = pretrained.Out(numbers[name], wanted or engine.plan.precision.param_dtype)
+        else:
+            tensors[name] = pretrained.Out(held, wanted or _dtype_of(engine, name, held))
     config = _model_config(base)
     texts = {} if config is None else pretrained.describe(config, type(base).__name__, dtype or engine.plan.precision.param_dtype)
     generation = getattr(base, "generation_config", None)
@@ -195,6 +203,20 @@ def _save_adapters(engine: Engine, folder: str, dtype: torch.dtype | None, where
         path = folder if adapter.name == "default" else os.path.join(folder, adapter.name)
         one_file = {**where, "shard_nbytes": sys.maxsize, "single": adapters.WEIGHTS}
         pretrained.write(path, tensors, texts={adapters.CONFIG: adapter.config}, **one_file)
+
+
+def _numbers(engine: Engine) -> dict[str, FlatSlice]:
+    """Quantised weights by name, of the rows that begin in this rank's bytes. Collective."""
+    forms = row_forms(engine.module)
+    known = {key.removeprefix("model."): held for key, held in _weights(engine).items() if key.removeprefix("model.") in forms}
+    held = {name: each for name, each in known.items() if isinstance(each, FlatSlice)}
+    heads = {name: head_of(each.data, each.start, forms[name]) for name, each in held.items()}
+    everyone = gather_objects(heads, engine.mesh.data) if heads else []
+    found = {}
+    for name, each in held.items():
+        numbers = Numbers(each.data, each.start, [theirs[name] for theirs in everyone], forms[name])
+        found[name] = FlatSlice(numbers, (each.shape[0], forms[name].columns), numbers.start)
+    return found
 
 
 def _dtype_of(engine: Engine, name: str, held: FlatSlice | Tensor) -> torch.dtype:

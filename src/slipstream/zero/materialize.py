@@ -1,7 +1,8 @@
 """Where a model's first values come from, block by block: beyond what rests in memory, never more than one block's are there.
 
 given        a parameter that has memory: the first rank's values count on all
-initialised  a parameter on meta: by its module's `reset_parameters` and the model's `_init_weights`, the first rank's draw
+initialised  a parameter on meta: by its module's `reset_parameters` and the model's `_init_weights`, the first rank's draw, or
+             as PEFT has it (zero/adapters.py)
 read         a parameter that a `Reader` knows: each rank reads the ranges that it keeps
 
 [Note: Whose turn it is] An initialiser may reach from a module into its children, or into parameters that it shares. The root's
@@ -25,6 +26,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from slipstream.zero.adapters import find_adapters
 from slipstream.zero.comm import Comm
 from slipstream.zero.layout import Layout, overlap
 from slipstream.zero.leaves import named_leaves, refuse_trainable
@@ -95,7 +97,9 @@ class FirstValues:
             for leaf, param in module.named_parameters(recurse=False):
                 if param.is_meta and not self._is_read(name, leaf):
                     self._holders.setdefault(id(param), []).append(i)
+        self._adapters = find_adapters(model, self._holders)
         able = {key for key, holders in self._holders.items() if any(self._is_able(self._modules[i][1]) for i in holders)}
+        able |= {id(param) for adapters in self._adapters.values() for adapter in adapters for param in adapter.params}
         for name, module in self._modules:
             unable = [param for param in module.parameters(recurse=False) if id(param) in self._holders and id(param) not in able]
             if unable or (self._buffers_on_meta(name, module) and not self._is_able(module)):
@@ -168,6 +172,8 @@ class FirstValues:
                 if callable(reset := getattr(self._modules[i][1], "reset_parameters", None)):
                     reset()
             self._run_init((self._modules[i][1] for i in sorted({*turn, *own}, reverse=True)), wanted)
+            for adapter in (each for i in turn for each in self._adapters.get(self._modules[i][0], ())):
+                adapter.reset()
         if block and any(_is_marked(self.leaves[name].tensor) for name in fresh.values()):
             parents = list(itertools.accumulate(block.split(".")[:-1], lambda a, b: f"{a}.{b}"))
             with _only(fresh, self.model.modules()):
