@@ -183,8 +183,8 @@ def plain_llama(tied: bool = False) -> Any:
 def adapted_llama(tied: bool = False, **lora: Any) -> Any:
     import peft
 
-    options: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"], "task_type": "CAUSAL_LM"}
-    return peft.get_peft_model(plain_llama(tied), peft.LoraConfig(**(options | lora)))
+    options: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}
+    return peft.get_peft_model(plain_llama(tied), peft.LoraConfig(**(options | {"task_type": "CAUSAL_LM"} | lora)))
 
 
 def save_adapted(folder: Path) -> dict[str, torch.Tensor]:
@@ -212,7 +212,7 @@ def save_adapted(folder: Path) -> dict[str, torch.Tensor]:
         engine.destroy()
     for wrong, words in (
         (lambda: adapted_llama(use_dora=True), "with DoRA"),
-        (lambda: adapted_llama(tied=True, modules_to_save=["embed_tokens"]), "lm_head.weight' is tied to a module that PEFT trains a copy of"),
+        (lambda: adapted_llama(tied=True, modules_to_save=["embed_tokens"]), "lm_head.weight' is tied to a module that PEFT trains"),
         (
             lambda: peft.get_peft_model(plain_llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
             "is a prompt",

@@ -52,7 +52,8 @@ def named_leaves(model: nn.Module) -> Iterator[Leaf]:
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:
     """The same for all names of one tensor, and for no other while both are there. Wrappers have no memory of their own."""
-    if tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
+    unknown = cast(Any, tensor)  # to mypy, no tensor is a wrapper
+    if tensor.numel() == 0 or is_traceable_wrapper_subclass(unknown):
         return (id(tensor),)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
