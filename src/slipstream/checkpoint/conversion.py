@@ -123,7 +123,7 @@ def _opened(path: Path) -> Iterator[Folder]:
 
 def _shared(folder: Folder) -> dict[str, Any]:
     found = decode(folder.document.shared, folder.tensor, f"{folder.path}: shared")
-    assert isinstance(found, dict), "written by train/persist.py, or made by deepspeed.py"
+    assert isinstance(found, dict), "written by train/entries.py, or made by deepspeed.py"
     return found
 
 

@@ -1,6 +1,6 @@
 """A Slipstream checkpoint as a model to serve: weights by name, and the configuration that a transformers model had.
 
-`engine.save_checkpoint` keeps both (train/persist.py). The weights are the optimizer's masters: fp32, unless those were bf16.
+`engine.save_checkpoint` keeps both (train/entries.py). The weights are the optimizer's masters: fp32, unless those were bf16.
 """
 
 from __future__ import annotations

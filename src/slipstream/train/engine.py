@@ -425,12 +425,12 @@ class Engine(nn.Module):
         the adapters merged into it, as `named_weights` gives them; with only_trainable it is PEFT's own, of the adapters.
         """
         from slipstream.checkpoint.pretrained import dtype_of, num_bytes
-        from slipstream.train import persist
+        from slipstream.train import folder
 
         wanted, nbytes = dtype_of(dtype), num_bytes(max_shard_size)
         with self.together("save_pretrained"):
             self._refuse_unknown()
-            persist.save_pretrained(self, str(save_directory), wanted, nbytes, only_trainable)
+            folder.save_pretrained(self, str(save_directory), wanted, nbytes, only_trainable)
 
     def load_checkpoint(
         self, load_dir: str, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
@@ -441,10 +441,10 @@ class Engine(nn.Module):
         load_module_strict=False takes the names that both have. exclude: patterns ("head.*") of parameters and buffers that stay
         as they are, with their optimizer states: for a model that has changed. A failed load changes nothing.
         """
-        from slipstream.train import persist
+        from slipstream.train import restore
 
         with self.together("load_checkpoint"):
-            return persist.load(
+            return restore.load(
                 self, str(load_dir), tag, strict=load_module_strict, optimizer=load_optimizer_states,
                 scheduler=load_lr_scheduler_states, module_only=load_module_only, exclude=exclude,
             )  # fmt: skip

@@ -1,0 +1,127 @@
+"""What a checkpoint of an engine holds: tensors by name, in the flat ranges that a rank owns, and values.
+
+Tensors are `model.<parameter>` (the master's values, in the master's dtype), `buffer.<buffer>`, `optim.<state>.<parameter>`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slipstream.checkpoint import FlatSlice
+from slipstream.optim.sharded import Piece, ShardedSteps
+from slipstream.zero.comm import gather_objects
+from slipstream.zero.layout import overlap
+from slipstream.zero.store import section
+from slipstream.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from slipstream.train.engine import Engine
+
+
+COUNTERS = ("global_steps", "skipped_steps", "global_samples")
+
+
+def weights(engine: Engine, exclude_frozen: bool = False) -> dict[str, FlatSlice | Tensor]:
+    """The ranges of the masters that this rank owns."""
+    entries: dict[str, FlatSlice | Tensor] = {}
+    for unit in engine.units:
+        span = unit.optim_span
+        for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
+            start, stop = overlap(slot.span, span)
+            if not (exclude_frozen and not param.requires_grad):
+                data = section(unit.master, start - span[0], stop - span[0])
+                entries[f"model.{name}"] = FlatSlice(data, slot.shape, min(max(start - slot.offset, 0), slot.numel))
+    return entries
+
+
+def aliases(module: torch.nn.Module) -> dict[str, str]:
+    """Further names of tied tensors, each with the first one, under which it is saved."""
+    params, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    first: dict[int, str] = {}
+    named = [(name, first.setdefault(id(tensor), name)) for name, tensor in (*params, *buffers)]
+    return {name: other for name, other in named if name != other}
+
+
+def buffers(engine: Engine) -> dict[str, FlatSlice | Tensor]:
+    """Those that the model saves, whole."""
+    saved: dict[str, FlatSlice | Tensor] = {}
+    for prefix, module in engine.module.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                saved[f"buffer.{prefix}.{name}" if prefix else f"buffer.{name}"] = buffer
+    return saved
+
+
+def pieces(engine: Engine, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, Unit, Piece]]:
+    """Everything that this rank's optimizer may hold state of, but for what patterns exclude."""
+    if engine.steps is not None:
+        for unit in engine.units:
+            if unit.grads is not None:
+                for piece in engine.steps.pieces[unit.index]:
+                    if not is_excluded(f"model.{piece.name}", exclude):
+                        yield engine.steps, unit, piece
+
+
+def optimizer_tensors(engine: Engine) -> dict[str, FlatSlice | Tensor]:
+    entries: dict[str, FlatSlice | Tensor] = {}
+    for steps, unit, piece in pieces(engine):
+        for state, values in steps.states(unit, piece).items():
+            entries[f"optim.{state}.{piece.name}"] = FlatSlice(values, piece.shape, piece.offset)
+    return entries
+
+
+def optimizer_scalars(engine: Engine) -> dict[str, Any] | None:
+    if engine.steps is None:
+        return None
+    mine = {piece.name: steps.scalars(unit, piece) for steps, unit, piece in pieces(engine)}
+    everyone: dict[str, Any] = {}
+    for one in gather_objects(mine, engine.mesh.data):
+        everyone |= one
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in engine.steps.inner.param_groups]
+    return {"classes": optimizer_classes(engine.steps), "params": everyone, "groups": groups}
+
+
+def optimizer_classes(steps: ShardedSteps) -> list[str]:
+    """The optimizer's class and its bases: two that share one keep the same states (Adam and AdamW)."""
+    classes = type(steps.inner).__mro__
+    return [cls.__name__ for cls in classes[: classes.index(torch.optim.Optimizer)]]
+
+
+def state_of(part: Any) -> Any:
+    return part.state_dict() if hasattr(part, "state_dict") else None
+
+
+def model_config(module: torch.nn.Module) -> dict[str, Any] | None:
+    """What config.json has of a transformers model, with the end tokens that it generates until."""
+    config: Any = getattr(module, "config", None)
+    if not (hasattr(config, "model_type") and hasattr(config, "to_json_string")):
+        return None
+    ends = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    return json.loads(config.to_json_string(use_diff=False)) | ({} if ends is None else {"eos_token_id": ends})
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    import numpy
+
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def is_excluded(name: str, exclude: Sequence[str]) -> bool:
+    """Whether a pattern names the parameter or buffer that an entry is of."""
+    kind, _, rest = name.partition(".")
+    bare = rest.partition(".")[2] if kind == "optim" else rest
+    return any(fnmatch.fnmatchcase(bare, pattern) for pattern in exclude)

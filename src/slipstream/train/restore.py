@@ -1,0 +1,322 @@
+"""A checkpoint comes back into an engine, at any world size, stage or topology: names, shapes and values, or nothing of it.
+
+[Note: All or nothing] A load applies the values first, each change with its undoing, once the checkpoint layer has checked names,
+shapes and files and before it fills a tensor. Whatever is refused on any rank, here or there, is undone on all.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slipstream import checkpoint
+from slipstream.checkpoint import CheckpointError, FlatSlice
+from slipstream.train import entries
+from slipstream.train.data import OtherDataError
+from slipstream.train.persist import agree, finish
+from slipstream.zero.store import copy_store
+
+if TYPE_CHECKING:
+    from slipstream.train.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+_OWN_OPTIMIZER = "load_optimizer_states=False leaves it out and keeps this engine's own"
+_OWN_SCHEDULER = "load_lr_scheduler_states=False leaves it out and keeps this engine's own"
+
+
+def load(
+    engine: Engine, directory: str, tag: str | None, *, strict: bool, optimizer: bool, scheduler: bool, module_only: bool,
+    exclude: Sequence[str] = (),
+) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
+    """Read a checkpoint into the engine; returns (folder, client_state), or (None, {}) where `latest` is missing.
+
+    Collective. Raises CheckpointError on every rank, with nothing changed, when anything in it is wrong.
+    """
+    finish(engine)
+    what = {
+        "tag": tag, "load_module_strict": strict, "load_optimizer_states": optimizer, "load_lr_scheduler_states": scheduler,
+        "load_module_only": module_only, "exclude": list(exclude),
+    }  # fmt: skip
+    agree(engine, f"checkpoint {'latest' if tag is None else tag} of {directory} was not loaded", what)
+    if tag is None:
+        tag = checkpoint.latest_tag(directory, group=engine.mesh.data.group, universal=engine.plan.checkpoint.universal)
+    if tag is None:
+        logger.warning("no checkpoint was loaded: there is no %s/latest; the run starts afresh", directory)
+        return None, {}
+    found = checkpoint.load_metadata(directory, tag, group=engine.mesh.data.group)
+    contents = found.shared.get("contents", "all")
+    module_only = module_only or contents in ("weights", "adapters")
+    everything: dict[str, FlatSlice | Tensor] = entries.weights(engine) | entries.buffers(engine)
+    wanted = {name: held for name, held in everything.items() if not entries.is_excluded(name, exclude)}
+    needed = entries.weights(engine, exclude_frozen=True) if contents == "adapters" else wanted
+    missing = [name for name in needed if name in wanted and name not in found.tensors]
+    named = [name for name in found.tensors if name.startswith(("model.", "buffer."))]
+    surplus = [name for name in named if name not in everything and not entries.is_excluded(name, exclude)]
+    for pattern in exclude:
+        if not any(entries.is_excluded(name, [pattern]) for name in (*everything, *named)):
+            raise CheckpointError(f"exclude={list(exclude)}: {pattern!r} matches no parameter or buffer of model or checkpoint")
+    optimizer = optimizer and not module_only and engine.steps is not None
+    undo: list[Callable[[], None]] = _prepare_optimizer(engine, found, exclude) if optimizer else []
+    if optimizer:
+        states = entries.optimizer_tensors(engine)
+        wanted |= {name: held for name, held in states.items() if not entries.is_excluded(name, exclude)}
+    lacking = [name for name in wanted if name.startswith("optim.") and name not in found.tensors]
+    wanted = {name: held for name, held in wanted.items() if name in found.tensors}
+    shapes = {name: (found.tensors[name].shape, tuple(held.shape)) for name, held in wanted.items()}
+
+    def accept(loaded: checkpoint.Loaded) -> None:
+        if strict and (missing or surplus):
+            verb, names = ("does not hold", missing) if missing else ("holds also", surplus)
+            raise CheckpointError(
+                f"it {verb} {names[:3]}{' and more' if len(names) > 3 else ''}: it is of another model, or was saved without "
+                f"frozen parameters; load_module_strict=False takes the names that both have"
+            )
+        if type(loaded.shared.get("client")) is not dict:
+            raise CheckpointError("it is damaged or hostile: its client_state is no dict")
+        if not module_only:
+            try:
+                _take_values(engine, loaded, undo, lacking, exclude, optimizer=optimizer, scheduler=scheduler)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise CheckpointError(f"its values are damaged or not of this version: {type(error).__name__}: {error}") from error
+
+    try:
+        _check_shapes(f"checkpoint {found.path} was not loaded", shapes)
+        loaded = checkpoint.load(
+            directory, tag, tensors=wanted, group=engine.mesh.data.group, convert=True, accept=accept, metadata=found
+        )
+    except BaseException:
+        for each in reversed(undo):
+            each()
+        raise
+    _spread_weights(engine)
+    _begin_window(engine)
+    return str(found.path), loaded.shared["client"]
+
+
+def _check_shapes(step: str, shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    wrong = [
+        f"{name.partition('.')[2]!r} has shape {there} in it and {here} here"
+        for name, (there, here) in shapes.items()
+        if there != here and not name.startswith("optim.")
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{step}: {'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; exclude=[...] leaves what "
+            f"its patterns name as it is here"
+        )
+
+
+def _begin_window(engine: Engine) -> None:
+    """No gradients are left, so a new window begins, with the running plan's accumulation, whatever the saved one was."""
+    engine.zero_grad()
+    engine.micro_steps = engine.global_steps * (engine.plan.batch.accumulation if engine.plan.batch.managed else 1)
+    engine._divide(None)
+
+
+def _take_values(
+    engine: Engine, loaded: checkpoint.Loaded, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str], *,
+    optimizer: bool, scheduler: bool,
+) -> None:  # fmt: skip
+    """Bring back what is not a tensor of the model or optimizer; `undo` gets what brings back the present values."""
+    shared = loaded.shared
+    if engine.steps is not None:  # also a schedule writes there
+        undo += [_restoring_group(group) for group in engine.steps.inner.param_groups]
+    counters, scale = {name: getattr(engine, name) for name in entries.COUNTERS}, engine.precision.scaler.state_dict()
+    undo.append(lambda: vars(engine).update(counters))
+    undo.append(lambda: engine.precision.scaler.load_state_dict(scale))
+    for name in entries.COUNTERS:
+        setattr(engine, name, _whole(shared["counters"][name], name))
+    _check_like(shared["loss_scale"], scale, "loss_scale")
+    if not 0 < shared["loss_scale"]["scale"] < math.inf:
+        raise CheckpointError(f"its loss scale is {shared['loss_scale']['scale']}; it must be a number above 0")
+    engine.precision.scaler.load_state_dict(shared["loss_scale"])
+    if optimizer:
+        _take_scalars(engine, shared["optimizer"], undo, lacking, exclude)
+    if scheduler and hasattr(engine.lr_scheduler, "load_state_dict"):
+        _take_schedule(engine.lr_scheduler, shared["scheduler"], undo)
+    _take_position(engine, loaded, undo)
+    if loaded.per_rank:
+        present = entries.random_state(engine.device)
+        undo.append(lambda: _restore_random(present, engine.device))
+        _restore_random(loaded.per_rank["random"], engine.device)
+    else:
+        logger.info("random states are those of this run: the checkpoint has none for this number of ranks")
+
+
+def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> None:
+    if state is None:
+        logger.warning("the schedule was not restored and stays where it is: the checkpoint was saved without a scheduler")
+        return
+    present, remedy = part.state_dict(), f"it is another scheduler's; {_OWN_SCHEDULER}"
+    both = state.keys() & present.keys() if isinstance(state, dict) else set()
+    if both:
+        ours, theirs = _common(present, state), _common(state, present)
+        for name in both & {"base_lrs", "_last_lr"}:  # one number per parameter group
+            ours[name], theirs[name] = present[name], state[name]
+        _check_like(theirs, ours, "scheduler", remedy)
+    else:
+        _check_like(state, present, "scheduler", remedy)
+    undo.append(_restoring(part))
+    part.load_state_dict(state)
+
+
+def _common(one: Any, other: Any) -> Any:
+    """Of a schedule's state, what the other one has too. Which keys torch keeps there changes with its version, and histories grow:
+    the rest is for the schedule's own `load_state_dict` to judge."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {key: _common(value, other[key]) for key, value in one.items() if key in other}
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return [_common(mine, theirs) for mine, theirs in zip(one, other, strict=False)]
+    return one
+
+
+def _take_position(engine: Engine, loaded: checkpoint.Loaded, undo: list[Callable[[], None]]) -> None:
+    """A position that does not fit is left out: other data may be trained on with the optimizer's state kept."""
+    loader = engine.training_dataloader
+    if not hasattr(loader, "load_state_dict"):
+        return
+    state = loaded.shared["data"]
+    if state is None and loaded.per_rank:
+        state = loaded.per_rank["data"]
+    why = (
+        "it has none for this number of ranks (each rank's own, of a sharded dataset or of a loader that the user made, is taken "
+        "only where as many ranks load as saved)"
+    )
+    if state is not None:
+        undo.append(_restoring(loader))
+        try:
+            loader.load_state_dict(state)
+            return
+        except OtherDataError as error:
+            why = str(error)
+    if engine.rank == 0:
+        logger.warning("the checkpoint's data position was not restored, and the data begin with a new epoch: %s", why)
+
+
+def _restoring(part: Any) -> Callable[[], None]:
+    """What brings a part back to its present state: its own way, for what it keeps elsewhere, and attribute by attribute."""
+    state, attributes = copy.deepcopy(part.state_dict()), dict(getattr(part, "__dict__", {}))
+
+    def restore() -> None:
+        part.load_state_dict(state)
+        now = getattr(part, "__dict__", {})
+        for added in now.keys() - attributes.keys():
+            del now[added]
+        now.update(attributes)
+
+    return restore
+
+
+def _restoring_group(group: dict[str, Any]) -> Callable[[], None]:
+    present = dict(group)
+
+    def restore() -> None:
+        group.clear()
+        group.update(present)
+
+    return restore
+
+
+def _whole(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise CheckpointError(f"its {what} is {str(value)[:40]!r}; it must be a whole number from 0")
+    return value
+
+
+def _check_like(saved: Any, present: Any, what: str, remedy: str = "it is damaged or hostile") -> None:
+    """Refuse a saved value that cannot stand where the present one does: other keys, another length, no number."""
+    if type(present) is dict:
+        alike = type(saved) is dict and saved.keys() == present.keys()
+        parts = [(saved[key], value, f"{what}.{key}") for key, value in present.items()] if alike else []
+    elif isinstance(present, list | tuple):
+        alike = isinstance(saved, list | tuple) and len(saved) == len(present)
+        parts = [(saved[i], value, f"{what}[{i}]") for i, value in enumerate(present)] if alike else []
+    else:
+        alike, parts = not isinstance(present, int | float) or isinstance(saved, int | float | Tensor), []
+        if isinstance(present, int) and isinstance(saved, int | float):  # a count; -1 is the last epoch before the first
+            alike = saved >= min(-1, present)
+    if not alike:
+        raise CheckpointError(f"its {what} is {str(saved)[:80]} where this engine has {str(present)[:80]}: {remedy}")
+    for one, other, name in parts:
+        _check_like(one, other, name, remedy)
+
+
+def _prepare_optimizer(engine: Engine, found: checkpoint.Metadata, exclude: Sequence[str]) -> list[Any]:
+    """Make room for the states that the checkpoint holds; returns what undoes it."""
+    states: dict[str, dict[str, torch.dtype]] = {}
+    for key, info in found.tensors.items():
+        kind, _, rest = key.partition(".")
+        if kind == "optim":
+            state, _, name = rest.partition(".")
+            states.setdefault(name, {})[state] = info.dtype
+    return [steps.make_states(unit, piece, states.get(piece.name, {})) for steps, unit, piece in entries.pieces(engine, exclude)]
+
+
+def _spread_weights(engine: Engine) -> None:
+    """Masters have changed: round them into the weights and offer those to the other ranks."""
+    engine.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
+    with torch.no_grad():
+        pending = []
+        for unit in engine.units:
+            if unit.out is not None:
+                copy_store(unit.out, unit.master)
+            unit.expire_graphs()
+            pending.append(unit.publish())
+        for each in pending:
+            each.wait()
+
+
+def _take_scalars(
+    engine: Engine, saved: Any, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str]
+) -> None:
+    steps = engine.steps
+    assert steps is not None, "load asks for optimizer states of an engine that has an optimizer"
+    if saved is None:
+        raise CheckpointError(f"it was saved without an optimizer, and this engine has one; {_OWN_OPTIMIZER}")
+    classes, groups = entries.optimizer_classes(steps), steps.inner.param_groups
+    if saved["classes"] is not None and not set(classes) & set(saved["classes"]):
+        raise CheckpointError(f"its optimizer is {saved['classes'][0]} and this engine's is {classes[0]}; {_OWN_OPTIMIZER}")
+    if len(groups) != len(saved["groups"]):
+        raise CheckpointError(
+            f"its optimizer has {len(saved['groups'])} parameter groups and this engine's has {len(groups)}; {_OWN_OPTIMIZER}"
+        )
+    lacking = [name for name in lacking if name.split(".", 2)[2] in saved["params"]]
+    if lacking:
+        raise CheckpointError(f"it lacks the optimizer state {lacking[:3]}; {_OWN_OPTIMIZER}")
+    for i, (group, options) in enumerate(zip(groups, saved["groups"], strict=True)):
+        common = options.keys() & group.keys() - {"params"}
+        part = {key: options[key] for key in common}
+        _check_like(part, {key: group[key] for key in common}, f"optimizer group {i}", _OWN_OPTIMIZER)
+        group.update({key: value for key, value in options.items() if key != "params"})
+    if why := steps.not_computed(groups):
+        raise CheckpointError(f"its {why}; {_OWN_OPTIMIZER}")
+    steps.groups_loaded()
+    for steps, unit, piece in entries.pieces(engine, exclude):
+        if piece.name in saved["params"]:
+            present = copy.deepcopy(steps.scalars(unit, piece))
+            undo.append(partial(steps.load_scalars, unit, piece, present))
+            uncounted = isinstance(steps.inner, torch.optim.SGD) and not saved["params"][piece.name]  # as torch's and DeepSpeed's
+            if present and not uncounted:
+                _check_like(saved["params"][piece.name], present, f"optimizer state of {piece.name}")
+            steps.load_scalars(unit, piece, saved["params"][piece.name])
+
+
+def _restore_random(state: Mapping[str, Any], device: torch.device) -> None:
+    import numpy
+
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
