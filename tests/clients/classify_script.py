@@ -22,15 +22,18 @@ BATCH, EPOCHS, LR, CLIP = 8, 3, 2e-3, 1.0
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
     "max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 2,
+    "initializer_range": 0.1,
 }  # fmt: skip
 
 
 def sentences(count: int, seed: int) -> list[dict[str, Any]]:
-    """Of 5 to 15 words; which of two kinds of words a sentence has more of is its class."""
+    """Of 5 to 15 words, of which about four in five are of the kind that is the sentence's class."""
     generator, made = torch.Generator().manual_seed(seed), []
     for i in range(count):
-        words = torch.randint(4, 64, (2 * int(torch.randint(2, 8, (), generator=generator)) + 1,), generator=generator)
-        made.append({"ids": [1, *words.tolist(), 2], "label": int((words >= 34).double().mean() > 0.5), "index": i})
+        label, length = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((0, 2), (5, 16)))
+        is_own = torch.rand(length, generator=generator) < 0.8
+        words = torch.randint(4, 34, (length,), generator=generator) + 30 * (is_own == bool(label))
+        made.append({"ids": [1, *words.tolist(), 2], "label": label, "index": i})
     return made
 
 

@@ -1,9 +1,12 @@
 """examples/finetune by each of its loops, LoRA and in full, from a tiny base to the answers that are printed."""
 
+import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -35,3 +38,33 @@ def test_a_model_learns_and_says_so(version: str, base: Path, tmp_path: Path) ->
     assert "torchao" not in done.stderr.lower() and "FutureWarning" not in done.stderr, done.stderr
     losses = {name: float(loss) for name, loss in re.findall(r"^(before|lora|full): loss ([\d.]+) on held-out", done.stdout, re.M)}
     assert losses["full"] < losses["before"] and losses["lora"] < losses["before"], done.stdout
+
+
+@pytest.mark.parametrize("word", ["ranks on this host", "step 10"])
+def test_ctrl_c_ends_all_with_one_line(word: str, base: Path, tmp_path: Path) -> None:
+    """As a terminal does: SIGINT to the whole foreground group, while the ranks start and while they train."""
+    command = [sys.executable, "-u", SCRIPT, "--base", base, "--out", tmp_path / "out", "--steps", "100000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background jobs ignore it
+    ) as process:  # fmt: skip
+        assert process.stdout is not None, "it is a pipe"
+        try:
+            before = list(itertools.takewhile(lambda line: word not in line, process.stdout))
+            os.killpg(process.pid, signal.SIGINT)
+            after, _ = process.communicate(timeout=60)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130, [*before, after]
+    said = [line for line in after.splitlines() if line.strip() and not line.startswith(("step ", "slipstream run: OMP"))]
+    assert len(said) == 1 and said[0].startswith("stopped; "), after
+    assert not list((tmp_path / "out").rglob("*"))
+    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and str(tmp_path).encode() in _command(pid)]
+
+
+def _command(pid: str) -> bytes:
+    try:
+        return Path("/proc", pid, "cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""

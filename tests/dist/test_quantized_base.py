@@ -306,7 +306,7 @@ def test_a_hugging_face_folder_holds_the_numbers(bits: int, world_size: int, tra
         train(engine, 1)
         unit = next(unit for unit in engine.units if unit.dtypes.weights == torch.uint8)
         inside = [(edge - slot.offset) % slot.shape[1] for slot in unit.layout.slots for edge in unit.span if edge in range(*slot.span)]
-        assert zero["stage"] < 3 or any(inside), "the ranges cut rows"
+        assert world_size < 4 or any(inside), "the ranges cut rows"
         for dtype in (None, "fp32"):
             folder = tmp_path / f"{name} {dtype}"
             engine.save_pretrained(str(folder), dtype=dtype, max_shard_size="20KB")
