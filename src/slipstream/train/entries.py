@@ -80,12 +80,16 @@ def optimizer_tensors(engine: Engine) -> dict[str, FlatSlice | Tensor]:
 def optimizer_scalars(engine: Engine) -> dict[str, Any] | None:
     if engine.steps is None:
         return None
-    mine = {piece.name: steps.scalars(unit, piece) for steps, unit, piece in pieces(engine)}
-    everyone: dict[str, Any] = {}
-    for one in gather_objects(mine, engine.mesh.data):
-        everyone |= one
     groups = [{key: value for key, value in group.items() if key != "params"} for group in engine.steps.inner.param_groups]
-    return {"classes": optimizer_classes(engine.steps), "params": everyone, "groups": groups}
+    return {"classes": optimizer_classes(engine.steps), "params": all_scalars(engine), "groups": groups}
+
+
+def all_scalars(engine: Engine) -> dict[str, Any]:
+    """What the optimizer keeps beside elements, by the parameter's name, of all ranks. Collective."""
+    everyone: dict[str, Any] = {}
+    for one in gather_objects({piece.name: steps.scalars(unit, piece) for steps, unit, piece in pieces(engine)}, engine.mesh.data):
+        everyone |= one
+    return everyone
 
 
 def optimizer_classes(steps: ShardedSteps) -> list[str]:

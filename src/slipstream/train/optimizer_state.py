@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from slipstream.train import entries
 from slipstream.zero import access
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.unit import Unit
@@ -34,13 +35,7 @@ def whole(engine: Engine) -> dict[str, Any]:
     """Collective; the same on all ranks."""
     steps = engine.steps
     assert steps is not None, "there is an optimizer whose states these are"
-    mine = {
-        piece.name: steps.scalars(unit, piece)
-        for unit in engine.units if unit.grads is not None for piece in steps.pieces[unit.index]
-    }  # fmt: skip
-    scalars: dict[str, dict[str, Any]] = {}
-    for one in gather_objects(mine, engine.mesh.data):
-        scalars |= one
+    scalars = entries.all_scalars(engine)
     states: dict[int, dict[str, Any]] = {}
     for number, unit, i in _params(engine):
         found = access.full_optimizer_state(unit, i, steps)
