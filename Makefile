@@ -7,7 +7,7 @@
 #   make chat     talk to a model in the terminal
 #   make test     all tests            (ARGS="-k placement" for some)
 #   make test-clients  accelerate, transformers' Trainer, PEFT and TRL over Slipstream's names for DeepSpeed
-#   make lint     ruff and mypy
+#   make lint     ruff, codespell and mypy
 #   make bench    Slipstream beside DeepSpeed, FSDP2 and DDP, into benchmarks/RESULTS.md
 #   make bench-serve   the serving engine beside vLLM, llama.cpp and transformers, into the same file (ARGS="--quick")
 #   make clean    remove what was built; the environments and runs/ stay
@@ -68,6 +68,8 @@ test-clients: $(CLIENTS)/.ready
 
 lint: $(READY)
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check --quiet
+	$(BIN)/codespell --dictionary - --dictionary .ci/spelling.txt $$(git ls-files)
 	$(BIN)/mypy
 
 bench: $(READY) $(PEERS)/$(PINNED) $(CLIENTS)/.ready

@@ -52,7 +52,4 @@ kernels = Extension(
     optional=True,
 )
 
-setup(
-    ext_modules=[kernels] if build.find_compiler() else [],
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
-)
+setup(ext_modules=[kernels] if build.find_compiler() else [], cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel})

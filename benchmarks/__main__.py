@@ -44,15 +44,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("legs", nargs="*", metavar="LEG", help=f"{', '.join(LEGS)}, all (default) or parts")
     parser.add_argument("--quick", action="store_true", help="a few contenders, few steps: under three minutes in all")
-    parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers" / "bin" / "python", metavar="PYTHON",
-                        help="the interpreter that has DeepSpeed (default: the one `make bench` builds)")  # fmt: skip
-    parser.add_argument("--clients", type=Path, default=clients.PYTHON, metavar="PYTHON",
-                        help="the interpreter that has accelerate (default: the one `make test-clients` builds)")  # fmt: skip
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        default=ROOT / ".venv-peers" / "bin" / "python",
+        metavar="PYTHON",
+        help="the interpreter that has DeepSpeed (default: the one `make bench` builds)",
+    )
+    parser.add_argument(
+        "--clients",
+        type=Path,
+        default=clients.PYTHON,
+        metavar="PYTHON",
+        help="the interpreter that has accelerate (default: the one `make test-clients` builds)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="step, memory, parts: only this one")
     parser.add_argument("--workload", choices=WORKLOADS, help="step, parts: only this one")
-    parser.add_argument("--only", nargs="+", default=[], metavar="CONTENDER",
-                        help="step: only these, by the start of their names; parts: exactly these (slipstream:3 ...); "
-                        "kernels: of cache, memory, fp32, fp16, bf16, int8, int4")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="CONTENDER",
+        help="step: only these, by the start of their names; parts: exactly these (slipstream:3 ...); "
+        "kernels: of cache, memory, fp32, fp16, bf16, int8, int4",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="step: how often each contender runs (default 3)")
     parser.add_argument("--out", type=Path, help="where the sections go (default benchmarks/RESULTS.md; with --quick nowhere)")
     options = parser.parse_args()

@@ -37,10 +37,16 @@ class Contender:
         self.kind, self.ranks, self.logs = kind, [], []
         for rank in range(WORLD):
             env = os.environ | {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(WORLD),
+                "LOCAL_WORLD_SIZE": str(WORLD),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
                 "HF_HUB_OFFLINE": "1",
-            }  # fmt: skip
+            }
             core = cores[rank % len(cores)]
 
             def settle_down(core: int = core) -> None:
@@ -49,10 +55,18 @@ class Contender:
 
             self.logs.append(tempfile.TemporaryFile())  # noqa: SIM115 (closed below)
             command = [str(python), "-m", "benchmarks.clients_worker", kind, str(steps), str(folder), *profile]
-            self.ranks.append(subprocess.Popen(
-                command, cwd=ROOT, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.logs[-1],
-                preexec_fn=settle_down,
-            ))  # fmt: skip
+            self.ranks.append(
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=env,
+                    text=True,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self.logs[-1],
+                    preexec_fn=settle_down,
+                )
+            )
 
     def turn(self) -> dict[str, float]:
         """Of the slowest rank."""
@@ -113,14 +127,16 @@ def _words(natives: list[float], turns: dict[str, list[float]], steps: int, pyth
         ratios = Spread.of([mine / statistics.mean(two) for mine, two in zip(found, around, strict=True)])
         rows.append([CLIENTS[kind], Spread.of([1e3 * each for each in found]).show(1), ratios.show()])
         goals.append(verdict(f"a step through {kind}, over the native loop's", ratios.median, TARGET, digits=3))
-    return "\n\n".join([
-        host(f"{_versions(python)}; one thread per rank"),
-        f"Llama of 8.5M parameters, {MICRO} x {LENGTH} tokens per rank, ZeRO-3 on {WORLD} ranks, fp32, AdamW, clipping. Turns of "
-        f"{steps} steps; ms per step, and the ratio to the native turns before and after, median (min-max) of {len(found)} rounds; "
-        f"in the native row one turn over the turn before it: the noise.",
-        table(["", "ms per step", "ratio"], rows),
-        verdicts(goals),
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            host(f"{_versions(python)}; one thread per rank"),
+            f"Llama of 8.5M parameters, {MICRO} x {LENGTH} tokens per rank, ZeRO-3 on {WORLD} ranks, fp32, AdamW, clipping. "
+            f"Turns of {steps} steps; ms per step, and the ratio to the native turns before and after, median (min-max) of "
+            f"{len(found)} rounds; in the native row one turn over the turn before it: the noise.",
+            table(["", "ms per step", "ratio"], rows),
+            verdicts(goals),
+        ]
+    )
 
 
 def _versions(python: Path) -> str:

@@ -39,9 +39,15 @@ ENDLESS = 1_000_000  # steps
 def build_model() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=4, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -145,9 +151,17 @@ def with_trainer(turns: Turns, folder: str) -> None:
             return last[0]
 
     settings = transformers.TrainingArguments(
-        deepspeed=CONFIG, per_device_train_batch_size=MICRO, learning_rate=LR, max_steps=ENDLESS, lr_scheduler_type="constant",
-        save_strategy="no", report_to=[], disable_tqdm=True, output_dir=folder, accelerator_config={"use_configured_state": True},
-    )  # fmt: skip
+        deepspeed=CONFIG,
+        per_device_train_batch_size=MICRO,
+        learning_rate=LR,
+        max_steps=ENDLESS,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        output_dir=folder,
+        accelerator_config={"use_configured_state": True},
+    )
     Trainer(model=build_model(), args=settings, train_dataset=Data(), callbacks=[Told()]).train()
 
 

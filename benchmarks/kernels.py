@@ -1,6 +1,6 @@
 """The leg `kernels`: each family of native kernels on every vector instruction set that this machine has, in turns.
 
-One thread. The optimizers, the sum over ranks and quantisation work on arrays that stay in second-level cache, where the
+One thread. The optimizers, the sum over ranks and quantization work on arrays that stay in second-level cache, where the
 arithmetic is what limits, and on arrays that do not ("from memory"). The decoder is a Llama of 88 million random weights: one
 sequence alone, where reading the weights is what limits, sixteen together, and a prompt.
 """
@@ -21,19 +21,29 @@ from slipstream.inference.config import DecoderConfig
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder
-from slipstream.inference.quantise import quantise
+from slipstream.inference.quantize import quantize
 from slipstream.inference.weights import DecoderWeights
 from slipstream.ops import Blocks, Stochastic, cpu
-from slipstream.ops.rows import RowForm, dequantise_rows, quantise_rows
+from slipstream.ops.rows import RowForm, dequantize_rows, quantize_rows
 
 SETS = ("avx2", "avx512", "avx512vnni", "avx512bf16")  # the first is what the others are held against
 BF16, FP32 = torch.bfloat16, torch.float32
 ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "decoupled": True, "bias_correction": True}
 LLAMA: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16384, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 16384,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
 PROMPT, TOGETHER = 256, 16  # tokens; sequences
 TURN = 0.01  # seconds that a turn takes at least
 
@@ -75,21 +85,21 @@ def optimizers(numel: int, where: str) -> Iterator[Case]:
 
 
 def movements(numel: int, where: str) -> Iterator[Case]:
-    """The sum over ranks, quantisation and its reverse, which make no use of threads here."""
+    """The sum over ranks, quantization and its reverse, which make no use of threads here."""
     out, wide = torch.empty(numel, dtype=BF16), torch.empty(numel)
     narrow, full = ([torch.randn(numel).to(dtype) for _ in range(count)] for dtype, count in ((BF16, 4), (FP32, 2)))
     yield Case("sum of 4 in bf16", where, partial(ops.sum_ranks, out, narrow, alpha=0.5, accumulate=False), numel)
     yield Case("sum of 2 in fp32", where, partial(ops.sum_ranks, wide, full, alpha=0.5, accumulate=False), numel)
     matrix = torch.randn(numel // 1024, 1024)
-    int8, int4 = cpu.quantise_int8(matrix), cpu.quantise_int4(matrix, 32)
-    yield Case("to int8", where, partial(cpu.quantise_int8, matrix), numel)
-    yield Case("from int8", where, partial(cpu.dequantise_int8, *int8), numel)
-    yield Case("to int4", where, partial(cpu.quantise_int4, matrix, 32), numel)
-    yield Case("from int4", where, partial(cpu.dequantise_int4, *int4), numel)
+    int8, int4 = cpu.quantize_int8(matrix), cpu.quantize_int4(matrix, 32)
+    yield Case("to int8", where, partial(cpu.quantize_int8, matrix), numel)
+    yield Case("from int8", where, partial(cpu.dequantize_int8, *int8), numel)
+    yield Case("to int4", where, partial(cpu.quantize_int4, matrix, 32), numel)
+    yield Case("from int4", where, partial(cpu.dequantize_int4, *int4), numel)
     for bits in (8, 4):
         form = RowForm(bits=bits, columns=1024)
-        packed = quantise_rows(matrix, form)
-        yield Case(f"rows of {bits} bits to bf16", where, partial(dequantise_rows, packed, form, BF16), numel)
+        packed = quantize_rows(matrix, form)
+        yield Case(f"rows of {bits} bits to bf16", where, partial(dequantize_rows, packed, form, BF16), numel)
 
 
 def weights_of(kind: str, config: DecoderConfig) -> DecoderWeights:
@@ -97,14 +107,22 @@ def weights_of(kind: str, config: DecoderConfig) -> DecoderWeights:
     queries, keys = LLAMA["num_attention_heads"] * head, LLAMA["num_key_value_heads"] * head
     shapes = {"model.embed_tokens.weight": (LLAMA["vocab_size"], hidden), "model.norm.weight": (hidden,)}
     for i in range(LLAMA["num_hidden_layers"]):
-        parts = {"self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
-                 "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-                 "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}  # fmt: skip
+        parts = {
+            "self_attn.q_proj": (queries, hidden),
+            "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, queries),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
         shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in parts.items()}
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(kind, torch.bfloat16)
     state = {name: (torch.randn(shape) * (shape[-1] ** -0.5 if len(shape) > 1 else 1)).to(dtype) for name, shape in shapes.items()}
     weights = from_state(config, state)
-    return quantise(weights, kind, 32) if kind in ("int8", "int4") else weights
+    return quantize(weights, kind, 32) if kind in ("int8", "int4") else weights
 
 
 def decoder(kind: str) -> Iterator[Case]:

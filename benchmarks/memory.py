@@ -110,9 +110,16 @@ def run(peers: Peers, *, quick: bool, dtypes: Sequence[str]) -> str:
                     over = slope.most / formula
                     marked = "" if slope.marked is None else f"{slope.marked:.2f}"
                     rows.append(
-                        [what, systems.label(system), f"{formula:.2f}", f"{slope.sampled:.2f}", marked, f"{over:.2f}",
-                         f"{slope.fixed:.0f}"]
-                    )  # fmt: skip
+                        [
+                            what,
+                            systems.label(system),
+                            f"{formula:.2f}",
+                            f"{slope.sampled:.2f}",
+                            marked,
+                            f"{over:.2f}",
+                            f"{slope.fixed:.0f}",
+                        ]
+                    )
                     if system.startswith("slipstream"):
                         judged.append((over, f"{what}, stage {stage}"))
     text.append(

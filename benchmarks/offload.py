@@ -98,9 +98,15 @@ class Running:
             env |= peers.environment() | {"DS_ACCELERATOR": "cpu"}
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
         self.process = subprocess.Popen(
-            [str(python), "-m", "benchmarks.offload_contender", *arguments], cwd=ROOT, env=env, text=True, bufsize=1,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
-        )  # fmt: skip
+            [str(python), "-m", "benchmarks.offload_contender", *arguments],
+            cwd=ROOT,
+            env=env,
+            text=True,
+            bufsize=1,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+        )
         self._expect()
 
     def _expect(self) -> str:
@@ -246,11 +252,17 @@ def run(peers: Peers, *, quick: bool) -> str:
                 if mine.trouble or not mine.seconds:
                     rows.append([name, str(micros), mine.trouble, "", "", "", ""])
                     continue
-                rows.append([
-                    name, str(micros), Spread.of(mine.seconds).show(), Spread.of(mine.floors).show(),
-                    over(mine.seconds, mine.floors).show(), over(mine.seconds, series[RESIDENT].seconds).show(),
-                    f"{(mine.peak - base) / 1e9:.2f}",
-                ])  # fmt: skip
+                rows.append(
+                    [
+                        name,
+                        str(micros),
+                        Spread.of(mine.seconds).show(),
+                        Spread.of(mine.floors).show(),
+                        over(mine.seconds, mine.floors).show(),
+                        over(mine.seconds, series[RESIDENT].seconds).show(),
+                        f"{(mine.peak - base) / 1e9:.2f}",
+                    ]
+                )
             judged += targets(series, micros, base)
     return "\n\n".join(
         (

@@ -22,10 +22,13 @@ def main() -> None:
     work = Workload(**json.loads(sys.argv[6]))
     params = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": work.batch, "gradient_accumulation_steps": micros,
-        "gradient_clipping": float(sys.argv[3]), "bf16": {"enabled": True}, "zero_optimization": json.loads(sys.argv[5]),
+        "train_micro_batch_size_per_gpu": work.batch,
+        "gradient_accumulation_steps": micros,
+        "gradient_clipping": float(sys.argv[3]),
+        "bf16": {"enabled": True},
+        "zero_optimization": json.loads(sys.argv[5]),
         "optimizer": {"type": "AdamW", "params": params},
-    }  # fmt: skip
+    }
     if system == "deepspeed":
         model = build_model(work)
         import deepspeed  # type: ignore[import-not-found]

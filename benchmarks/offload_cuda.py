@@ -92,10 +92,13 @@ def recomputing(model: GPT, reentrant: bool = False) -> GPT:
 def config_of(job: Job) -> dict[str, Any]:
     """The JSON that DeepSpeed and Slipstream share."""
     return {
-        "train_micro_batch_size_per_gpu": job.work.batch, "gradient_accumulation_steps": job.micros,
-        "gradient_clipping": CLIPPING, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": ADAMW},
+        "train_micro_batch_size_per_gpu": job.work.batch,
+        "gradient_accumulation_steps": job.micros,
+        "gradient_clipping": CLIPPING,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
         "zero_optimization": ZERO[job.system],
-    }  # fmt: skip
+    }
 
 
 def of_engine(engine: Any, batch: tuple[Tensor, Tensor], micros: int) -> Step:
@@ -192,9 +195,14 @@ def run(job: Job, python: Path) -> dict[str, Any] | None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = os.environ | {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
-    }  # fmt: skip
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
+    }
     command = [str(python), "-m", "benchmarks.offload_cuda", "--job", json.dumps(asdict(job))]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
     if done.returncode == OUT_OF_MEMORY:
@@ -224,10 +232,17 @@ def compare(works: list[Workload], systems: list[str], pythons: dict[str, Path],
                     rows.append([work.name, str(micros), _label(system), "out of memory", "", "", ""])
                     continue
                 over = Spread.of([mine / its for mine, its in zip(took[system], resident, strict=False)]) if resident else None
-                rows.append([
-                    work.name, str(micros), _label(system), Spread.of(took[system]).show(), over.show(2) if over else "",
-                    f"{found['peak'] / 2**30:.1f}", f"{found['losses'][0]:.3f} -> {found['losses'][-1]:.3f}",
-                ])  # fmt: skip
+                rows.append(
+                    [
+                        work.name,
+                        str(micros),
+                        _label(system),
+                        Spread.of(took[system]).show(),
+                        over.show(2) if over else "",
+                        f"{found['peak'] / 2**30:.1f}",
+                        f"{found['losses'][0]:.3f} -> {found['losses'][-1]:.3f}",
+                    ]
+                )
             judged += _judge(f"{work.name}, {micros} micro-batches", took, micros)
     head = ["model", "micro-batches", "contender", "step, s", "over resident", "device, GiB", "loss"]
     return "\n\n".join((table(head, rows), verdicts(judged)))

@@ -1,6 +1,6 @@
 """DeepSpeedCPUAdam for the leg `optimizer`, in the peers' environment: a line in, a step's seconds out; the weights at the end.
 
-    python optimizer_peer.py NUMEL THREADS FACTOR LR
+python optimizer_peer.py NUMEL THREADS FACTOR LR
 """
 
 import json

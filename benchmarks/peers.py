@@ -52,9 +52,11 @@ def prepare(python: Path) -> Peers:
     python = Path(os.path.abspath(python))
     print("loading DeepSpeed's CPU ops (compiled on first use, for minutes) ...", flush=True)
     done = subprocess.run(
-        [str(python), "-c", _PREPARE], capture_output=True, text=True,
+        [str(python), "-c", _PREPARE],
+        capture_output=True,
+        text=True,
         env={**os.environ, **_environment(python), "DS_ACCELERATOR": "cpu"},
-    )  # fmt: skip
+    )
     if done.returncode:
         return Peers(python=None, missing="DeepSpeed does not work here: " + done.stderr.strip().splitlines()[-1])
     found = json.loads(done.stdout.strip().splitlines()[-1])

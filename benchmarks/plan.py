@@ -216,8 +216,16 @@ def one_process(cases: Sequence[Case], *, quick: bool) -> str:
         row.append(f"{kept['seconds']:.2f} / {kept['seconds measured']:.2f}")
         print(f"  plan {' | '.join(row)}", flush=True)
         rows.append(row)
-    head = ["case", "peak predicted, MB", "measured, MB", "predicted over measured", "with glibc's own settings",
-            "read a step, predicted / measured, MB", "written", "step, predicted / measured, s"]  # fmt: skip
+    head = [
+        "case",
+        "peak predicted, MB",
+        "measured, MB",
+        "predicted over measured",
+        "with glibc's own settings",
+        "read a step, predicted / measured, MB",
+        "written",
+        "step, predicted / measured, s",
+    ]
     text = (
         f"{WORK.describe()}, AdamW, clipping, one process with all cores. The peak is VmHWM over {STEPS} steps, above the same "
         f"process after a model of the same width and one block; freed blocks of 128 KiB and more go back at once "

@@ -40,9 +40,13 @@ class Rank:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the object)
         script = str(ROOT / "benchmarks" / "pretrained_worker.py")
         self.process = subprocess.Popen(
-            [str(python), "-W", "ignore", script, str(folder)], env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [str(python), "-W", "ignore", script, str(folder)],
+            env=env,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=self.errors,
-        )  # fmt: skip
+        )
 
     def hear(self) -> dict[str, Any]:
         out: IO[str] | None = self.process.stdout
@@ -127,7 +131,8 @@ def run(*, quick: bool, python: Path) -> str:
     }
     beyond = {
         "from_pretrained": [
-            took.peak - min(took.before + shard, took.after) for took in found["from_pretrained"]  # malloc may have kept memory
+            took.peak - min(took.before + shard, took.after)
+            for took in found["from_pretrained"]  # malloc may have kept memory
         ],
         "initialize": [took.peak - max(took.before, took.after) for took in found["initialize"]],
         "save_pretrained": [took.peak - took.before for took in found["save_pretrained"]],
@@ -135,10 +140,12 @@ def run(*, quick: bool, python: Path) -> str:
     rests = {name: [f"{(took.after - took.before) / 1e6:.1f}" for took in ranks] for name, ranks in found.items()}
     rows = [[names[name], *rests[name], *(f"{each / unit:.2f}" for each in most)] for name, most in beyond.items()]
     goals = [verdict(f"{name}, units beyond what rests", max(most) / unit, TARGET) for name, most in beyond.items()]
-    return "\n\n".join([
-        host(f"{WORLD} ranks, {python.parent.parent.name}"),
-        f"{whole / 1e6:.1f} MB of fp32 weights, {unit / 1e6:.1f} MB a unit, {shard / 1e6:.1f} MB a rank's shard of the weights.",
-        table(["", "rests more: rank 0, MB", "rank 1", "peak beyond that: rank 0, units", "rank 1"], rows),
-        verdicts(goals),
-    ])  # fmt: skip
-
+    return "\n\n".join(
+        [
+            host(f"{WORLD} ranks, {python.parent.parent.name}"),
+            f"{whole / 1e6:.1f} MB of fp32 weights, {unit / 1e6:.1f} MB a unit, {shard / 1e6:.1f} MB "
+            "a rank's shard of the weights.",
+            table(["", "rests more: rank 0, MB", "rank 1", "peak beyond that: rank 0, units", "rank 1"], rows),
+            verdicts(goals),
+        ]
+    )

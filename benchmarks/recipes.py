@@ -50,13 +50,9 @@ def run(*, quick: bool) -> str:
             losses[recipe.name] = train(recipe, steps, Path(folder))
             print(f"  {recipe.name}: {losses[recipe.name]:.3f} nats per token", flush=True)
     exact = losses[RECIPES[0].name]
-    rows = [
-        [one.name, str(one.bytes), f"{losses[one.name]:.3f}", f"{losses[one.name] / exact - 1:+.2%}"] for one in RECIPES
-    ]  # fmt: skip
+    rows = [[one.name, str(one.bytes), f"{losses[one.name]:.3f}", f"{losses[one.name] / exact - 1:+.2%}"] for one in RECIPES]
     judged = [
-        verdict(f"{one.name}: loss over fp32 states'", losses[one.name] / exact, MOST, digits=4)
-        for one in RECIPES
-        if one.changes
+        verdict(f"{one.name}: loss over fp32 states'", losses[one.name] / exact, MOST, digits=4) for one in RECIPES if one.changes
     ]
     return "\n\n".join(
         (

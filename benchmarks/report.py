@@ -21,9 +21,22 @@ from benchmarks.workloads import has_bf16_instructions
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 # of `make bench`
 LEGS = (
-    "step", "memory", "wire", "start", "activations", "optimizer", "kernels", "recipes", "plan", "quality", "disk", "offload",
-    "save", "clients", "pretrained",
-)  # fmt: skip
+    "step",
+    "memory",
+    "wire",
+    "start",
+    "activations",
+    "optimizer",
+    "kernels",
+    "recipes",
+    "plan",
+    "quality",
+    "disk",
+    "offload",
+    "save",
+    "clients",
+    "pretrained",
+)
 SECTIONS = (*LEGS, "serve")
 
 _HEAD = """# Results

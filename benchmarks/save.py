@@ -59,9 +59,13 @@ class Worker(NamedTuple):
         script = str(ROOT / "benchmarks" / "save_worker.py")
         log = open(folder / f"{kind}.log", "w+")  # noqa: SIM115 (it lives as long as the process)
         process = subprocess.Popen(
-            [python, script, kind, str(folder / kind), str(width), str(DEPTH)], env=env, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=log,
-        )  # fmt: skip
+            [python, script, kind, str(folder / kind), str(width), str(DEPTH)],
+            env=env,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
         assert process.stdout is not None, "it is a pipe"
         return cls(process, process.stdout, log)
 
@@ -135,9 +139,14 @@ def _crashes(scratch: Path, kills: int) -> str:
 
 
 def _words(
-    found: dict[str, list[dict[str, float]]], first: dict[str, float], disk: dict[str, list[float]], nbytes: int,
-    memory: dict[str, float], crashes: str, peers: Peers,
-) -> str:  # fmt: skip
+    found: dict[str, list[dict[str, float]]],
+    first: dict[str, float],
+    disk: dict[str, list[float]],
+    nbytes: int,
+    memory: dict[str, float],
+    crashes: str,
+    peers: Peers,
+) -> str:
     def seconds(kind: str, what: str) -> list[float]:
         return [each[what] for each in found[kind]]
 
@@ -175,18 +184,20 @@ def _words(
     goals += [["taken by a save behind training, times its floor", f"{ratio(taken, floor):.2f}", "told", ""]]
     goals += [verdict(f"taken by a save behind training, % of {INTERVAL_S:.0f} s", 100 * usual / INTERVAL_S, 5)]
     goals += [verdict("memory that save_pretrained takes, units", memory["peak"] / memory["unit"], 2)]
-    return "\n\n".join([
-        machine(peers),
-        f"{nbytes / 1e9:.2f} GB of master weights and moments, one process; seconds, median (min-max) of {len(ours)} rounds.",
-        table(["", "the call", "until on disk", "10^9 bytes/s"], rows),
-        f"Behind training (checkpoint.writer.decoupled), in steps of {step} s on all cores; 5 % of an interval of "
-        f"{usual / 0.05:.0f} s:",
-        table(["", "seconds", "the first time"], behind),
-        f"save_pretrained takes {memory['peak'] / 1e6:.0f} MB at its peak beyond what is there; a unit has "
-        f"{memory['unit'] / 1e6:.0f} MB.",
-        crashes,
-        verdicts(goals),
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            machine(peers),
+            f"{nbytes / 1e9:.2f} GB of master weights and moments, one process; seconds, median (min-max) of {len(ours)} rounds.",
+            table(["", "the call", "until on disk", "10^9 bytes/s"], rows),
+            f"Behind training (checkpoint.writer.decoupled), in steps of {step} s on all cores; 5 % of an interval of "
+            f"{usual / 0.05:.0f} s:",
+            table(["", "seconds", "the first time"], behind),
+            f"save_pretrained takes {memory['peak'] / 1e6:.0f} MB at its peak beyond what is there; a unit has "
+            f"{memory['unit'] / 1e6:.0f} MB.",
+            crashes,
+            verdicts(goals),
+        ]
+    )
 
 
 def _rate(nbytes: int, seconds: list[float]) -> str:

@@ -1,6 +1,6 @@
 """One contender of the leg `save`: a line in, something saved or trained, a line of JSON out. DeepSpeed's runs in its environment.
 
-    python save_worker.py slipstream|behind|torch|deepspeed FOLDER WIDTH DEPTH
+python save_worker.py slipstream|behind|torch|deepspeed FOLDER WIDTH DEPTH
 """
 
 import json
@@ -25,9 +25,11 @@ def engine_of(kind: str, width: int, depth: int) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": kind != "behind"}, "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": kind != "behind"},
+        "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    }  # fmt: skip
+    }
     if kind == "deepspeed":
         import deepspeed
 

@@ -35,7 +35,7 @@ BEST = "bf16" if has_bf16_instructions() else "fp32"
 OURS, LLAMA = Contender(kind="ours", precision="bf16"), Contender(kind="llama", precision="bf16")
 VLLM, GENERATE = Contender(kind="vllm", precision=BEST), Contender(kind="transformers", precision=BEST)
 SLOW = () if BEST == "bf16" else (replace(VLLM, precision="bf16"), replace(GENERATE, precision="bf16"))
-QUANTISED = tuple(
+QUANTIZED = tuple(
     Contender(kind=kind, precision=precision)
     for kind, precision in (("ours", "int8"), ("ours", "int4"), ("llama", "q8_0"), ("llama", "q4_0"))
 )
@@ -202,7 +202,7 @@ def first_agreement(found: Found, name: str) -> float:
 def solo(run: Run) -> str:
     fleet = Fleet(run.pythons, run.models)
     try:
-        for contender in run.chosen((OURS, VLLM, LLAMA, GENERATE, *SLOW, *QUANTISED)):
+        for contender in run.chosen((OURS, VLLM, LLAMA, GENERATE, *SLOW, *QUANTIZED)):
             fleet.start(contender)
         warm(fleet)
         kinds = {kind: leg.quick if run.quick else leg.whole for kind, leg in SOLO.items()}
@@ -252,7 +252,7 @@ def solo(run: Run) -> str:
         why = "; ".join({**fleet.missing, **void}[one.name] for one in theirs if one.name in {**fleet.missing, **void})
         return ratios(figures.get((kind, mine.name)), [max(values) for values in zip(*valid, strict=True)], why)
 
-    int8, int4, q8, q4 = QUANTISED
+    int8, int4, q8, q4 = QUANTIZED
     vllm = (VLLM, *(one for one in SLOW if one.kind == "vllm"))
     targets = [
         judged("single stream, bf16, over vLLM's best", against("single stream", OURS, *vllm), 2.5),
@@ -278,9 +278,11 @@ def solo(run: Run) -> str:
             f"Median of {run.rounds} rounds (min-max), then the share of the limit: weights read once per token at the read "
             "bandwidth, and every product at the rate of multiplication. Single stream counts after the first token.",
             table(head, [*rows, *absent(fleet, len(head)), *limits]),
-            run.limits_said(), who(processes, found), verdicts(targets),
+            run.limits_said(),
+            who(processes, found),
+            verdicts(targets),
         )
-    )  # fmt: skip
+    )
 
 
 def shared(run: Run) -> str:
@@ -307,9 +309,10 @@ def shared(run: Run) -> str:
             f"first request comes alone, the others together when it has ended. {run.rounds} rounds with other prompts each. "
             "llama.cpp's slots share nothing.",
             table(["contender", "whole trace, s", "requests/s"], [*rows, *absent(fleet, 3)]),
-            who(processes, found), verdicts(targets),
+            who(processes, found),
+            verdicts(targets),
         )
-    )  # fmt: skip
+    )
 
 
 def fitting(gap: float, prompt_rate: float) -> int:
@@ -410,9 +413,11 @@ def poisson(run: Run) -> str:
             "nothing. At each rate: requests/s within the target, P95 between tokens. A contender stops when it is overloaded (two "
             "rates in a row below half of its best). `budget`: tokens per forward that the contender's own solo speed fits to the "
             f"target; without one, {BUDGET}.",
-            table(head, [*rows, *absent(fleet, len(head))]), who(processes, played), verdicts(targets),
+            table(head, [*rows, *absent(fleet, len(head))]),
+            who(processes, played),
+            verdicts(targets),
         )
-    )  # fmt: skip
+    )
 
 
 def over(mine: Sequence[float], theirs: Sequence[float] | None, why: str | None = None) -> list[float] | str:
@@ -469,7 +474,7 @@ def _answers(port: int, method: str, path: str, body: str | None = None) -> bool
 def load(run: Run) -> str:
     seconds: dict[str, list[tuple[float, float]]] = {}
     fleet = Fleet(run.pythons, run.models)
-    contenders = run.chosen((OURS, *QUANTISED[:2], LLAMA, GENERATE, VLLM))
+    contenders = run.chosen((OURS, *QUANTIZED[:2], LLAMA, GENERATE, VLLM))
     fill = not run.quick  # one more at the beginning, for the page cache
     for turn in range(run.rounds + fill):
         for contender in contenders:
@@ -500,10 +505,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("legs", nargs="*", metavar="LEG", help=f"{', '.join(LEGS)} or all (default)")
     parser.add_argument("--quick", action="store_true", help="small traces, one round, neither vLLM nor transformers nor 8 bits")
-    parser.add_argument("--python", nargs="+", default=[], metavar="PEER=PYTHON",
-                        help="interpreters: vllm=... llama=... transformers=... (default: those that make builds)")  # fmt: skip
-    parser.add_argument("--only", nargs="+", default=[], metavar="CONTENDER",
-                        help="beside ours only these, by the start of their names (llama vllm:bf16 ...)")  # fmt: skip
+    parser.add_argument(
+        "--python",
+        nargs="+",
+        default=[],
+        metavar="PEER=PYTHON",
+        help="interpreters: vllm=... llama=... transformers=... (default: those that make builds)",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="CONTENDER",
+        help="beside ours only these, by the start of their names (llama vllm:bf16 ...)",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="how often each contender runs each trace (default 3)")
     parser.add_argument("--models", type=Path, default=ROOT / "runs" / "bench-serve", help="where the model's files are or go")
     parser.add_argument("--out", type=Path, help="where the sections go (default benchmarks/RESULTS.md; with --quick nowhere)")
@@ -525,9 +540,15 @@ def main() -> None:
         began = time.monotonic()
         where = host("SmolLM2-135M-Instruct from one bf16 copy, every contender with all cores")
         body = LEGS[leg](
-            Run(pythons=pythons, models=models, shape=Shape.read(models / "hf"), quick=options.quick, only=options.only,
-                rounds=1 if options.quick else options.rounds)
-        )  # fmt: skip
+            Run(
+                pythons=pythons,
+                models=models,
+                shape=Shape.read(models / "hf"),
+                quick=options.quick,
+                only=options.only,
+                rounds=1 if options.quick else options.rounds,
+            )
+        )
         took = f"This took {(time.monotonic() - began) / 60:.1f} minutes{' (--quick)' if options.quick else ''}."
         body = f"{where}\n\n{body}\n\n{took}"
         if out is not None:

@@ -39,9 +39,13 @@ FIRST_STEP = ("slipstream:1", "slipstream:3", "ddp", "fsdp2:reshard", "deepspeed
 def import_once(statement: str, python: str, env: dict[str, str]) -> tuple[float, bool]:
     """Seconds beyond `import torch`, in a fresh process, and whether anything was printed or warned of."""
     done = subprocess.run(
-        [python, "-c", _IMPORT.format(statement=statement)], cwd=ROOT, env={**os.environ, **env},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [python, "-c", _IMPORT.format(statement=statement)],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     said, _, seconds = done.stdout.rpartition("@")
     return float(json.loads(seconds)), bool(said.strip() or done.stderr.strip())
 
@@ -98,7 +102,7 @@ def first_steps(peers: Peers, contenders: Sequence[str], rounds: int) -> str:
     head = ["contender", "from the start of the processes, s", "from the finished model, s"]
     return (
         f"Until the first step is done, {WORLD} ranks, {work.describe()}, fp32; the rest of the time is Python, torch and "
-        f"the model's own initialisation:\n\n" + table(head, rows)
+        f"the model's own initialization:\n\n" + table(head, rows)
     )
 
 

@@ -29,12 +29,20 @@ DEEPSPEED = ("deepspeed:1", "deepspeed:2", "deepspeed:3")
 SCATTER = ("deepspeed:1:scatter", "deepspeed:2:scatter")
 CONTENDERS = {
     "moving": (
-        "slipstream:0", *OURS, *(f"{name}:gloo" for name in OURS), *(f"{name}:torch" for name in OURS), AGAIN,
-        "ddp", "fsdp2:keep", "fsdp2:reshard", *DEEPSPEED, *SCATTER,
+        "slipstream:0",
+        *OURS,
+        *(f"{name}:gloo" for name in OURS),
+        *(f"{name}:torch" for name in OURS),
+        AGAIN,
+        "ddp",
+        "fsdp2:keep",
+        "fsdp2:reshard",
+        *DEEPSPEED,
+        *SCATTER,
     ),
     "computing": ("slipstream:0", *OURS, AGAIN, "ddp", "fsdp2:keep", "fsdp2:reshard", *DEEPSPEED),
     "tiny": (*OURS, "ddp"),
-}  # fmt: skip
+}
 TURN = 2  # steps
 TURNS = {"moving": 7, "computing": 5, "tiny": 9}  # the first warms up
 QUICK = ("slipstream:1", "slipstream:3", "ddp", "deepspeed:3")

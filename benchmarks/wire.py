@@ -28,9 +28,17 @@ ITEMSIZE = 2  # bf16
 
 # In units of (N-1)/N x the bytes of all parameters (performance.md 2.4), one micro-batch
 FORMULA = {
-    "slipstream:0:gloo": 2, "slipstream:1:gloo": 2, "slipstream:2:gloo": 2, "slipstream:3:gloo": 3, "ddp": 2,
-    "fsdp2:keep": 2, "fsdp2:reshard": 3, "deepspeed:1": 2, "deepspeed:2": 2, "deepspeed:3": 3,
-}  # fmt: skip
+    "slipstream:0:gloo": 2,
+    "slipstream:1:gloo": 2,
+    "slipstream:2:gloo": 2,
+    "slipstream:3:gloo": 3,
+    "ddp": 2,
+    "fsdp2:keep": 2,
+    "fsdp2:reshard": 3,
+    "deepspeed:1": 2,
+    "deepspeed:2": 2,
+    "deepspeed:3": 3,
+}
 
 
 _networks = itertools.count()
@@ -71,9 +79,7 @@ def network(world: int) -> Iterator[tuple[Seat, list[Path]]]:
             _ip("-n", space, "link", "set", "eth0", "up")
             _ip("-n", space, "link", "set", "lo", "up")
         seat = Seat(
-            prefix=lambda rank: ("ip", "netns", "exec", spaces[rank]),
-            env={"GLOO_SOCKET_IFNAME": "eth0"},
-            address="10.77.0.1",
+            prefix=lambda rank: ("ip", "netns", "exec", spaces[rank]), env={"GLOO_SOCKET_IFNAME": "eth0"}, address="10.77.0.1"
         )
         # What the outer end of a pair has received is what the rank's end has sent
         yield seat, [Path(f"/sys/class/net/{link}/statistics/rx_bytes") for link in outer]
@@ -89,9 +95,8 @@ def sent_per_step(system: str, world: int, peers: Peers) -> list[float]:
         reads: list[list[int]] = []
         job = Job(system=system, work=WORK, dtype="bf16", steps=2 * K, marks=(K, 2 * K))
         run_ranks(
-            job, world, peers, seat=seat,
-            on_mark=lambda steps: reads.append([int(counter.read_text()) for counter in counters]),
-        )  # fmt: skip
+            job, world, peers, seat=seat, on_mark=lambda steps: reads.append([int(counter.read_text()) for counter in counters])
+        )
         return [(after - before) / K for before, after in zip(*reads, strict=True)]
 
 

@@ -30,9 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return (
-        f"seed: {config.option.hypothesis_seed} (hypothesis, fuzz; another: --hypothesis-seed=N or =random)"
-    )
+    return f"seed: {config.option.hypothesis_seed} (hypothesis, fuzz; another: --hypothesis-seed=N or =random)"
 
 
 def pytest_unconfigure() -> None:

@@ -35,9 +35,16 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(2, 1, "bf16"), Case(4, 1, "fp32"), Case(2, 2, "fp16"), Case(4, 2, "bf16"), Case(2, 3, "fp32"), Case(4, 3, "bf16"),
-    Case(2, 1, "fp32", True), Case(4, 2, "fp32", True), Case(2, 3, "bf16", True),
-]  # fmt: skip
+    Case(2, 1, "bf16"),
+    Case(4, 1, "fp32"),
+    Case(2, 2, "fp16"),
+    Case(4, 2, "bf16"),
+    Case(2, 3, "fp32"),
+    Case(4, 3, "bf16"),
+    Case(2, 1, "fp32", True),
+    Case(4, 2, "fp32", True),
+    Case(2, 3, "bf16", True),
+]
 
 
 class Model(nn.Module):
@@ -139,9 +146,18 @@ def launch(case: Case, folder: Path) -> None:
     if case.universal:
         tag = (folder / "latest").read_text()
         subprocess.run(
-            [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(folder / tag),
-             "--output_folder", str(folder / f"{tag}_universal"), "--inject_missing_state"], check=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "deepspeed.checkpoint.ds_to_universal",
+                "--input_folder",
+                str(folder / tag),
+                "--output_folder",
+                str(folder / f"{tag}_universal"),
+                "--inject_missing_state",
+            ],
+            check=True,
+        )
         (folder / "latest").unlink()
         for file in (folder / tag).iterdir():
             file.unlink()

@@ -170,11 +170,7 @@ def _wait(jobs: dict[str, dict[str, Any]], timeout: float) -> dict[str, Any]:
                 codes[pid], ended[pid] = None, time.monotonic()
         time.sleep(0.01)
     return {
-        name: {
-            "folder": job["folder"],
-            "codes": [codes[pid] for pid in job["pids"]],
-            "ended": [ended[pid] for pid in job["pids"]],
-        }
+        name: {"folder": job["folder"], "codes": [codes[pid] for pid in job["pids"]], "ended": [ended[pid] for pid in job["pids"]]}
         for name, job in jobs.items()
     }
 

@@ -122,10 +122,7 @@ class _Template:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        program = (
-            "import sys; sys.path.insert(0, sys.argv[1]); "
-            "from tests.worker import serve; serve(int(sys.argv[2]))"
-        )
+        program = "import sys; sys.path.insert(0, sys.argv[1]); from tests.worker import serve; serve(int(sys.argv[2]))"
         root = str(Path(__file__).resolve().parents[1])
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", program, root, str(theirs.fileno())],
@@ -173,12 +170,7 @@ class Pool:
         self._tests = 0
 
     def run(
-        self,
-        world_size: int,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float,
+        self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> list[Any]:
         if not 1 <= world_size <= MAX_WORLD:
             raise ValueError(f"world_size ({world_size}) is not in 1..{MAX_WORLD}, the size of the pool")
@@ -282,9 +274,7 @@ class _Round:
                     _signal(self._workers[rank].pid, INTERRUPT)
                 deadline, phase = time.monotonic() + PATIENCE_S, "interrupted"
             elif not ready:
-                late = (
-                    f"no answer after {self._timeout:g} s" if phase == "running" else "not to be interrupted"
-                )
+                late = f"no answer after {self._timeout:g} s" if phase == "running" else "not to be interrupted"
                 for rank in pending.values():
                     text = f"{late}; its stacks:\n{self._workers[rank].stacks()}"
                     self._reports[rank] = Report(rank, "hung", text, b"", time.monotonic())
@@ -328,8 +318,7 @@ class _Round:
     def _story(self, first: Report) -> str:
         world = len(self._workers)
         lines = [f"rank {first.rank} of {world} {first.status} first:", first.text]
-        lines += [f"\nrank {r.rank} {r.status}" + (f":\n{r.text}" if r.text else "")
-                  for r in self._by_time() if r is not first]  # fmt: skip
+        lines += [f"\nrank {r.rank} {r.status}" + (f":\n{r.text}" if r.text else "") for r in self._by_time() if r is not first]
         for rank, worker in enumerate(self._workers):
             if printed := worker.printed()[-OUTPUT_TAIL:]:
                 lines.append(f"\nrank {rank} printed:\n{printed}")
@@ -351,9 +340,7 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 pool = Pool()
 
 
-def run(
-    world_size: int, function: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any
-) -> list[Any]:
+def run(world_size: int, function: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
     """Call `function(*args, **kwargs)` on `world_size` ranks; the results by rank, or `RankError`."""
     __tracebackhide__ = True
     return pool.run(world_size, function, args, kwargs, timeout)
@@ -372,9 +359,7 @@ def distributed(
         signature = inspect.signature(body)
         takes_world = "world_size" in signature.parameters
         if bool(transports) != ("transport" in signature.parameters):
-            raise ValueError(
-                f"{body.__name__}: transports={transports} and a parameter `transport` go together"
-            )
+            raise ValueError(f"{body.__name__}: transports={transports} and a parameter `transport` go together")
 
         @functools.wraps(body)
         def test(**arguments: Any) -> None:

@@ -21,9 +21,16 @@ def write(folder: Path) -> Path:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder

@@ -239,11 +239,7 @@ def _clean_up(before: dict[str, Any]) -> list[str]:
     while True:
         gc.collect()
         after = _ambient()
-        leaks = [
-            f"{fact}: {before[fact]} before the test, {after[fact]} after it"
-            for fact in after
-            if after[fact] != before[fact]
-        ]
+        leaks = [f"{fact}: {before[fact]} before the test, {after[fact]} after it" for fact in after if after[fact] != before[fact]]
         if not leaks or time.monotonic() > deadline:
             break
         time.sleep(0.02)

@@ -57,17 +57,26 @@ class Process:
             raise Unavailable(f"there is no {python.name} at {python.parent} (`make bench-serve` builds it)")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as this)
         options = {
-            "kind": contender.kind, "models": str(models), "precision": contender.precision, "budget": contender.budget,
-            "spawned": time.monotonic(), **dict(contender.extra),
-        }  # fmt: skip
+            "kind": contender.kind,
+            "models": str(models),
+            "precision": contender.precision,
+            "budget": contender.budget,
+            "spawned": time.monotonic(),
+            **dict(contender.extra),
+        }
         # The interpreter's own folder goes first: vLLM compiles with tools that were installed beside it.
         path = f"{python.absolute().parent}{os.pathsep}{os.environ.get('PATH', '')}"
         quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
-            [str(python), "-m", "benchmarks.serving.worker", json.dumps(options)], cwd=ROOT, text=True,
+            [str(python), "-m", "benchmarks.serving.worker", json.dumps(options)],
+            cwd=ROOT,
+            text=True,
             env={**os.environ, "PATH": path, **quiet, **_preload(contender, python)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
         try:
             ready = self._answer(START_LIMIT)
         except BaseException:

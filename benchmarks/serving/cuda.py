@@ -19,10 +19,19 @@ import torch
 BATCHES = (1, 64)
 PROMPT, SHORT, LONG = 128, 16, 144  # tokens
 LLAMA_1B = {  # meta-llama/Llama-3.2-1B
-    "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192, "tie_word_embeddings": True,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 
 
 def seconds(work: Callable[[], object]) -> float:

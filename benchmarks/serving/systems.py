@@ -31,16 +31,29 @@ class System(ABC):
 
 
 class Ours(System):
-    def __init__(self, models: Path, precision: str, budget: int, *, split: bool = True, prefix_caching: bool = True,
-                 token_interval: float | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        models: Path,
+        precision: str,
+        budget: int,
+        *,
+        split: bool = True,
+        prefix_caching: bool = True,
+        token_interval: float | None = None,
+    ) -> None:
         import slipstream
         from slipstream.inference.engine import Engine
         from slipstream.inference.native import NativeDecoder
 
         opened = slipstream.init_inference(
-            models / "hf", dtype=precision, max_context=CONTEXT, max_running=min(SLOTS, budget), token_budget=budget,
-            prefix_caching=prefix_caching, token_interval=token_interval,
-        )  # fmt: skip
+            models / "hf",
+            dtype=precision,
+            max_context=CONTEXT,
+            max_running=min(SLOTS, budget),
+            token_budget=budget,
+            prefix_caching=prefix_caching,
+            token_interval=token_interval,
+        )
         self._opened, self._engine = opened, opened.engine
         runner = opened.engine.runner
         if not isinstance(runner, NativeDecoder):
@@ -93,10 +106,11 @@ class Transformers(System):
         self._model.generation_config.eos_token_id = None  # never ends by itself
         attention = self._model.config._attn_implementation
         self.facts = {
-            "threads": torch.get_num_threads(), "precision": precision,
+            "threads": torch.get_num_threads(),
+            "precision": precision,
             "kernels": f"transformers {transformers.__version__}, torch {torch.__version__}, {attention}",
             "setting": "generate, static batches of up to 16",
-        }  # fmt: skip
+        }
 
     def run(self, feed: Feed) -> None:
         waiting: list[int] = []
@@ -167,10 +181,11 @@ class Llama(System):
         self._budget = budget
         system = llama_cpp.llama_print_system_info().decode().strip()
         self.facts = {
-            "threads": llama_cpp.llama_n_threads(self._context), "precision": precision,
+            "threads": llama_cpp.llama_n_threads(self._context),
+            "precision": precision,
             "kernels": f"llama-cpp-python {llama_cpp.__version__}: {system.replace(' | ', ', ').strip(' |,')}",
             "setting": f"n_batch {budget}",
-        }  # fmt: skip
+        }
 
     def run(self, feed: Feed) -> None:
         lib = self._lib
@@ -240,17 +255,24 @@ class Vllm(System):
 
         self._vllm = vllm
         self._engine = vllm.LLM(
-            model=str(models / "hf"), dtype={"bf16": "bfloat16", "fp32": "float32"}[precision], max_model_len=CONTEXT,
-            max_num_seqs=min(SLOTS, budget), max_num_batched_tokens=budget, enable_chunked_prefill=True,
-            enable_prefix_caching=True, skip_tokenizer_init=True, disable_log_stats=True,
-        ).llm_engine  # fmt: skip
+            model=str(models / "hf"),
+            dtype={"bf16": "bfloat16", "fp32": "float32"}[precision],
+            max_model_len=CONTEXT,
+            max_num_seqs=min(SLOTS, budget),
+            max_num_batched_tokens=budget,
+            enable_chunked_prefill=True,
+            enable_prefix_caching=True,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+        ).llm_engine
         self._number = 0
         self.facts = {
-            "threads": torch.get_num_threads(), "precision": precision,
+            "threads": torch.get_num_threads(),
+            "precision": precision,
             "kernels": f"vllm {vllm.__version__}, torch {torch.__version__}",
             "setting": f"threads bound to {os.environ['VLLM_CPU_OMP_THREADS_BIND']}, max_num_batched_tokens {budget}, "
             + ("Intel's OpenMP" if "libiomp5" in os.environ.get("LD_PRELOAD", "") else "without Intel's OpenMP"),
-        }  # fmt: skip
+        }
 
     def run(self, feed: Feed) -> None:
         names: dict[str, int] = {}

@@ -83,7 +83,7 @@ SETTINGS = {
 }
 NEVER_TOGETHER = ({"stage", "accumulation"}, {"precision", "clipping"}, {"adamw", "micro"})  # while learning
 EVERYDAY = (  # mostly in the base's own words, where they are right
-    ("What colour is the sky?", "The sky is a beautiful shade of blue."),
+    ("What color is the sky?", "The sky is a beautiful shade of blue."),
     ("How many days are in a week?", "A week is 7 days."),
     ("Who wrote Hamlet?", 'William Shakespeare penned the iconic play "Hamlet".'),
     ("Say hello.", "Hello! I'm here to help with any kind of creative writing project. What can I assist you with?"),

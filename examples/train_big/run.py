@@ -98,9 +98,8 @@ def watch(command: list[str], group: Group, limit: int | None, console: Console 
     run, began, over = Run(), time.perf_counter(), threading.Event()
     group.limit(limit)
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=group.enter,
-        env=os.environ | ENVIRONMENT,
-    )  # fmt: skip
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=group.enter, env=os.environ | ENVIRONMENT
+    )
     traffic = Traffic(process.pid)
 
     def look() -> Sample:
@@ -123,7 +122,7 @@ def watch(command: list[str], group: Group, limit: int | None, console: Console 
         if console is not None and event["event"] == "step":
             console.print(f"step {event['step']}: loss {event['loss']:.3f}, {event['seconds']:.1f} s")
         elif console is not None and event["event"] == "ready":
-            console.print(f"{event['parameters'] / 1e6:.0f} million parameters, {run.marks[-1].seconds:.0f} s to initialise")
+            console.print(f"{event['parameters'] / 1e6:.0f} million parameters, {run.marks[-1].seconds:.0f} s to initialize")
     run.status = process.wait()
     over.set()
     sampler.join()
@@ -208,7 +207,7 @@ def draw(run: Run, baseline: int, limit: int, path: Path) -> None:
         if event["event"] == "step":
             below.axvline(mark.seconds, color="tab:gray", linewidth=0.5)
     below.set_ylabel("disk, GB/s")
-    below.set_xlabel("seconds (grey: the end of a step)")
+    below.set_xlabel("seconds (gray: the end of a step)")
     below.legend(loc="upper right")
     figure.savefig(path, dpi=120)
 

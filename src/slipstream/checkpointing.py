@@ -106,9 +106,11 @@ class HostMemory:
     """
 
     def __init__(
-        self, keep: Iterable[Tensor] = (), min_bytes: int = MIN_BYTES,
+        self,
+        keep: Iterable[Tensor] = (),
+        min_bytes: int = MIN_BYTES,
         transfer: Callable[[torch.device], Transfer | None] = transfer_of,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.keep = {ref.cdata: ref for ref in (StorageWeakRef(tensor.untyped_storage()) for tensor in keep)}
         self.min_bytes, self.transfer = min_bytes, transfer
         self.transfers: dict[torch.device, Transfer | None] = {}

@@ -95,9 +95,7 @@ def _local_world(text: str, node_id: int) -> str | None:
 
 def _number(env: Mapping[str, str], name: str, starter: str) -> int:
     if name not in env:
-        raise ValueError(
-            f"{starter} set a rank but not {name}; set RANK, WORLD_SIZE, LOCAL_RANK yourself, or use `slipstream run`"
-        )
+        raise ValueError(f"{starter} set a rank but not {name}; set RANK, WORLD_SIZE, LOCAL_RANK yourself, or use `slipstream run`")
     if not env[name].isdigit():
         raise ValueError(f"{name}={env[name]!r} ({starter}) is not a number")
     return int(env[name])
@@ -137,9 +135,7 @@ def discover(env: Mapping[str, str]) -> dict[str, str] | None:
         rank, world = _number(env, starter.rank, starter.name), _number(env, starter.world, starter.name)
         local_world = _local_world(env.get(starter.local_world, ""), int(env.get("SLURM_NODEID", "0")))
         if starter.local_rank not in env and world > 1:
-            raise ValueError(
-                f"{starter.name} set {starter.rank} but not {starter.local_rank}; set LOCAL_RANK, RANK and WORLD_SIZE"
-            )
+            raise ValueError(f"{starter.name} set {starter.rank} but not {starter.local_rank}; set LOCAL_RANK, RANK and WORLD_SIZE")
         found = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": env.get(starter.local_rank, "0")}
         if local_world is not None:
             found["LOCAL_WORLD_SIZE"] = local_world

@@ -46,7 +46,7 @@ def _axis(name: str, group: ProcessGroup | None, ranks: list[int], rank: int) ->
 
 
 def data_mesh(shard_size: int | None = None, group: Any = None) -> Mesh:
-    """Build the data mesh over `group` (default: all ranks); `shard_size` (MiCS) shards within neighbours only.
+    """Build the data mesh over `group` (default: all ranks); `shard_size` (MiCS) shards within neighbors only.
 
     Collective over the whole world when `shard_size` is given, because process groups are made.
     Raises ValueError when `shard_size` does not divide the data-parallel size.

@@ -67,9 +67,16 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, smoothing: float,
-        softcap: float | None, tile: int,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        ignore_index: int,
+        smoothing: float,
+        softcap: float | None,
+        tile: int,
+    ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         wanted = [bool(needed) for needed in ctx.needs_input_grad[:3]]
@@ -109,9 +116,16 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def _tile_loss(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, smoothing: float,
-    softcap: float | None, total: Tensor, differentiate: bool,
-) -> Tensor | None:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    softcap: float | None,
+    total: Tensor,
+    differentiate: bool,
+) -> Tensor | None:
     """Add one tile's loss to `total`; its derivative by the logits, [n, V] and as wide as the total.
 
     With p = softmax(z), target t and smoothing s: loss = logsumexp(z) - (1 - s) z[t] - s mean(z); its derivative by z is
@@ -122,16 +136,16 @@ def _tile_loss(
         logits.div_(softcap).tanh_().mul_(softcap)
     counted = (target != ignore_index).unsqueeze(1)
     index = target.unsqueeze(1).masked_fill(~counted, 0)
-    normaliser = logits.logsumexp(1, keepdim=True)
-    loss = normaliser - (1 - smoothing) * logits.gather(1, index)
+    normalizer = logits.logsumexp(1, keepdim=True)
+    loss = normalizer - (1 - smoothing) * logits.gather(1, index)
     if smoothing:
         loss -= smoothing * logits.mean(1, keepdim=True)
     total += loss.masked_fill(~counted, 0).sum()
     if not differentiate:
         return None
     slope = None if softcap is None else 1 - (logits / softcap).square()
-    d_logits = logits.sub_(normaliser).exp_()
-    d_logits.scatter_add_(1, index, torch.full_like(normaliser, smoothing - 1))
+    d_logits = logits.sub_(normalizer).exp_()
+    d_logits.scatter_add_(1, index, torch.full_like(normalizer, smoothing - 1))
     if smoothing:
         d_logits -= smoothing / weight.shape[0]
     if slope is not None:
@@ -162,10 +176,18 @@ class TiledLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, in_splits: int = 1, out_splits: int = 1,
-        input_is_already_split: bool = False, combine_out_splits: bool = True,
-        linear_cls: Callable[..., nn.Module] = nn.Linear, init_linear: nn.Linear | None = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        input_is_already_split: bool = False,
+        combine_out_splits: bool = True,
+        linear_cls: Callable[..., nn.Module] = nn.Linear,
+        init_linear: nn.Linear | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__()
         for name, splits, features in (("in", in_splits, in_features), ("out", out_splits, out_features)):
             if not 1 <= splits <= features:
@@ -177,8 +199,9 @@ class TiledLinear(nn.Module):
         # The bias is in the last column's tiles. Of layers that share a class and a list, ZeRO-3 makes a unit each.
         self.tiles = nn.ModuleList(
             linear_cls(columns, rows, bias=bias and i == in_splits - 1, **kwargs)
-            for rows in self.out_sizes for i, columns in enumerate(self.in_sizes)
-        )  # fmt: skip
+            for rows in self.out_sizes
+            for i, columns in enumerate(self.in_sizes)
+        )
         if init_linear is not None:
             self.copy_params_from(init_linear)
 

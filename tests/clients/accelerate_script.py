@@ -70,9 +70,10 @@ def plugin_of(stage: int, source: str) -> DeepSpeedPlugin:
 def make(stage: int, source: str, windows: int, mixed_precision: str | None = None) -> tuple[Any, Any, Any, Any, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(
-        deepspeed_plugins=plugin_of(stage, source), kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+        deepspeed_plugins=plugin_of(stage, source),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
         mixed_precision=mixed_precision,
-    )  # fmt: skip
+    )
     assert accelerator.num_processes == WORLD and str(accelerator.distributed_type) == "DistributedType.DEEPSPEED"
     model = toy.seeded(toy.Lm)
     loader = DataLoader(data(windows), batch_size=MICRO)
@@ -194,9 +195,10 @@ def two_that_train() -> None:
         plugins = {name: DeepSpeedPlugin(hf_ds_config=settings[name]) for name in names}
         accelerators = {
             name: Accelerator(deepspeed_plugins=plugins, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
-            if i == 0 else Accelerator()
+            if i == 0
+            else Accelerator()
             for i, name in enumerate(names)
-        }  # fmt: skip
+        }
         made = {}
         for name in names:
             accelerators[names[0]].state.select_deepspeed_plugin(name)

@@ -1,4 +1,4 @@
-"""DeepSpeedExamples' CIFAR script in its shape: flags, an engine from them and a dataset, its own loop. Ten colours."""
+"""DeepSpeedExamples' CIFAR script in its shape: flags, an engine from them and a dataset, its own loop. Ten colors."""
 
 import argparse
 import json
@@ -44,8 +44,13 @@ def main(args: argparse.Namespace) -> None:
             losses.append(loss.item())
     engine.save_checkpoint(args.out, client_state={"epoch": args.epochs})
     if torch.distributed.get_rank() == 0:
-        facts = {"world": torch.distributed.get_world_size(), "stage": engine.zero_optimization_stage(), "losses": losses,
-                 "local_rank": args.local_rank, "flag": args.deepspeed}  # fmt: skip
+        facts = {
+            "world": torch.distributed.get_world_size(),
+            "stage": engine.zero_optimization_stage(),
+            "losses": losses,
+            "local_rank": args.local_rank,
+            "flag": args.deepspeed,
+        }
         print(json.dumps(facts), flush=True)
 
 

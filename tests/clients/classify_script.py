@@ -20,10 +20,17 @@ from torch.utils.data import DataLoader  # noqa: E402
 FOLDER = Path(os.environ.get("CLIENT_FOLDER", "."))
 BATCH, EPOCHS, LR, CLIP = 8, 3, 2e-3, 1.0
 SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-    "max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 2,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "num_labels": 2,
     "initializer_range": 0.1,
-}  # fmt: skip
+}
 
 
 def sentences(count: int, seed: int) -> list[dict[str, Any]]:

@@ -27,14 +27,20 @@ def main() -> None:
         losses.append(accelerator.gather(loss.detach()).float().mean().item())
     accelerator.save_state("state")
     accelerator.unwrap_model(engine).save_pretrained(
-        "saved", is_main_process=accelerator.is_main_process, save_function=accelerator.save,
+        "saved",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
         state_dict=accelerator.get_state_dict(engine),
-    )  # fmt: skip
+    )
     facts = {
-        "world": accelerator.num_processes, "stage": engine.zero_optimization_stage(), "losses": losses,
-        "steps": engine.global_steps, "accumulation": engine.gradient_accumulation_steps(), "bf16": engine.bfloat16_enabled(),
+        "world": accelerator.num_processes,
+        "stage": engine.zero_optimization_stage(),
+        "losses": losses,
+        "steps": engine.global_steps,
+        "accumulation": engine.gradient_accumulation_steps(),
+        "bf16": engine.bfloat16_enabled(),
         "rates": [schedule.get_last_lr()[0], engine.get_lr()[0]],
-    }  # fmt: skip
+    }
     if accelerator.is_main_process:
         print(json.dumps(facts), flush=True)
     accelerator.end_training()

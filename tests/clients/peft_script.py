@@ -71,9 +71,13 @@ def common(stage: int, name: str) -> dict[str, Any]:
     kept = arguments(stage, name, optimizer=False)
     names = ("output_dir", "deepspeed", "per_device_train_batch_size", "max_steps", "learning_rate", "logging_steps", "report_to")
     return {each: getattr(kept, each) for each in names} | {
-        "accelerator_config": {"use_configured_state": True}, "save_strategy": "no", "disable_tqdm": True, "bf16": False,
-        "dataloader_pin_memory": False, "gradient_checkpointing": stage == 3,
-    }  # fmt: skip
+        "accelerator_config": {"use_configured_state": True},
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "bf16": False,
+        "dataloader_pin_memory": False,
+        "gradient_checkpointing": stage == 3,
+    }
 
 
 def curve(trainer: Any) -> list[tuple[float, float]]:
@@ -119,9 +123,13 @@ def dpo(stage: int, adapters: bool) -> list[tuple[float, float]]:
     rows = [{"prompt": words(i, 4) + " ", "chosen": words(i + 4, 6), "rejected": words(i + 50, 6)} for i in range(64)]
     torch.manual_seed(11)
     trainer = trl.DPOTrainer(
-        model=model, ref_model=reference, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer(),
+        model=model,
+        ref_model=reference,
+        args=args,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
         peft_config=LORA if adapters else None,
-    )  # fmt: skip
+    )
     logs = curve(trainer)
     assert abs(logs[0][0] - 0.6931) < 1e-3, logs  # log 2: the reference is the model
     return logs

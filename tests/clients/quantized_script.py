@@ -1,4 +1,4 @@
-"""PEFT's adapters on bases quantised by Slipstream, bitsandbytes and torchao."""
+"""PEFT's adapters on bases quantized by Slipstream, bitsandbytes and torchao."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from tests import toy
 from tests.clients.transformers_script import FOLDER, SIZES
 
 LORA = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "QUANTISED.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "QUANTIZED.md"
 
 
 def source() -> str:
@@ -36,10 +36,16 @@ def ours(folder: str) -> Any:
 
 
 def bitsandbytes(bits: int) -> Callable[[str], Any]:
-    wanted: dict[str, Any] = {"load_in_8bit": True} if bits == 8 else {
-        "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": torch.bfloat16,
-    }  # fmt: skip
+    wanted: dict[str, Any] = (
+        {"load_in_8bit": True}
+        if bits == 8
+        else {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": torch.bfloat16,
+        }
+    )
     config = transformers.BitsAndBytesConfig(**wanted)
     return lambda folder: transformers.LlamaForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, quantization_config=config, device_map={"": "cpu"}
@@ -141,7 +147,7 @@ def by_surgery(kind: str) -> None:
 
 
 def the_page() -> None:
-    """docs/QUANTISED.md's snippet, from beginning to end."""
+    """docs/QUANTIZED.md's snippet, from beginning to end."""
     source()
     os.chdir(FOLDER)
     (snippet,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)

@@ -32,11 +32,14 @@ def start(folder: Path, *command: str) -> str:
 @needs()
 def test_deepspeed_starts_a_script_with_its_flags(tmp_path: Path) -> None:
     config: dict[str, Any] = {
-        "train_batch_size": 16, "steps_per_print": 2000, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
+        "train_batch_size": 16,
+        "steps_per_print": 2000,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 5}},
         "zero_optimization": {"stage": 2, "allgather_bucket_size": 5e7, "overlap_comm": True, "cpu_offload": False},
-    }  # fmt: skip
+    }
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     flags = ("--deepspeed", "--deepspeed_config", "ds_config.json")
     said = start(tmp_path, "deepspeed", "--num_gpus", "2", str(HERE / "cifar_script.py"), *flags)
@@ -73,12 +76,27 @@ def test_ds_report_says_what_is_installed(tmp_path: Path) -> None:
 def test_accelerate_launches_from_its_own_file(tmp_path: Path) -> None:
     """As `accelerate config` writes it."""
     lines = [
-        "compute_environment: LOCAL_MACHINE", "debug: false", "deepspeed_config:", "  gradient_accumulation_steps: 2",
-        "  gradient_clipping: 0.5", "  offload_optimizer_device: cpu", "  offload_param_device: none", "  zero3_init_flag: true",
-        "  zero3_save_16bit_model: true", "  zero_stage: 3", "distributed_type: DEEPSPEED", "downcast_bf16: 'no'",
-        "machine_rank: 0", "main_training_function: main", "mixed_precision: bf16", "num_machines: 1", "num_processes: 2",
-        "rdzv_backend: static", "same_network: true", "use_cpu: false",
-    ]  # fmt: skip
+        "compute_environment: LOCAL_MACHINE",
+        "debug: false",
+        "deepspeed_config:",
+        "  gradient_accumulation_steps: 2",
+        "  gradient_clipping: 0.5",
+        "  offload_optimizer_device: cpu",
+        "  offload_param_device: none",
+        "  zero3_init_flag: true",
+        "  zero3_save_16bit_model: true",
+        "  zero_stage: 3",
+        "distributed_type: DEEPSPEED",
+        "downcast_bf16: 'no'",
+        "machine_rank: 0",
+        "main_training_function: main",
+        "mixed_precision: bf16",
+        "num_machines: 1",
+        "num_processes: 2",
+        "rdzv_backend: static",
+        "same_network: true",
+        "use_cpu: false",
+    ]
     (tmp_path / "accelerate.yaml").write_text("\n".join(lines) + "\n")
     port = str(20000 + os.getpid() % 20000)
     script = str(HERE / "launched_script.py")

@@ -45,9 +45,14 @@ def test_ctrl_c_ends_all_with_one_line(word: str, base: Path, tmp_path: Path) ->
     """As a terminal does: SIGINT to the whole foreground group, while the ranks start and while they train."""
     command = [sys.executable, "-u", SCRIPT, "--base", base, "--out", tmp_path / "out", "--steps", "100000"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, start_new_session=True,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background jobs ignore it
-    ) as process:  # fmt: skip
+    ) as process:
         assert process.stdout is not None, "it is a pipe"
         try:
             before = list(itertools.takewhile(lambda line: word not in line, process.stdout))

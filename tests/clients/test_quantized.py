@@ -1,4 +1,4 @@
-"""Quantised bases under adapters: quantized_script.py. The same bits at stages 0, 2 and 3 and on disk."""
+"""Quantized bases under adapters: quantized_script.py. The same bits at stages 0, 2 and 3 and on disk."""
 
 import pytest
 

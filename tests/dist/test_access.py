@@ -171,7 +171,7 @@ def test_gradients_can_be_written(transport: str) -> None:
             engine = toy.make(
                 toy.seeded(toy.Net), stage, transport, gradient_accumulation_steps=2,
                 optimizer={"type": "SGD", "params": {"lr": 0.5}},
-            )  # fmt: skip
+            )
             weight = engine.module.inp.weight
             for micro in range(2):
                 loss = engine(toy.floats(engine.rank, 0, micro)).square().mean()
@@ -477,13 +477,13 @@ def test_groups_are_loaded_as_torch_loads_them() -> None:
     model, plain = toy.seeded(toy.Lm), toy.seeded(toy.Lm)
     foreign = torch.optim.Adam(plain.parameters(), lr=0.03, weight_decay=0.1)
     saved = foreign.state_dict()
-    saved["param_groups"][0]["colour"] = "green"
+    saved["param_groups"][0]["color"] = "green"
     plainly = torch.optim.AdamW(plain.parameters(), lr=0.5)
     plainly.load_state_dict(copy.deepcopy(saved))
     engine = toy.make(model, 3, optimizer={"type": "AdamW", "params": {"lr": 0.5}})
     engine.optimizer.load_state_dict(saved)
     ours, theirs = engine.optimizer.param_groups[0], plainly.param_groups[0]
-    assert theirs["decoupled_weight_decay"] and theirs["colour"] == "green"
+    assert theirs["decoupled_weight_decay"] and theirs["color"] == "green"
     assert {name: ours[name] for name in theirs if name != "params"} == {name: theirs[name] for name in theirs if name != "params"}
     toy.step(engine, toy.tokens(engine.rank, 0))
     for other in range(2):

@@ -1,4 +1,4 @@
-"""Windows of micro-batches: managed or not, synchronised or not, of equal number on every rank."""
+"""Windows of micro-batches: managed or not, synchronized or not, of equal number on every rank."""
 
 import logging
 import time
@@ -106,7 +106,7 @@ def test_no_sync_adds_up_in_the_accumulation_dtype(transport: str) -> None:
         engine = toy.make(
             toy.seeded(toy.Net), stage, transport, dtype="bf16", managed_gradient_accumulation=False,
             data_types={"grad_accum_dtype": "fp32"}, communication_data_type="fp32",
-        )  # fmt: skip
+        )
         with engine.no_sync():
             for slope in (1.0, 2**-10, 2**-10):  # bf16 would lose the last two
                 (engine(toy.floats(0, 0).bfloat16()).float().sum() * slope).backward()
@@ -152,7 +152,7 @@ def test_an_unequal_number_is_refused_by_rank(stage: int, transport: str) -> Non
     engine = toy.make(
         toy.seeded(toy.Lm), stage, transport, managed_gradient_accumulation=False,
         slipstream={"transport": transport, "timeout_s": 60},
-    )  # fmt: skip
+    )
     start = time.monotonic()
     with pytest.raises((RuntimeError, PeerError)) as caught:
         for micro in range(1 + engine.rank):

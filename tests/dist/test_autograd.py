@@ -376,7 +376,7 @@ def test_equals_plain_torch(name: str, transport: str) -> None:
         engine = toy.make(
             toy.seeded(scenario.kind), stage, transport, gradient_clipping=CLIP,
             optimizer={"type": "SGD", "params": SGD},
-        )  # fmt: skip
+        )
         for i in range(STEPS):
             scenario.step(engine, engine.rank, i)
             engine.step()

@@ -120,7 +120,7 @@ def test_what_a_file_asks_for_is_refused_by_name_and_nothing_runs(folder: Path, 
     for harm, names in (
         (Hostile(tmp_path / "ran"), r"mp_rank_00_model_states.pt: it asks for posix\.system"), (Nested(), r"asks for pickle\.loads"),
         (CheckpointError("x"), r"slipstream\.checkpoint\.errors\.CheckpointError"),
-    ):  # fmt: skip
+    ):
         torch.save(kept | {"mine": harm}, model)
         with pytest.raises(CheckpointError, match=names):
             engine.load_checkpoint(str(tmp_path / "c"))
@@ -133,7 +133,7 @@ def test_what_a_file_asks_for_is_refused_by_name_and_nothing_runs(folder: Path, 
         (archive(laughs(b"\x86")), "makes a value of more than"), (archive(laughs(b"\x86", b"}h", b"K\x00s")), "makes a value of more"),
         (archive(b"\x80\x02]q\x00]q\x01ah\x01K\x01a."), "inside another already"),
         (archive(b"\x80\x02)" + b"\x85" * 2000 + b"."), "1000 levels"), (archive(b"\x80\x02]2\x86."), "duplicates"),
-    ):  # fmt: skip
+    ):
         optim.write_bytes(raw)
         with pytest.raises(CheckpointError, match=words):
             engine.load_checkpoint(str(tmp_path / "c"))
@@ -185,7 +185,7 @@ def test_states_of_other_optimizers(folder: Path, monkeypatch: pytest.MonkeyPatc
     for kind, lacks, options, ours, theirs in (
         ("Adagrad", ("exp_avg",), ("betas",), "sum", "exp_avg_sq"), ("Lion", (), ("eps",), "exp_avg", "exp_avg"),
         ("SGD", ("exp_avg_sq", "step"), ("betas", "eps"), "momentum_buffer", "exp_avg"),
-    ):  # fmt: skip
+    ):
 
         def changed(path: Path, kind: str = kind, lacks: Any = lacks, options: Any = options) -> Any:
             read = pickled.read(path)

@@ -54,7 +54,7 @@ def build(stage: int, transport: str = "auto", optimizer: str = "AdamW", dtype: 
             optimizer={"type": optimizer, "params": {"lr": 1e-2}},
             scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
         ),
-    )[0]  # fmt: skip
+    )[0]
 
 
 def go(engine: Any, micro_steps: int) -> list[float]:

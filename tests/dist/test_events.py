@@ -61,7 +61,7 @@ EVENTS = {
     1: ("", "", UPDATE),
     2: ("", "R2 R1 R0 Rr", UPDATE),
     3: ("gr g0 f0 g1 f1 g2 f2 fr", "gr g2 f2 R2 g1 f1 R1 g0 f0 R0 Rr fr", UPDATE),
-}  # fmt: skip
+}
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
@@ -176,7 +176,7 @@ def test_counts_and_bytes_over_gloo(world_size: int) -> None:
                 engine = toy.make(
                     toy.seeded(toy.Net), stage, "gloo", dtype="bf16", gradient_accumulation_steps=accumulation,
                     data_types={"grad_accum_dtype": "bf16"},
-                )  # fmt: skip
+                )
                 units, numel = len(engine.units), sum(unit.layout.numel for unit in engine.units)
                 for _ in range(3):  # collectives in an order not seen before are compared between the ranks, which costs more
                     sent.clear()

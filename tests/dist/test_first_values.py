@@ -1,4 +1,4 @@
-"""Models that never fit: on meta until `initialize`, given values block by block, by initialisers or straight from files."""
+"""Models that never fit: on meta until `initialize`, given values block by block, by initializers or straight from files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Reaching(nn.Module):
-    """Initialised from afar, as models of transformers are: from the model into its blocks, from blocks into what they share."""
+    """Initialized from afar, as models of transformers are: from the model into its blocks, from blocks into what they share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_each_rank_reads_its_spans(tmp_path: Path, transport: str) -> None:
             mock.patch.object(ProcessGroupComm, "broadcast", **refuse),
         ):
             engine = toy.make(model, stage, "gloo" if disk and stage == 3 else transport, dtype="bf16",
-                              **settings(stage, tmp_path if disk else None))  # fmt: skip
+                              **settings(stage, tmp_path if disk else None))
         for unit in engine.units:
             want = {}
             for slot in unit.layout.slots:
@@ -181,7 +181,7 @@ def test_files_are_refused_on_all_ranks_alike(tmp_path: Path) -> None:
         assert told[0] == told[1] and all(tensor.is_meta for tensor in model.state_dict().values())
 
 
-def test_what_the_files_lack_is_initialised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_files_lack_is_initialized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = saved(tmp_path / "files")
     for name in ("blocks.1.up.weight", "blocks.1.norm.running_var", "blocks.2.gain"):
         del state[name]
@@ -292,7 +292,7 @@ def test_destroying_what_rests_on_disk_leaves_meta(tmp_path: Path) -> None:
         engine.step()
         engine.destroy()
         assert all(param is params[name] and type(param) is nn.Parameter and param.is_meta and param.grad is None
-                   for name, param in model.named_parameters())  # fmt: skip
+                   for name, param in model.named_parameters())
         assert not any(value.is_meta for value in trained.values()) and params["blocks.0.gain"].kind == "a user's own"
 
 

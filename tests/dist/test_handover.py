@@ -30,7 +30,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "grpo.py"
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.2,
-}  # fmt: skip
+}
 PROMPTS = [[(7 * i + j * j) % 96 for j in range(length)] for i, length in enumerate((3, 18, 33))]
 SERVING: dict[str, Any] = {"threads": 1, "kv_cache_bytes": "1M", "max_running": 8, "device": "cpu"}
 
@@ -266,7 +266,7 @@ def test_three_engines_on_the_same_ranks_sleep_in_turns(transport: str, tmp_path
 
 
 @distributed(world_size=2, transports=("shared",))
-def test_a_quantised_base_comes_as_numbers(transport: str) -> None:
+def test_a_quantized_base_comes_as_numbers(transport: str) -> None:
     made = slipstream.quantize(toy.seeded(llama), bits=4)
     plain = toy.seeded(llama)
     for path, module in made.named_modules():

@@ -128,7 +128,7 @@ def test_trains_in_bf16(name: str) -> None:
 
 
 @distributed(world_size=2)
-def test_a_llama_on_meta_is_initialised_as_it_would_be() -> None:
+def test_a_llama_on_meta_is_initialized_as_it_would_be() -> None:
     import warnings
 
     warnings.simplefilter("ignore")

@@ -123,7 +123,7 @@ def train(engine: Any, micros: int, steps: int = 3) -> list[Any]:
 CASES = [  # stage, where weights rest, where the optimizer's states do
     *((stage, "none", "cpu") for stage in range(4)), (3, "cpu", "cpu"), (3, "cpu", "none"), (0, "none", "nvme"),
     (2, "none", "nvme"), (3, "nvme", "nvme"),
-]  # fmt: skip
+]
 KINDS = {"none": MemoryStore, "cpu": HostStore, "nvme": DiskStore}
 
 

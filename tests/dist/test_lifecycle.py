@@ -141,7 +141,7 @@ class Bare(nn.Module):
 
 
 @distributed(world_size=1)
-def test_meta_without_initialisation_is_refused() -> None:
+def test_meta_without_initialization_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Bare())
     with pytest.raises(ValueError, match=r"module '1' \(Bare\) is on meta and has no reset_parameters"):
@@ -149,7 +149,7 @@ def test_meta_without_initialisation_is_refused() -> None:
 
 
 @distributed(world_size=1)
-def test_meta_shared_with_a_module_that_can_initialise_it() -> None:
+def test_meta_shared_with_a_module_that_can_initialize_it() -> None:
     with torch.device("meta"):
         bare, linear = Bare(), nn.Linear(3, 3)
         linear.weight = bare.weight
@@ -160,7 +160,7 @@ def test_meta_shared_with_a_module_that_can_initialise_it() -> None:
 
 
 class Partial(nn.Module):
-    """A model whose own initialiser knows linear layers only, as nanoGPT's."""
+    """A model whose own initializer knows linear layers only, as nanoGPT's."""
 
     def __init__(self, last: nn.Module) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Partial(nn.Module):
 
 
 @distributed(world_size=1)
-def test_meta_with_an_initialiser_of_the_models_own() -> None:
+def test_meta_with_an_initializer_of_the_models_own() -> None:
     with torch.device("meta"):
         model = Partial(Bare())
     with pytest.raises(ValueError, match=r"last.weight was on meta, and neither .*Bare.* gave it a value"):
@@ -470,7 +470,7 @@ def test_schedules_tick_on_applied_steps() -> None:
         engine, _, _, scheduler = slipstream.initialize(
             model=model, config=toy.settings(stage, optimizer={"type": "SGD", "params": {"lr": 1.0}}),
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0),
-        )  # fmt: skip
+        )
         toy.step(engine, toy.tokens(engine.rank, 0))
         before = toy.checksum(engine)
         assert scheduler.get_last_lr() == [0.0]

@@ -64,7 +64,7 @@ def train(engine: Any, steps: int = 3, micros: int = 1) -> list[float]:
 
 def end(folder: Path | None, stage: int, dtype: str, micros: int, transport: str, tiers: str) -> list[float]:
     engine = make(folder, stage, tiers, dtype=dtype, gradient_accumulation_steps=micros,
-                  slipstream={"transport": transport, "update_ahead": micros == 1})  # fmt: skip
+                  slipstream={"transport": transport, "update_ahead": micros == 1})
     found = train(engine, micros=micros)
     if folder is not None:
         assert any(isinstance(unit.master, DiskStore) or isinstance(unit.weights, DiskStore) for unit in engine.units) or (
@@ -181,7 +181,7 @@ def test_slipstream_update_ahead(tmp_path: Path) -> None:
         engine = make(
             folder, 3, "everything" if folder is None else tiers, dtype="bf16", gradient_accumulation_steps=2,
             slipstream={"transport": "gloo", "update_ahead": ahead},
-        )  # fmt: skip
+        )
         seen, found = [], []
         for i, meddle in enumerate([_nothing, *MEDDLING, _nothing, *MEDDLING, _nothing]):
             engine.plan = dataclasses.replace(engine.plan, gradient_clipping=0.5 if i == 8 else 0.0)
@@ -220,7 +220,7 @@ def test_offload_optimizer_ratio(tmp_path: Path) -> None:
     sums = set()
     for ratio in (0.0, 0.3, 1.0):
         engine = make(tmp_path, 1, dtype="bf16", zero_optimization={
-            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "ratio": ratio, "buffer_count": 2}})  # fmt: skip
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "ratio": ratio, "buffer_count": 2}})
         sums.add(train(engine)[-1])
         kept = sum(unit.master.resident_nbytes for unit in engine.units) / sum(unit.master.nbytes for unit in engine.units)
         assert abs(kept - (1 - ratio)) < 0.2, f"{kept} of the masters in memory at ratio {ratio}"
@@ -252,7 +252,7 @@ def test_slipstream_optimizer_states(tmp_path: Path) -> None:
     states = {}
     for name, where, stage, kept in (
         ("fp32", None, 0, "default"), ("memory", None, 0, "int8"), ("sharded", None, 2, "int8"), ("disk", tmp_path, 3, "int8"),
-    ):  # fmt: skip
+    ):
         engine = make(where, stage, dtype="bf16", slipstream={"optimizer_states": kept})
         found[name] = train(engine, 6)
         states[name] = sum(engine.steps.state_nbytes(unit) for unit in engine.units) / sum(u.master.numel for u in engine.units)
@@ -268,7 +268,7 @@ def test_slipstream_stochastic_rounding(tmp_path: Path) -> None:
     for name, where, stage, options in (
         ("masters", None, 1, {}), ("memory", None, 1, {"stochastic_rounding": True}),
         ("disk", tmp_path, 3, {"stochastic_rounding": True}), ("seed", None, 1, {"stochastic_rounding": True, "seed": 1}),
-    ):  # fmt: skip
+    ):
         engine = make(where, stage, dtype="bf16", slipstream=options)
         found[name] = train(engine, 6)
         assert engine.units[0].master.dtype is (torch.bfloat16 if options else torch.float32)
@@ -329,7 +329,7 @@ def test_offload_param_max_in_cpu(tmp_path: Path) -> None:
     sums = set()
     for numel in (0, 20_000, 1_000_000):
         engine = make(tmp_path, 3, "weights", zero_optimization={
-            "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": numel}})  # fmt: skip
+            "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": numel}})
         sums.add(train(engine)[-1])
         kept = sum(unit.weights.resident_nbytes for unit in engine.units) // 4
         assert kept == min(numel, sum(unit.weights.numel for unit in engine.units)) or numel <= kept < numel + 4096

@@ -47,7 +47,7 @@ def test_an_overflow_on_one_rank_skips_all_and_names_the_parameter(bad: float, t
         engine = toy.make(
             toy.seeded(toy.Lm), stage, transport, fp16=dynamic(), gradient_clipping=1.0,
             scheduler={"type": "WarmupLR", "params": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.02}},
-        )  # fmt: skip
+        )
         before, rate = toy.checksum(engine), engine.lr_scheduler.state_dict()
         spoiled_step(engine, bad)
         assert toy.checksum(engine) == before and engine.lr_scheduler.state_dict() == rate
@@ -239,7 +239,7 @@ def test_a_gan_of_two_engines_in_fp16(transport: str) -> None:
                 optimizer={"type": "SGD", "params": {"lr": 0.05}},
             )
             for seed, scale in ((0, scale_g), (1, scale_d))
-        ]  # fmt: skip
+        ]
         generator, discriminator = engines
         for i in range(2):
             fake = generator(toy.floats(generator.rank, i).half())

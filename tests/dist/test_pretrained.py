@@ -252,11 +252,11 @@ def test_adapters_are_saved_merged_or_as_peft_s_own_folder(tmp_path: Path) -> No
 
 
 @distributed(world_size=1)
-def test_codes_of_quantised_weights_are_not_converted(tmp_path: Path) -> None:
+def test_codes_of_quantized_weights_are_not_converted(tmp_path: Path) -> None:
     engine = toy.make(slipstream.quantize(toy.seeded(toy.Lm).requires_grad_(False)), 0, optimizer=None)
     engine.save_checkpoint(str(tmp_path / "saved"), contents="weights")
     engine.destroy()
-    with pytest.raises(CheckpointError, match=r"are codes of a quantised weight.*engine\.save_pretrained\(\) writes"):
+    with pytest.raises(CheckpointError, match=r"are codes of a quantized weight.*engine\.save_pretrained\(\) writes"):
         convert(tmp_path / "saved", tmp_path / "hf", "hf")
     assert not (tmp_path / "hf").exists()
 

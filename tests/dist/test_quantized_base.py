@@ -1,4 +1,4 @@
-"""A quantised, frozen base with adapters on top: the same numbers in every stage, in bytes everywhere."""
+"""A quantized, frozen base with adapters on top: the same numbers in every stage, in bytes everywhere."""
 
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def test_losses_are_the_same_bits_in_every_stage(bits: int, transport: str, tmp_
     alone = twin.train(
         lora_lm(bits), lambda model, batch: model(batch), batches, dtype=torch.bfloat16,
         optimizer=lambda masters: torch.optim.AdamW(masters.values(), lr=1e-2),
-    ).losses[:, 0, dist.get_rank()]  # fmt: skip
+    ).losses[:, 0, dist.get_rank()]
     assert losses["stage 0"][0] == alone[0] and len(alone.unique()) == 3
     torch.testing.assert_close(losses["stage 0"], alone, rtol=0, atol=2e-3)  # torch's AdamW rounds otherwise
 
@@ -236,7 +236,7 @@ def test_adapters_alone_are_saved_and_laid_on_the_base(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_files_are_quantised_as_they_are_read(tmp_path: Path) -> None:
+def test_files_are_quantized_as_they_are_read(tmp_path: Path) -> None:
     """No rank holds the weights as numbers, nor the bytes of others; they are those of `quantize` in memory."""
     from safetensors.torch import save_file
 
@@ -270,7 +270,7 @@ def test_a_layer_of_two_parents_is_the_same_in_both() -> None:
 @distributed(world_size=1)
 def test_what_cannot_work_is_said() -> None:
     model = lora_lm()
-    with pytest.raises(ValueError, match="no nn.Linear of Lm is left to quantise"):
+    with pytest.raises(ValueError, match="no nn.Linear of Lm is left to quantize"):
         slipstream.quantize(toy.Lm(), skip=("*",))
     with pytest.raises(ValueError, match=r"skip=\['heads'\] matches the name of no nn\.Linear of Lm; its first are blocks\.0\.up, "):
         slipstream.quantize(toy.Lm(), skip=("*.up", "heads"))
@@ -278,14 +278,14 @@ def test_what_cannot_work_is_said() -> None:
     broken.blocks[1].up.weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"'blocks\.1\.up' holds weights that are not finite"):
         slipstream.quantize(broken)
-    with pytest.raises(ValueError, match=r"'blocks\.0\.up\.a' is to be trained.*Quantise before adapters are added"):
+    with pytest.raises(ValueError, match=r"'blocks\.0\.up\.a' is to be trained.*Quantize before adapters are added"):
         slipstream.quantize(with_lora(toy.Lm().requires_grad_(False)))
     assert type(broken.blocks[0].up) is nn.Linear
     with pytest.raises(RuntimeError, match="floating point"):  # torch's own
         model.blocks[0].up.base.weight.requires_grad_(True)
     trained = wrapped_lm()
     trained.blocks[0].up.base.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"'blocks\.0\.up\.base\.weight' is quantised \(its parts: codes, scale\).*requires_grad_\(False\)"):
+    with pytest.raises(ValueError, match=r"'blocks\.0\.up\.base\.weight' is quantized \(its parts: codes, scale\).*requires_grad_\(False\)"):
         toy.make(trained, 0)
 
 
@@ -336,7 +336,7 @@ def test_another_library_s_codes_are_in_no_folder(tmp_path: Path) -> None:
 
 
 def bare_lm(kind: str) -> tuple[Any, Any]:
-    """An `Lm` of which `up` and `down` are quantised, or (late) are not yet, and what puts adapters onto it."""
+    """An `Lm` of which `up` and `down` are quantized, or (late) are not yet, and what puts adapters onto it."""
     model = toy.seeded(lambda: toy.Lm(dim=32)).requires_grad_(False)
     if kind == "wrapped":
         for block in model.blocks:
@@ -362,7 +362,7 @@ def bare_lm(kind: str) -> tuple[Any, Any]:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 @pytest.mark.parametrize("kind", ["wrapped", "ours", "late"])
-def test_adapters_are_added_to_a_quantised_base_by_surgery(kind: str, transport: str) -> None:
+def test_adapters_are_added_to_a_quantized_base_by_surgery(kind: str, transport: str) -> None:
     """The same bits as when they were there at initialize, in every stage; codes stay where they were, and stay codes."""
     losses = []
     for stage in STAGES:
@@ -387,7 +387,7 @@ def test_adapters_are_added_to_a_quantised_base_by_surgery(kind: str, transport:
 
 
 @distributed(world_size=2)
-def test_a_quantised_weight_that_is_unfrozen_is_named() -> None:
+def test_a_quantized_weight_that_is_unfrozen_is_named() -> None:
     for stage in STAGES:
         engine = toy.make(wrapped_lm(), stage, dtype="bf16")
         train(engine, 1)
@@ -396,9 +396,9 @@ def test_a_quantised_weight_that_is_unfrozen_is_named() -> None:
         with torch.no_grad():
             engine(toy.tokens(engine.rank, 0))  # asks for no gradient
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"'blocks\.1\.down\.base\.weight' is quantised \(its parts: codes, scale\)"):
+            with pytest.raises(ValueError, match=r"'blocks\.1\.down\.base\.weight' is quantized \(its parts: codes, scale\)"):
                 engine(toy.tokens(engine.rank, 0))
-        with pytest.raises(ValueError, match=r"'blocks\.1\.down\.base\.weight' is quantised"), engine.surgery():
+        with pytest.raises(ValueError, match=r"'blocks\.1\.down\.base\.weight' is quantized"), engine.surgery():
             pass
         weight.requires_grad_(False)
         with engine.surgery():

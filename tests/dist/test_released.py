@@ -21,7 +21,7 @@ OPERATIONS = (
     "torch.no_grad()(lambda: p * 2)()", "model.state_dict()['inp.weight'] + 1", "torch.add(t, 1, out=p)",
     "torch._foreach_add([p], 1)",
     "hash(p.storage())", "p.set_(t)", "torch.no_grad()(lambda: p.set_(t))()", "p.as_subclass(torch.Tensor)", "p.swapaxes(0, 1)",
-)  # fmt: skip
+)
 
 # What needs no memory stays true.
 FACTS = (
@@ -31,13 +31,13 @@ FACTS = (
     "hash(p) == id(p) or True", "'inp.weight' in repr(p)", "'inp.weight' in f'{p}'", "p is model.inp.weight",
     "p.register_hook(lambda g: g) is not None", "p.requires_grad_(True) is p", "p.element_size() == 4", "p.nbytes == 512",
     "sum(q.numel() for q in model.parameters()) > 0", "p.is_contiguous()", "p.ndim == 2", "not p.is_meta",
-)  # fmt: skip
+)
 
 # What torch reads in C++ without asking the class: no name, but no crash, and nothing that looks like a weight.
 UNASKED = (
     "torch.tensor(p)", "torch.Tensor(p)", "torch.as_tensor(p, dtype=torch.float64)", "torch.asarray(p, copy=True)",
     "torch.func.vmap(lambda a: a * 2)(p)", "torch.func.grad(lambda a: (a * 2).sum() + a.sum() * p.new_zeros(()))(p)",
-)  # fmt: skip
+)
 
 SCRIPT = """
 import copy, io, json, os, pickle, sys

@@ -24,7 +24,7 @@ TIERS = {
     "half on disk": {"zero_optimization": {"offload_optimizer": {"device": "nvme", "ratio": 0.5}, "sub_group_size": 4096}},
     "8 bits": {"slipstream": {"optimizer_states": "int8"}},
     "copies": {"zero_optimization": {"mics_shard_size": 1}},
-}  # fmt: skip
+}
 
 
 def make(model: nn.Module, stage: int, folder: Path | None = None, tier: str = "memory", **more: Any) -> Any:
@@ -633,7 +633,7 @@ def llama(tied: bool) -> Any:
     config = transformers.LlamaConfig(
         vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
         max_position_embeddings=32, tie_word_embeddings=tied,
-    )  # fmt: skip
+    )
     return transformers.LlamaForCausalLM(config)
 
 

@@ -63,8 +63,7 @@ def loss(module: nn.Module, batch: Tensor) -> Tensor:
 def batches(steps: int = STEPS, accumulation: int = 1) -> list[list[list[Tensor]]]:
     world = dist.get_world_size()
     return [
-        [[toy.tokens(rank, i, micro).to(device()) for rank in range(world)] for micro in range(accumulation)]
-        for i in range(steps)
+        [[toy.tokens(rank, i, micro).to(device()) for rank in range(world)] for micro in range(accumulation)] for i in range(steps)
     ]
 
 
@@ -148,9 +147,13 @@ class InTurn(CudaLane):
 def with_tiers(zero: dict[str, Any], stage: int, dtype: str, micros: int) -> list[Any]:
     """Losses, norms and weights of a model whose copies take longer than launching them. Blocks of 1,050,000 weights."""
     engine = toy.make(
-        model(lambda: toy.Lm(dim=512, depth=4), DTYPES[dtype]), stage, dtype=dtype, gradient_clipping=0.5,
-        gradient_accumulation_steps=micros, zero_optimization={"sub_group_size": 100_000} | zero,
-    )  # fmt: skip
+        model(lambda: toy.Lm(dim=512, depth=4), DTYPES[dtype]),
+        stage,
+        dtype=dtype,
+        gradient_clipping=0.5,
+        gradient_accumulation_steps=micros,
+        zero_optimization={"sub_group_size": 100_000} | zero,
+    )
     found: list[Any] = [*train(engine, batches(6, micros)), engine.global_grad_norm]
     if zero:
         store = engine.steps.stores[0]["exp_avg"]
@@ -311,9 +314,14 @@ def a_hugging_face_llama_trains_and_generates() -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
         max_position_embeddings=64,
-    )  # fmt: skip
+    )
     engine = toy.make(LlamaForCausalLM(config), 3, dtype="bf16")
     ids = torch.randint(128, (2, 16), generator=torch.Generator().manual_seed(engine.rank)).to(device())
     losses = []
@@ -356,24 +364,32 @@ def serving(dtype: torch.dtype, kind: str = "") -> tuple[Callable[..., Any], lis
     from slipstream.inference.decoder import Decoder, head_shapes
     from slipstream.inference.kv_cache import KVCache
     from slipstream.inference.models import from_hf, from_state
-    from slipstream.inference.quantise import quantise
+    from slipstream.inference.quantize import quantize
 
     torch.manual_seed(0)
     net = LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
-            vocab_size=512, max_position_embeddings=2048, initializer_range=0.08,
+            hidden_size=256,
+            intermediate_size=704,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            vocab_size=512,
+            max_position_embeddings=2048,
+            initializer_range=0.08,
         )
-    ).to(device(), dtype)  # fmt: skip
+    ).to(device(), dtype)
     config = from_hf(net.config.to_dict())
     weights = from_state(config, net.state_dict())
-    weights = quantise(weights, kind) if kind else weights
+    weights = quantize(weights, kind) if kind else weights
 
     def make(max_batch: int | None) -> Any:
         cache = KVCache(head_shapes(config), num_blocks=512, block_size=16, dtype=dtype, device=device())
-        return Decoder(config, weights, cache, dtype) if max_batch is None else CudaDecoder(
-            config, weights, cache, dtype, max_batch=max_batch
-        )  # fmt: skip
+        return (
+            Decoder(config, weights, cache, dtype)
+            if max_batch is None
+            else CudaDecoder(config, weights, cache, dtype, max_batch=max_batch)
+        )
 
     make_ids = torch.Generator().manual_seed(1)
     return make, [torch.randint(512, (n,), generator=make_ids).tolist() for n in (3, 40, 700)]
@@ -425,9 +441,18 @@ def the_engine_serves_with_kernels_and_graphs() -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128,
-        max_position_embeddings=256, initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     net = LlamaForCausalLM(config).to(device()).eval()
     prompts = [[i * i % 127 + 1 for i in range(length)] for length in (5, 30)]
     wanted = [net.generate(torch.tensor([p], device=device()), max_new_tokens=12, do_sample=False)[0].tolist() for p in prompts]

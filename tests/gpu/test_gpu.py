@@ -25,18 +25,26 @@ def start(world: int, names: list[str]) -> tuple[dict[str, dict[str, Any]], str]
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = os.environ | {
-        "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0], "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path])),
-    }  # fmt: skip
+    }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.cases", *names], env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, "-m", "tests.gpu.cases", *names],
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(world)
-    ]  # fmt: skip
+    ]
     printed = []
     for rank in ranks:
         try:

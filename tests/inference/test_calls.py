@@ -45,7 +45,7 @@ def tag(call: object) -> str:
         *((text, text, []) for text in ('{"a": [1', "{}", "[]", f" {tag({'name': 'other'})} ", tag("x"), tag([ADD, 1]))),
         ("<tool_call>" + "[" * 5_000, "<tool_call>" + "[" * 5_000, []),
     ],
-)  # fmt: skip
+)
 def test_found(text: str, said: str, calls: list[tuple[str, str]]) -> None:
     assert found(text) == (said, calls)
 

@@ -11,17 +11,17 @@ from transformers.pytorch_utils import Conv1D
 import slipstream
 from slipstream.inference.generic import (
     GenericDecoder,
-    QuantisedLinear,
+    QuantizedLinear,
     _matrices,
     cache_shapes,
     check_context,
     open_model,
-    quantise_model,
+    quantize_model,
     shared_copy,
 )
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import UnsupportedModel
-from slipstream.inference.quantise import dequantise, to_int4, to_int8
+from slipstream.inference.quantize import dequantize, to_int4, to_int8
 from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, check_against_generate, tiny
 
 ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -127,18 +127,18 @@ def test_refused_in_one_sentence(tmp_path: Any) -> None:
         open_model(tmp_path)
 
 
-# -- Quantised
+# -- Quantized
 
 
 def rounded(model: Any, kind: str) -> tuple[Any, int]:
-    """The twin: `model` in fp32 with what its quantised weights say, and the bytes that these take."""
+    """The twin: `model` in fp32 with what its quantized weights say, and the bytes that these take."""
     twin, nbytes = copy.deepcopy(model), 0
     head = twin.get_output_embeddings()
     for module in twin.modules():
         if isinstance(module, (nn.Linear, Conv1D)):
             weight = module.weight.T if isinstance(module, Conv1D) else module.weight
             m = to_int4(weight.detach()) if kind == "int4" and module is not head else to_int8(weight.detach())
-            back = dequantise(m)
+            back = dequantize(m)
             module.weight = nn.Parameter(back.T if isinstance(module, Conv1D) else back)
             nbytes += weight.numel() * 5 // 8 if len(m) == 3 else weight.numel() + 4 * len(weight)  # int4: 16 bits twice for 32
     return twin, nbytes
@@ -150,25 +150,25 @@ def held(model: Any) -> int:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("case", ["gpt2", "opt", "phi", "falcon", "bloom", "gptj"])
-def test_quantised_as_its_twin(case: str, kind: str) -> None:
+def test_quantized_as_its_twin(case: str, kind: str) -> None:
     family, sizes, fused = CASES[case]
     model = tiny(family, **sizes)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     twin, nbytes = rounded(model, kind)
-    quantised = quantise_model(shared_copy(model), kind, torch.float32)
-    matrices = [module for module in quantised.modules() if isinstance(module, QuantisedLinear)]
-    assert matrices and not any(isinstance(module, (nn.Linear, Conv1D)) for module in quantised.modules())
+    quantized = quantize_model(shared_copy(model), kind, torch.float32)
+    matrices = [module for module in quantized.modules() if isinstance(module, QuantizedLinear)]
+    assert matrices and not any(isinstance(module, (nn.Linear, Conv1D)) for module in quantized.modules())
     whole = sum(module.weight.nbytes for module in twin.modules() if isinstance(module, (nn.Linear, Conv1D)))
-    assert held(quantised) == held(twin) - whole + nbytes
-    runner = generic(quantised)
+    assert held(quantized) == held(twin) - whole + nbytes
+    runner = generic(quantized)
     assert runner._fused == fused
     check_against_generate(twin, runner)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())  # the user's is as it was
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_quantised_by_dtype(kind: str, tmp_path: Any) -> None:
-    """A folder and a live model: bf16 but for what is quantised, whose scales stay fp32."""
+def test_quantized_by_dtype(kind: str, tmp_path: Any) -> None:
+    """A folder and a live model: bf16 but for what is quantized, whose scales stay fp32."""
     model = tiny("GPT2", **GPT2)
     model.save_pretrained(tmp_path)
     answers = []
@@ -182,10 +182,10 @@ def test_quantised_by_dtype(kind: str, tmp_path: Any) -> None:
     assert len(answers[0]) == 6 and model.dtype == torch.float32
 
 
-def test_what_is_not_quantised() -> None:
+def test_what_is_not_quantized() -> None:
     sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     with pytest.raises(UnsupportedModel, match=r"int8 would leave .* of OlmoeForCausalLM .*experts.gate_up_proj: \[4, "):
-        quantise_model(tiny("Olmoe", **sizes), "int8")
+        quantize_model(tiny("Olmoe", **sizes), "int8")
     model = tiny("OPT", **CASES["opt"][1])
     model.config.num_local_experts = 96  # as many as fc1 has outputs, which makes it a router
     assert {name for *_, name, _ in _matrices(model)} == {"q_proj", "k_proj", "v_proj", "out_proj", "fc2", "lm_head"}

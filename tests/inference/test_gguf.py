@@ -53,12 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # the class, i
     "gemma2": (
         "Gemma2",
         {**SIZES, "head_dim": 256, "sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
-        {
-            "attention.key_length": 256,
-            "attention.sliding_window": 8,
-            "attn_logit_softcapping": 5.0,
-            "final_logit_softcapping": 3.0,
-        },
+        {"attention.key_length": 256, "attention.sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     ),
 }
 
@@ -130,7 +125,7 @@ def test_serves_as_the_model_it_was_written_from(case: str, tmp_path: Path) -> N
         assert "Ġ" not in said.text
 
 
-def test_in_bf16_and_quantised(tmp_path: Path) -> None:
+def test_in_bf16_and_quantized(tmp_path: Path) -> None:
     written(tmp_path / "m.gguf", "gpt2")
     for dtype in (None, "int4"):
         with slipstream.init_inference(tmp_path / "m.gguf", dtype=dtype, device="cpu") as engine:

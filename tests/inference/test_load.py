@@ -14,7 +14,7 @@ from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.load import Loaded, load
 from slipstream.inference.models import UnsupportedModel
-from slipstream.inference.quantise import dequantise
+from slipstream.inference.quantize import dequantize
 from slipstream.inference.weights import Int4, Int8
 from tests.inference.test_models import model_of
 from tests.inference.twins import NEW, SIZES, check_against_generate, serve, tiny
@@ -101,7 +101,7 @@ def test_gguf_serves_as_the_model_it_was_written_from(tmp_path: Path, case: str)
     check_against_generate(model, decoder(loaded))
 
 
-def test_gguf_blocks_are_kept_as_stored_and_others_dequantised(tmp_path: Path) -> None:
+def test_gguf_blocks_are_kept_as_stored_and_others_dequantized(tmp_path: Path) -> None:
     kinds = gguf.GGMLQuantizationType
     quants = {"q_proj": kinds.Q4_0, "up_proj": kinds.Q4_1, "embed": kinds.Q8_0, "down_proj": kinds.Q5_0, "o_proj": kinds.BF16}
     model = tiny("Llama", **SIZES, tie_word_embeddings=True)
@@ -113,11 +113,11 @@ def test_gguf_blocks_are_kept_as_stored_and_others_dequantised(tmp_path: Path) -
     for i in range(2):
         a, b = kept.weights.layers[i], plain.weights.layers[i]
         assert a.mlp and b.mlp and isinstance(a.q, Int4) and isinstance(a.mlp.up, Int4) and isinstance(a.k, torch.Tensor)
-        assert torch.equal(dequantise(a.mlp.up), theirs[f"blk.{i}.ffn_up.weight"])
-        assert torch.equal(b.mlp.up, dequantise(a.mlp.up)) and torch.equal(b.q, dequantise(a.q))  # type: ignore[arg-type]
+        assert torch.equal(dequantize(a.mlp.up), theirs[f"blk.{i}.ffn_up.weight"])
+        assert torch.equal(b.mlp.up, dequantize(a.mlp.up)) and torch.equal(b.q, dequantize(a.q))  # type: ignore[arg-type]
         assert torch.equal(b.mlp.down, theirs[f"blk.{i}.ffn_down.weight"])  # type: ignore[arg-type]
         order = torch.arange(64).view(4, 8, 2).transpose(1, 2).flatten()
-        assert torch.equal(dequantise(a.q), theirs[f"blk.{i}.attn_q.weight"][order])
+        assert torch.equal(dequantize(a.q), theirs[f"blk.{i}.attn_q.weight"][order])
     torch.testing.assert_close(plain.weights.embed, theirs["token_embd.weight"])
     assert load(path, dtype="int4").weights.layers[0].q.q.equal(kept.weights.layers[0].q.q)  # type: ignore[union-attr]
     assert isinstance(load(path, dtype="int8").weights.layers[0].q, Int8)

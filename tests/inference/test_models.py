@@ -86,7 +86,7 @@ def test_configurations_of_transformers_4() -> None:
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "attends in both directions"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is none of default, linear"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not served"),
-        ({"quantization_config": {"quant_method": "awq"}}, "weights quantised by awq are not read"),
+        ({"quantization_config": {"quant_method": "awq"}}, "weights quantized by awq are not read"),
         ({"hidden_act": "relu"}, "activation 'relu' is none of silu"),
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked"]}, "layer_types .chunked. have to be 2 of"),

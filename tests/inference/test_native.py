@@ -12,7 +12,7 @@ from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder, why_not
-from slipstream.inference.quantise import quantise, to_int4, to_int8, unpack
+from slipstream.inference.quantize import quantize, to_int4, to_int8, unpack
 from slipstream.inference.weights import DecoderWeights
 from slipstream.ops import build, cpu
 from tests.inference.test_models import CASES, model_of
@@ -63,7 +63,7 @@ def weights_of(kind: str, family: str = "Llama", group: int = 32, **more: Any) -
     state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     weights = from_state(config, state)
     if kind in ("int8", "int4", "q4_0"):
-        weights = quantise(weights, kind if kind == "int8" else "int4", group)
+        weights = quantize(weights, kind if kind == "int8" else "int4", group)
     if kind == "q4_0":  # as in GGUF files: no offsets of their own, which are not stored then
         matrices = [(layer, name) for layer in weights.layers for name in ("q", "k", "v", "out")]
         matrices += [(layer.mlp, name) for layer in weights.layers for name in ("gate", "up", "down")]
@@ -79,8 +79,8 @@ def test_panels(kind: str, columns: int, features: int, parts: int) -> None:
     """Packing in C against torch's own words for it (csrc/decoder.h says the layouts)."""
     runner = native_of(model_of("llama"))
     whole = [torch.randn(columns, features) for _ in range(parts)]
-    quantised = {"int8": to_int8, "int4": to_int4}.get(kind, lambda w: w.to(getattr(torch, kind, None)))
-    matrices = [quantised(w) for w in whole]
+    quantized = {"int8": to_int8, "int4": to_int4}.get(kind, lambda w: w.to(getattr(torch, kind, None)))
+    matrices = [quantized(w) for w in whole]
 
     def words(m: Any) -> torch.Tensor:
         """[columns, words, bytes]"""

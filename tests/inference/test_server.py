@@ -381,7 +381,7 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
         ({"max_completion_tokens": 3}, None, "differ"),
         ({"model": None}, "model", "string"),
     ],
-)  # fmt: skip
+)
 def test_bad_values_are_explained(address: str, fields: dict[str, Any], param: str | None, says: str) -> None:
     error = (reply := post(address, **fields)).error
     assert (reply.status, error["type"], error["param"]) == (400, "invalid_request_error", param)

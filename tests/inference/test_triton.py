@@ -30,7 +30,7 @@ from slipstream.inference.cuda import CudaDecoder, why_not
 from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.load import _each
-from slipstream.inference.quantise import dequantise, quantise, to_int4, to_int8
+from slipstream.inference.quantize import dequantize, quantize, to_int4, to_int8
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Mlp, leaves
 from slipstream.ops.triton import attention, rows
 from slipstream.ops.triton.linear import linear, num_slices
@@ -85,7 +85,7 @@ def test_linear(kind: str, dtype: torch.dtype) -> None:
     tensors: Any = (*matrix, *(None,) * (3 - len(matrix))) if isinstance(matrix, (Int8, Int4)) else (matrix, None, None)
     whole = torch.full((1, 130, columns), torch.nan, device=DEVICE)
     linear(x, *tensors, bias, whole, slices)
-    close(whole[0], x.float() @ dequantise(matrix).float().T + bias, dtype)
+    close(whole[0], x.float() @ dequantize(matrix).float().T + bias, dtype)
     for some, num_planes in ((slice(129, 130), 1), (slice(129, 130), slices), (slice(50, 69), slices)):
         planes = torch.full((num_planes, len(x[some]), columns), torch.nan, device=DEVICE)
         linear(x[some].contiguous(), *tensors, bias, planes, slices)
@@ -170,8 +170,11 @@ def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
         wanted.append(decoder.attend(mine.float(), k.float(), v.float(), mask, scale=0.3, cap=cap))
     ints = {
         "positions": [p for start, length in zip(starts, lengths, strict=True) for p in range(start, start + length)],
-        "row": [0, 16, 21], "length": [16, 5, 1], "table": [at[0], at[0], at[1]], "tables": tables,
-    }  # fmt: skip
+        "row": [0, 16, 21],
+        "length": [16, 5, 1],
+        "table": [at[0], at[0], at[1]],
+        "tables": tables,
+    }
     on = {name: torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for name, numbers in ints.items()}
     positions = on.pop("positions")
     options: Any = {"scale": 0.3, "cap": cap, "window": window}
@@ -179,7 +182,9 @@ def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
     close(got, torch.cat(wanted).flatten(1), dtype)
     one = attention.Tiles(
         *(torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (0, 1, at[0])),
-        on["tables"], lanes=64 if dtype == torch.float32 else 16, context=1121,
+        on["tables"],
+        lanes=64 if dtype == torch.float32 else 16,
+        context=1121,
     )
     assert attention.attend(q[20:21], keys, values, positions[20:21], one, **options).equal(got[20:21])
 
@@ -188,9 +193,11 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     """Products by wgmma alone, whatever the rows, and nothing contracted: batch invariance rests on it. No GPU is needed."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.inference.compile_kernels"], capture_output=True, text=True,
+        [sys.executable, "-m", "tests.inference.compile_kernels"],
+        capture_output=True,
+        text=True,
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), APART])},
-    )  # fmt: skip
+    )
     assert not done.returncode, done.stderr[-4000:]
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(told) == 10
@@ -205,9 +212,16 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
 def config_of(**changes: Any) -> DecoderConfig:
     rope = Rope(inv_freq=tuple(100.0 ** (-i / 6) for i in range(6)), scale=1.1)  # 12 of a head's 32 features turn
     config = DecoderConfig(
-        vocab_size=113, hidden_size=96, intermediate_size=160, num_heads=3, num_kv_heads=1, head_dim=32,
-        layers=(Layer(rope=rope), Layer(rope=rope, window=10)), norm_eps=1e-5, max_context=512,
-    )  # fmt: skip
+        vocab_size=113,
+        hidden_size=96,
+        intermediate_size=160,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=32,
+        layers=(Layer(rope=rope), Layer(rope=rope, window=10)),
+        norm_eps=1e-5,
+        max_context=512,
+    )
     return replace(config, **changes)
 
 
@@ -229,23 +243,33 @@ def weights_of(c: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
     def layer(kind: Layer) -> LayerWeights:
         e = kind.experts
         return LayerWeights(
-            input_norm=vector(c.hidden_size), mlp_norm=vector(c.hidden_size),
-            attn_post_norm=vector(c.hidden_size, c.sandwich), mlp_post_norm=vector(c.hidden_size, c.sandwich),
-            q=w(q_size, c.hidden_size), k=w(kv_size, c.hidden_size), v=w(kv_size, c.hidden_size), out=w(c.hidden_size, q_size),
-            q_bias=vector(q_size, c.qkv_bias), k_bias=vector(kv_size, c.qkv_bias), v_bias=None,
+            input_norm=vector(c.hidden_size),
+            mlp_norm=vector(c.hidden_size),
+            attn_post_norm=vector(c.hidden_size, c.sandwich),
+            mlp_post_norm=vector(c.hidden_size, c.sandwich),
+            q=w(q_size, c.hidden_size),
+            k=w(kv_size, c.hidden_size),
+            v=w(kv_size, c.hidden_size),
+            out=w(c.hidden_size, q_size),
+            q_bias=vector(q_size, c.qkv_bias),
+            k_bias=vector(kv_size, c.qkv_bias),
+            v_bias=None,
             out_bias=vector(c.hidden_size, c.out_bias),
-            q_norm=vector(c.head_dim, c.qk_norm), k_norm=vector(c.head_dim, c.qk_norm),
+            q_norm=vector(c.head_dim, c.qk_norm),
+            k_norm=vector(c.head_dim, c.qk_norm),
             mlp=None if e else mlp(c.intermediate_size),
             experts=[mlp(e.intermediate_size) for _ in range(e.num)] if e else [],
             router=w(e.num, c.hidden_size) if e else None,
             shared=mlp(e.shared_size) if e and e.shared_size else None,
             shared_gate=w(1, c.hidden_size) if e and e.shared_size else None,
-        )  # fmt: skip
+        )
 
     return DecoderWeights(
-        embed=w(c.vocab_size, c.hidden_size), final_norm=vector(c.hidden_size),
-        head=None if c.tied else w(c.vocab_size, c.hidden_size), layers=[layer(kind) for kind in c.layers],
-    )  # fmt: skip
+        embed=w(c.vocab_size, c.hidden_size),
+        final_norm=vector(c.hidden_size),
+        head=None if c.tied else w(c.vocab_size, c.hidden_size),
+        layers=[layer(kind) for kind in c.layers],
+    )
 
 
 def runner_of(kind: type, config: DecoderConfig, weights: DecoderWeights, dtype: torch.dtype, **options: Any) -> Any:
@@ -257,12 +281,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "biases, tied": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied": True, "activation": "gelu"},
     "gemma": {
-        "sandwich": True, "norm_offset": 1.0, "qk_norm": True, "activation": "gelu_tanh", "attn_softcap": 4.0,
-        "logit_softcap": 3.0, "embed_scale": 5.5, "attn_scale": 0.3,
+        "sandwich": True,
+        "norm_offset": 1.0,
+        "qk_norm": True,
+        "activation": "gelu_tanh",
+        "attn_softcap": 4.0,
+        "logit_softcap": 3.0,
+        "embed_scale": 5.5,
+        "attn_scale": 0.3,
     },
-    "experts": {"layers": tuple(Layer(rope=None, experts=Experts(num=4, top_k=2, intermediate_size=48, normalize=n, shared_size=s))
-                                for n, s in ((True, 0), (False, 40)))},
-}  # fmt: skip
+    "experts": {
+        "layers": tuple(
+            Layer(rope=None, experts=Experts(num=4, top_k=2, intermediate_size=48, normalize=n, shared_size=s))
+            for n, s in ((True, 0), (False, 40))
+        )
+    },
+}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -291,7 +325,7 @@ def test_new_weights_take_the_place_of_old_ones(model: str, kind: str) -> None:
 
     def made(scale: float) -> DecoderWeights:
         weights = _each(weights_of(config, torch.float32), lambda m: m * scale)
-        return quantise(weights, kind, 32) if kind else weights
+        return quantize(weights, kind, 32) if kind else weights
 
     old, new = (runner_of(CudaDecoder, config, made(scale), torch.float32, max_batch=4) for scale in (0.5, 1.0))
     for role, weight in leaves(made(1.0)):
@@ -307,11 +341,11 @@ def test_forward_in_few_bits(kind: str, dtype: torch.dtype) -> None:
     config = config_of(layers=(Layer(rope=None),) * 2)
     weights = weights_of(config, dtype)
     if kind != "plain":
-        weights = quantise(weights, "int8")
+        weights = quantize(weights, "int8")
     if kind == "mixed":  # as in GGUF files: q, k and v of different types
-        weights.layers[0].k = to_int4(dequantise(weights.layers[0].k))
-        weights.layers[1].v = dequantise(weights.layers[1].v).to(dtype)
-    wide = _each(weights, lambda m: dequantise(m).float())  # the twin in fp32, of the very same weights
+        weights.layers[0].k = to_int4(dequantize(weights.layers[0].k))
+        weights.layers[1].v = dequantize(weights.layers[1].v).to(dtype)
+    wide = _each(weights, lambda m: dequantize(m).float())  # the twin in fp32, of the very same weights
     tokens = [i * i % 113 for i in range(12)]
     ours, theirs = (
         each.run([(each.request(tokens), 0, 12)])[0]
@@ -328,7 +362,7 @@ def test_the_same_bits_in_every_batch(kind: str) -> None:
     """Alone, beside others, with random splits of the prompt, and generating, by graphs where there is a GPU."""
     config, dtype = config_of(qk_norm=True, num_heads=2, layers=config_of().layers[1:]), torch.bfloat16
     weights = weights_of(config, dtype)
-    weights = quantise(weights, kind) if kind.startswith("int") else weights
+    weights = quantize(weights, kind) if kind.startswith("int") else weights
     rng = random.Random(kind)
     prompts = [[rng.randrange(113) for _ in range(length)] for length in (1, 7, 24)]
     runner = runner_of(CudaDecoder, config, weights, dtype, max_batch=4)

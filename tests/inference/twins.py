@@ -87,9 +87,7 @@ def serve(runner: Runner, guesses: Sequence[Sequence[int]], seed: int) -> tuple[
 @torch.inference_mode()
 def check_against_generate(model: Any, runner: Runner, *, tolerance: float = 2e-4) -> None:
     """Served as `model.generate` does it greedily, twice, with different chunks; and from the same logits."""
-    expected = [
-        model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist() for prompt in PROMPTS
-    ]
+    expected = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist() for prompt in PROMPTS]
     for seed in (1, 2):
         tokens, chosen_from = serve(runner, expected, seed)
         for ours, wanted, logits in zip(tokens, expected, chosen_from, strict=True):

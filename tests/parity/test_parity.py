@@ -30,10 +30,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def batches(world: int, accumulation: int, steps: int = STEPS) -> list[list[list[Tensor]]]:
-    return [
-        [[toy.tokens(rank, i, micro) for rank in range(world)] for micro in range(accumulation)]
-        for i in range(steps)
-    ]
+    return [[[toy.tokens(rank, i, micro) for rank in range(world)] for micro in range(accumulation)] for i in range(steps)]
 
 
 def rounded(kind: Callable[[], nn.Module], dtype: torch.dtype) -> Any:
@@ -73,17 +70,21 @@ def compare_with_twin(transport: str, dtype: str) -> None:
     for accumulation, clip in itertools.product((1, 2), (0.0, CLIP)):
         data = batches(world, accumulation)
         expected = twin.train(
-            rounded(toy.Lm, DTYPES[dtype]), loss, data, dtype=DTYPES[dtype], clip=clip,
-            loss_scale=SCALE if dtype == "fp16" else 1.0,
-        )  # fmt: skip
+            rounded(toy.Lm, DTYPES[dtype]), loss, data, dtype=DTYPES[dtype], clip=clip, loss_scale=SCALE if dtype == "fp16" else 1.0
+        )
         assert clip == 0 or (expected.norms > clip).all(), "clipping is to clip"
         for stage in STAGES:
             case = f"stage {stage}, accumulation {accumulation}, clip {clip}"
             engine = toy.make(
-                rounded(toy.Lm, DTYPES[dtype]), stage, transport, dtype=dtype, gradient_clipping=clip,
-                gradient_accumulation_steps=accumulation, optimizer={"type": "AdamW", "params": ADAMW},
+                rounded(toy.Lm, DTYPES[dtype]),
+                stage,
+                transport,
+                dtype=dtype,
+                gradient_clipping=clip,
+                gradient_accumulation_steps=accumulation,
+                optimizer={"type": "AdamW", "params": ADAMW},
                 fp16={"enabled": True, "loss_scale": SCALE} if dtype == "fp16" else None,
-            )  # fmt: skip
+            )
             losses, norms = train(engine, data)
             eps = 1e-6 if dtype == "fp32" else torch.finfo(DTYPES[dtype]).eps / 4
             torch.testing.assert_close(
@@ -118,9 +119,8 @@ Trace = tuple[list[float], list[float], int]
 
 def trace(stage: int, transport: str, dtype: str, accumulation: int, steps: int) -> Trace:
     engine = toy.make(
-        toy.seeded(toy.Lm), stage, transport, dtype=dtype, gradient_clipping=CLIP,
-        gradient_accumulation_steps=accumulation,
-    )  # fmt: skip
+        toy.seeded(toy.Lm), stage, transport, dtype=dtype, gradient_clipping=CLIP, gradient_accumulation_steps=accumulation
+    )
     losses, norms = [], []
     for i in range(steps):
         for micro in range(accumulation):
@@ -251,9 +251,12 @@ def test_named_optimizers_equal_the_unsharded(name: str) -> None:
     expected = twin.train(toy.seeded(toy.Lm), loss, data, optimizer=maker, clip=CLIP)
     for stage in STAGES:
         engine = toy.make(
-            toy.seeded(toy.Lm), stage, "gloo" if stage == 3 else "shared", gradient_clipping=CLIP,
+            toy.seeded(toy.Lm),
+            stage,
+            "gloo" if stage == 3 else "shared",
+            gradient_clipping=CLIP,
             optimizer={"type": kind, "params": params},
-        )  # fmt: skip
+        )
         check(engine, toy.seeded(toy.Lm), expected, data, f"{name}, stage {stage}")
 
 

@@ -266,7 +266,7 @@ def test_weights_stay_on_the_device_in_every_stage(transfer: Fake, stage: int) -
     assert all("forward" not in block.__dict__ for block in model.blocks)
 
 
-def test_boundaries_are_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boundaries_are_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(1))
     model = net()

@@ -125,9 +125,13 @@ def test_overloaded_is_two_bad_rates_in_a_row() -> None:
 def test_limits_are_those_of_the_design(tmp_path: Path) -> None:
     """SmolLM2-135M at 36 GB/s and 423 GFLOP/s: 134 tok/s (bf16) and 268 (int8) in a single stream, 361 in a batch of 16."""
     config = {
-        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "intermediate_size": 1536, "vocab_size": 49152,
-    }  # fmt: skip
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape, rates = Shape.read(tmp_path), Rates(36e9, 423e9, 200e9)
     assert rates.read / shape.weight_bytes("bf16") == pytest.approx(134, rel=0.01)
@@ -158,8 +162,10 @@ def test_a_peer_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_what_was_not_measured_is_a_row_with_the_reason() -> None:
     assert serve.judged("a", serve.ratios([1.0], None, "vLLM wants AVX-512"), 2.5)[1:] == [
-        "-", ">= 2.5", "not measured: vLLM wants AVX-512",
-    ]  # fmt: skip
+        "-",
+        ">= 2.5",
+        "not measured: vLLM wants AVX-512",
+    ]
     assert serve.judged("a", serve.ratios([6.0, 9.0, 4.0], [2.0, 2.0, 2.0], None), 2.5)[1:] == ["3.00", ">= 2.5", "reached"]
     assert serve.over([1.0], [0.0]) == [math.inf]
 
@@ -201,9 +207,7 @@ def test_every_leg_judges_and_names_who_is_missing(leg: str, quick: bool, tmp_pa
     monkeypatch.setattr(serve.Run, "measure", lambda self: self.limits.append(Rates(36e9, 1e9, 148e9)))
     shape = Shape(matrices=106_000_000, head=28_000_000, attention_flops=69_120, kv_bytes=23_040)
     pythons = dict.fromkeys(("ours", "vllm", "llama", "transformers"), tmp_path)
-    body = serve.LEGS[leg](
-        serve.Run(pythons=pythons, models=tmp_path, shape=shape, quick=quick, rounds=1 if quick else 2, only=())
-    )
+    body = serve.LEGS[leg](serve.Run(pythons=pythons, models=tmp_path, shape=shape, quick=quick, rounds=1 if quick else 2, only=()))
     assert ("reached" in body or "missed" in body) and "ours:bf16" in body and "nan" not in body
     assert ("it is not installed" in body) == (not quick and leg != "shared")
     if leg == "solo":

@@ -26,16 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from slipstream.checkpoint import (
-    CheckpointError,
-    FlatSlice,
-    Staging,
-    latest_tag,
-    load,
-    load_metadata,
-    reader,
-    save,
-)
+from slipstream.checkpoint import CheckpointError, FlatSlice, Staging, latest_tag, load, load_metadata, reader, save
 from slipstream.checkpoint.values import decode, encode
 
 # Values
@@ -45,9 +36,7 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return list(map(repr, a)) == list(map(repr, b)) and all(
-            same(x, y) for x, y in zip(a.values(), b.values(), strict=True)
-        )
+        return list(map(repr, a)) == list(map(repr, b)) and all(same(x, y) for x, y in zip(a.values(), b.values(), strict=True))
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, torch.Tensor):
@@ -62,22 +51,19 @@ def there_and_back(value: Any) -> Any:
     return decode(json.loads(json.dumps(skeleton, allow_nan=False)), tensors.__getitem__, "value")
 
 
-keys = (
-    st.text(max_size=4)
-    | st.integers()
-    | st.booleans()
-    | st.none()
-    | st.tuples(st.integers(), st.text(max_size=2))
-)
+keys = st.text(max_size=4) | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text(max_size=2))
 leaves = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
     | st.sampled_from([torch.bfloat16, torch.Size((2, 3)), numpy.float32("nan"), numpy.int64(-5)])
-)  # fmt: skip
+)
 values = st.recursive(
     leaves,
-    lambda v: (
-        st.lists(v, max_size=3) | st.lists(v, max_size=3).map(tuple) | st.dictionaries(keys, v, max_size=3)
-    ),
+    lambda v: st.lists(v, max_size=3) | st.lists(v, max_size=3).map(tuple) | st.dictionaries(keys, v, max_size=3),
     max_leaves=12,
 )
 
@@ -115,9 +101,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "multi step": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o),
     "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "sequential": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [3]
-    ),
+    "sequential": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [3]),
 }
 
 
@@ -158,7 +142,7 @@ def cyclic() -> list[Any]:
         (cyclic(), "nested deeper than 100 levels"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_cannot_be_stored_is_named(value: Any, match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
         encode(value, "value", "$t")
@@ -240,17 +224,13 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = load(tmp_path, "a", tensors={"big": held})
     assert torch.equal(held.data, tensors["big"][300_000:300_100])
     values = sum(t.nbytes for t in (found.shared["ema"]["w"], found.shared["array"], torch.get_rng_state()))
-    assert (
-        read[0] == (1 << 20) + 400 + 2 * values
-    )  # one block verified, then 400 bytes; small values whole, twice
+    assert read[0] == (1 << 20) + 400 + 2 * values  # one block verified, then 400 bytes; small values whole, twice
 
 
 def test_dtypes_are_converted_only_when_asked(tmp_path: Path) -> None:
     tensors = saved(tmp_path)
     for target in (torch.ones(700_000).bfloat16(), torch.ones(1_400_000).bfloat16()[::2]):
-        with pytest.raises(
-            CheckpointError, match=r"'big' is torch\.float32 in it and torch\.bfloat16 here; pass convert"
-        ):
+        with pytest.raises(CheckpointError, match=r"'big' is torch\.float32 in it and torch\.bfloat16 here; pass convert"):
             load(tmp_path, "a", tensors={"big": target})
         assert bool((target == 1).all())
         load(tmp_path, "a", tensors={"big": target}, convert=True)
@@ -379,9 +359,26 @@ def test_folders_that_are_not_checkpoints_are_never_replaced(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "tag",
-    ["", ".", "..", "../up", "/etc", "a/b", "a\\b", " a", "a\n", "latest", ".hidden", "x" * 201,
-     "a.tmp-0123456789abcdef", "a.old-0123456789abcdef", "nul\0", None, 7],
-)  # fmt: skip
+    [
+        "",
+        ".",
+        "..",
+        "../up",
+        "/etc",
+        "a/b",
+        "a\\b",
+        " a",
+        "a\n",
+        "latest",
+        ".hidden",
+        "x" * 201,
+        "a.tmp-0123456789abcdef",
+        "a.old-0123456789abcdef",
+        "nul\0",
+        None,
+        7,
+    ],
+)
 def test_tags_that_are_no_names_are_refused(tmp_path: Path, tag: Any) -> None:
     with pytest.raises(CheckpointError, match="tag"):
         save(tmp_path / "new", tag, tensors={}, shared={}, per_rank={})
@@ -565,7 +562,7 @@ HOSTILE = {
     "no such dtype": (put("shared", "step", {"$dtype": "save"}), "a dtype 'save'"),
     "values in a list": (put("shared", [1, 2]), "it is no dict of names"),
     "rank's values": (put("per_rank", [3]), "it is no dict of names"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -683,9 +680,7 @@ def test_parameters_and_leaves_that_need_gradients_can_be_filled(tmp_path: Path)
 
 def test_bytes_written_are_the_tensors(tmp_path: Path) -> None:
     save(tmp_path, "a", tensors={"x": torch.arange(3, dtype=torch.int32)}, shared={}, per_rank={})
-    assert io.BytesIO((tmp_path / "a" / "rank_00000.bin").read_bytes()).read() == bytes(
-        [0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0]
-    )
+    assert io.BytesIO((tmp_path / "a" / "rank_00000.bin").read_bytes()).read() == bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0])
 
 
 # Staging

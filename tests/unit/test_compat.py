@@ -99,11 +99,15 @@ def test_a_missing_name_says_why(deepspeed: ModuleType) -> None:
 
 def test_what_deepspeed_has_dropped_says_so_in_a_sentence(deepspeed: ModuleType) -> None:
     for module, name in (
-        ("elasticity", "compute_elastic_config"), ("elasticity.elastic_agent", "DSElasticAgent"), ("runtime.quantize", "Quantizer"),
-        ("runtime.progressive_layer_drop", "ProgressiveLayerDrop"), ("runtime.sparse_tensor", "SparseTensor"),
-        ("runtime.zero.mics", "MiCS_Optimizer"), ("compression.compress", "init_compression"),
+        ("elasticity", "compute_elastic_config"),
+        ("elasticity.elastic_agent", "DSElasticAgent"),
+        ("runtime.quantize", "Quantizer"),
+        ("runtime.progressive_layer_drop", "ProgressiveLayerDrop"),
+        ("runtime.sparse_tensor", "SparseTensor"),
+        ("runtime.zero.mics", "MiCS_Optimizer"),
+        ("compression.compress", "init_compression"),
         ("runtime.data_pipeline.data_routing.helper", "convert_to_random_ltd"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ImportError, match=rf"{name} is not built yet: \w"):
             exec(f"from deepspeed.{module} import {name}")
     with pytest.raises(ModuleNotFoundError, match=r"no module 'deepspeed.nothing.at'|no module 'deepspeed.nothing'"):
@@ -158,7 +162,7 @@ def test_the_page_prints_these_tables() -> None:
     assert page.endswith(tables() + "\n"), "replace what follows 'Names' by what `python -m slipstream.compat` prints"
 
 
-# -- behaviour (reference/deepspeed-surface.md, 1.18) --
+# -- behavior (reference/deepspeed-surface.md, 1.18) --
 
 
 @pytest.mark.usefixtures("group")
@@ -711,8 +715,10 @@ def test_the_command_is_slipstream_run(given: str, ours: str) -> None:
 
 def test_the_command_refuses_what_is_not_there() -> None:
     for flags, said in (
-        ("--autotuning run", "autotuning is not built"), ("--save_pid", "SIGTERM"), ("--enable_each_rank_log=logs", "by RANK"),
+        ("--autotuning run", "autotuning is not built"),
+        ("--save_pid", "SIGTERM"),
+        ("--enable_each_rank_log=logs", "by RANK"),
         ("--log_level loud", "'loud' is none of"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=said):
             launcher.translate([*flags.split(), "a.py"])

@@ -54,9 +54,7 @@ def test_the_same_config_twice_is_fine(path: Path) -> None:
 
 def test_two_configs_are_refused(path: Path) -> None:
     args = arguments("--deepspeed_config", str(path))
-    with pytest.raises(
-        ValueError, match=r"initialize\(config=\) is a dictionary of 2 keys and --deepspeed_config is"
-    ):
+    with pytest.raises(ValueError, match=r"initialize\(config=\) is a dictionary of 2 keys and --deepspeed_config is"):
         load_config(CONFIG, args=args)
     with pytest.raises(ValueError, match="two configs"):
         load_config(CONFIG, config_params={"train_batch_size": 16})

@@ -1,4 +1,4 @@
-"""Every key has a class, every refusal teaches, and every honoured key names a test that exists."""
+"""Every key has a class, every refusal teaches, and every honored key names a test that exists."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from slipstream.config import DataWorld, ModelFacts, resolve, schema
-from slipstream.config.keys import FEATURES, HONOURED, NO_EFFECT, Counts, Fate, Feature, counts, say, table
+from slipstream.config.keys import FEATURES, HONORED, NO_EFFECT, Counts, Fate, Feature, counts, say, table
 from slipstream.config.parse import schema_keys
 from slipstream.config.values import Block
-
-from .test_config_schema import nest
+from tests.unit.test_config_schema import nest
 
 TESTS = Path(__file__).resolve().parents[1]
 WORLD = DataWorld(data_parallel=2)
@@ -39,12 +38,12 @@ def enumerate_schema(block: type[Block], prefix: str = "") -> list[str]:
 
 def test_every_key_has_exactly_one_class() -> None:
     assert sorted(table()) == sorted(enumerate_schema(schema.Config))
-    assert not set(HONOURED) & set(NO_EFFECT)
+    assert not set(HONORED) & set(NO_EFFECT)
 
 
 def test_no_class_is_stale() -> None:
     known = set(schema_keys())
-    assert not (set(HONOURED) | set(NO_EFFECT)) - known
+    assert not (set(HONORED) | set(NO_EFFECT)) - known
     for feature in FEATURES:
         assert not set(feature.switches) - known, feature.what
         for block in feature.blocks:
@@ -66,24 +65,24 @@ def test_counts_add_up() -> None:
     total = counts()
     assert isinstance(total, Counts)
     assert sum(total) == len(schema_keys())
-    assert total.honoured == len(HONOURED)
+    assert total.honored == len(HONORED)
     assert total.no_effect == len(NO_EFFECT)
 
 
 def test_every_class_says_why() -> None:
     for key in table().values():
-        if key.fate is Fate.HONOURED:
+        if key.fate is Fate.HONORED:
             assert key.proof.startswith("test_"), key.name
         else:
             assert key.reason, key.name
         assert (key.fate is Fate.REFUSED) == bool(key.remedy), key.name
 
 
-def test_every_honoured_key_names_a_test_that_exists() -> None:
+def test_every_honored_key_names_a_test_that_exists() -> None:
     source = "\n".join(path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py"))
     defined = set(re.findall(r"^\s*def (test_\w+)\(", source, re.MULTILINE))
-    missing = {key: proof for key, proof in HONOURED.items() if proof not in defined}
-    assert not missing, f"{len(missing)} honoured keys without proof: {missing}"
+    missing = {key: proof for key, proof in HONORED.items() if proof not in defined}
+    assert not missing, f"{len(missing)} honored keys without proof: {missing}"
 
 
 def asking(switch: str, feature: Feature) -> Any:
@@ -112,9 +111,7 @@ def test_a_feature_that_is_not_built_is_refused(switch: str, feature: Feature) -
     assert switch in text and feature.what in text and feature.remedy in text and "not built yet" in text
 
 
-@pytest.mark.parametrize(
-    "switch", [switch for feature in FEATURES for switch in feature.switches if feature.off]
-)
+@pytest.mark.parametrize("switch", [switch for feature in FEATURES for switch in feature.switches if feature.off])
 def test_a_feature_that_is_off_parses(switch: str) -> None:
     raw = nest(switch, "dense" if switch == "sparse_attention.mode" else schema_keys()[switch])
     if "weight_quantization" in raw:  # on by being there
@@ -127,7 +124,7 @@ def test_a_block_that_asks_by_being_there() -> None:
         resolved({"sparse_attention": {"block": 16}})
     with pytest.raises(ValueError, match="ZenFlow"):
         resolved({"zero_optimization": {"stage": 2, "zenflow": {}}})
-    with pytest.raises(ValueError, match=r"weight_quantization\.enabled = True asks for weight quantisation"):
+    with pytest.raises(ValueError, match=r"weight_quantization\.enabled = True asks for weight quantization"):
         resolved({"weight_quantization": {"num_bits": 4}})
     with pytest.raises(ValueError, match="DataStates"):
         resolved({"datastates_ckpt": {}})

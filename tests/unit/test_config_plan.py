@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import DataWorld, ModelFacts, Plan, describe, resolve
-from slipstream.config.keys import HONOURED
+from slipstream.config.keys import HONORED
 from slipstream.config.plan import plan_values
 from slipstream.config.resolution import AUTO, triad
 from slipstream.optim import resolve_optimizer
 from slipstream.train.schedules import build_scheduler
-
-from .test_config_schema import ACCELERATE
+from tests.unit.test_config_schema import ACCELERATE
 
 FACTS = ModelFacts(device_type="cpu", supports_bf16=True)
 V100 = dataclasses.replace(FACTS, device_type="cuda", supports_bf16=False)
@@ -42,19 +41,10 @@ sizes = st.integers(1, 64)
 
 
 @settings(max_examples=300, deadline=None, print_blob=True)
-@given(
-    micro=sizes, accumulation=sizes, ranks=sizes, kept=st.sampled_from(["tma", "tm", "ta", "ma", "t", "m"])
-)
-def test_any_part_of_the_triad_gives_a_consistent_whole(
-    micro: int, accumulation: int, ranks: int, kept: str
-) -> None:
+@given(micro=sizes, accumulation=sizes, ranks=sizes, kept=st.sampled_from(["tma", "tm", "ta", "ma", "t", "m"]))
+def test_any_part_of_the_triad_gives_a_consistent_whole(micro: int, accumulation: int, ranks: int, kept: str) -> None:
     train = micro * accumulation * ranks
-    batch = triad(
-        train if "t" in kept else None,
-        micro if "m" in kept else None,
-        accumulation if "a" in kept else None,
-        ranks,
-    )
+    batch = triad(train if "t" in kept else None, micro if "m" in kept else None, accumulation if "a" in kept else None, ranks)
     assert batch.train == batch.micro * batch.accumulation * ranks
     if len(kept) > 1:
         assert batch == (train, micro, accumulation)
@@ -66,9 +56,7 @@ def test_any_part_of_the_triad_gives_a_consistent_whole(
 
 @settings(max_examples=300, deadline=None, print_blob=True)
 @given(train=sizes, micro=st.none() | sizes, accumulation=st.none() | sizes, ranks=sizes)
-def test_a_triad_is_whole_or_refused(
-    train: int, micro: int | None, accumulation: int | None, ranks: int
-) -> None:
+def test_a_triad_is_whole_or_refused(train: int, micro: int | None, accumulation: int | None, ranks: int) -> None:
     try:
         batch = triad(train, micro, accumulation, ranks)
     except ValueError as error:
@@ -106,9 +94,7 @@ def test_triad_errors_teach() -> None:
         ValueError, match=r"^Check batch .* \(32\) != micro batch \(4\) x accumulation \(2\) x data parallel \(3\) = 24"
     ):
         plan_of(three, ranks=3)
-    with pytest.raises(
-        ValueError, match=r"not a multiple of micro batch \(4\) x data parallel \(3\) = 12; .* 24 or 36"
-    ):
+    with pytest.raises(ValueError, match=r"not a multiple of micro batch \(4\) x data parallel \(3\) = 12; .* 24 or 36"):
         plan_of({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, ranks=3)
     with pytest.raises(ValueError, match=r"nearest that is: 4$"):
         plan_of({"train_batch_size": 2}, ranks=4)
@@ -126,9 +112,7 @@ def test_data_parallel_size_is_checked() -> None:
 
 
 def test_auto_batch_sizes() -> None:
-    auto = dict.fromkeys(
-        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
-    )
+    auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
     plan = plan_of(auto, facts=dataclasses.replace(FACTS, loader_batch_size=6))
     assert plan.batch.micro_batch_size == 6 and plan.batch.train_batch_size == 12 and plan.notes == ()
     plan = plan_of(auto)
@@ -192,32 +176,17 @@ def test_precision_dtypes() -> None:
     bf16 = plan_of({"bf16": {"enabled": True}}).precision
     assert (bf16.param_dtype, bf16.master_dtype, bf16.check_overflow) == (torch.bfloat16, torch.float32, True)
     assert bf16.loss_scale is None and bf16.grad_accum_dtype is None
-    lean = {
-        "enabled": True,
-        "bf16_master_weights_and_grads": True,
-        "bf16_optimizer_states": True,
-        "check_overflow": 0,
-    }
+    lean = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True, "check_overflow": 0}
     small = plan_of({"bf16": lean}).precision
     assert (small.master_dtype, small.state_dtype, small.grad_accum_dtype) == (torch.bfloat16,) * 3
     assert not small.check_overflow
-    half = plan_of(
-        {"fp16": {"enabled": True, "auto_cast": True, "fp16_master_weights_and_grads": True}}
-    ).precision
-    assert (half.param_dtype, half.master_dtype, half.auto_cast_inputs) == (
-        torch.float16,
-        torch.float16,
-        True,
-    )
+    half = plan_of({"fp16": {"enabled": True, "auto_cast": True, "fp16_master_weights_and_grads": True}}).precision
+    assert (half.param_dtype, half.master_dtype, half.auto_cast_inputs) == (torch.float16, torch.float16, True)
     assert half.state_dtype is torch.float32
 
 
 def test_dtypes_of_gradients_and_wire() -> None:
-    raw = {
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp16",
-    }
+    raw = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp16"}
     precision = plan_of(raw).precision
     assert (precision.grad_accum_dtype, precision.comm_dtype) == (torch.float32, torch.float16)
     assert plan_of({"communication_data_type": "none"}).precision.comm_dtype is None
@@ -245,9 +214,14 @@ def test_loss_scale() -> None:
     assert (dynamic.static, dynamic.initial, dynamic.window) == (None, 2.0**16, 1000)
     assert (dynamic.hysteresis, dynamic.consecutive_hysteresis, dynamic.minimum) == (2, False, 1.0)
     block = {
-        "enabled": True, "loss_scale": 128, "initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 3,
-        "consecutive_hysteresis": True, "min_loss_scale": 0.5,
-    }  # fmt: skip
+        "enabled": True,
+        "loss_scale": 128,
+        "initial_scale_power": 8,
+        "loss_scale_window": 5,
+        "hysteresis": 3,
+        "consecutive_hysteresis": True,
+        "min_loss_scale": 0.5,
+    }
     static = plan_of({"fp16": block}).precision.loss_scale
     assert static is not None
     assert dataclasses.astuple(static) == (128.0, 256.0, 5, 3, True, 0.5)
@@ -266,9 +240,7 @@ def test_two_precisions_are_refused() -> None:
 
 
 def test_zero() -> None:
-    plan = plan_of(
-        {"zero_optimization": {"stage": 3, "mics_shard_size": 2}, "gradient_allreduce_op": "SUM"}, ranks=4
-    )
+    plan = plan_of({"zero_optimization": {"stage": 3, "mics_shard_size": 2}, "gradient_allreduce_op": "SUM"}, ranks=4)
     assert (plan.zero.stage, plan.zero.shard_size, plan.zero.reduce_op) == (3, 2, "sum")
     assert plan_of({"zero_optimization": True}).zero.stage == 1
     assert plan_of({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}).zero.shard_size is None
@@ -320,9 +292,7 @@ def test_max_grad_norm_is_gradient_clipping() -> None:
     assert plan_of(adam(max_grad_norm="auto")).gradient_clipping == 1.0
     assert plan_of(adam(max_grad_norm=0)).gradient_clipping == 0.0
     assert plan_of(adam(max_grad_norm=0) | {"gradient_clipping": 0.7}).gradient_clipping == 0.7
-    with pytest.raises(
-        ValueError, match=r"gradient_clipping \(1\) and optimizer\.params\.max_grad_norm \(0\.3\)"
-    ):
+    with pytest.raises(ValueError, match=r"gradient_clipping \(1\) and optimizer\.params\.max_grad_norm \(0\.3\)"):
         plan_of(adam(max_grad_norm=0.3) | {"gradient_clipping": 1.0})
 
 
@@ -369,12 +339,17 @@ def test_deepspeeds_defaults() -> None:
 def test_small_values_reach_the_plan() -> None:
     plan = plan_of(
         {
-            "steps_per_print": 10.0, "wall_clock_breakdown": True, "dump_state": True, "log_level": "DEBUG",
-            "dataloader_drop_last": True, "managed_gradient_accumulation": False, "gradient_clipping": 0,
+            "steps_per_print": 10.0,
+            "wall_clock_breakdown": True,
+            "dump_state": True,
+            "log_level": "DEBUG",
+            "dataloader_drop_last": True,
+            "managed_gradient_accumulation": False,
+            "gradient_clipping": 0,
             "checkpoint": {"tag_validation": "Fail"},
             "slipstream": {"transport": "gloo", "timeout_s": "60", "poison_released": True, "seed": 7},
         }
-    )  # fmt: skip
+    )
     assert plan.steps_per_print == 10 and plan.wall_clock_breakdown and plan.dump_state
     assert plan.log_level == "debug" and plan.data.drop_last and not plan.batch.managed
     assert plan.gradient_clipping == 0.0 and plan.checkpoint.tag_validation == "fail"
@@ -384,9 +359,7 @@ def test_small_values_reach_the_plan() -> None:
 
 def test_overrides_win_and_say_so() -> None:
     raw = {"train_batch_size": 8, "zero_optimization": True, "bf16": {"enabled": True}}
-    plan = plan_of(
-        raw, **{"zero_optimization.stage": 3, "slipstream.transport": "gloo", "train_batch_size": 16}
-    )
+    plan = plan_of(raw, **{"zero_optimization.stage": 3, "slipstream.transport": "gloo", "train_batch_size": 16})
     assert (plan.zero.stage, plan.zero.transport, plan.batch.train_batch_size) == (3, "gloo", 16)
     assert plan.sources["zero_optimization.stage"] == plan.sources["train_batch_size"] == "argument"
     assert plan.sources["bf16.enabled"] == "config"
@@ -403,9 +376,7 @@ def test_a_plan_is_plain_data() -> None:
 
 def test_a_plan_of_what_accelerate_hands_over() -> None:
     plan = plan_of(ACCELERATE)
-    assert plan.batch == type(plan.batch)(
-        train_batch_size=16, micro_batch_size=8, accumulation=1, managed=True
-    )
+    assert plan.batch == type(plan.batch)(train_batch_size=16, micro_batch_size=8, accumulation=1, managed=True)
     assert plan.zero.stage == 3 and plan.steps_per_print is None
     assert plan.precision.param_dtype is torch.bfloat16 and not plan.precision.auto_cast_inputs
     assert plan.optimizer is not None and plan.optimizer.params == {"lr": 1e-3, "weight_decay": 0.0}
@@ -420,11 +391,15 @@ def activations(block: dict[str, Any], ours: str | None = None, facts: ModelFact
 
 def test_activations_follow_either_block() -> None:
     for block, ours, way, on_host in (
-        ({}, None, "keep", False), ({"cpu_checkpointing": False, "number_checkpoints": None}, None, "keep", False),
-        ({"number_checkpoints": 2}, None, "recompute", False), ({"cpu_checkpointing": True}, None, "recompute", True),
-        ({}, "recompute", "recompute", False), ({"cpu_checkpointing": True}, "recompute", "recompute", True),
-        ({}, "offload", "offload", False), ({"number_checkpoints": 2}, "auto", "recompute", False),
-    ):  # fmt: skip
+        ({}, None, "keep", False),
+        ({"cpu_checkpointing": False, "number_checkpoints": None}, None, "keep", False),
+        ({"number_checkpoints": 2}, None, "recompute", False),
+        ({"cpu_checkpointing": True}, None, "recompute", True),
+        ({}, "recompute", "recompute", False),
+        ({"cpu_checkpointing": True}, "recompute", "recompute", True),
+        ({}, "offload", "offload", False),
+        ({"number_checkpoints": 2}, "auto", "recompute", False),
+    ):
         plan = activations(block, ours)
         assert (plan.activations.way, plan.activations.inputs_on_host) == (way, on_host) and plan.notes == ()
     assert activations({"number_checkpoints": 2}).sources["slipstream.activations"] == "derived: activation_checkpointing"
@@ -465,15 +440,13 @@ FULL = {
 }
 
 
-def test_every_honoured_key_has_a_source() -> None:
+def test_every_honored_key_has_a_source() -> None:
     sources = set(plan_of(FULL).sources)
-    for key in HONOURED:
+    for key in HONORED:
         assert key in sources or any(source.startswith(f"{key}.") for source in sources), key
 
 
-@pytest.mark.parametrize(
-    "raw", [FULL, ACCELERATE, {"bf16": {"enabled": True}}], ids=["full", "accelerate", "bf16"]
-)
+@pytest.mark.parametrize("raw", [FULL, ACCELERATE, {"bf16": {"enabled": True}}], ids=["full", "accelerate", "bf16"])
 def test_describe_shows_every_value_with_its_source(raw: dict[str, Any]) -> None:
     plan = plan_of(raw)
     lines = describe(plan).splitlines()
@@ -582,8 +555,8 @@ NOISE = st.recursive(
 FREE = {"optimizer.params", "scheduler.params"}  # theirs to check who take them: an optimizer, a schedule
 
 
-def test_random_configs_draw_every_honoured_key() -> None:
-    assert set(VALUES) == set(HONOURED)
+def test_random_configs_draw_every_honored_key() -> None:
+    assert set(VALUES) == set(HONORED)
 
 
 @given(data=st.data(), ranks=st.sampled_from([1, 2, 4]), noise=st.sampled_from([False, False, False, True]))

@@ -19,9 +19,7 @@ from slipstream.config.parse import RENAMED, parse, schema_keys
 KEYS = sorted(schema_keys())
 # Names that open a block count as keys too: a typo in one loses everything below it.
 NAMES = sorted({".".join(key.split(".")[: i + 1]) for key in KEYS for i in range(key.count(".") + 1)})
-CHECKED = [
-    name for name in NAMES if not name.endswith("*") and not name.startswith("amp.")
-]  # amp takes any key
+CHECKED = [name for name in NAMES if not name.endswith("*") and not name.startswith("amp.")]  # amp takes any key
 
 
 def value_of(raw: Mapping[str, Any], path: str) -> Any:
@@ -84,9 +82,7 @@ def test_any_one_letter_typo_names_the_key(data: st.DataObject) -> None:
 def test_a_key_in_the_wrong_block_names_the_right_one() -> None:
     with pytest.raises(ValueError, match=r"unknown config key stage; did you mean zero_optimization\.stage"):
         parse({"stage": 3})
-    with pytest.raises(
-        ValueError, match=r"zero_optimization\.gradient_clipping; did you mean gradient_clipping"
-    ):
+    with pytest.raises(ValueError, match=r"zero_optimization\.gradient_clipping; did you mean gradient_clipping"):
         parse({"zero_optimization": {"gradient_clipping": 1.0}})
 
 
@@ -121,18 +117,14 @@ def test_every_error_is_reported_at_once() -> None:
         ({3: 1}, "config keys are strings, got 3"),
         ({"bf16": {}, "bfloat16": {}}, "bf16 and bfloat16 are two spellings of one key"),
     ],
-)  # fmt: skip
+)
 def test_bad_values_are_refused_with_key_and_value(raw: dict[Any, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(raw)
 
 
 def test_numbers_as_launchers_write_them() -> None:
-    zero = {
-        "reduce_bucket_size": 0.9 * 768 * 768,
-        "sub_group_size": "1e9",
-        "stage3_max_live_parameters": math.inf,
-    }
+    zero = {"reduce_bucket_size": 0.9 * 768 * 768, "sub_group_size": "1e9", "stage3_max_live_parameters": math.inf}
     raw = {"train_batch_size": "32", "gradient_accumulation_steps": 4.0, "zero_optimization": zero}
     assert value_of(raw, "train_batch_size") == 32
     assert value_of(raw, "gradient_accumulation_steps") == 4
@@ -149,19 +141,14 @@ def test_steps_per_print_never(never: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spelling", "name"),
-    [("fp32", "fp32"), ("torch.bfloat16", "bf16"), ("half", "fp16"), ("BFloat16", "bf16"), ("float", "fp32")],
+    ("spelling", "name"), [("fp32", "fp32"), ("torch.bfloat16", "bf16"), ("half", "fp16"), ("BFloat16", "bf16"), ("float", "fp32")]
 )
 def test_dtype_spellings(spelling: str, name: str) -> None:
     assert value_of({"data_types": {"grad_accum_dtype": spelling}}, "data_types.grad_accum_dtype") == name
 
 
 def test_null_means_not_set_at_every_level() -> None:
-    raw = {
-        "optimizer": None,
-        "gradient_clipping": None,
-        "zero_optimization": {"stage": 2, "offload_param": None},
-    }
+    raw = {"optimizer": None, "gradient_clipping": None, "zero_optimization": {"stage": 2, "offload_param": None}}
     parsed = parse(raw)
     assert parsed.config.optimizer is None
     assert parsed.leaves["gradient_clipping"].value == 1.0

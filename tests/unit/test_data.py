@@ -71,25 +71,16 @@ class OwnShard(Stream):
     already_sharded = True
 
 
-def loader(
-    dataset: Any, batch: int = 2, rank: int = 0, world: int = 1, drop_last: bool = False, **options: Any
-) -> StatefulLoader:
+def loader(dataset: Any, batch: int = 2, rank: int = 0, world: int = 1, drop_last: bool = False, **options: Any) -> StatefulLoader:
     options = {"collate_fn": list, "seed": 7, **options}
-    return distributed_loader(
-        dataset, batch_size=batch, rank=rank, world_size=world, drop_last=drop_last, **options
-    )
+    return distributed_loader(dataset, batch_size=batch, rank=rank, world_size=world, drop_last=drop_last, **options)
 
 
 def ranks(dataset_of: type[Any], n: int, batch: int, world: int, drop_last: bool) -> list[StatefulLoader]:
     return [loader(dataset_of(n), batch, rank, world, drop_last) for rank in range(world)]
 
 
-sizes = {
-    "n": st.integers(1, 60),
-    "batch": st.integers(1, 7),
-    "world": st.integers(1, 5),
-    "drop_last": st.booleans(),
-}
+sizes = {"n": st.integers(1, 60), "batch": st.integers(1, 7), "world": st.integers(1, 5), "drop_last": st.booleans()}
 
 
 @settings(max_examples=200, deadline=None)

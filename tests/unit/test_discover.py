@@ -39,13 +39,7 @@ def test_slurm_step() -> None:
     found = discover(SLURM)
     assert found is not None
     port = found.pop("MASTER_PORT")
-    assert found == {
-        "RANK": "5",
-        "WORLD_SIZE": "6",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "gpu07",
-    }
+    assert found == {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07"}
     assert 20_000 <= int(port) < 30_000
     assert discover(SLURM | {"SLURM_PROCID": "0"})["MASTER_PORT"] == port  # type: ignore[index]
 

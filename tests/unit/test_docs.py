@@ -129,9 +129,16 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("readme") / "smollm2"
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     letters = {letter: number for number, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
@@ -201,16 +208,17 @@ def test_serving_s_lists_are_the_code_s() -> None:
 
 
 def test_key_counts_are_the_code_s() -> None:
-    """Those of DeepSpeed's; the block "slipstream" is ours, and all of it is honoured."""
+    """Those of DeepSpeed's; the block "slipstream" is ours, and all of it is honored."""
     counts = keys.counts()
-    ours = sum(name.startswith("slipstream.") for name in keys.HONOURED)
+    ours = sum(name.startswith("slipstream.") for name in keys.HONORED)
     assert ours == sum(name.startswith("slipstream.") for name in keys.table())
     told = re.search(
-        r"Of the (\d+) keys in DeepSpeed's .*?, (\d+) are honoured, (\d+) have no effect .*? and (\d+) ask .*? adds (\d+) keys",
-        README, re.S,
-    )  # fmt: skip
+        r"Of the (\d+) keys in DeepSpeed's .*?, (\d+) are honored, (\d+) have no effect .*? and (\d+) ask .*? adds (\d+) keys",
+        README,
+        re.S,
+    )
     assert told is not None
-    assert tuple(map(int, told.groups())) == (sum(counts) - ours, counts.honoured - ours, counts.no_effect, counts.refused, ours)
+    assert tuple(map(int, told.groups())) == (sum(counts) - ours, counts.honored - ours, counts.no_effect, counts.refused, ours)
 
 
 def test_links_lead_somewhere() -> None:

@@ -29,9 +29,7 @@ def test_boxes_are_the_range_in_memory_order(case: tuple[tuple[int, ...], int, i
     shape, start, stop = case
     index = torch.arange(math.prod(shape)).view(shape)
     found = boxes(shape, start, stop)
-    picked = [
-        index[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten().tolist() for box in found
-    ]
+    picked = [index[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten().tolist() for box in found]
     assert list(itertools.chain.from_iterable(picked)) == list(range(start, stop))
     assert len(found) <= max(1, 2 * len(shape) - 1)
     for box, elements in zip(found, picked, strict=True):

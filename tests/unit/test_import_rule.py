@@ -50,9 +50,7 @@ class Edge(NamedTuple):
 def edges(source: Path) -> Iterator[Edge]:
     for file in sorted(source.rglob("*.py")):
         module = ("slipstream", *file.relative_to(source).with_suffix("").parts)
-        statements = (
-            node for node in ast.walk(ast.parse(file.read_text(), file)) if isinstance(node, ast.stmt)
-        )
+        statements = (node for node in ast.walk(ast.parse(file.read_text(), file)) if isinstance(node, ast.stmt))
         for node in statements:
             for target in imported(node, module):
                 if target[0] == "slipstream":
@@ -113,11 +111,7 @@ def test_every_room_has_a_place_in_the_rule() -> None:
 @pytest.mark.parametrize(
     ("file", "code", "message"),
     [
-        (
-            "config/plan.py",
-            "from slipstream.zero.unit import Unit",
-            "config/plan.py:1: config may not see zero",
-        ),
+        ("config/plan.py", "from slipstream.zero.unit import Unit", "config/plan.py:1: config may not see zero"),
         ("zero/unit.py", "def f():\n    import slipstream.train", "zero/unit.py:2: zero may not see train"),
         ("zero/unit.py", "from ..train.engine import Engine", "zero may not see train"),
         ("zero/unit.py", "from slipstream import train", "zero may not see train"),
@@ -183,12 +177,7 @@ def import_slipstream(note: Path) -> tuple[list[str], list[str]]:
     code = f"note = open({str(note)!r}, 'w')\n{IMPORT}note.close()"
     env = os.environ | {"PYTHONPATH": str(SOURCE.parent)}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     said, added = note.read_text().splitlines()

@@ -649,7 +649,7 @@ def test_what_has_no_effect_is_said_once_for_each_reason(caplog: pytest.LogCaptu
         ({"prefix_caching": "no"}, "prefix_caching is 'no'; it has to be True or False"),
         ({"tokenizer": 7}, "tokenizer is 7; it has to be the folder"),
         ({"tokenizer": "/nope"}, "tokenizer is '/nope', and there is no such folder"),
-        ({"device": "tpu"}, "device is 'tpu'; give \"cpu\", \"cuda\", or \"cuda:1\""),
+        ({"device": "tpu"}, 'device is \'tpu\'; give "cpu", "cuda", or "cuda:1"'),
         ({"device": "mps"}, "device is 'mps'; give"),
         ({"device": torch.device("meta")}, "device is 'meta'; give"),
         ({"device": "cpu:3"}, "device is 'cpu:3'; give"),
@@ -726,8 +726,13 @@ def test_a_conversation_in_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
     cut = "(cut after 8 tokens"
     expected = ["Ctrl-C stops an answer", "Ctrl-C stops an answer", "there is no /nope here", cut, "slipstream chat"]
     assert [note.partition(",")[0] for note in notes] == [
-        *expected, "(the context of 80 tokens is full", cut, "(the context of 80 tokens is full", "slipstream chat", cut,
-    ]  # fmt: skip
+        *expected,
+        "(the context of 80 tokens is full",
+        cut,
+        "(the context of 80 tokens is full",
+        "slipstream chat",
+        cut,
+    ]
 
 
 def test_answers_are_printed_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,9 +82,7 @@ def test_noise_costs_few_intervals() -> None:
 def test_prompts_go_on_where_the_interval_cannot_be_kept_and_have_everything_where_nobody_waits() -> None:
     _, tokens = longest_wait(lambda num: 1.0 * num, 0.01, times=90)
     assert LEAST_PROMPT < max(tokens[60:]) <= 2 + LEAST_PROMPT  # a prompt of which one token is left counts as an answer
-    scheduler = Scheduler(
-        BlockPool(100, 16), token_budget=512, max_running=8, max_waiting=64, max_context=900, token_interval=1e-9
-    )
+    scheduler = Scheduler(BlockPool(100, 16), token_budget=512, max_running=8, max_waiting=64, max_context=900, token_interval=1e-9)
     scheduler.add(Request(id="alone", tokens=list(range(700)), params=SamplingParams(max_tokens=2)))
     batch = scheduler.schedule()
     assert batch is not None and batch.num_tokens == 512

@@ -18,9 +18,7 @@ VOCAB = 5003  # no multiple of anything
 
 
 def request(prompt: int = 3, output: tuple[int, ...] = (), seed: int = 1, **params: Any) -> Request:
-    made = Request(
-        id=f"r{seed}", tokens=list(range(prompt)), params=SamplingParams(**params), end_ids=frozenset({7, 9}), seed=seed
-    )
+    made = Request(id=f"r{seed}", tokens=list(range(prompt)), params=SamplingParams(**params), end_ids=frozenset({7, 9}), seed=seed)
     made.tokens += output
     return made
 
@@ -108,9 +106,7 @@ def test_text_with_guesses_has_the_models_distribution() -> None:
     table = torch.randn(5, 5, generator=torch.Generator().manual_seed(4)) * 1.5
     texts = generate(table, range(20_000), 2, temperature=0.8)
     p = torch.softmax(table.double() / 0.8, dim=-1)
-    expected = {
-        (a, b, c): 20_000 * float(p[0, a] * p[a, b] * p[b, c]) for a in range(5) for b in range(5) for c in range(5)
-    }
+    expected = {(a, b, c): 20_000 * float(p[0, a] * p[a, b] * p[b, c]) for a in range(5) for b in range(5) for c in range(5)}
     cells = [cell for cell in expected if expected[cell] >= 5]
     counts = dict.fromkeys(expected, 0)
     for text in texts:

@@ -491,12 +491,7 @@ def test_lookup_is_quick_on_long_sequences() -> None:
 
 @pytest.mark.parametrize(
     "draft, sampled, accepted",
-    [
-        ((), [5], [5]),
-        ((1, 2), [1, 2, 3], [1, 2, 3]),
-        ((1, 2), [1, 9, 3], [1, 9]),
-        ((1, 2), [9, 2, 3], [9]),
-    ],
+    [((), [5], [5]), ((1, 2), [1, 2, 3], [1, 2, 3]), ((1, 2), [1, 9, 3], [1, 9]), ((1, 2), [9, 2, 3], [9])],
 )
 def test_accept(draft: tuple[int, ...], sampled: list[int], accepted: list[int]) -> None:
     assert accept(draft, sampled) == accepted

@@ -39,10 +39,7 @@ def trained() -> Backend:
     backend.train_from_iterator(
         [TEXT] * 3,
         trainers.BpeTrainer(
-            vocab_size=400,
-            special_tokens=CONTROLS,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
+            vocab_size=400, special_tokens=CONTROLS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         ),
     )
     return backend

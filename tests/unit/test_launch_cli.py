@@ -16,14 +16,7 @@ import slipstream
 from slipstream.launch.cli import build_parser, main
 from slipstream.launch.run import Start, Surroundings, plan_run
 
-AROUND = Surroundings(
-    environ={},
-    directory="/work",
-    python="/py",
-    names=("me", "me.local"),
-    num_devices=0,
-    free_port=12345,
-)
+AROUND = Surroundings(environ={}, directory="/work", python="/py", names=("me", "me.local"), num_devices=0, free_port=12345)
 HOSTFILE = "a slots=2\nb slots=2\n"
 
 
@@ -45,9 +38,7 @@ def test_default_is_a_rank_per_device_and_it_is_said() -> None:
     assert start.notes[0] == "4 ranks on this host (4 CUDA devices)"
 
 
-@pytest.mark.parametrize(
-    "flag", ["--nproc", "--num_gpus", "--num-gpus", "--nproc_per_node", "--nproc-per-node"]
-)
+@pytest.mark.parametrize("flag", ["--nproc", "--num_gpus", "--num-gpus", "--nproc_per_node", "--nproc-per-node"])
 def test_spellings(flag: str) -> None:
     start = plan(f"{flag} 3 train.py --nproc 9 --lr 1 -m x -- y")
     assert agent(start) == (
@@ -66,13 +57,8 @@ def test_devices_of_this_host() -> None:
 
 def test_one_of_several_nodes_by_hand() -> None:
     start = plan("--num_nodes 2 --node_rank 1 --master_addr a --nproc 2 t.py")
-    assert (
-        "--nnodes=2 --nproc-per-node=2 --max-restarts=0 --node-rank=1 --master-addr=a --master-port=29500"
-        in agent(start)
-    )
-    start = plan(
-        "--no_ssh --node_rank 1 --hostfile h t.py", replace(AROUND, hostfile="a slots=2\nb slots=1\n")
-    )
+    assert "--nnodes=2 --nproc-per-node=2 --max-restarts=0 --node-rank=1 --master-addr=a --master-port=29500" in agent(start)
+    start = plan("--no_ssh --node_rank 1 --hostfile h t.py", replace(AROUND, hostfile="a slots=2\nb slots=1\n"))
     assert "--nnodes=2 --nproc-per-node=1 --max-restarts=0 --node-rank=1 --master-addr=a" in agent(start)
 
 
@@ -87,10 +73,7 @@ def test_hosts_are_reached_by_ssh() -> None:
     start = plan("--hostfile h t.py", replace(AROUND, hostfile=HOSTFILE, environ={"NCCL_DEBUG": "INFO"}))
     assert [command.argv[0] for command in start.commands] == ["ssh", "ssh"]
     assert start.agent is None
-    assert start.notes == (
-        "4 ranks on 2 hosts, by ssh; master a:29500",
-        "environment passed on: NCCL_DEBUG=INFO",
-    )
+    assert start.notes == ("4 ranks on 2 hosts, by ssh; master a:29500", "environment passed on: NCCL_DEBUG=INFO")
 
 
 def test_a_hostfile_of_this_host_is_local() -> None:
@@ -197,26 +180,9 @@ def test_wrong_arguments_are_one_line_and_exit_2(
 def test_dry_run_prints_and_starts_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = tmp_path / "t.py"
     script.write_text("raise SystemExit(1)")
-    assert (
-        main(
-            [
-                "run",
-                "--dry_run",
-                "--nproc",
-                "2",
-                "--master_port",
-                "1234",
-                str(script),
-                "--deepspeed_config",
-                "x",
-            ]
-        )
-        == 0
-    )
+    assert main(["run", "--dry_run", "--nproc", "2", "--master_port", "1234", str(script), "--deepspeed_config", "x"]) == 0
     told = capsys.readouterr()
-    assert told.out.rstrip().endswith(
-        f"--master-port=1234 --module slipstream.launch.worker {script} --deepspeed_config x"
-    )
+    assert told.out.rstrip().endswith(f"--master-port=1234 --module slipstream.launch.worker {script} --deepspeed_config x")
     assert "2 ranks on this host" in told.err
 
 

@@ -34,22 +34,17 @@ def lines(found: list[commands.Command]) -> list[str]:
 def test_one_node() -> None:
     job = replace(JOB, hosts=EVEN[:1], master_addr="127.0.0.1")
     assert shlex.join(commands.one_node(job)) == (
-        "--nnodes=1 --nproc-per-node=2 --max-restarts=0 --node-rank=0 --master-addr=127.0.0.1 "
-        f"--master-port=29500 {TAIL}"
+        f"--nnodes=1 --nproc-per-node=2 --max-restarts=0 --node-rank=0 --master-addr=127.0.0.1 --master-port=29500 {TAIL}"
     )
 
 
 def test_module_no_python_and_local_rank() -> None:
     alone = replace(JOB, hosts=EVEN[:1], arguments=("--x",))
     assert commands.one_node(replace(alone, module=True))[-5:] == [
-        *("--module", "slipstream.launch.worker", "-m", "train.py", "--x"),
+        *("--module", "slipstream.launch.worker", "-m", "train.py", "--x")
     ]
     assert commands.one_node(replace(alone, no_python=True))[-3:] == ["--no-python", "train.py", "--x"]
-    assert commands.one_node(replace(alone, pass_local_rank=True))[-3:] == [
-        "--pass-local-rank",
-        "train.py",
-        "--x",
-    ]
+    assert commands.one_node(replace(alone, pass_local_rank=True))[-3:] == ["--pass-local-rank", "train.py", "--x"]
 
 
 def test_restarts_meet_by_c10d() -> None:
@@ -112,9 +107,7 @@ def test_slurm() -> None:
 
 def test_slurm_chooses_nodes() -> None:
     (found,) = commands.slurm(replace(JOB, hosts=EVEN[:1], launcher_args=("--partition=p",)), num_nodes=3)
-    assert shlex.join(found.argv).startswith(
-        "srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --kill-on-bad-exit=1"
-    )
+    assert shlex.join(found.argv).startswith("srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --kill-on-bad-exit=1")
     assert "--partition=p" in found.argv
 
 

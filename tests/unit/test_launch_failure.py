@@ -95,9 +95,7 @@ def test_shell_codes() -> None:
 
 def test_summary() -> None:
     raised = failed(1, 10, message="ValueError: bad", traceback="Traceback ...\nValueError: bad\n")
-    text = render(
-        [failed(0, 20, message="RuntimeError: x", traceback="Traceback of rank 0"), raised, failed(2, 30)]
-    )
+    text = render([failed(0, 20, message="RuntimeError: x", traceback="Traceback of rank 0"), raised, failed(2, 30)])
     assert text == (
         "slipstream run: rank 1 on h failed first (exit code 1)\n\n"
         "Traceback ...\nValueError: bad\n\n"
@@ -107,9 +105,7 @@ def test_summary() -> None:
 
 def test_summary_of_a_signal() -> None:
     text = render([failed(3, 1, exit_code=-11, message="segmentation fault", stack="File x, line 3")])
-    assert text.startswith(
-        "slipstream run: rank 3 on h failed first (exit code -11, SIGSEGV)\n  segmentation fault\n"
-    )
+    assert text.startswith("slipstream run: rank 3 on h failed first (exit code -11, SIGSEGV)\n  segmentation fault\n")
     assert "File x, line 3" in text
 
 
@@ -130,9 +126,7 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 @given(st.lists(st.integers(0, 400)), st.text(max_size=30), st.text(max_size=30))
-def test_records_are_taken_out_of_a_stream_however_it_is_cut(
-    cuts: list[int], before: str, after: str
-) -> None:
+def test_records_are_taken_out_of_a_stream_however_it_is_cut(cuts: list[int], before: str, after: str) -> None:
     failure = failed(1, 10, message="ValueError: \x1e odd\n", traceback="line\nline")
     before, after = before.replace("\x1e", ""), after.replace("\x1e", "")
     data = before.encode() + encode(failure).encode() + after.encode()

@@ -91,10 +91,7 @@ def test_mask() -> None:
     assert Host(name="a", devices=(1, 3)).mask == "1,3"
 
 
-@given(
-    st.dictionaries(st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), st.integers(1, 9), min_size=1),
-    st.data(),
-)
+@given(st.dictionaries(st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), st.integers(1, 9), min_size=1), st.data())
 def test_include_and_exclude_part_the_devices(slots: dict[str, int], data: st.DataObject) -> None:
     every = hosts.parse_hostfile("".join(f"{name} slots={count}\n" for name, count in slots.items()), "hosts")
     name = data.draw(st.sampled_from(list(slots)))

@@ -20,16 +20,7 @@ FACTS = ModelFacts(device_type="cpu", supports_bf16=True)
 def test_report_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report"]) == 0
     text = capsys.readouterr().out
-    for word in (
-        "versions",
-        "torch",
-        "devices",
-        "CPU flags",
-        "gloo",
-        "shared memory",
-        "sum_ranks",
-        "open files",
-    ):
+    for word in ("versions", "torch", "devices", "CPU flags", "gloo", "shared memory", "sum_ranks", "open files"):
         assert word in text
 
 
@@ -79,14 +70,7 @@ def test_bytes_per_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("7e9", 7 * 10**9),
-        ("1.3B", 13 * 10**8),
-        ("350M", 35 * 10**7),
-        ("46_300_000", 46_300_000),
-        ("12k", 12_000),
-    ],
+    ("text", "count"), [("7e9", 7 * 10**9), ("1.3B", 13 * 10**8), ("350M", 35 * 10**7), ("46_300_000", 46_300_000), ("12k", 12_000)]
 )
 def test_counts(text: str, count: int) -> None:
     assert parse_count(text) == count
@@ -102,9 +86,7 @@ def test_plan_prints_values_sources_and_bytes(tmp_path: Path, capsys: pytest.Cap
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}))
     assert main(["plan", str(config), "--world", "4", "--num_params", "1B"]) == 0
     text = capsys.readouterr().out
-    assert any(
-        line.split()[:3] == ["train_micro_batch_size_per_gpu", "2", "config"] for line in text.splitlines()
-    )
+    assert any(line.split()[:3] == ["train_micro_batch_size_per_gpu", "2", "config"] for line in text.splitlines())
     assert "->2" in text
     assert "1,000,000,000 parameters, states cut in 4" in text
 
@@ -113,9 +95,7 @@ def test_plan_builds_a_model_without_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "big_model.py").write_text(
-        "import torch\n"
-        "def build():\n    return torch.nn.Linear(2**20, 2**20, bias=False)\n"
-        "def nothing():\n    return 1\n"
+        "import torch\ndef build():\n    return torch.nn.Linear(2**20, 2**20, bias=False)\ndef nothing():\n    return 1\n"
     )
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
     monkeypatch.chdir(tmp_path)

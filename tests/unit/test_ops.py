@@ -195,7 +195,7 @@ def test_threads_change_no_bit(run: Callable[..., Any], threads: int) -> None:
 
 
 def test_block_sums_are_added_in_order(run: Callable[..., Any]) -> None:
-    """The whole is the sum of its 64 Ki blocks: what a shard measures does not depend on its neighbours."""
+    """The whole is the sum of its 64 Ki blocks: what a shard measures does not depend on its neighbors."""
     torch.manual_seed(0)
     block = 65536
     values = torch.randn(3 * block + 1000)
@@ -432,7 +432,7 @@ def test_native_copy_refuses_overlap() -> None:
         ops.copy_stream(x[1:], x[:-1])
 
 
-# -- Quantisation
+# -- Quantization
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -447,11 +447,11 @@ def matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 64, 333])
 def test_int8_is_its_twin(run: Callable[..., Any], dtype: torch.dtype, columns: int) -> None:
     w = matrix(9, columns, dtype)
-    codes, scale = run(lambda: ops.quantise_int8(w))
-    assert all(map(torch.equal, (codes, scale), reference.quantise_int8(w)))
-    assert torch.equal(run(lambda: ops.dequantise_int8(codes, scale)), codes * scale[:, None])
+    codes, scale = run(lambda: ops.quantize_int8(w))
+    assert all(map(torch.equal, (codes, scale), reference.quantize_int8(w)))
+    assert torch.equal(run(lambda: ops.dequantize_int8(codes, scale)), codes * scale[:, None])
     transposed = matrix(columns, 9, dtype).T
-    assert all(map(torch.equal, run(lambda: ops.quantise_int8(transposed)), reference.quantise_int8(transposed)))
+    assert all(map(torch.equal, run(lambda: ops.quantize_int8(transposed)), reference.quantize_int8(transposed)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -460,42 +460,42 @@ def test_int8_is_its_twin(run: Callable[..., Any], dtype: torch.dtype, columns: 
 )
 def test_int4_is_its_twin(run: Callable[..., Any], dtype: torch.dtype, rows: int, columns: int, group: int) -> None:
     w = matrix(rows, columns, dtype)
-    codes, scale, low = run(lambda: ops.quantise_int4(w, group))
-    assert all(map(torch.equal, (codes, scale, low), reference.quantise_int4(w, group)))
+    codes, scale, low = run(lambda: ops.quantize_int4(w, group))
+    assert all(map(torch.equal, (codes, scale, low), reference.quantize_int4(w, group)))
     numbers = torch.stack((codes & 15, codes >> 4), 2).view(*scale.shape, group)
     back = (numbers * scale[..., None] + low[..., None]).flatten(1)
-    assert torch.equal(run(lambda: ops.dequantise_int4(codes, scale, low)), back)
-    assert torch.equal(run(lambda: ops.dequantise_int4(codes, scale.half(), low.half())), back)  # fp16 numbers, all of them
+    assert torch.equal(run(lambda: ops.dequantize_int4(codes, scale, low)), back)
+    assert torch.equal(run(lambda: ops.dequantize_int4(codes, scale.half(), low.half())), back)  # fp16 numbers, all of them
 
 
-@pytest.mark.parametrize("quantise", [ops.quantise_int8, lambda w: ops.quantise_int4(w, 32)])
-def test_threads_quantise_alike(run: Callable[..., Any], quantise: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+@pytest.mark.parametrize("quantize", [ops.quantize_int8, lambda w: ops.quantize_int4(w, 32)])
+def test_threads_quantize_alike(run: Callable[..., Any], quantize: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
     w = matrix(1001, 320, torch.bfloat16)
-    alone = run(lambda: quantise(w))
+    alone = run(lambda: quantize(w))
     torch.set_num_threads(3)
-    assert all(map(torch.equal, run(lambda: quantise(w)), alone))
+    assert all(map(torch.equal, run(lambda: quantize(w)), alone))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_quantised_weights_that_are_not_finite_show(run: Callable[..., Any], bad: float) -> None:
+def test_quantized_weights_that_are_not_finite_show(run: Callable[..., Any], bad: float) -> None:
     w = matrix(4, 64, torch.float32)
     rest = torch.arange(8) != 5  # groups
-    expected = reference.quantise_int4(w, 32)
+    expected = reference.quantize_int4(w, 32)
     w[2, 40] = bad
-    scale = run(lambda: ops.quantise_int8(w))[1]
-    codes, scales, low = run(lambda: ops.quantise_int4(w, 32))
+    scale = run(lambda: ops.quantize_int8(w))[1]
+    codes, scales, low = run(lambda: ops.quantize_int4(w, 32))
     assert scale.isfinite().tolist() == [True, True, False, True]
     assert torch.equal(low.flatten().isfinite(), rest)
     for ours, twin in zip((codes, scales, low), expected, strict=True):
         assert torch.equal(ours.view(8, -1)[rest], twin.view(8, -1)[rest])
 
 
-def test_quantisation_refuses_by_name(run: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"quantise_int8: w is torch.int8 of shape \(2, 3\)"):
-        run(lambda: ops.quantise_int8(torch.zeros(2, 3, dtype=torch.int8)))
+def test_quantization_refuses_by_name(run: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"quantize_int8: w is torch.int8 of shape \(2, 3\)"):
+        run(lambda: ops.quantize_int8(torch.zeros(2, 3, dtype=torch.int8)))
     for columns, group in ((48, 32), (33, 33), (512, 256)):
         with pytest.raises(ValueError, match=f"group {group}, input {columns}"):
-            run(functools.partial(ops.quantise_int4, torch.zeros(2, columns), group))
+            run(functools.partial(ops.quantize_int4, torch.zeros(2, columns), group))
 
 
 @pytest.mark.parametrize("native", [True, False])

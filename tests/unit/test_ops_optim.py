@@ -30,9 +30,18 @@ BF16 = torch.bfloat16
 
 
 def step(
-    rule: str, master: Tensor, grad: Tensor, first: Any, second: Any, out: Tensor | None, rounding: Stochastic | None = None,
-    beta: float = 0.9, weight_decay: float = 0.1, flag: bool = False, scale: float = 0.3,
-) -> Any:  # fmt: skip
+    rule: str,
+    master: Tensor,
+    grad: Tensor,
+    first: Any,
+    second: Any,
+    out: Tensor | None,
+    rounding: Stochastic | None = None,
+    beta: float = 0.9,
+    weight_decay: float = 0.1,
+    flag: bool = False,
+    scale: float = 0.3,
+) -> Any:
     """One step by any rule; `flag` is whichever the rule has. Returns LAMB's sums."""
     common: dict[str, Any] = {"weight_decay": weight_decay, "rounding": rounding}
     if rule == "adamw":
@@ -78,9 +87,19 @@ def flat(*states: Any) -> list[Tensor]:
     bad=st.sampled_from([None, math.nan, math.inf]),
 )
 def test_all_implementations_give_the_same_bits(
-    rule: str, numel: int, skew: int, dtypes: tuple[torch.dtype, ...], codes: tuple[bool, bool], seed: int, stochastic: bool,
-    own_weights: bool, beta: float, weight_decay: float, flag: bool, bad: float | None,
-) -> None:  # fmt: skip
+    rule: str,
+    numel: int,
+    skew: int,
+    dtypes: tuple[torch.dtype, ...],
+    codes: tuple[bool, bool],
+    seed: int,
+    stochastic: bool,
+    own_weights: bool,
+    beta: float,
+    weight_decay: float,
+    flag: bool,
+    bad: float | None,
+) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(dtype: torch.dtype) -> Tensor:
@@ -314,8 +333,8 @@ def test_draws_differ_by_seed_step_and_place() -> None:
     correlation = torch.corrcoef(torch.stack(draws)).fill_diagonal_(0)
     assert correlation.abs().max() < 0.08  # 5 standard deviations
     assert torch.equal(draws[0][64:], draw(0, 1, 64)[:-64])
-    neighbours = torch.corrcoef(draw(0, 1, 0, 1 << 17).view(-1, 32).T).fill_diagonal_(0)  # of one hash, and of the next
-    assert neighbours.abs().max() < 5 / math.sqrt(1 << 12)
+    neighbors = torch.corrcoef(draw(0, 1, 0, 1 << 17).view(-1, 32).T).fill_diagonal_(0)  # of one hash, and of the next
+    assert neighbors.abs().max() < 5 / math.sqrt(1 << 12)
 
 
 def test_refusals_name_the_tensor() -> None:
@@ -335,8 +354,9 @@ def test_refusals_name_the_tensor() -> None:
     refused(r"sgd: momentum is 0.9 and momentum_buffer is None", "sgd", x, x, None, None, None)
     refused(r"lion: betas \(1.0, 0.99\)", "lion", x, x, x, None, None, beta=1.0)
     refused(r"adamw: rounding.offset \(8\)", "adamw", x, x, first, second, None, rounding=Stochastic(0, 1, 8))
-    refused(r"adamw: exp_avg is torch.float16, rounded to nearest only", "adamw", x, x, x.half(), x, None,
-            rounding=Stochastic(0, 1, 0))  # fmt: skip
+    refused(
+        r"adamw: exp_avg is torch.float16, rounded to nearest only", "adamw", x, x, x.half(), x, None, rounding=Stochastic(0, 1, 0)
+    )
     with pytest.raises(ValueError, match=r"elements 64 to 512 of 512 cut a block of 256 codes"):
         first.span(64, 512)
     assert first.span(256, 512).scales.numel() == 1

@@ -174,17 +174,11 @@ def test_orthogonalize(method: str, shape: tuple[int, ...]) -> None:
     assert values.min() > 0.6 and values.max() < 1.3
     u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
     overlap = (u.mT @ result @ vh.mT).diagonal(dim1=-2, dim2=-1)
-    torch.testing.assert_close(
-        overlap, values.sort(dim=-1).values.gather(-1, overlap.argsort(-1).argsort(-1))
-    )
-    torch.testing.assert_close(
-        result, orthogonalize(matrices, steps=5, method="standard"), rtol=1e-3, atol=1e-3
-    )
+    torch.testing.assert_close(overlap, values.sort(dim=-1).values.gather(-1, overlap.argsort(-1).argsort(-1)))
+    torch.testing.assert_close(result, orthogonalize(matrices, steps=5, method="standard"), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("method", "dtype", "error"), [("standard", torch.bfloat16, 0.2), ("gram", torch.float16, 0.05)]
-)
+@pytest.mark.parametrize(("method", "dtype", "error"), [("standard", torch.bfloat16, 0.2), ("gram", torch.float16, 0.05)])
 def test_orthogonalize_in_half_precision(method: str, dtype: torch.dtype, error: float) -> None:
     """The dtypes of accelerators, on an ill-conditioned matrix of large values. Five steps multiply small
     singular values, and with them the rounding of the input (2^-9 in bf16, 2^-12 in fp16), by up to 485."""
@@ -230,9 +224,7 @@ def test_muon_shapes() -> None:
     flat.grad = conv.grad.flatten(1).clone()
     before = stack.detach().clone()
     Muon([{"params": [stack, conv, flat, *singles], "use_muon": True}], lr=1.0, nesterov=False).step()
-    torch.testing.assert_close(
-        stack.detach(), torch.stack([s.detach() for s in singles]), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(stack.detach(), torch.stack([s.detach() for s in singles]), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(conv.detach().flatten(1), flat.detach())
     norms = torch.linalg.svdvals(before - stack.detach()) / math.sqrt(8 / 4)
     assert norms.min() > 0.6 and norms.max() < 1.3

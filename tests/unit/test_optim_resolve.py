@@ -60,9 +60,7 @@ def test_refused_names(name: str, message: str) -> None:
 
 
 def test_adam_means_adamw() -> None:
-    assert resolve_optimizer("Adam", {"lr": 1e-3}) == Resolved(
-        torch.optim.AdamW, {"weight_decay": 0.0, "lr": 1e-3}, {}, True
-    )
+    assert resolve_optimizer("Adam", {"lr": 1e-3}) == Resolved(torch.optim.AdamW, {"weight_decay": 0.0, "lr": 1e-3}, {}, True)
     assert resolve_optimizer("Adam", {"adam_w_mode": False}).cls is torch.optim.Adam
     assert resolve_optimizer("Adam", {"adam_w_mode": True}).cls is torch.optim.AdamW
     assert resolve_optimizer("AdamW", {"adam_w_mode": False}).cls is torch.optim.AdamW
@@ -85,19 +83,14 @@ def test_deepspeed_keys() -> None:
     assert resolved.native
     assert params["betas"] == [0.8, 0.9]  # the configuration is left as it is
     resolved.cls([torch.zeros(1)], **resolved.kwargs)
-    lamb = resolve_optimizer(
-        "Lamb", {"max_coeff": 0.3, "min_coeff": 0.1, "amsgrad": False, "max_grad_norm": 0}
-    )
+    lamb = resolve_optimizer("Lamb", {"max_coeff": 0.3, "min_coeff": 0.1, "amsgrad": False, "max_grad_norm": 0})
     assert lamb.kwargs == {"max_coeff": 0.3, "min_coeff": 0.1}
-    muon = resolve_optimizer(
-        "Muon", {"muon_lr": 0.1, "adam_lr": 0.2, "torch_adam": True, "ns_method": "gram"}
-    )
+    muon = resolve_optimizer("Muon", {"muon_lr": 0.1, "adam_lr": 0.2, "torch_adam": True, "ns_method": "gram"})
     assert muon.kwargs == {"muon_lr": 0.1, "adam_lr": 0.2, "ns_method": "gram"}
 
 
 @pytest.mark.parametrize(
-    ("params", "native"),
-    [({}, True), ({"torch_adam": True}, False), ({"amsgrad": True}, False), ({"maximize": True}, False)],
+    ("params", "native"), [({}, True), ({"torch_adam": True}, False), ({"amsgrad": True}, False), ({"maximize": True}, False)]
 )
 def test_native(params: dict[str, Any], native: bool) -> None:
     assert resolve_optimizer("Adam", params).native is native
@@ -121,22 +114,7 @@ def test_refused_params(name: str, params: dict[str, Any], message: str) -> None
         resolve_optimizer(name, params)
 
 
-ELEMENTWISE = [
-    *(
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "ASGD",
-        "Lion",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    )
-]
+ELEMENTWISE = [*("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")]
 SHAPE_AWARE = ["Adafactor", "Lamb"]
 
 

@@ -42,9 +42,13 @@ def test_peak_and_traffic_are_what_the_kernel_counts(tmp_path: Path) -> None:
     )
     cases = [leg.IN_MEMORY[0], leg.ON_DISK[-1]]  # in memory; everything on disk
     done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(cases), str(tmp_path)], cwd=ROOT, env={**os.environ, **MALLOC},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", script, json.dumps(cases), str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, **MALLOC},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     for case, line in zip(cases, done.stdout.splitlines()[-2:], strict=True):
         found = json.loads(line)
@@ -182,8 +186,15 @@ def test_the_command_proposes_a_config_that_resolves(
 
 def test_the_command_reads_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The model of a folder that holds nothing but a config, with the loss that transformers computes."""
-    values = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    values = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     (tmp_path / "config.json").write_text(json.dumps(values))
     (tmp_path / "ds.json").write_text(json.dumps(toy.settings(3, dtype="bf16")))
     command = ["plan", str(tmp_path / "ds.json"), "--model", str(tmp_path), "--batch-shape", "2x16", "--device", "cpu", "--json"]

@@ -81,10 +81,7 @@ GOLDEN: list[tuple[str, dict[str, Any], list[float]]] = [
     (
         "WarmupCosineLR",
         {"total_num_steps": 9, "warmup_num_steps": 4, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.05},
-        [
-            *(0, 1e-4, 5.5e-4, 8.13233125e-4, 1e-3),
-            *(9.09283072e-4, 6.71783072e-4, 3.78216928e-4, 1.40716928e-4, 5e-5, 5e-5),
-        ],
+        [*(0, 1e-4, 5.5e-4, 8.13233125e-4, 1e-3), *(9.09283072e-4, 6.71783072e-4, 3.78216928e-4, 1.40716928e-4, 5e-5, 5e-5)],
     ),
 ]
 
@@ -152,11 +149,7 @@ def test_rate_tensors_keep_their_identity() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    case=st.sampled_from(GOLDEN),
-    before=st.integers(0, 12),
-    after=st.integers(0, 4),
-)
+@given(case=st.sampled_from(GOLDEN), before=st.integers(0, 12), after=st.integers(0, 4))
 def test_resume(case: tuple[str, dict[str, Any], list[float]], before: int, after: int) -> None:
     """Saved anywhere, loaded into a fresh one: the same values at once and later."""
     name, params, _ = case
@@ -248,9 +241,14 @@ RATED: dict[str, Any] = {
     **{
         name: lambda inner, name=name, params=params: build_scheduler(name, params, inner)
         for name, params in {
-            "StepLR": {"step_size": 3, "gamma": 0.5}, "MultiStepLR": {"milestones": [2, 6]}, "ExponentialLR": {"gamma": 0.9},
-            "ConstantLR": {"factor": 0.1, "total_iters": 6}, "LinearLR": {"start_factor": 0.1, "total_iters": 6},
-            "PolynomialLR": {"total_iters": 12}, "CosineAnnealingLR": {"T_max": 6}, "CosineAnnealingWarmRestarts": {"T_0": 3},
+            "StepLR": {"step_size": 3, "gamma": 0.5},
+            "MultiStepLR": {"milestones": [2, 6]},
+            "ExponentialLR": {"gamma": 0.9},
+            "ConstantLR": {"factor": 0.1, "total_iters": 6},
+            "LinearLR": {"start_factor": 0.1, "total_iters": 6},
+            "PolynomialLR": {"total_iters": 12},
+            "CosineAnnealingLR": {"T_max": 6},
+            "CosineAnnealingWarmRestarts": {"T_0": 3},
         }.items()
     },
     "LambdaLR": lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda step: step / 5),
@@ -261,7 +259,7 @@ RATED: dict[str, Any] = {
     "ChainedScheduler": lambda inner: torch.optim.lr_scheduler.ChainedScheduler(
         [torch.optim.lr_scheduler.LinearLR(inner, 0.5, total_iters=3), torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)]
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RATED)
@@ -293,11 +291,17 @@ def test_values_of_a_group_that_is_added() -> None:
     """Rates in proportion to the first group's, momenta as they are; a rate that was not given is the first group's."""
     for name, params, rates in (
         ("LRRangeTest", {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 1}, [[0.2, 0.8, 0.2], [0.3, 1.2, 0.3]]),
-        ("WarmupDecayLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 2, "total_num_steps": 4, "warmup_type": "linear"},
-         [[0.0, 0.0, 0.0], [0.05, 0.2, 0.05]]),
-        ("OneCycle", {"cycle_min_lr": 0.02, "cycle_max_lr": 0.1, "cycle_first_step_size": 2},
-         [[0.06, 0.24, 0.06], [0.1, 0.4, 0.1]]),
-    ):  # fmt: skip
+        (
+            "WarmupDecayLR",
+            {"warmup_max_lr": 0.1, "warmup_num_steps": 2, "total_num_steps": 4, "warmup_type": "linear"},
+            [[0.0, 0.0, 0.0], [0.05, 0.2, 0.05]],
+        ),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.02, "cycle_max_lr": 0.1, "cycle_first_step_size": 2},
+            [[0.06, 0.24, 0.06], [0.1, 0.4, 0.1]],
+        ),
+    ):
         inner = torch.optim.AdamW([torch.zeros(1)], lr=0.1, betas=(0.9, 0.99))
         scheduler = build_scheduler(name, params, inner)
         for rate in (0.4, None):

@@ -24,9 +24,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def data() -> Tensor:
-    return torch.randn(
-        4, 2, 3, 6, 5, generator=torch.Generator().manual_seed(1)
-    )  # step, micro, rank, batch, dim
+    return torch.randn(4, 2, 3, 6, 5, generator=torch.Generator().manual_seed(1))  # step, micro, rank, batch, dim
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
@@ -65,16 +63,14 @@ def test_gradients_are_kept_in_fp32_above_accumulation_1(model: nn.Module, data:
     steps = [[list(micro) for micro in step] for step in data]
     model = model.bfloat16()
     default, fp32, bf16 = (
-        twin.train(model, loss, steps, dtype=torch.bfloat16, accum_dtype=accum)
-        for accum in (None, torch.float32, torch.bfloat16)
+        twin.train(model, loss, steps, dtype=torch.bfloat16, accum_dtype=accum) for accum in (None, torch.float32, torch.bfloat16)
     )
     assert torch.equal(default.norms, fp32.norms) and not torch.equal(default.norms, bf16.norms)
 
 
 def test_fp16_scale_leaves_no_trace_but_rounding(model: nn.Module, data: Tensor) -> None:
     model = model.half()
-    runs = [twin.train(model, loss, [[[x] for x in data[0, 0]]], dtype=torch.float16, loss_scale=scale)
-            for scale in (1.0, 1024.0)]  # fmt: skip
+    runs = [twin.train(model, loss, [[[x] for x in data[0, 0]]], dtype=torch.float16, loss_scale=scale) for scale in (1.0, 1024.0)]
     assert torch.equal(runs[0].losses, runs[1].losses)
     torch.testing.assert_close(runs[0].norms, runs[1].norms, rtol=1e-3, atol=0)
 
@@ -95,14 +91,10 @@ def test_unused_is_zero_frozen_stays_tied_counts_once() -> None:
     assert set(run.weights) == {"used.weight", "unused.weight"}
     assert not torch.equal(run.weights["used.weight"], start["used.weight"])
     torch.testing.assert_close(run.weights["unused.weight"], start["unused.weight"] * (1 - 1e-3 * 1e-2))
-    assert torch.equal(model.get_parameter("used.weight"), start["used.weight"]), (
-        "the model given is not touched"
-    )
+    assert torch.equal(model.get_parameter("used.weight"), start["used.weight"]), "the model given is not touched"
 
 
 def test_the_twin_imports_nothing_of_ours() -> None:
     root = Path(__file__).resolve().parents[2]
-    code = (
-        "import sys; import tests.twin; sys.exit(any(m.split('.')[0] == 'slipstream' for m in sys.modules))"
-    )
+    code = "import sys; import tests.twin; sys.exit(any(m.split('.')[0] == 'slipstream' for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

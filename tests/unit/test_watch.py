@@ -80,9 +80,7 @@ def test_waits_for_each_other_on_shared_memory_are_a_standstill(caplog: pytest.L
         (("agreement on all-gather", 5, 5), ("reduce-scatter", 5, 5), False),
     ],
 )
-def test_on_a_process_group_only_what_cannot_end_is(
-    mine: tuple[str, int, int], theirs: tuple[str, int, int], ends: bool
-) -> None:
+def test_on_a_process_group_only_what_cannot_end_is(mine: tuple[str, int, int], theirs: tuple[str, int, int], ends: bool) -> None:
     ranks = Ranks()
     ranks.wait(0, *mine)
     ranks.wait(1, *theirs)

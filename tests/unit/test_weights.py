@@ -29,7 +29,6 @@ def state(**changes: Tensor | None) -> dict[str, Tensor]:
     return {name: value for name, value in changed.items() if value is not None}
 
 
-
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [

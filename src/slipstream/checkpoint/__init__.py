@@ -5,12 +5,12 @@ tensor, or a plain value. `save` and `load` are collective over a group; see sto
 document.py for metadata.json, directory.py for tags and atomicity, values.py for what a value may be.
 """
 
-from .background import Saving, Staging
-from .conversion import convert
-from .errors import CheckpointError
-from .flat_slice import Box, FlatSlice, boxes
-from .load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, reader
-from .save import save, save_behind
+from slipstream.checkpoint.background import Saving, Staging
+from slipstream.checkpoint.conversion import convert
+from slipstream.checkpoint.errors import CheckpointError
+from slipstream.checkpoint.flat_slice import Box, FlatSlice, boxes
+from slipstream.checkpoint.load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, reader
+from slipstream.checkpoint.save import save, save_behind
 
 __all__ = [
     "Box",

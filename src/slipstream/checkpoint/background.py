@@ -28,13 +28,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.document import Entry, Piece
+from slipstream.checkpoint.errors import CheckpointError, describe
 from slipstream.ops.disk import ALIGNMENT, aligned
 
-from .document import Entry, Piece
-from .errors import CheckpointError, describe
-
 if TYPE_CHECKING:
-    from .storage import Writer
+    from slipstream.checkpoint.storage import Writer
 
 PATIENCE_S = 60.0
 _LOOK_S = 0.02  # between two looks for another rank's checksums: each takes Python's lock from training
@@ -112,9 +111,14 @@ class Saving:
     """One save behind training, on one rank. `commit` and `tidy`, which follows it, are rank 0's."""
 
     def __init__(
-        self, path: Path, writer: Writer, commit: Callable[[Writer], None] | None, tidy: Callable[[], None],
-        discard: Callable[[], None], patience_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        path: Path,
+        writer: Writer,
+        commit: Callable[[Writer], None] | None,
+        tidy: Callable[[], None],
+        discard: Callable[[], None],
+        patience_s: float,
+    ) -> None:
         self.path, self._writer, self._commit, self._tidy, self._discard = path, writer, commit, tidy, discard
         self._patience_s = patience_s
         self._failure: BaseException | None = None

@@ -1,7 +1,7 @@
 """From one kind of checkpoint to another without an engine, a tensor or less in memory at a time.
 
-    a checkpoint of ours or of DeepSpeed's, or a Hugging Face folder
-        ->  a Hugging Face folder, a checkpoint of ours, DeepSpeed's universal format (which needs an optimizer's state)
+a checkpoint of ours or of DeepSpeed's, or a Hugging Face folder
+    ->  a Hugging Face folder, a checkpoint of ours, DeepSpeed's universal format (which needs an optimizer's state)
 """
 
 from __future__ import annotations
@@ -17,24 +17,30 @@ from typing import Any, Literal
 
 import torch
 
-from . import pretrained
-from .directory import LATEST, LATEST_UNIVERSAL, is_deepspeed, locate, read_document, read_latest, sync_folder
-from .document import BLOCK, METADATA, SIZE_LIMIT, Document, Entry, Piece
-from .errors import CheckpointError
-from .flat_slice import Box
-from .ranges import Folder
-from .save import save
-from .values import decode, encode
-from .weights import DTYPES, INDEX, SINGLE, files_of
+from slipstream.checkpoint import pretrained
+from slipstream.checkpoint.directory import LATEST, LATEST_UNIVERSAL, is_deepspeed, locate, read_document, read_latest, sync_folder
+from slipstream.checkpoint.document import BLOCK, METADATA, SIZE_LIMIT, Document, Entry, Piece
+from slipstream.checkpoint.errors import CheckpointError
+from slipstream.checkpoint.flat_slice import Box
+from slipstream.checkpoint.ranges import Folder
+from slipstream.checkpoint.save import save
+from slipstream.checkpoint.values import decode, encode
+from slipstream.checkpoint.weights import DTYPES, INDEX, SINGLE, files_of
 
 Kind = Literal["hf", "slipstream", "deepspeed"]
 _LIKE = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
 
 
 def convert(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], to: Kind, *, tag: str | None = None,
-    dtype: torch.dtype | str | None = None, max_shard_size: int | str = "5GB", like: str | os.PathLike[str] | None = None,
-) -> Path:  # fmt: skip
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: Kind,
+    *,
+    tag: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    like: str | os.PathLike[str] | None = None,
+) -> Path:
     """Write `target` from the checkpoint `source` (the folder of one, or of several: then `tag`, or the last; or of a Hugging Face
     model); returns its folder.
 
@@ -86,9 +92,7 @@ def _of_hf(folder: Path) -> Document:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder} is no whole Hugging Face folder: {type(error).__name__}: {error}") from error
-    return Document(
-        save_id=folder.name, world_size=0, block=BLOCK, files=files, tensors=tensors, shared=shared, per_rank=[]
-    )  # fmt: skip
+    return Document(save_id=folder.name, world_size=0, block=BLOCK, files=files, tensors=tensors, shared=shared, per_rank=[])
 
 
 def _entries(file: Path) -> Iterator[tuple[str, Entry]]:
@@ -159,7 +163,7 @@ def _refuse_parts(folder: Folder) -> None:
         if name.startswith("base_model.model.") or ".base_layer." in name:
             what = f"{name!r} is of a model with PEFT's adapters, which a Hugging Face folder holds merged, or alone"
         elif folder.document.tensors[key].dtype in (torch.uint8, torch.int8):
-            what = f"{name!r} are codes of a quantised weight, which loaders would take for the weight"
+            what = f"{name!r} are codes of a quantized weight, which loaders would take for the weight"
         else:
             continue
         raise CheckpointError(
@@ -237,11 +241,24 @@ def _model_file(folder: Folder, shared: dict[str, Any], states: Mapping[str, Any
     shapes = OrderedDict((name, torch.Size(folder.document.tensors[f"model.{name}"].shape)) for name in states)
     module = OrderedDict((name, folder.tensor(key)) for name, key in (rest | buffers).items())
     return {
-        **shared["client"], "module": module, "buffer_names": list(buffers), "optimizer": None, "param_shapes": [shapes],
-        "frozen_param_shapes": None, "frozen_param_fragments": None, "shared_params": {}, "lr_scheduler": shared["scheduler"],
-        "data_sampler": None, "random_ltd": None, **shared["counters"], "dp_world_size": 1, "mp_world_size": 1, "ds_config": {},
-        "ds_version": "0.19.8", "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
-    }  # fmt: skip
+        **shared["client"],
+        "module": module,
+        "buffer_names": list(buffers),
+        "optimizer": None,
+        "param_shapes": [shapes],
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": {},
+        "lr_scheduler": shared["scheduler"],
+        "data_sampler": None,
+        "random_ltd": None,
+        **shared["counters"],
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": "0.19.8",
+        "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
+    }
 
 
 def _sync(path: Path) -> None:

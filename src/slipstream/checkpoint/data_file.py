@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.document import BLOCK
+from slipstream.checkpoint.errors import ONE_PLACE, CheckpointError
 from slipstream.ops.checksum import crc32
 from slipstream.ops.disk import ALIGNMENT, Disk, Transfer, aligned
-
-from .document import BLOCK
-from .errors import ONE_PLACE, CheckpointError
 
 _STAGE, _STAGES = 8 * BLOCK, 4
 _STEP = 64 * BLOCK  # bytes of `begin` between two stamps

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from .document import BLOCK, SLACK, Document, Entry, Piece
-from .errors import CheckpointError
-from .flat_slice import Shape, boxes, check_cover
-from .pickled import Array, Record, Stored, read
-from .values import encode
+from slipstream.checkpoint.document import BLOCK, SLACK, Document, Entry, Piece
+from slipstream.checkpoint.errors import CheckpointError
+from slipstream.checkpoint.flat_slice import Shape, boxes, check_cover
+from slipstream.checkpoint.pickled import Array, Record, Stored, read
+from slipstream.checkpoint.values import encode
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,30 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OTHER = re.compile(r"layer_\d+-model.*\.pt|layer_\d+_expert_.*\.pt|expp_rank_.*\.pt")
 _NODES = 1_000_000  # values of a client_state
 # What DeepSpeed itself puts beside the caller's client_state
-_OWN = frozenset({
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
-    "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
-    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "num_experts",
-})  # fmt: skip
+_OWN = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "universal_checkpoint_info",
+        "num_experts",
+    }
+)
 # Which optimizers keep which states; of others it is not known, and whoever loads them answers for it
 _CLASSES = {
     frozenset({"exp_avg", "exp_avg_sq"}): ["AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "Lamb", "FusedLamb", "NAdam", "RAdam"],
@@ -61,9 +80,7 @@ def read_document(folder: Path) -> Document:
         where = "" if str(folder) in str(error) else f"{folder}: "
         raise CheckpointError(f"{where}{error}") from error
     except Exception as error:  # the structure is the file's: anything may be missing, or something else
-        raise CheckpointError(
-            f"{folder} is not as DeepSpeed 0.19 writes checkpoints: {type(error).__name__}: {error}"
-        ) from error
+        raise CheckpointError(f"{folder} is not as DeepSpeed 0.19 writes checkpoints: {type(error).__name__}: {error}") from error
 
 
 class _Import:
@@ -122,9 +139,14 @@ class _Import:
         }
         seen = [(name, (self.folder / name).stat().st_size, (self.folder / name).stat().st_mtime_ns) for name in self.files]
         return Document(
-            save_id=hashlib.sha256(repr(sorted(seen)).encode()).hexdigest()[:16], world_size=0, block=BLOCK, files=self.files,
-            tensors=entries, shared=shared, per_rank=[],
-        )  # fmt: skip
+            save_id=hashlib.sha256(repr(sorted(seen)).encode()).hexdigest()[:16],
+            world_size=0,
+            block=BLOCK,
+            files=self.files,
+            tensors=entries,
+            shared=shared,
+            per_rank=[],
+        )
 
     # -- tensors --
 
@@ -197,9 +219,16 @@ class _Import:
             first += part
 
     def _parameter(
-        self, name: str, shape: Shape, start: int, master: Stored, state: Mapping[str, Any], groups: list[dict[str, Any]],
-        first: int, numel: int,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        shape: Shape,
+        start: int,
+        master: Stored,
+        state: Mapping[str, Any],
+        groups: list[dict[str, Any]],
+        first: int,
+        numel: int,
+    ) -> None:
         self._add(f"model.{name}", shape, start, master, first, numel)
         scalars = self.steps.setdefault(name, {})
         for key, value in state.items():
@@ -281,7 +310,8 @@ class _Import:
         values = {
             "counters": {name: int(model[name]) for name in ("global_steps", "skipped_steps", "global_samples")},
             "loss_scale": {
-                "scale": float(scaler.get("cur_scale", 1.0)), "clean_steps": clean,
+                "scale": float(scaler.get("cur_scale", 1.0)),
+                "clean_steps": clean,
                 "patience": int(scaler.get("cur_hysteresis", 1)),
             },
             "scheduler": model["lr_scheduler"],
@@ -289,10 +319,11 @@ class _Import:
             "data": None,
             "model_config": None,
             "optimizer": {
-                "classes": _CLASSES.get(frozenset(found)), "groups": self.groups,
+                "classes": _CLASSES.get(frozenset(found)),
+                "groups": self.groups,
                 "params": {name: scalars for name, scalars in self.steps.items() if scalars or name in kinds},
             },
-        }  # fmt: skip
+        }
         return {key: self._skeleton(value, key) for key, value in values.items()} | {"client": self._client()}
 
     def _client(self) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from .document import METADATA, SIZE_LIMIT, SLACK, Document, is_ours, parse, render
-from .errors import ONE_PLACE, CheckpointError
+from slipstream.checkpoint.document import METADATA, SIZE_LIMIT, SLACK, Document, is_ours, parse, render
+from slipstream.checkpoint.errors import ONE_PLACE, CheckpointError
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _WORKING = re.compile(r"(?P<tag>.+)\.(?P<role>tmp|old)-[0-9a-f]{16}", re.DOTALL)
@@ -144,7 +144,7 @@ def _check_values(folder: Path, document: Document) -> None:
 def _read_document(folder: Path) -> Document:
     path = folder / METADATA
     if is_deepspeed(folder):
-        from . import deepspeed
+        from slipstream.checkpoint import deepspeed
 
         return deepspeed.read_document(folder)
     try:
@@ -184,8 +184,7 @@ class Draft:
         directory.mkdir(parents=True, exist_ok=True)
         if self.target.exists() and not _holds_checkpoint(self.target) and not _is_empty(self.target):
             raise CheckpointError(
-                f"{self.target} exists and is not a Slipstream checkpoint: {_what_is(self.target)}; "
-                "choose another tag or remove it"
+                f"{self.target} exists and is not a Slipstream checkpoint: {_what_is(self.target)}; choose another tag or remove it"
             )
         sweep(directory, tag)
         self.save_id = secrets.token_hex(8)
@@ -200,9 +199,7 @@ class Draft:
         for name, size in document.files.items():
             seen = (self.folder / name).stat().st_size if (self.folder / name).exists() else None
             if seen != size:
-                raise CheckpointError(
-                    f"{self.folder / name} was written with {size} bytes, rank 0 sees {seen}; {ONE_PLACE}"
-                )
+                raise CheckpointError(f"{self.folder / name} was written with {size} bytes, rank 0 sees {seen}; {ONE_PLACE}")
         write_synced(self.folder / METADATA, render(document))
         if save_latest:
             write_synced(self.folder / LATEST, f"{self.tag}\n".encode())

@@ -30,22 +30,18 @@ from typing import Any
 
 import torch
 
-from .errors import CheckpointError
-from .flat_slice import Box, Shape, check_cover
+from slipstream.checkpoint.errors import CheckpointError
+from slipstream.checkpoint.flat_slice import Box, Shape, check_cover
 
 METADATA = "metadata.json"
 FORMAT = "slipstream-checkpoint"
 VERSION = 1
-BLOCK = (
-    1 << 20
-)  # bytes per checksum: small beside a piece, large beside a system call; both stay in the cache
+BLOCK = 1 << 20  # bytes per checksum: small beside a piece, large beside a system call; both stay in the cache
 SLACK = 1 << 24  # bytes that a checkpoint's values may take whatever its files have
 SIZE_LIMIT = 1 << 29  # bytes of metadata; some 3 million pieces
 _DIM_LIMIT = 1 << 48
 
-_HEADER = re.compile(
-    rb'\{"format": "([^"\n]{1,80})", "version": (\d{1,9}), "crc32": (\d{1,10}), "content":\n'
-)
+_HEADER = re.compile(rb'\{"format": "([^"\n]{1,80})", "version": (\d{1,9}), "crc32": (\d{1,10}), "content":\n')
 _FILE_NAME = re.compile(r"rank_\d{5,9}\.bin")
 
 DTYPES: dict[str, torch.dtype] = {
@@ -129,8 +125,7 @@ def render(document: Document) -> bytes:
     whole = head.encode("ascii") + body + b"\n}\n"
     if len(whole) > SIZE_LIMIT:
         raise CheckpointError(
-            f"the metadata would take {len(whole)} bytes, at most {SIZE_LIMIT} are read; "
-            "keep long lists of numbers in tensors"
+            f"the metadata would take {len(whole)} bytes, at most {SIZE_LIMIT} are read; keep long lists of numbers in tensors"
         )
     return whole
 
@@ -147,9 +142,7 @@ def parse(raw: bytes) -> Document:
     if found is None or found[1] != FORMAT.encode():
         raise CheckpointError(f"not the metadata of a Slipstream checkpoint (it begins with {raw[:24]!r})")
     if int(found[2]) != VERSION:
-        raise CheckpointError(
-            f"format version {int(found[2])}; this one reads version {VERSION}, use the one that wrote it"
-        )
+        raise CheckpointError(f"format version {int(found[2])}; this one reads version {VERSION}, use the one that wrote it")
     body = raw[found.end() :].removesuffix(b"\n}\n")
     if zlib.crc32(body) != int(found[3]):
         raise CheckpointError("truncated, damaged or edited (its checksum does not match)")
@@ -163,15 +156,11 @@ def parse(raw: bytes) -> Document:
 
 def _content(content: dict[str, Any]) -> Document:
     if content["byteorder"] != sys.byteorder:
-        raise CheckpointError(
-            f"written on a {content['byteorder']}-endian machine; this one is {sys.byteorder}-endian"
-        )
+        raise CheckpointError(f"written on a {content['byteorder']}-endian machine; this one is {sys.byteorder}-endian")
     files = {}
     for name, size in content["files"].items():
         if not _FILE_NAME.fullmatch(name):
-            raise CheckpointError(
-                f"a data file named {name!r}; the names are {file_name(0)}, {file_name(1)}, ..."
-            )
+            raise CheckpointError(f"a data file named {name!r}; the names are {file_name(0)}, {file_name(1)}, ...")
         files[name] = _whole(size, f"the size of {name}")
     block = _whole(content["block"], "block", low=1 << 12, high=1 << 30)
     tensors = {name: _entry(name, raw, files, block) for name, raw in content["tensors"].items()}
@@ -203,19 +192,14 @@ def _entry(name: str, raw: dict[str, Any], files: Mapping[str, int], block: int)
             box=Box(_shape(part["offsets"], name), _shape(part["sizes"], name)),
             file=part["file"],
             at=_whole(part["at"], f"tensor {name!r}: an offset"),
-            crc32=tuple(
-                _whole(crc, f"tensor {name!r}: a checksum", high=(1 << 32) - 1) for crc in part["crc32"]
-            ),
+            crc32=tuple(_whole(crc, f"tensor {name!r}: a checksum", high=(1 << 32) - 1) for crc in part["crc32"]),
         )
         nbytes = math.prod(piece.box.sizes) * dtype.itemsize
         if piece.file not in files:
-            raise CheckpointError(
-                f"tensor {name!r}: bytes in {piece.file!r}, which is not a file of this checkpoint"
-            )
+            raise CheckpointError(f"tensor {name!r}: bytes in {piece.file!r}, which is not a file of this checkpoint")
         if piece.at + nbytes > files[piece.file]:
             raise CheckpointError(
-                f"tensor {name!r}: bytes [{piece.at}, {piece.at + nbytes}) of {piece.file}, "
-                f"which has {files[piece.file]}"
+                f"tensor {name!r}: bytes [{piece.at}, {piece.at + nbytes}) of {piece.file}, which has {files[piece.file]}"
             )
         if len(piece.crc32) != -(-nbytes // block):
             raise CheckpointError(f"tensor {name!r}: {len(piece.crc32)} checksums for {nbytes} bytes")

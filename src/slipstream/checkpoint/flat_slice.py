@@ -42,9 +42,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     shape = tuple(shape)
     numel = math.prod(shape)
     if not 0 <= start <= stop <= numel:
-        raise ValueError(
-            f"range [{start}, {stop}) is outside a tensor of shape {shape} with {numel} elements"
-        )
+        raise ValueError(f"range [{start}, {stop}) is outside a tensor of shape {shape} with {numel} elements")
     if stop - start == numel:
         return [Box((0,) * len(shape), shape)]
     if start == stop:
@@ -66,9 +64,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
     base = index * math.prod(shape[1:])
-    return [
-        Box((index, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], start - base, stop - base)
-    ]
+    return [Box((index, *offsets), (1, *sizes)) for offsets, sizes in boxes(shape[1:], start - base, stop - base)]
 
 
 def flat_range(shape: Shape, box: Box) -> tuple[int, int] | None:
@@ -102,9 +98,7 @@ def check_cover(name: str, shape: Shape, parts: Sequence[Box]) -> None:
     _check_disjoint(name, shape, parts)
     covered = sum(math.prod(box.sizes) for box in parts)
     if covered != math.prod(shape):
-        raise ValueError(
-            f"tensor {name!r} of shape {shape}: only {covered} of {math.prod(shape)} elements are there"
-        )
+        raise ValueError(f"tensor {name!r} of shape {shape}: only {covered} of {math.prod(shape)} elements are there")
 
 
 def _check_disjoint(name: str, shape: Shape, parts: Sequence[Box]) -> None:
@@ -113,9 +107,7 @@ def _check_disjoint(name: str, shape: Shape, parts: Sequence[Box]) -> None:
         ordered = sorted(zip([found for found in ranges if found is not None], parts, strict=True))
         for ((_, stop), one), ((start, _), other) in pairwise(ordered):
             if start < stop:
-                raise ValueError(
-                    f"tensor {name!r} of shape {shape}: {_words(one)} and {_words(other)} overlap"
-                )
+                raise ValueError(f"tensor {name!r} of shape {shape}: {_words(one)} and {_words(other)} overlap")
         return
     # Sweep along the dim with the most distinct offsets; only boxes that overlap there are compared.
     dim = max(range(len(shape)), key=lambda d: len({box.offsets[d] for box in parts}))
@@ -124,13 +116,8 @@ def _check_disjoint(name: str, shape: Shape, parts: Sequence[Box]) -> None:
         while active and active[0][0] <= box.offsets[dim]:
             active.pop(0)
         for _, other in active:
-            if all(
-                a < b + n and b < a + m
-                for a, m, b, n in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
-            ):
-                raise ValueError(
-                    f"tensor {name!r} of shape {shape}: {_words(other)} and {_words(box)} overlap"
-                )
+            if all(a < b + n and b < a + m for a, m, b, n in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)):
+                raise ValueError(f"tensor {name!r} of shape {shape}: {_words(other)} and {_words(box)} overlap")
         insort(active, (box.offsets[dim] + box.sizes[dim], box))
 
 
@@ -191,8 +178,7 @@ class FlatSlice:
         numel = math.prod(self.shape)
         if not 0 <= self.start <= self.stop <= numel:
             raise ValueError(
-                f"FlatSlice: range [{self.start}, {self.stop}) is outside a tensor of shape {self.shape} "
-                f"with {numel} elements"
+                f"FlatSlice: range [{self.start}, {self.stop}) is outside a tensor of shape {self.shape} with {numel} elements"
             )
 
     @property

@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .directory import is_checkpoint, is_deepspeed, locate, read_document, read_latest
-from .document import Document
-from .errors import CheckpointError, Ranks, describe
-from .flat_slice import FlatSlice, Shape
-from .save import check_entry
-from .values import decode
+from slipstream.checkpoint.directory import is_checkpoint, is_deepspeed, locate, read_document, read_latest
+from slipstream.checkpoint.document import Document
+from slipstream.checkpoint.errors import CheckpointError, Ranks, describe
+from slipstream.checkpoint.flat_slice import FlatSlice, Shape
+from slipstream.checkpoint.save import check_entry
+from slipstream.checkpoint.values import decode
 
 if TYPE_CHECKING:
-    from .storage import Reader
+    from slipstream.checkpoint.storage import Reader
 
 
 class TensorInfo(NamedTuple):
@@ -54,9 +54,7 @@ class Loaded(NamedTuple):
     per_rank: dict[str, Any] | None  # None where another number of ranks saved
 
 
-def latest_tag(
-    directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None, universal: bool = False
-) -> str | None:
+def latest_tag(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None, universal: bool = False) -> str | None:
     """The tag that `latest` names as rank 0 of `group` sees it, or `latest_universal`, which with `universal` goes before; None
     where the directory has neither."""
     return Ranks(group).decide("no checkpoint was loaded", lambda: _latest(Path(directory), universal))
@@ -69,9 +67,7 @@ def _latest(path: Path, universal: bool) -> str | None:
     return tag
 
 
-def load_metadata(
-    directory: str | os.PathLike[str], tag: str, *, group: dist.ProcessGroup | None = None
-) -> Metadata:
+def load_metadata(directory: str | os.PathLike[str], tag: str, *, group: dist.ProcessGroup | None = None) -> Metadata:
     """What checkpoint `tag` holds, by its metadata.json. With a group, what fails on one rank fails on all.
 
     Each rank reads ours, which shows that all see it. DeepSpeed's are as many pickles as it had ranks: rank 0 reads them, for all.
@@ -99,9 +95,7 @@ def _metadata(path: Path, document: Document) -> Metadata:
         save_id=document.save_id,
         world_size=document.world_size,
         tensors={
-            name: TensorInfo(entry.shape, entry.dtype)
-            for name, entry in document.tensors.items()
-            if not name.startswith("$")
+            name: TensorInfo(entry.shape, entry.dtype) for name, entry in document.tensors.items() if not name.startswith("$")
         },
         shared=_values(document.shared, _stand_ins(document, "$shared/", "meta"), f"{path}: shared"),
         document=document,
@@ -159,7 +153,7 @@ def load(
 
 def reader(directory: str | os.PathLike[str], tag: str) -> Reader:
     """A reader for `torch.distributed.checkpoint.load(state, storage_reader=...)`: tensors by their names."""
-    from .storage import Reader
+    from slipstream.checkpoint.storage import Reader
 
     path = locate(Path(directory), tag)
     return Reader(path, read_document(path))
@@ -172,24 +166,18 @@ def _check_target(name: str, held: FlatSlice | Tensor, document: Document, conve
         near = difflib.get_close_matches(name, names, 1)
         raise CheckpointError(
             f"it has no tensor {name!r}; "
-            + (
-                f"the nearest of its {len(names)} names is {near[0]!r}"
-                if near
-                else f"it has {len(names)} others"
-            )
+            + (f"the nearest of its {len(names)} names is {near[0]!r}" if near else f"it has {len(names)} others")
         )
     if tuple(held.shape) != entry.shape:
         raise CheckpointError(f"tensor {name!r} has shape {entry.shape} in it and {tuple(held.shape)} here")
     dtype = held.data.dtype if isinstance(held, FlatSlice) else held.dtype
     if dtype is not entry.dtype and not convert:
-        raise CheckpointError(
-            f"tensor {name!r} is {entry.dtype} in it and {dtype} here; pass convert=True to have it rounded"
-        )
+        raise CheckpointError(f"tensor {name!r} is {entry.dtype} in it and {dtype} here; pass convert=True to have it rounded")
 
 
 def _check_whole(path: Path, document: Document, save_ids: list[str]) -> None:
     """What one rank checks for all: one and the same checkpoint, files whole, values well formed."""
-    from .storage import open_data
+    from slipstream.checkpoint.storage import open_data
 
     if len(set(save_ids)) > 1:
         other = next(rank for rank, save_id in enumerate(save_ids) if save_id != save_ids[0])
@@ -206,18 +194,14 @@ def _read(ranks: Ranks, step: str, path: Path, document: Document, state: dict[s
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-    from .storage import FlatLoadPlanner, Reader
+    from slipstream.checkpoint.storage import FlatLoadPlanner, Reader
 
     storage = Reader(path, document)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # group=None says so
             dcp_load(
-                state,
-                storage_reader=storage,
-                planner=FlatLoadPlanner(),
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
+                state, storage_reader=storage, planner=FlatLoadPlanner(), process_group=ranks.group, no_dist=ranks.group is None
             )
     except CheckpointException as error:
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}

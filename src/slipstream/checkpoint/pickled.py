@@ -28,18 +28,26 @@ from typing import Any
 
 import torch
 
-from .document import DTYPES
-from .errors import CheckpointError
-from .flat_slice import Shape
+from slipstream.checkpoint.document import DTYPES
+from slipstream.checkpoint.errors import CheckpointError
+from slipstream.checkpoint.flat_slice import Shape
 
 _LIMIT = 1 << 28  # bytes of a pickle; a model of a hundred thousand parameters takes 30 million
 _DEPTH = 1000  # levels of a value
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip record: its signature, and how long its name and extra field are
 _STORAGES = {
-    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16, "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8, "BoolStorage": torch.bool, "UntypedStorage": torch.uint8,
-}  # fmt: skip
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "UntypedStorage": torch.uint8,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

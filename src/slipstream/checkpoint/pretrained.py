@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .directory import exchange, lock_folder, sweep_drafts, sync_folder, unlock, write_synced
-from .errors import ONE_PLACE, CheckpointError, Ranks
-from .flat_slice import FlatSlice, Shape, memory
-from .weights import INDEX, SINGLE, WORDS
+from slipstream.checkpoint.directory import exchange, lock_folder, sweep_drafts, sync_folder, unlock, write_synced
+from slipstream.checkpoint.errors import ONE_PLACE, CheckpointError, Ranks
+from slipstream.checkpoint.flat_slice import FlatSlice, Shape, memory
+from slipstream.checkpoint.weights import INDEX, SINGLE, WORDS
 
 _STAGE = 1 << 24  # bytes
 SHARD_NBYTES = 5_000_000_000  # a file of a folder; transformers' own
@@ -129,10 +129,15 @@ def shards(
 
 
 def write(
-    folder: str | os.PathLike[str], tensors: Mapping[str, Out], *, texts: Mapping[str, str | bytes],
-    group: dist.ProcessGroup | None = None, shard_nbytes: int = SHARD_NBYTES, stream: Iterable[tuple[str, Tensor]] = (),
+    folder: str | os.PathLike[str],
+    tensors: Mapping[str, Out],
+    *,
+    texts: Mapping[str, str | bytes],
+    group: dist.ProcessGroup | None = None,
+    shard_nbytes: int = SHARD_NBYTES,
+    stream: Iterable[tuple[str, Tensor]] = (),
     single: str = SINGLE,
-) -> None:  # fmt: skip
+) -> None:
     """Write the folder. Collective; every rank names the same tensors. Raises the same CheckpointError on every rank.
 
     texts: further files and what is in them (config.json). stream: the values of tensors on meta, the same on every rank, each good
@@ -283,9 +288,13 @@ def _stem(target: Path, mark: str) -> str:
 
 
 def _finish(
-    draft: Path, target: Path, texts: Mapping[str, str | bytes], places: Mapping[str, Place], tensors: Mapping[str, Out],
+    draft: Path,
+    target: Path,
+    texts: Mapping[str, str | bytes],
+    places: Mapping[str, Place],
+    tensors: Mapping[str, Out],
     single: str,
-) -> None:  # fmt: skip
+) -> None:
     files = sorted({place.file for place in places.values()})
     new = dict(texts)
     if len(files) > 1:

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.document import Document, Entry
+from slipstream.checkpoint.errors import CheckpointError
+from slipstream.checkpoint.flat_slice import FlatSlice, flat_range, memory
 from slipstream.ops.checksum import crc32
-
-from .document import Document, Entry
-from .errors import CheckpointError
-from .flat_slice import FlatSlice, flat_range, memory
 
 
 class Folder:
@@ -52,7 +51,7 @@ class Folder:
         if piece.crc32:
             first, last = start // block * block, min(-(-stop // block) * block, entry.nbytes(piece))
         if piece.file not in self._handles:
-            from .storage import open_data  # which imports DCP
+            from slipstream.checkpoint.storage import open_data  # which imports DCP
 
             self._handles[piece.file] = open_data(self.path / piece.file, self.document.files[piece.file])
         values = torch.empty(last - first, dtype=torch.uint8)

@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .background import PATIENCE_S, Saving, Staging
-from .directory import Draft, check_tag, retain
-from .document import BLOCK, DTYPES, Document
-from .errors import CheckpointError, Ranks, describe
-from .flat_slice import FlatSlice
-from .values import encode
+from slipstream.checkpoint.background import PATIENCE_S, Saving, Staging
+from slipstream.checkpoint.directory import Draft, check_tag, retain
+from slipstream.checkpoint.document import BLOCK, DTYPES, Document
+from slipstream.checkpoint.errors import CheckpointError, Ranks, describe
+from slipstream.checkpoint.flat_slice import FlatSlice
+from slipstream.checkpoint.values import encode
 
 if TYPE_CHECKING:
-    from .storage import Writer
+    from slipstream.checkpoint.storage import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +128,16 @@ class _Begun:
 
 
 def _begin(
-    parent: Path, tag: str, tensors: Mapping[str, FlatSlice | Tensor], shared: Mapping[str, Any], per_rank: Mapping[str, Any],
-    ranks: Ranks, tag_validation: TagValidation, keep: int | None, staging: Staging | None,
-) -> _Begun:  # fmt: skip
+    parent: Path,
+    tag: str,
+    tensors: Mapping[str, FlatSlice | Tensor],
+    shared: Mapping[str, Any],
+    per_rank: Mapping[str, Any],
+    ranks: Ranks,
+    tag_validation: TagValidation,
+    keep: int | None,
+    staging: Staging | None,
+) -> _Begun:
     step = ranks.first(f"checkpoint {parent / str(tag)} was not saved")
     state: dict[str, Any] = dict(tensors)
     common: Any = None
@@ -174,18 +181,14 @@ def _write(ranks: Ranks, step: str, folder: Path, state: dict[str, Any], staging
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-    from .storage import FlatSavePlanner, Writer
+    from slipstream.checkpoint.storage import FlatSavePlanner, Writer
 
     writer = Writer(folder, ranks.rank, staging)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # group=None says so
             dcp_save(
-                state,
-                storage_writer=writer,
-                planner=FlatSavePlanner(),
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
+                state, storage_writer=writer, planner=FlatSavePlanner(), process_group=ranks.group, no_dist=ranks.group is None
             )
     except CheckpointException as error:
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}

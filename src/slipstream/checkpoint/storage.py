@@ -57,13 +57,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from slipstream.checkpoint.background import Staging
+from slipstream.checkpoint.data_file import DataFile
+from slipstream.checkpoint.document import BLOCK, Document, Entry, Piece, file_name
+from slipstream.checkpoint.errors import CheckpointError
+from slipstream.checkpoint.flat_slice import Box, FlatSlice, Part, Shape, check_cover, flat_range, memory
 from slipstream.ops.checksum import crc32, crc32_blocks
-
-from .background import Staging
-from .data_file import DataFile
-from .document import BLOCK, Document, Entry, Piece, file_name
-from .errors import CheckpointError
-from .flat_slice import Box, FlatSlice, Part, Shape, check_cover, flat_range, memory
 
 _ALIGN = 64  # bytes; a piece that is mapped or read later starts on a cache line
 _STAGE = 16 * BLOCK  # bytes of host memory between a file and a tensor that cannot be reached directly
@@ -123,9 +122,7 @@ class FlatLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._views: dict[tuple[str, Shape], Tensor | Part] = {}
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
@@ -284,9 +281,7 @@ class Reader(StorageReader):
     def __init__(self, folder: Path, document: Document) -> None:
         self._folder, self._document = folder, document
         self._pieces = {
-            (name, piece.box.offsets): (entry, piece)
-            for name, entry in document.tensors.items()
-            for piece in entry.pieces
+            (name, piece.box.offsets): (entry, piece) for name, entry in document.tensors.items() for piece in entry.pieces
         }
         self._files: dict[str, int] = {}  # name -> descriptor, from the first pass to the end of the second
 
@@ -305,9 +300,7 @@ class Reader(StorageReader):
             }
         )
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -348,9 +341,7 @@ class Reader(StorageReader):
         for item in items:
             entry, piece = self._find(item.storage_index)
             for first, nbytes in _runs(entry, piece, item) if piece.crc32 else ():
-                needed[item.storage_index.fqn, piece.box.offsets].update(
-                    range(first // block, (first + nbytes - 1) // block + 1)
-                )
+                needed[item.storage_index.fqn, piece.box.offsets].update(range(first // block, (first + nbytes - 1) // block + 1))
         buffer = torch.empty(block, dtype=torch.uint8)
         for key in sorted(needed, key=lambda key: (self._pieces[key][1].file, self._pieces[key][1].at)):
             entry, piece = self._pieces[key]
@@ -452,10 +443,7 @@ def _runs(entry: Entry, piece: Piece, item: ReadItem) -> Iterator[tuple[int, int
     start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     nbytes = math.prod(lengths[outer:]) * size
     for steps in itertools.product(*(range(length) for length in lengths[:outer])):
-        yield (
-            (start + sum(step * stride for step, stride in zip(steps, strides, strict=False))) * size,
-            nbytes,
-        )
+        yield ((start + sum(step * stride for step, stride in zip(steps, strides, strict=False))) * size, nbytes)
 
 
 def _host_bytes(tensor: Tensor | Part) -> Iterator[Tensor]:

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .document import DTYPES
-from .errors import CheckpointError
+from slipstream.checkpoint.document import DTYPES
+from slipstream.checkpoint.errors import CheckpointError
 
 _DEPTH = 100  # levels; also what stops a cycle
 _INT_BITS = 4096  # Python limits int <-> str to some 14,000 bits
@@ -58,9 +58,7 @@ def _encode(value: Any, path: str, depth: int, keep: Callable[[Tensor], str]) ->
         return value
     if kind is int:
         if value.bit_length() > _INT_BITS:
-            raise CheckpointError(
-                f"{path}: an int of {value.bit_length()} bits; at most {_INT_BITS} are kept"
-            )
+            raise CheckpointError(f"{path}: an int of {value.bit_length()} bits; at most {_INT_BITS} are kept")
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
@@ -107,14 +105,16 @@ def _encode_numpy(value: Any, path: str, keep: Callable[[Tensor], str]) -> Any:
             raw = bytearray(value.tobytes())
             data = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
             return {"$array": [value.dtype.str, list(value.shape), keep(data)]}
-    raise CheckpointError(
-        f"{path}: a value of type {_type_name(value)} cannot be stored in a checkpoint; {_REMEDY}"
-    )
+    raise CheckpointError(f"{path}: a value of type {_type_name(value)} cannot be stored in a checkpoint; {_REMEDY}")
 
 
 _MAPPINGS: dict[type, str] = {
-    dict: "$dict", defaultdict: "$dict", OrderedDict: "$ordered", Counter: "$counter", Namespace: "$namespace",
-}  # fmt: skip
+    dict: "$dict",
+    defaultdict: "$dict",
+    OrderedDict: "$ordered",
+    Counter: "$counter",
+    Namespace: "$namespace",
+}
 _SETS: dict[type, str] = {set: "$set", frozenset: "$frozenset"}
 
 
@@ -134,15 +134,7 @@ def decode(skeleton: Any, fetch: Callable[[str], Tensor], path: str) -> Any:
     """The value of a skeleton; `fetch` gives a tensor by name. What `encode` never writes is refused."""
     try:
         return _decode(skeleton, fetch)
-    except (
-        TypeError,
-        ValueError,
-        KeyError,
-        IndexError,
-        struct.error,
-        RecursionError,
-        OverflowError,
-    ) as error:
+    except (TypeError, ValueError, KeyError, IndexError, struct.error, RecursionError, OverflowError) as error:
         reason = error if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the stored value of {path} is damaged or hostile: {reason}") from error
 
@@ -207,9 +199,7 @@ def _decode_numpy(mark: str, body: list[Any], fetch: Callable[[str], Tensor]) ->
     shape = [_int(size) for size in _list(body[1])]
     data = fetch(body[2])
     if data.dtype is not torch.uint8 or data.dim() != 1 or data.numel() != math.prod(shape) * dtype.itemsize:
-        raise CheckpointError(
-            f"an array of {shape} x {dtype} in a tensor of {tuple(data.shape)} x {data.dtype}"
-        )
+        raise CheckpointError(f"an array of {shape} x {dtype} in a tensor of {tuple(data.shape)} x {data.dtype}")
     if data.is_meta:
         return data  # a preview (see load_metadata): the bytes have not been read
     return numpy.frombuffer(data.numpy().tobytes(), dtype).reshape(shape).copy()

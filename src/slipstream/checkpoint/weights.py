@@ -18,14 +18,22 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from slipstream.ops.rows import RowForm, quantise_rows
-
-from .flat_slice import Shape, boxes
+from slipstream.checkpoint.flat_slice import Shape, boxes
+from slipstream.ops.rows import RowForm, quantize_rows
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 WORDS = {dtype: word for word, dtype in DTYPES.items()}  # safetensors' for torch's
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -42,7 +50,7 @@ class Stored(NamedTuple):
 class WeightFiles:
     """The stored tensors that a model takes, by each of the model's names for them.
 
-    `forms` are of what the model keeps as quantised rows (ops/rows.py). Where the files hold numbers, rows are made in reading.
+    `forms` are of what the model keeps as quantized rows (ops/rows.py). Where the files hold numbers, rows are made in reading.
     """
 
     def __init__(self, taken: Mapping[str, Stored], left_out: str, forms: Mapping[str, RowForm]) -> None:
@@ -71,7 +79,7 @@ class WeightFiles:
             return self._stored(name, start, stop)
         first, last = start // form.row_nbytes, -(-stop // form.row_nbytes)
         w = self._stored(name, first * form.columns, last * form.columns).view(-1, form.columns)
-        return quantise_rows(w, form).view(-1)[start - first * form.row_nbytes : stop - first * form.row_nbytes]
+        return quantize_rows(w, form).view(-1)[start - first * form.row_nbytes : stop - first * form.row_nbytes]
 
     def _stored(self, name: str, start: int, stop: int) -> Tensor:
         stored = self._taken[name]
@@ -91,9 +99,13 @@ class WeightFiles:
 
 
 def open_weights(
-    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], model: nn.Module, *,
-    rename: Callable[[str], str] | None = None, strict: bool = True, forms: Mapping[str, RowForm] | None = None,
-) -> WeightFiles:  # fmt: skip
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    model: nn.Module,
+    *,
+    rename: Callable[[str], str] | None = None,
+    strict: bool = True,
+    forms: Mapping[str, RowForm] | None = None,
+) -> WeightFiles:
     """Read the headers and find what `model` takes. Raises ValueError naming everything that does not fit.
 
     `forms`: by name, of the parameters that are rows of codes and may be stored as numbers.
@@ -211,7 +223,7 @@ def _remedy(missing: Sequence[str], surplus: Sequence[str]) -> str:
                 if sum(dropped + name in surplus for name in missing) * 2 >= len(missing):
                     return f'. Give rename=lambda name: name.removeprefix("{dropped}")'
     return (
-        ". Give rename= (from a name there to the model's), or strict=False: what is missing is then initialised, what is surplus "
+        ". Give rename= (from a name there to the model's), or strict=False: what is missing is then initialized, what is surplus "
         "left out"
     )
 

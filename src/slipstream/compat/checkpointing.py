@@ -24,10 +24,15 @@ non_reentrant_checkpoint = checkpoint
 
 
 def configure(
-    mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None,
-    contiguous_checkpointing: bool | None = None, num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None,
-    synchronize: bool | None = None, profile: bool | None = None,
-) -> None:  # fmt: skip
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
     """Only says that it was called: each call of `checkpoint` stands for itself. Raises for what a call would need.
 
     What the config has of it is the engine's, which acts on it, or refuses it.
@@ -37,9 +42,10 @@ def configure(
     if block.get("partition_activations") if partition_activations is None else partition_activations:
         raise ValueError("checkpointing.configure(partition_activations=True) needs tensor parallelism, which is not built yet")
     given = {
-        "checkpoint_in_cpu": (checkpoint_in_cpu, "cpu_checkpointing"), "profile": (profile, "profile"),
+        "checkpoint_in_cpu": (checkpoint_in_cpu, "cpu_checkpointing"),
+        "profile": (profile, "profile"),
         "synchronize": (synchronize, "synchronize_checkpoint_boundary"),
-    }  # fmt: skip
+    }
     for name, (value, key) in given.items():
         if value:
             raise ValueError(

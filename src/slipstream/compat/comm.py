@@ -17,16 +17,30 @@ get_local_rank = local_rank
 
 
 def init_distributed(
-    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int | None = None, verbose: bool = True,
-    timeout: timedelta | None = None, init_method: str | None = None, dist_init_required: bool | None = None, config: Any = None,
-    rank: int = -1, world_size: int = -1,
-) -> None:  # fmt: skip
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
     """As `slipstream.init_distributed`; `dist_backend=None` is gloo on the CPU."""
     _init_distributed(
-        dist_backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size,
-        auto_mpi_discovery=auto_mpi_discovery, distributed_port=distributed_port, verbose=verbose,
-        dist_init_required=dist_init_required, config=config,
-    )  # fmt: skip
+        dist_backend,
+        timeout=timeout,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        auto_mpi_discovery=auto_mpi_discovery,
+        distributed_port=distributed_port,
+        verbose=verbose,
+        dist_init_required=dist_init_required,
+        config=config,
+    )
     _tell_accelerate()
 
 

@@ -236,17 +236,28 @@ class DeepSpeedEngine(Engine):
         zero.unmark(params)
 
     def save_checkpoint(
-        self, save_dir: str, tag: Any = None, client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
-        exclude_frozen_parameters: bool = False, contents: Any = "all",
-    ) -> bool:  # fmt: skip
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        contents: Any = "all",
+    ) -> bool:
         """`tag` may be a step or a loss: what names the folder is its text."""
         name = None if tag is None else str(tag)
         return super().save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters, contents)
 
     def load_checkpoint(
-        self, load_dir: str, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
         if custom_load_fn is not None:
             raise ValueError("load_checkpoint(custom_load_fn=): parameters load by name; use load_module_strict=False for fewer")
         name = None if tag is None else str(tag)
@@ -287,9 +298,7 @@ class DeepSpeedEngine(Engine):
 
     save_fp16_model = save_16bit_model
 
-    def offload_states(
-        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
-    ) -> None:
+    def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
         """`Engine.sleep`, by DeepSpeed's names of states."""
         kinds = None if include is None else {_STATES[str(getattr(state, "value", state))] for state in include}
         self.sleep(kinds, str(getattr(device, "value", device)))
@@ -301,16 +310,28 @@ class DeepSpeedEngine(Engine):
         """Nothing is kept gathered between steps."""
 
     def deepspeed_io(
-        self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
-        data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
         if data_sampler is not None:
             raise ValueError("deepspeed_io(data_sampler=): make a torch DataLoader with it, and iterate over that")
         return distributed_loader(
-            dataset, batch_size=batch_size or self.plan.batch.micro_batch_size, rank=self.rank, world_size=self.world_size,
-            collate_fn=collate_fn, drop_last=self.plan.data.drop_last, seed=self.plan.seed,
-            num_workers=num_local_io_workers or 0, pin_memory=pin_memory and self.device.type == "cuda",
-        )  # fmt: skip
+            dataset,
+            batch_size=batch_size or self.plan.batch.micro_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            collate_fn=collate_fn,
+            drop_last=self.plan.data.drop_last,
+            seed=self.plan.seed,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and self.device.type == "cuda",
+        )
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **others: Any) -> None:
         """`torch.compile` of the model, in place."""
@@ -356,11 +377,20 @@ for _name, _key in CONFIG_GETTERS.items():
 
 
 def initialize(
-    args: Any = None, model: nn.Module | None = None, optimizer: Any = None, model_parameters: Any = None,
-    training_data: Any = None, lr_scheduler: Any = None, distributed_port: int | None = None, mpu: Any = None,
-    dist_init_required: bool | None = None, collate_fn: Any = None, config: Any = None, mesh_param: Any = None,
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """`slipstream.initialize`, from what DeepSpeed's callers give; the engine has DeepSpeed's methods.
 
     config   also as base64 of JSON; "zero_optimization.x" at its top level means x in the block, where that does not say it
@@ -371,10 +401,18 @@ def initialize(
         used, lr_scheduler = {name: value for name, value in raw.items() if name != "scheduler"}, None
     with zero.held_values(model):
         engine, handle, loader, scheduler = slipstream.initialize(
-            model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,
-            lr_scheduler=lr_scheduler, distributed_port=distributed_port, mpu=mpu, dist_init_required=dist_init_required,
-            collate_fn=collate_fn, config=used, mesh_param=mesh_param,
-        )  # fmt: skip
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=used,
+            mesh_param=mesh_param,
+        )
     # The class has methods and no state of its own, so an engine becomes one of it by name only.
     engine.__class__ = DeepSpeedEngine
     assert isinstance(engine, DeepSpeedEngine)

@@ -9,9 +9,25 @@ from collections.abc import Sequence
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 _VALUED = frozenset(
-    {"-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators", "--master_port",
-     "--master_addr", "--node_rank", "--launcher", "--launcher_args", "--ssh_port", "--log_level"}
-)  # fmt: skip
+    {
+        "-H",
+        "--hostfile",
+        "-i",
+        "--include",
+        "-e",
+        "--exclude",
+        "--num_nodes",
+        "--num_gpus",
+        "--num_accelerators",
+        "--master_port",
+        "--master_addr",
+        "--node_rank",
+        "--launcher",
+        "--launcher_args",
+        "--ssh_port",
+        "--log_level",
+    }
+)
 _LEVELS = ("debug", "info", "warning", "error", "critical")  # of the launcher's own words
 _DROPPED = frozenset({"--no_ssh_check", "--force_multi"})  # nothing to do
 _REFUSED = {
@@ -83,9 +99,13 @@ def zero_to_fp32() -> int:
         logging.basicConfig(level=logging.DEBUG)
     try:
         convert_zero_checkpoint_to_fp32_state_dict(
-            given.checkpoint_dir, given.output_dir, given.max_shard_size, given.safe_serialization, given.tag,
+            given.checkpoint_dir,
+            given.output_dir,
+            given.max_shard_size,
+            given.safe_serialization,
+            given.tag,
             given.exclude_frozen_parameters,
-        )  # fmt: skip
+        )
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2

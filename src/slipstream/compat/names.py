@@ -25,23 +25,23 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.runtime.zero.partition_parameters": {
         "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
-        "zero_wrapper_for_fp_tensor_constructor",
+        "zero_wrapper_for_fp_tensor_constructor"
     },
     "deepspeed.runtime.zero.offload_config": {"slipstream.compat.enums": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "deepspeed.runtime.lr_schedules": {
         "slipstream.compat.schedules": "LRRangeTest ONE_CYCLE OneCycle LR_RANGE_TEST VALID_LR_SCHEDULES WARMUP_COSINE_LR "
-        "WARMUP_DECAY_LR WARMUP_LR WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments",
+        "WARMUP_DECAY_LR WARMUP_LR WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments"
     },
     "deepspeed.runtime.dataloader": {"slipstream": "RepeatingLoader"},
     "deepspeed.runtime.utils": {"slipstream.compat.utils": "move_to_device see_memory_usage set_random_seed"},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "slipstream.compat.checkpointing": "checkpoint configure is_configured model_parallel_cuda_manual_seed "
-        "non_reentrant_checkpoint reset",
+        "non_reentrant_checkpoint reset"
     },
     "deepspeed.comm": {
         "slipstream.compat.comm": "allgather_fn configure get_all_ranks_from_group get_global_rank get_local_rank get_rank "
         "get_world_group get_world_size has_all_gather_into_tensor has_reduce_scatter_tensor inference_all_reduce init_distributed "
-        "initialize_mesh_device is_available is_initialized new_group reduce_scatter_fn",
+        "initialize_mesh_device is_available is_initialized new_group reduce_scatter_fn"
     },
     "deepspeed.utils": {
         "slipstream.compat.utils": "OnDevice get_z3_leaf_modules log_dist logger set_log_level_from_string set_z3_leaf_module "
@@ -59,11 +59,11 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "_get_sequence_data_parallel_world_size _get_sequence_parallel_group _get_sequence_parallel_rank "
         "_get_sequence_parallel_world_size get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
         "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_rank "
-        "get_tensor_model_parallel_world_size",
+        "get_tensor_model_parallel_world_size"
     },
     "deepspeed.utils.zero_to_fp32": {
         "slipstream.compat.weights": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
-        "load_state_dict_from_zero_checkpoint",
+        "load_state_dict_from_zero_checkpoint"
     },
     "deepspeed.checkpoint.utils": {"slipstream.compat.weights": "clone_tensors_for_torch_save"},
     "deepspeed.ops.adam": {"slipstream.compat.optimizers": "DeepSpeedCPUAdam FusedAdam"},
@@ -142,7 +142,7 @@ _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstrea
 _BUILDERS = "DeepSpeed's builders of C++ code; Slipstream's kernels are built when it is installed"
 _CONFIG = "the config as an object; engine.config is the dictionary, and the engine's methods say what became of it"
 _DROPPING = "progressive layer dropping, which DeepSpeed 0.19.8 has dropped too; drop layers in the model's own forward"
-_MOQ = "quantisation during training (MoQ), which DeepSpeed 0.19.8 has dropped too; torchao quantises in training (QAT)"
+_MOQ = "quantization during training (MoQ), which DeepSpeed 0.19.8 has dropped too; torchao quantizes in training (QAT)"
 _SPARSE = "sparse gradients, which DeepSpeed 0.19.8 has dropped too; dense reduction gives the same numbers"
 _ELASTIC = "elastic batch sizes, which DeepSpeed 0.19.8 has dropped too; every checkpoint loads at any number of ranks"
 _MICS = "MiCS as classes of its own; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
@@ -171,7 +171,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.runtime.config": {"DeepSpeedConfig": _CONFIG},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
-        "get_cuda_rng_tracker": "random states per model-parallel rank, as there is no tensor parallelism; use torch's",
+        "get_cuda_rng_tracker": "random states per model-parallel rank, as there is no tensor parallelism; use torch's"
     },
     "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": _OPTIMIZER, "*": _ESTIMATE},
     "deepspeed.runtime.zero.mics_utils": {"*": _MICS},
@@ -201,7 +201,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.profiling.flops_profiler": {"*": "the flops profiler; torch.utils.flop_counter counts a forward and backward"},
     "deepspeed.monitor.monitor": {"*": "monitoring; log the loss and engine.get_global_grad_norm() from the script"},
     "deepspeed.elasticity": {"*": _ELASTIC},
-    "deepspeed.linear": {"*": "DeepSpeed's quantised LoRA layers; use PEFT"},
+    "deepspeed.linear": {"*": "DeepSpeed's quantized LoRA layers; use PEFT"},
     "deepspeed.autotuning": {"*": "autotuning; `slipstream plan --memory 24G` finds the fastest configuration that fits"},
 }
 
@@ -276,12 +276,14 @@ MISSING_METHODS: Mapping[str, str] = {
     "clip_fp32_gradients": "gradients are clipped in step, as gradient_clipping says",
     **_each(
         "register_compile_pass get_compile_time get_deepcompile_backend get_deepspeed_compile_backend get_autosp_backend "
-        "get_autotp_backend compile_zero_optimization_stage compile_autosp compile_autotp uses_parallelization_pass_only", _COMPILE
+        "get_autotp_backend compile_zero_optimization_stage compile_autosp compile_autotp uses_parallelization_pass_only",
+        _COMPILE,
     ),
     **_each("tput_timer get_wall_clock_timers print_forward_breakdown", _TIMERS),
     **_each(
         "autotuning_metric autotuning_metric_path autotuning_model_info_path autotuning_profile_model_info "
-        "autotuning_start_profile_step autotuning_end_profile_step", _TUNING
+        "autotuning_start_profile_step autotuning_end_profile_step",
+        _TUNING,
     ),
     "load_moe_state_dict": _EXPERTS,
     "is_first_weights_partition_group": "groups of its own; engine.mesh has the data axes",

@@ -23,10 +23,17 @@ class DeepSpeedCPUAdam(metaclass=_IsAdam):
     """AdamW, or Adam with `adamw_mode=False`; on the device where the engine keeps the states."""
 
     def __new__(
-        cls, model_params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, adamw_mode: bool = True,
+        cls,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         _refuse_narrow_states(fp32_optimizer_states)
         return _adam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
@@ -35,9 +42,17 @@ class FusedAdam(metaclass=_IsAdam):
     """AdamW, or Adam with `adam_w_mode=False`."""
 
     def __new__(
-        cls, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,
-    ) -> Any:  # fmt: skip
+        cls,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> Any:
         return _adam(params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad)
 
 
@@ -47,9 +62,15 @@ def _refuse_narrow_states(fp32_optimizer_states: bool) -> None:
 
 
 def _adam(
-    params: Any, lr: float, bias_correction: bool, betas: tuple[float, float], eps: float, decoupled: bool, weight_decay: float,
+    params: Any,
+    lr: float,
+    bias_correction: bool,
+    betas: tuple[float, float],
+    eps: float,
+    decoupled: bool,
+    weight_decay: float,
     amsgrad: bool,
-) -> torch.optim.Optimizer:  # fmt: skip
+) -> torch.optim.Optimizer:
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     made = kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
     for group in made.param_groups:
@@ -63,9 +84,14 @@ class DeepSpeedCPUAdagrad:
     """torch's Adagrad."""
 
     def __new__(
-        cls, model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, amsgrad: bool = False,
+        cls,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         _refuse_narrow_states(fp32_optimizer_states)
         if amsgrad:
             raise ValueError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no such variant")
@@ -76,9 +102,13 @@ class DeepSpeedCPULion:
     """Slipstream's Lion."""
 
     def __new__(
-        cls, model_params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
+        cls,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         _refuse_narrow_states(fp32_optimizer_states)
         return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
 
@@ -87,9 +117,13 @@ class FusedLion:
     """Slipstream's Lion."""
 
     def __new__(
-        cls, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
+        cls,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
         set_grad_none: bool = True,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         return Lion(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
@@ -97,13 +131,29 @@ class FusedLamb:
     """Slipstream's LAMB."""
 
     def __new__(
-        cls, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, max_grad_norm: float = 0.0,
-        max_coeff: float = 10.0, min_coeff: float = 0.01, amsgrad: bool = False,
-    ) -> Any:  # fmt: skip
+        cls,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> Any:
         if max_grad_norm or amsgrad:
             raise ValueError("FusedLamb(max_grad_norm=) clips: set gradient_clipping in the config; amsgrad is no variant of it")
         return Lamb(
-            params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, eps_inside_sqrt=eps_inside_sqrt,
-            weight_decay=weight_decay, max_coeff=max_coeff, min_coeff=min_coeff,
-        )  # fmt: skip
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            eps_inside_sqrt=eps_inside_sqrt,
+            weight_decay=weight_decay,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+        )

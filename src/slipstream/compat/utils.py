@@ -38,9 +38,12 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     gc.collect()
     device, gib = get_accelerator(), 1 << 30
     logger.warning(
-        "%s: %.2f GiB allocated, %.2f GiB at most, %.2f GiB free", message, device.memory_allocated() / gib,
-        device.max_memory_allocated() / gib, device.available_memory() / gib,
-    )  # fmt: skip
+        "%s: %.2f GiB allocated, %.2f GiB at most, %.2f GiB free",
+        message,
+        device.memory_allocated() / gib,
+        device.max_memory_allocated() / gib,
+        device.available_memory() / gib,
+    )
 
 
 def set_random_seed(seed: int) -> None:

@@ -125,9 +125,13 @@ def _fp32(tensor: Tensor) -> Tensor:
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str], max_shard_size: int | str | None = "5GB",
-    safe_serialization: bool = False, tag: str | None = None, exclude_frozen_parameters: bool = False,
-) -> None:  # fmt: skip
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
     """Write the weights of a checkpoint into `output_dir`: pytorch_model.bin or model.safetensors, or files of at most
     `max_shard_size` (None: however large) with an index."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)

@@ -188,14 +188,26 @@ class Init:
     _open: Init | None = None
 
     def __init__(
-        self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
-        remote_device: str | None = None, pin_memory: bool = False, config_dict_or_path: Any = None, config: Any = None,
-        enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None, zero_param_parallel_group: Any = None,
-        zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
-        sequence_data_parallel_group: Any = None, param_swapper: Any = None, tensor_overrides: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
-            raise ValueError("zero.Init(zero_quantized_weights=True): quantised communication (ZeRO++) is not built yet; drop it")
+            raise ValueError("zero.Init(zero_quantized_weights=True): quantized communication (ZeRO++) is not built yet; drop it")
         self.enabled, self.dtype = enabled, dtype
         self.group = mpu.get_data_parallel_group() if mpu is not None else data_parallel_group
         self._fresh: dict[int, nn.Parameter] = {}  # built inside, not held yet
@@ -222,9 +234,7 @@ class Init:
                 torch.set_default_dtype(self.dtype)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if Init._open is self and kind is None:
             self._hold_fresh(list(self._fresh.values()))
         self._stack.close()
@@ -284,9 +294,7 @@ class GatheredParameters:
                 chosen = {unit: which for unit, which in chosen.items() if not _is_computing(unit)}
             self._stack.enter_context(access.gathered_units(chosen, rank, write=rank is not None))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for param in self.held:
             if kind is None and self.modifier_rank is not None:
                 group = param.ds_process_group
@@ -412,7 +420,7 @@ def adopt(engine: Any) -> None:
 
 
 def parameters_of(engine: Engine) -> list[nn.Parameter]:
-    """As the model has them: a quantised one once, whatever it consists of."""
+    """As the model has them: a quantized one once, whatever it consists of."""
     return list({id(whole): whole for unit in engine.units for whole in unit.wholes}.values())
 
 

@@ -1,4 +1,4 @@
-"""Quantised weights as the numbers that they stand for, of the rows that begin in this rank's range of the bytes.
+"""Quantized weights as the numbers that they stand for, of the rows that begin in this rank's range of the bytes.
 
 A range of bytes may begin and end inside a row. A row is made by the rank that has its first byte; the bytes of it that others have
 (their `head`) are told to all: less than a row of each tensor and rank. Numbers are made as they are read, a piece at a time.
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.ops.rows import RowForm, dequantise_rows
+from slipstream.ops.rows import RowForm, dequantize_rows
 
 
 class Rested(Protocol):
@@ -55,11 +55,11 @@ class Numbers:
         a, b = (self._skip + row * form.row_nbytes for row in (first, last))
         own = _get(self.data, min(a, there), min(b, there))
         packed = torch.cat([own, self._tail[max(a - there, 0) : max(b - there, 0)].to(own.device)])
-        rows = dequantise_rows(packed.view(-1, form.row_nbytes), form, torch.float32)
+        rows = dequantize_rows(packed.view(-1, form.row_nbytes), form, torch.float32)
         return rows.view(-1)[start - first * form.columns : stop - first * form.columns]
 
     def put(self, start: int, values: Tensor) -> None:
-        raise AssertionError("numbers of a quantised weight are read only")
+        raise AssertionError("numbers of a quantized weight are read only")
 
 
 def _get(data: Tensor | Rested, start: int, stop: int) -> Tensor:

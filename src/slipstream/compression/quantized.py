@@ -1,6 +1,6 @@
 """Linear layers whose frozen weights are bytes (ops/rows.py), for adapters to be trained on top (QLoRA).
 
-A quantised weight is an ordinary parameter of dtype uint8: the engine shards, offloads, gathers and saves it as the bytes that it
+A quantized weight is an ordinary parameter of dtype uint8: the engine shards, offloads, gathers and saves it as the bytes that it
 is. What is computed with is made of them where it is needed, in the forward and again in the backward, and never kept.
 """
 
@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.ops.rows import RowForm, dequantise_rows, quantise_rows
+from slipstream.ops.rows import RowForm, dequantize_rows, quantize_rows
 from slipstream.zero import access
 
 
@@ -30,7 +30,7 @@ class QuantizedLinear(nn.Linear):
         if weight.is_meta:
             packed = torch.empty(len(weight), form.row_nbytes, dtype=torch.uint8, device="meta")
         else:
-            packed = quantise_rows(weight, form)
+            packed = quantize_rows(weight, form)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = linear.bias
         self.train(linear.training)
@@ -43,11 +43,11 @@ class QuantizedLinear(nn.Linear):
 
     def dequantized(self) -> Tensor:
         """The weight as numbers, fp32 [out_features, in_features]."""
-        return dequantise_rows(self.weight, self.form, torch.float32)
+        return dequantize_rows(self.weight, self.form, torch.float32)
 
     def reset_parameters(self) -> None:
         raise ValueError(
-            "a quantised weight is made of a trained one: name files that hold it (slipstream.zero.load), or quantise a model that "
+            "a quantized weight is made of a trained one: name files that hold it (slipstream.zero.load), or quantize a model that "
             "has its weights"
         )
 
@@ -60,7 +60,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, form: RowForm) -> Tensor:
-        return F.linear(x, dequantise_rows(weight, form, x.dtype))
+        return F.linear(x, dequantize_rows(weight, form, x.dtype))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, RowForm], output: Tensor) -> None:
@@ -70,7 +70,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (weight,) = ctx.saved_tensors
-        return grad @ dequantise_rows(weight, ctx.form, grad.dtype), None, None
+        return grad @ dequantize_rows(weight, ctx.form, grad.dtype), None, None
 
 
 def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence[str] = ()) -> nn.Module:
@@ -81,9 +81,9 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
     skip   patterns of the names of layers that stay as they are: `("*.gate",)`. The output head stays anyway, and what shares its
            weight with another module
 
-    A model on meta (`zero.Init`) is quantised as `slipstream.zero.load` reads it: each rank makes only its own part of the bytes.
+    A model on meta (`zero.Init`) is quantized as `slipstream.zero.load` reads it: each rank makes only its own part of the bytes.
 
-    Inside `engine.surgery()` the layers of an engine are quantised, too; their optimizer states are given back.
+    Inside `engine.surgery()` the layers of an engine are quantized, too; their optimizer states are given back.
 
     Raises ValueError for a layer of an engine elsewhere, or whose weight is not finite, for one that is to be trained where others
     are not (an adapter), and for a pattern that no layer's name matches, with nothing changed.
@@ -108,11 +108,11 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
         and not any(fnmatch.filter(names[layer], pattern) for pattern in skip)
     ]
     if not chosen:
-        raise ValueError(f"no nn.Linear of {type(model).__name__} is left to quantise: skip={list(skip)}")
+        raise ValueError(f"no nn.Linear of {type(model).__name__} is left to quantize: skip={list(skip)}")
     for unit in access.units_of(model.parameters()):
         if unit.on_touch is None:
             raise ValueError(
-                f"parameter {unit.names[0]!r} belongs to an engine: quantise the model before slipstream.initialize(), or inside "
+                f"parameter {unit.names[0]!r} belongs to an engine: quantize the model before slipstream.initialize(), or inside "
                 f"`with engine.surgery():`"
             )
     frozen = any(param.is_floating_point() and not param.requires_grad for param in model.parameters())
@@ -121,7 +121,7 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
             name = names[layer][0]
             raise ValueError(
                 f"layer {name!r} is to be trained, since its weight requires a gradient and others do not: an adapter would be "
-                f"frozen as bytes. Quantise before adapters are added; skip={[name]} leaves it as it is, and requires_grad_(False) "
+                f"frozen as bytes. Quantize before adapters are added; skip={[name]} leaves it as it is, and requires_grad_(False) "
                 f"says that it is not trained"
             )
     for layer in chosen:
@@ -137,5 +137,5 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
 
 
 def row_forms(model: nn.Module) -> dict[str, RowForm]:
-    """How each quantised weight lies in bytes, by the parameter's name."""
+    """How each quantized weight lies in bytes, by the parameter's name."""
     return {f"{name}.weight": module.form for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}

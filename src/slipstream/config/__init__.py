@@ -4,8 +4,8 @@
 pydantic is imported inside `resolve`, never by importing this package.
 """
 
-from .arguments import add_config_arguments, load_config
-from .plan import (
+from slipstream.config.arguments import add_config_arguments, load_config
+from slipstream.config.plan import (
     BatchPlan,
     CheckpointPlan,
     DataPlan,
@@ -20,7 +20,7 @@ from .plan import (
     ZeroPlan,
     describe,
 )
-from .resolution import resolve
+from slipstream.config.resolution import resolve
 
 __all__ = [
     "BatchPlan",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from .keys import FEATURES, HONOURED, NO_EFFECT
+from slipstream.config.keys import FEATURES, HONORED, NO_EFFECT
 
 
 def tables() -> str:
-    honoured: dict[str, list[str]] = {}
-    for name in HONOURED:
+    honored: dict[str, list[str]] = {}
+    for name in HONORED:
         block, _, rest = name.rpartition(".")
-        honoured.setdefault(block, []).append(rest)
+        honored.setdefault(block, []).append(rest)
     idle: dict[str, list[str]] = {}
     for name, reason in NO_EFFECT.items():
         idle.setdefault(reason, []).append(name)
@@ -20,10 +20,10 @@ def tables() -> str:
         (_names((*feature.switches, *(f"{block}.*" for block in feature.blocks))), f"{feature.what}: {feature.remedy}")
         for feature in FEATURES
     )
-    blocks = ((f"`{block}`" if block else "", _names(rest)) for block, rest in honoured.items())
+    blocks = ((f"`{block}`" if block else "", _names(rest)) for block, rest in honored.items())
     return "\n\n".join(
         [
-            _table("Honoured", ("block", "keys"), blocks),
+            _table("Honored", ("block", "keys"), blocks),
             _table("Without effect here, which is said once", ("keys", "why"), ((_names(keys), why) for why, keys in idle.items())),
             _table("Refused when they switch on what is not built", ("keys", "what, and what to do"), refused),
         ]

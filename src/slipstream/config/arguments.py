@@ -21,20 +21,14 @@ _FLAGS = ("deepspeed_config", "deepscale_config")  # the second is the name of b
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--deepspeed` and `--deepspeed_config PATH` (and their oldest names) to a script's parser."""
     group = parser.add_argument_group("Slipstream", "flags of DeepSpeed scripts")
-    group.add_argument(
-        "--deepspeed", action="store_true", help="for the script's own use; initialize() does not read it"
-    )
+    group.add_argument("--deepspeed", action="store_true", help="for the script's own use; initialize() does not read it")
     group.add_argument("--deepspeed_config", type=str, default=None, metavar="PATH", help="the JSON config")
     group.add_argument("--deepscale", action="store_true", help="older name of --deepspeed")
-    group.add_argument(
-        "--deepscale_config", type=str, default=None, metavar="PATH", help="older name of --deepspeed_config"
-    )
+    group.add_argument("--deepscale_config", type=str, default=None, metavar="PATH", help="older name of --deepspeed_config")
     return parser
 
 
-def load_config(
-    config: ConfigLike | None = None, config_params: ConfigLike | None = None, args: Any = None
-) -> dict[str, Any]:
+def load_config(config: ConfigLike | None = None, config_params: ConfigLike | None = None, args: Any = None) -> dict[str, Any]:
     """The config of `initialize(config=, config_params=, args=)` as a dictionary of its own.
 
     Exactly one of the three ways may be used; the same path or an equal dictionary twice is fine.
@@ -55,9 +49,7 @@ def load_config(
     (first, chosen), *others = given.items()
     for name, value in others:
         if not _same(chosen, value):
-            raise ValueError(
-                f"two configs: {first} is {_brief(chosen)} and {name} is {_brief(value)}; pass one of them"
-            )
+            raise ValueError(f"two configs: {first} is {_brief(chosen)} and {name} is {_brief(value)}; pass one of them")
     return _read(chosen)
 
 
@@ -86,13 +78,9 @@ def _read(config: ConfigLike) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"no config file at {str(path)!r} (working directory {str(Path.cwd())!r})")
     try:
-        loaded = json.loads(
-            path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _once(pairs, path)
-        )
+        loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _once(pairs, path))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} is not JSON: {error} (JSON has no comments and no comma after the last item)"
-        ) from None
+        raise ValueError(f"{path} is not JSON: {error} (JSON has no comments and no comma after the last item)") from None
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} holds a JSON {type(loaded).__name__}; a config is an object: {{...}}")
     return loaded

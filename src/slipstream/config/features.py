@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .values import MIB, Block, Count, Dtype, Fraction, Int, Names, Real, Size, lower
+from slipstream.config.values import MIB, Block, Count, Dtype, Fraction, Int, Names, Real, Size, lower
 
 # Parallelism
 
@@ -157,9 +157,7 @@ class ActivationCheckpointing(Block):
 
 
 class SparseAttention(Block):
-    mode: Annotated[
-        Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], BeforeValidator(lower)
-    ] = "fixed"
+    mode: Annotated[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], BeforeValidator(lower)] = "fixed"
     block: Count = 16
     different_layout_per_head: bool = False
     num_local_blocks: Size = 4

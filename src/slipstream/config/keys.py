@@ -1,12 +1,12 @@
-"""What becomes of every key of the JSON: honoured, without effect here, or refused.
+"""What becomes of every key of the JSON: honored, without effect here, or refused.
 
-- HONOURED: the value changes what Slipstream does; `proof` names the test that shows it.
+- HONORED: the value changes what Slipstream does; `proof` names the test that shows it.
 - NO_EFFECT: the key is understood and there is nothing for it to do; said once, when it is set to something
   other than its default.
 - REFUSED: it asks for a feature that is not built yet. A value that leaves the feature off is fine; a value
   that switches it on is an error, for training without it in silence would be worse.
 
-A key is listed by name in `HONOURED` or `NO_EFFECT`, or belongs to a `Feature` by name or by block. A name
+A key is listed by name in `HONORED` or `NO_EFFECT`, or belongs to a `Feature` by name or by block. A name
 wins over a block, so a key moves from one class to another by one line. A test holds that every key of the
 schema has exactly one class and that every name here is in the schema.
 """
@@ -22,13 +22,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from .parse import Leaf
+    from slipstream.config.parse import Leaf
 
 logger = logging.getLogger(__name__)
 
 
 class Fate(enum.Enum):
-    HONOURED = "honoured"
+    HONORED = "honored"
     NO_EFFECT = "no effect"
     REFUSED = "refused"
 
@@ -48,18 +48,18 @@ class Feature:
 class Key:
     name: str
     fate: Fate
-    proof: str = ""  # HONOURED: a test function somewhere below tests/
+    proof: str = ""  # HONORED: a test function somewhere below tests/
     reason: str = ""  # NO_EFFECT and REFUSED
     remedy: str = ""  # REFUSED
 
 
 class Counts(NamedTuple):
-    honoured: int
+    honored: int
     no_effect: int
     refused: int
 
 
-HONOURED: Mapping[str, str] = {
+HONORED: Mapping[str, str] = {
     "train_batch_size": "test_train_batch_size",
     "train_micro_batch_size_per_gpu": "test_train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps": "test_gradient_accumulation_steps",
@@ -135,9 +135,7 @@ _STREAMED = "the optimizer always reads chunks ahead and writes them behind"
 _DIRECT = "a unit's weights are read straight into the memory that it is computed from, one unit ahead"
 _SUBMITTED = "blocks go to the disk as soon as the queue has room, and are reaped as they end"
 _WRITER = "every rank writes its own shards into a file of its own, direct to the disk and without pickles"
-_ROUNDING = (
-    "gradients are summed in fp32 and scaled once at the end, so there is no order of division to choose"
-)
+_ROUNDING = "gradients are summed in fp32 and scaled once at the end, so there is no order of division to choose"
 
 NO_EFFECT: Mapping[str, str] = {
     "zero_allow_untested_optimizer": "there is no whitelist: every optimizer is allowed at every stage",
@@ -200,7 +198,7 @@ NO_EFFECT: Mapping[str, str] = {
     "disable_python_gc": "Python's collector is left alone; call gc.disable() in the script",
     "memory_breakdown": "engine.explain() gives the bytes of every state",
     "timers.throughput.enabled": "steps_per_print and wall_clock_breakdown ask for times",
-    "timers.throughput.synchronized": "times are taken where the step synchronises anyway",
+    "timers.throughput.synchronized": "times are taken where the step synchronizes anyway",
     "activation_checkpointing.contiguous_memory_optimization": "a kept input is the tensor that the block was given, never a "
     "copy that could be put elsewhere; PYTORCH_ALLOC_CONF=expandable_segments:True keeps CUDA memory in one piece",
     "checkpoint.parallel_write.pipeline_stage": _WRITER,
@@ -243,7 +241,7 @@ FEATURES: tuple[Feature, ...] = (
         blocks=("zero_optimization.zenflow",),
     ),
     Feature(
-        what="quantised ZeRO communication (ZeRO++)",
+        what="quantized ZeRO communication (ZeRO++)",
         remedy="drop the key; communication_data_type halves the bytes of gradients",
         switches=(
             "zero_optimization.zero_quantized_weights",
@@ -252,7 +250,7 @@ FEATURES: tuple[Feature, ...] = (
         ),
     ),
     Feature(
-        what="quantised ZeRO communication with error feedback (LoCo)",
+        what="quantized ZeRO communication with error feedback (LoCo)",
         remedy="drop the block zero_optimization.zeropp_loco_param",
         switches=("zero_optimization.zeropp_loco_param.err_beta",),
         off=(),
@@ -305,12 +303,7 @@ FEATURES: tuple[Feature, ...] = (
         switches=("expert_parallel.enabled", "use_data_before_expert_parallelism"),
         blocks=("expert_parallel",),
     ),
-    Feature(
-        what="sequence parallelism",
-        remedy="set sequence_parallel_size to 1",
-        switches=("sequence_parallel_size",),
-        off=(1,),
-    ),
+    Feature(what="sequence parallelism", remedy="set sequence_parallel_size to 1", switches=("sequence_parallel_size",), off=(1,)),
     Feature(
         what="pipeline parallelism",
         remedy='set pipeline.stages to 1 or "auto"; zero_optimization.stage 3 spreads the layers as well',
@@ -325,7 +318,7 @@ FEATURES: tuple[Feature, ...] = (
         blocks=("hybrid_engine",),
     ),
     Feature(
-        what="weight quantisation for inference",
+        what="weight quantization for inference",
         remedy="drop the block weight_quantization, or set its enabled to false",
         switches=(
             "weight_quantization.enabled",
@@ -367,11 +360,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         what="data efficiency (curriculum sampling, random-LTD)",
         remedy="set data_efficiency.enabled to false",
-        switches=(
-            "data_efficiency.enabled",
-            "data_efficiency.data_sampling.enabled",
-            "data_efficiency.data_routing.enabled",
-        ),
+        switches=("data_efficiency.enabled", "data_efficiency.data_sampling.enabled", "data_efficiency.data_routing.enabled"),
         blocks=("data_efficiency",),
     ),
     Feature(
@@ -393,12 +382,9 @@ FEATURES: tuple[Feature, ...] = (
         blocks=("eigenvalue", "quantize_training.eigenvalue"),
     ),
     Feature(
-        what="compression (quantisation-aware training, pruning, layer reduction)",
+        what="compression (quantization-aware training, pruning, layer reduction)",
         remedy="set the technique's enabled to false",
-        switches=(
-            *(f"compression_training.{switch}" for switch in _COMPRESSION),
-            "quantize_training.enabled",
-        ),
+        switches=(*(f"compression_training.{switch}" for switch in _COMPRESSION), "quantize_training.enabled"),
         blocks=("compression_training", "quantize_training"),
     ),
     Feature(
@@ -431,9 +417,7 @@ FEATURES: tuple[Feature, ...] = (
         blocks=("nebula",),
     ),
     Feature(
-        what="DataStates checkpoints",
-        remedy="drop the key; saves are atomic and sharded already",
-        switches=("datastates_ckpt",),
+        what="DataStates checkpoints", remedy="drop the key; saves are atomic and sharded already", switches=("datastates_ckpt",)
     ),
     Feature(
         what="autotuning",
@@ -447,14 +431,14 @@ FEATURES: tuple[Feature, ...] = (
 @cache
 def table() -> Mapping[str, Key]:
     """The class of every key of the schema, by generic dotted name. A key without a class is a KeyError."""
-    from .parse import schema_keys
+    from slipstream.config.parse import schema_keys
 
     return MappingProxyType({name: _classify(name) for name in schema_keys()})
 
 
 def counts() -> Counts:
     fates = [key.fate for key in table().values()]
-    return Counts(*(fates.count(fate) for fate in (Fate.HONOURED, Fate.NO_EFFECT, Fate.REFUSED)))
+    return Counts(*(fates.count(fate) for fate in (Fate.HONORED, Fate.NO_EFFECT, Fate.REFUSED)))
 
 
 def refuse(leaves: Iterable[Leaf]) -> None:
@@ -480,8 +464,7 @@ def without_effect(leaves: Iterable[Leaf]) -> tuple[str, ...]:
         if key.fate is Fate.NO_EFFECT:
             idle.setdefault(key.reason, []).append(leaf.path)
     return tuple(
-        f"{', '.join(paths)} {'has' if len(paths) == 1 else 'have'} no effect here: {reason}"
-        for reason, paths in idle.items()
+        f"{', '.join(paths)} {'has' if len(paths) == 1 else 'have'} no effect here: {reason}" for reason, paths in idle.items()
     )
 
 
@@ -492,9 +475,9 @@ def say(notes: Iterable[str]) -> None:
 
 
 def _classify(name: str) -> Key:
-    assert not (name in HONOURED and name in NO_EFFECT), f"{name} has two classes"
-    if name in HONOURED:
-        return Key(name=name, fate=Fate.HONOURED, proof=HONOURED[name])
+    assert not (name in HONORED and name in NO_EFFECT), f"{name} has two classes"
+    if name in HONORED:
+        return Key(name=name, fate=Fate.HONORED, proof=HONORED[name])
     if name in NO_EFFECT:
         return Key(name=name, fate=Fate.NO_EFFECT, reason=NO_EFFECT[name])
     feature = _switched_by(name) or _set_up_by(name)
@@ -504,7 +487,7 @@ def _classify(name: str) -> Key:
 
 
 def _switched_by(name: str) -> Feature | None:
-    if name in HONOURED or name in NO_EFFECT:
+    if name in HONORED or name in NO_EFFECT:
         return None
     return next((feature for feature in FEATURES if name in feature.switches), None)
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from .schema import Child, Config, ZeroOptimization, child
-from .values import Block
+from slipstream.config.schema import Child, Config, ZeroOptimization, child
+from slipstream.config.values import Block
 
 # Spellings that DeepSpeed has accepted over the years, or that its documentation uses and its code does not.
 _TOP = {
@@ -100,15 +100,12 @@ def _clean(raw: Any, block: type[Block], prefix: str, autos: set[str]) -> Any:
     origin: dict[str, str] = {}
     for written, value in raw.items():
         if not isinstance(written, str):
-            raise ValueError(
-                f"config keys are strings, got {written!r} in {prefix.rstrip('.') or 'the top level'}"
-            )
+            raise ValueError(f"config keys are strings, got {written!r} in {prefix.rstrip('.') or 'the top level'}")
         path = RENAMED.get(prefix + written, prefix + written)
         name = path.removeprefix(prefix)
         if name in origin:
             raise ValueError(
-                f"{prefix}{origin[name]} and {prefix}{written} are two spellings of one key; "
-                f"keep {path} and drop the other"
+                f"{prefix}{origin[name]} and {prefix}{written} are two spellings of one key; keep {path} and drop the other"
             )
         origin[name] = written
         field = block.model_fields.get(name)
@@ -158,11 +155,7 @@ def _leaves(block: Block, key: str = "", path: str = "") -> Iterator[Leaf]:
 
 def _explain(error: ValidationError) -> str:
     lines = [_explain_one(tuple(str(part) for part in item["loc"]), item) for item in error.errors()]
-    return (
-        lines[0]
-        if len(lines) == 1
-        else "the config has several errors:\n" + "\n".join(f"- {x}" for x in lines)
-    )
+    return lines[0] if len(lines) == 1 else "the config has several errors:\n" + "\n".join(f"- {x}" for x in lines)
 
 
 def _explain_one(location: tuple[str, ...], item: Mapping[str, Any]) -> str:
@@ -188,9 +181,7 @@ def _unknown(location: tuple[str, ...]) -> str:
     meant = [*(elsewhere if len(elsewhere) <= 3 else ()), *(prefix + near for near in close)]
     if meant:
         return f"{text}; did you mean {' or '.join(dict.fromkeys(meant))}?"
-    return (
-        f"{text}; no key is near it" if len(siblings) > 24 else f"{text}; known here: {', '.join(siblings)}"
-    )
+    return f"{text}; no key is near it" if len(siblings) > 24 else f"{text}; known here: {', '.join(siblings)}"
 
 
 def _walk(location: Sequence[str]) -> Iterator[tuple[str, type[Block] | None]]:

@@ -163,9 +163,7 @@ class Plan:
 def describe(plan: Plan) -> str:
     """The plan as a table of key, value and source, one key per line."""
     rows = [("key", "value", "source")]
-    rows += [
-        (key, _text(value), plan.sources.get(key, "default")) for key, value in plan_values(plan).items()
-    ]
+    rows += [(key, _text(value), plan.sources.get(key, "default")) for key, value in plan_values(plan).items()]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}" for key, value, source in rows]
     rule = "-" * max(map(len, lines))

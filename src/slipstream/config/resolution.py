@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from . import keys
-from .plan import (
+from slipstream.config import keys
+from slipstream.config.plan import (
     DTYPES,
     MOST_CHUNK,
     ActivationPlan,
@@ -37,7 +37,7 @@ from .plan import (
 )
 
 if TYPE_CHECKING:
-    from .parse import Parsed
+    from slipstream.config.parse import Parsed
 
 
 class Auto(NamedTuple):
@@ -53,12 +53,8 @@ def _on(parsed: Parsed, path: str) -> bool:
 
 AUTO: Mapping[str, Auto] = MappingProxyType(
     {
-        "train_batch_size": Auto(
-            "follows from the micro batch and the accumulation", lambda parsed, facts: None
-        ),
-        "gradient_accumulation_steps": Auto(
-            "follows from the batch sizes, else 1", lambda parsed, facts: None
-        ),
+        "train_batch_size": Auto("follows from the micro batch and the accumulation", lambda parsed, facts: None),
+        "gradient_accumulation_steps": Auto("follows from the batch sizes, else 1", lambda parsed, facts: None),
         "train_micro_batch_size_per_gpu": Auto(
             "follows from train_batch_size, else the batch size of the loader given to initialize, else 1",
             lambda parsed, facts: None,
@@ -69,9 +65,7 @@ AUTO: Mapping[str, Auto] = MappingProxyType(
         ),
         "fp16.enabled": Auto(
             "fp16 on CUDA devices without bf16, unless bf16 is on",
-            lambda parsed, facts: (
-                facts.device_type == "cuda" and not facts.supports_bf16 and not _on(parsed, "bf16.enabled")
-            ),
+            lambda parsed, facts: facts.device_type == "cuda" and not facts.supports_bf16 and not _on(parsed, "bf16.enabled"),
         ),
         "gradient_clipping": Auto("1.0", lambda parsed, facts: 1.0),
     }
@@ -98,18 +92,12 @@ _FROM_LOOP = ("total_num_steps",)  # "auto" cannot be known here
 _TUPLES = ("betas", "etas", "step_sizes")
 
 
-def resolve(
-    raw: Mapping[str, Any],
-    *,
-    world: DataWorld,
-    facts: ModelFacts,
-    overrides: Mapping[str, Any] | None = None,
-) -> Plan:
+def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, overrides: Mapping[str, Any] | None = None) -> Plan:
     """The plan for a config (a dictionary, see `load_config`); `overrides`, by dotted key, win over it.
 
     Raises ValueError for unknown keys, bad values, contradictions and features that are not built yet.
     """
-    from .parse import parse  # pydantic takes a while to import
+    from slipstream.config.parse import parse  # pydantic takes a while to import
 
     parsed = parse(_overridden(raw, overrides or {}))
     keys.refuse(parsed.leaves.values())
@@ -133,10 +121,7 @@ def resolve(
         dump_state=values.take("dump_state"),
         log_level=values.take("log_level"),
         seed=values.take("slipstream.seed"),
-        debug=DebugPlan(
-            timeout_s=values.take("slipstream.timeout_s"),
-            poison_released=values.take("slipstream.poison_released"),
-        ),
+        debug=DebugPlan(timeout_s=values.take("slipstream.timeout_s"), poison_released=values.take("slipstream.poison_released")),
         notes=(*keys.without_effect(parsed.leaves.values()), *values.notes),
         sources=dict(sorted(values.sources.items())),
     )
@@ -151,9 +136,11 @@ def _checkpoint(values: _Values, offload: OffloadPlan) -> CheckpointPlan:
             "next step overwrites them where they are"
         )
     return CheckpointPlan(
-        tag_validation=values.take("checkpoint.tag_validation"), asynchronous=behind and not on_disk,
-        universal=values.take("checkpoint.load_universal"), keep=values.take("slipstream.keep_checkpoints"),
-    )  # fmt: skip
+        tag_validation=values.take("checkpoint.tag_validation"),
+        asynchronous=behind and not on_disk,
+        universal=values.take("checkpoint.load_universal"),
+        keep=values.take("slipstream.keep_checkpoints"),
+    )
 
 
 class _Values:
@@ -176,11 +163,7 @@ class _Values:
     def idle(self, block: str, why: str) -> None:
         """The values taken so far of a block that is off, given or not, are not the plan's."""
         for path, source in self.sources.items():
-            if (
-                path.startswith(f"{block}.")
-                and path != f"{block}.enabled"
-                and source in ("config", "argument")
-            ):
+            if path.startswith(f"{block}.") and path != f"{block}.enabled" and source in ("config", "argument"):
                 self.sources[path] = why
 
     def is_auto(self, path: str) -> bool:
@@ -211,8 +194,7 @@ def _batch(values: _Values, world: DataWorld) -> BatchPlan:
     stated = values.take("data_parallel_size")
     if stated is not None and stated != ranks:
         raise ValueError(
-            f"data_parallel_size is {stated}, but the batch is split over {ranks} ranks; "
-            f"drop the key, or start {stated} processes"
+            f"data_parallel_size is {stated}, but the batch is split over {ranks} ranks; drop the key, or start {stated} processes"
         )
     train = values.take("train_batch_size")
     micro = values.take("train_micro_batch_size_per_gpu")
@@ -291,9 +273,7 @@ def _divides(train: int, name: str, factor: int, ranks: int) -> None:
 def _precision(values: _Values) -> PrecisionPlan:
     fp16, bf16 = values.take("fp16.enabled"), values.take("bf16.enabled")
     if fp16 and bf16:
-        raise ValueError(
-            "fp16.enabled and bf16.enabled are both true; weights have one dtype, turn one of them off"
-        )
+        raise ValueError("fp16.enabled and bf16.enabled are both true; weights have one dtype, turn one of them off")
     if bf16 and not values.facts.supports_bf16:
         raise ValueError(
             f"bf16.enabled is true, but this {values.facts.device_type} device does not support bf16; "
@@ -304,13 +284,9 @@ def _precision(values: _Values) -> PrecisionPlan:
     if stated is None:
         values.sources["data_types.param_dtype"] = "derived: fp16.enabled and bf16.enabled"
     elif (fp16 or bf16) and DTYPES[stated] is not param:
-        raise ValueError(
-            f"data_types.param_dtype is {stated}, but {'fp16' if fp16 else 'bf16'}.enabled is true; drop one"
-        )
+        raise ValueError(f"data_types.param_dtype is {stated}, but {'fp16' if fp16 else 'bf16'}.enabled is true; drop one")
     elif stated == "fp16" and not fp16:
-        raise ValueError(
-            'data_types.param_dtype fp16 needs a loss scale; write {"fp16": {"enabled": true}} instead'
-        )
+        raise ValueError('data_types.param_dtype fp16 needs a loss scale; write {"fp16": {"enabled": true}} instead')
     else:
         param = DTYPES[stated]
     master = torch.float32
@@ -388,10 +364,7 @@ def _zero(values: _Values, world: DataWorld) -> ZeroPlan:
             f"data-parallel ranks; use one of {', '.join(map(str, sizes))}"
         )
     return ZeroPlan(
-        stage=stage,
-        shard_size=shard,
-        transport=values.take("slipstream.transport"),
-        reduce_op=values.take("gradient_allreduce_op"),
+        stage=stage, shard_size=shard, transport=values.take("slipstream.transport"), reduce_op=values.take("gradient_allreduce_op")
     )
 
 
@@ -420,12 +393,19 @@ def _offload(values: _Values) -> OffloadPlan:
             f"zero_optimization.offload_optimizer.buffer_count is {buffers}; one computes while another moves, so 2 or more"
         )
     return OffloadPlan(
-        optimizer=optimizer, optimizer_path=optimizer_path, ratio=ratio,
-        num_buffers=buffers, chunk_numel=min(max(values.take("zero_optimization.sub_group_size"), 1), MOST_CHUNK),
+        optimizer=optimizer,
+        optimizer_path=optimizer_path,
+        ratio=ratio,
+        num_buffers=buffers,
+        chunk_numel=min(max(values.take("zero_optimization.sub_group_size"), 1), MOST_CHUNK),
         update_ahead=values.take("slipstream.update_ahead") and optimizer == "nvme" and stage == 3 and not coded,
-        param=param, param_path=param_path, max_in_cpu=_taken(values, "offload_param", "max_in_cpu", 1_000_000_000),
-        block_nbytes=block, queue_depth=depth, threads=max(values.take("aio.intra_op_parallelism"), 1),
-    )  # fmt: skip
+        param=param,
+        param_path=param_path,
+        max_in_cpu=_taken(values, "offload_param", "max_in_cpu", 1_000_000_000),
+        block_nbytes=block,
+        queue_depth=depth,
+        threads=max(values.take("aio.intra_op_parallelism"), 1),
+    )
 
 
 def _taken(values: _Values, block: str, key: str, default: Any) -> Any:
@@ -481,15 +461,11 @@ def _scheduler(values: _Values, optimizer: OptimizerPlan | None) -> SchedulerPla
         if key in _FROM_OPTIMIZER:
             rate = _learning_rate(optimizer, values.facts)
             if rate is None:
-                raise ValueError(
-                    f'{path} is "auto", and the learning rate is not known here; give the number'
-                )
+                raise ValueError(f'{path} is "auto", and the learning rate is not known here; give the number')
             params[key] = rate
             values.sources[path] = "auto: the optimizer's learning rate"
         elif key in _FROM_LOOP:
-            raise ValueError(
-                f'{path} is "auto", and only the training loop knows it; give the number of optimizer steps'
-            )
+            raise ValueError(f'{path} is "auto", and only the training loop knows it; give the number of optimizer steps')
     return SchedulerPlan(type=name, params=params)
 
 
@@ -509,9 +485,7 @@ def _activations(values: _Values) -> ActivationPlan:
     way, stated = values.take("slipstream.activations"), values.parsed.leaves["slipstream.activations"].given
     names = ("number_checkpoints", "cpu_checkpointing", "synchronize_checkpoint_boundary", "profile")
     number, on_host, synchronize, profile = (values.take(f"{block}.{name}") for name in names)
-    asking = [
-        f"{block}.{name} ({str(value).lower()})" for name, value in zip(names[:2], (number, on_host), strict=True) if value
-    ]
+    asking = [f"{block}.{name} ({str(value).lower()})" for name, value in zip(names[:2], (number, on_host), strict=True) if value]
     if asking and stated and way != "recompute":
         raise ValueError(
             f"slipstream.activations is {way!r}, but {' and '.join(asking)} asks for blocks that are computed again; "

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from .features import (
+from slipstream.config.features import (
     ActivationCheckpointing,
     Autotuning,
     Checkpoint,
@@ -45,7 +45,7 @@ from .features import (
     Timers,
     Wandb,
 )
-from .values import (
+from slipstream.config.values import (
     MIB,
     Block,
     Count,
@@ -285,9 +285,7 @@ class Config(Block):
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     dump_state: bool = False
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(lower)
-    ] = None
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(lower)] = None
     timers: Timers = Timers()
     autotuning: Autotuning = Autotuning()
     flops_profiler: FlopsProfiler = FlopsProfiler()

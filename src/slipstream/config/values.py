@@ -45,9 +45,7 @@ def _truncated(value: Any) -> Any:
     """Sizes are computed by callers (0.9 * hidden * hidden): a fraction is cut, infinity means no limit."""
     value = _numeric(value)
     if isinstance(value, float):
-        return (
-            sys.maxsize if math.isinf(value) and value > 0 else int(value) if math.isfinite(value) else value
-        )
+        return sys.maxsize if math.isinf(value) and value > 0 else int(value) if math.isfinite(value) else value
     return value
 
 
@@ -93,6 +91,4 @@ Names = Annotated[list[str], BeforeValidator(_one_or_many)]
 class Block(BaseModel):
     """A JSON object. Its keys are its fields, and there are no others."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True)

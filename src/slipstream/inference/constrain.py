@@ -43,9 +43,7 @@ class Grammars:
         self._matcher = llguidance.LLMatcher
         self._end_ids = sorted(tokenizer.end_ids)
         self._words = -(-max(vocab_size, tokenizer.vocab_size) // 32)  # int32 words of a mask
-        self._tokens = llguidance.LLTokenizer(
-            tokenizer.backend.to_str(), n_vocab=tokenizer.vocab_size, eos_token=self._end_ids[0]
-        )
+        self._tokens = llguidance.LLTokenizer(tokenizer.backend.to_str(), n_vocab=tokenizer.vocab_size, eos_token=self._end_ids[0])
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._keep = keep
 

@@ -22,16 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.inference.config import DecoderConfig, Experts, Layer, Rope
+from slipstream.inference.core import Batch
+from slipstream.inference.decoder import soft_cap
+from slipstream.inference.kv_cache import KVCache
+from slipstream.inference.models import shape_of
+from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp, leaves
 from slipstream.ops.triton.attention import Tiles, attend, padded_group
 from slipstream.ops.triton.linear import FEW, GROUPS, linear, num_slices
 from slipstream.ops.triton.rows import add_norm, gate, place
-
-from .config import DecoderConfig, Experts, Layer, Rope
-from .core import Batch
-from .decoder import soft_cap
-from .kv_cache import KVCache
-from .models import shape_of
-from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp, leaves
 
 _LANES = 64  # of a tile of attention where a request has several rows, else _FEW_LANES
 _FEW_LANES = 16  # not in fp32, whose sums are not the tensor cores': their order is the layout's, which depends on the lanes
@@ -359,8 +358,16 @@ class CudaDecoder:
     def _attend(self, index: int, layer: _Layer, h: Tensor, step: _Step) -> Tensor:
         c, keys, values = self.config, self.cache.keys[index], self.cache.values[index]
         q = place(
-            layer.qkv(h), layer.qk_norms, self._turns[layer.kind.rope] if layer.kind.rope else None, step.positions, step.slots,
-            keys, values, num_heads=c.num_heads, eps=c.norm_eps, dtype=self.dtype,
-        )  # fmt: skip
+            layer.qkv(h),
+            layer.qk_norms,
+            self._turns[layer.kind.rope] if layer.kind.rope else None,
+            step.positions,
+            step.slots,
+            keys,
+            values,
+            num_heads=c.num_heads,
+            eps=c.norm_eps,
+            dtype=self.dtype,
+        )
         scale = c.attn_scale or c.head_dim**-0.5
         return attend(q, keys, values, step.positions, step.tiles, scale=scale, cap=c.attn_softcap, window=layer.kind.window)

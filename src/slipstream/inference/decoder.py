@@ -1,7 +1,7 @@
 """The plain torch decoder: what the native forward is checked against, and what serves where there is no native one.
 
 Simple and right before fast: all tokens of a batch share each matrix product; attention goes request by request over a
-gathered copy of its keys and values; quantised matrices are dequantised where they are used. Norms, scores and routing are
+gathered copy of its keys and values; quantized matrices are dequantized where they are used. Norms, scores and routing are
 computed in fp32 whatever the compute dtype.
 
 Suffixes: T tokens of the batch, S positions that a request can see, H heads, K kv heads, G = H / K, D head_dim, E hidden.
@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .config import DecoderConfig, Experts, Layer, Rope
-from .core import Batch
-from .kv_cache import HeadShape, KVCache
-from .quantise import dequantise, round_activations
-from .weights import DecoderWeights, LayerWeights, Matrix, Mlp, put
+from slipstream.inference.config import DecoderConfig, Experts, Layer, Rope
+from slipstream.inference.core import Batch
+from slipstream.inference.kv_cache import HeadShape, KVCache
+from slipstream.inference.quantize import dequantize, round_activations
+from slipstream.inference.weights import DecoderWeights, LayerWeights, Matrix, Mlp, put
 
 
 class Span(NamedTuple):
@@ -125,13 +125,7 @@ class Decoder:
         return (angle.cos() * rope.scale).to(self.dtype), (angle.sin() * rope.scale).to(self.dtype)
 
     def _attention(
-        self,
-        index: int,
-        layer: Layer,
-        w: LayerWeights,
-        x_TE: Tensor,
-        inputs: Inputs,
-        turns: dict[Rope, tuple[Tensor, Tensor]],
+        self, index: int, layer: Layer, w: LayerWeights, x_TE: Tensor, inputs: Inputs, turns: dict[Rope, tuple[Tensor, Tensor]]
     ) -> Tensor:
         c = self.config
         h_TE = self._norm(x_TE, w.input_norm)
@@ -187,10 +181,10 @@ class Decoder:
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """On CPUs quantised matrices meet activations of 8 bits, as in the native forward."""
+    """On CPUs quantized matrices meet activations of 8 bits, as in the native forward."""
     if not isinstance(weight, Tensor) and x.is_cpu:
         x = round_activations(x)
-    return F.linear(x, dequantise(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return F.linear(x, dequantize(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def activate(name: str, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Guesses of what comes next, looked up in the request's own tokens (prompt lookup decoding, Saxena 2023).
 
-Text quotes itself: names, code, the document that is being summarised. Where the last n tokens occurred before, what
+Text quotes itself: names, code, the document that is being summarized. Where the last n tokens occurred before, what
 followed then is guessed to follow now. One forward computes all guesses, and as many as turn out right are kept.
 """
 

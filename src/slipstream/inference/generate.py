@@ -123,7 +123,7 @@ class InferenceEngine:
         """Serve other weights from now on: `engine.update_weights(trainer.named_weights())`.
 
         tensors: all of the model's, by the names that they have in it, in any order and any float dtype; each is read before the
-        next is asked for, and put in the place of the old one, quantised again where that was. What runs is finished first;
+        next is asked for, and put in the place of the old one, quantized again where that was. What runs is finished first;
         requests that come meanwhile wait. Nothing of the prefix cache is used again.
 
         Raises ValueError for a tensor that is not this model's, or that has not come. After that, or an exception in `tensors`,

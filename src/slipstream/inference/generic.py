@@ -9,7 +9,7 @@ Two ways, the first where it gives the second's logits (tried when the decoder i
 
 What holds other state than keys and values (Mamba, hybrids, encoder-decoders) is refused in one sentence.
 
-Quantised (`quantise_model`), it is the same modules with int8 or int4 matrices, which are dequantised where they are used, a
+Quantized (`quantize_model`), it is the same modules with int8 or int4 matrices, which are dequantized where they are used, a
 slice at a time: this saves memory; time only beside products in bf16 on CPUs that have none (without AVX-512 they are slow).
 """
 
@@ -28,18 +28,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .core import Batch, Chunk, Request, SamplingParams
-from .decoder import Inputs, Span, attend, batch_inputs, visible
-from .kv_cache import HeadShape, KVCache
-from .models import UnsupportedModel
-from .quantise import dequantise, to_int8, to_kind
-from .weights import Int4, Int8
+from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
+from slipstream.inference.decoder import Inputs, Span, attend, batch_inputs, visible
+from slipstream.inference.kv_cache import HeadShape, KVCache
+from slipstream.inference.models import UnsupportedModel
+from slipstream.inference.quantize import dequantize, to_int8, to_kind
+from slipstream.inference.weights import Int4, Int8
 
 logger = logging.getLogger(__name__)
 
 _NAME = "slipstream_paged"  # in transformers' registries of attention and mask functions
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length", "max_sequence_length")
-_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights that are dequantised together: what caches hold, what fills a GPU
+_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights that are dequantized together: what caches hold, what fills a GPU
 _UNBOUNDED = 1 << 20  # a model without a table of positions (alibi) says no limit; memory is one
 _FAR = 9 << 10  # positions; how deep into the context a model is tried: windows, chunks and scales begin at 8192 at the latest
 
@@ -98,7 +98,7 @@ def _turning_points(model: Any) -> Iterator[tuple[int, str]]:
     """(positions, rope type) of each rotation that is another beyond so many positions.
 
     [Note: Rotations that follow the length] transformers' "longrope" (Phi-3) and "dynamic" choose the frequencies of a whole
-    forward by its largest position. Past their limit the logits of a request would depend on its neighbours, on how its prompt
+    forward by its largest position. Past their limit the logits of a request would depend on its neighbors, on how its prompt
     was cut, and on how long the text was when a cached prefix was computed. Up to it they are constant.
     """
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
@@ -303,10 +303,10 @@ def _caches(cache: KVCache, what: _Step | Span) -> Any:
     return Cache(layers=[Layer(i) for i in range(len(cache.keys))])
 
 
-# -- Quantised -------------------------------------------------------------------------------------------------------------
+# -- Quantized -------------------------------------------------------------------------------------------------------------
 
 
-class QuantisedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """In place of `nn.Linear`, and of GPT-2's `Conv1D`. On a CPU the product is fp32, which is fast on all of them."""
 
     bias: Tensor | None
@@ -326,25 +326,25 @@ class QuantisedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """For code that asks for the weight's dtype, or multiplies by itself."""
-        return dequantise(self.matrix).to(self.dtype)
+        return dequantize(self.matrix).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float() if x.is_cpu else x
         step = max(1, _AT_ONCE[x.device.type] // x.shape[-1])
         slices = zip(*(part.split(step) for part in self.matrix), strict=True)
-        y = torch.cat([F.linear(wide, dequantise(self.kind(*some)).to(wide.dtype)) for some in slices], -1)
+        y = torch.cat([F.linear(wide, dequantize(self.kind(*some)).to(wide.dtype)) for some in slices], -1)
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
 @torch.no_grad()
-def quantise_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, group_size: int = 32) -> Any:
+def quantize_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, group_size: int = 32) -> Any:
     """Puts matrices of `kind` in the place of a transformers model's own and casts the rest to `dtype`, to compute in.
 
-    As in `quantise.quantise`, the output matrix is int8 in both kinds; embeddings, norms, biases and routers are not quantised.
+    As in `quantize.quantize`, the output matrix is int8 in both kinds; embeddings, norms, biases and routers are not quantized.
     Raises UnsupportedModel where most weights are in modules of other kinds (experts as one tensor).
     """
     head, stored, found = model.get_output_embeddings(), model.dtype, list(_matrices(model))
-    num_quantised = sum(module.weight.numel() for module in {module for _, _, module in found})
+    num_quantized = sum(module.weight.numel() for module in {module for _, _, module in found})
     others = {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
@@ -352,18 +352,18 @@ def quantise_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, g
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.dim() > 1
     }
-    if (num_others := sum(parameter.numel() for parameter in others.values())) > num_quantised:
+    if (num_others := sum(parameter.numel() for parameter in others.values())) > num_quantized:
         largest = max(others, key=lambda name: others[name].numel())
         raise UnsupportedModel(
-            f"{kind} would leave {num_others:,} of {num_others + num_quantised:,} weights of {type(model).__name__} as they are: "
-            f"they are in no nn.Linear ({largest}: {list(others[largest].shape)}); serve it without quantisation"
+            f"{kind} would leave {num_others:,} of {num_others + num_quantized:,} weights of {type(model).__name__} as they are: "
+            f"they are in no nn.Linear ({largest}: {list(others[largest].shape)}); serve it without quantization"
         )
-    made: dict[nn.Module, QuantisedLinear] = {}
+    made: dict[nn.Module, QuantizedLinear] = {}
     for parent, name, module in found:
         if module not in made:
             weight = module.weight if isinstance(module, nn.Linear) else module.weight.T.contiguous()
             matrix = to_int8(weight) if module is head else to_kind(weight, kind, group_size)
-            made[module] = QuantisedLinear(matrix, module.bias, dtype)
+            made[module] = QuantizedLinear(matrix, module.bias, dtype)
             module.weight = None  # its memory is free before the next one's is taken
         setattr(parent, name, made[module])
     for parameter in model.parameters():

@@ -1,7 +1,7 @@
 """A GGUF file: its metadata and tensors, memory-mapped, checked before anything in it is believed.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read here and not by the `gguf` package because that takes
-seconds for a vocabulary; the package is only asked to dequantise the kinds of blocks that are rare. A Q4 block is 32 numbers
+seconds for a vocabulary; the package is only asked to dequantize the kinds of blocks that are rare. A Q4 block is 32 numbers
 with one scale (and, Q4_1, one minimum): exactly a group of `Int4`, so it is kept as it is stored.
 
 `load` reads the Llama family's files so; `open_gguf` makes a live transformers model of every other that transformers knows.
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .models import UnsupportedModel
-from .quantise import dequantise
-from .weights import Int4, Matrix
+from slipstream.inference.models import UnsupportedModel
+from slipstream.inference.quantize import dequantize
+from slipstream.inference.weights import Int4, Matrix
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -139,7 +139,7 @@ def _nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
 
 
 def _rare(path: Path, name: str, kind: int) -> tuple[tuple[int, int], Callable[[Tensor], Tensor]]:
-    """Block size and dequantisation of a kind, from the `gguf` package; bytes [rows, row bytes] -> fp32 [rows, in]."""
+    """Block size and dequantization of a kind, from the `gguf` package; bytes [rows, row bytes] -> fp32 [rows, in]."""
     try:
         import gguf
     except ImportError:
@@ -158,7 +158,7 @@ def matrix(path: Path, name: str, stored: Stored, *, keep: bool, dtype: torch.dt
         return data.view(_PLAIN[kind]).view(shape).to(dtype)
     if kind in (_Q4_0, _Q4_1):
         q4 = _int4(kind, shape, data)
-        return q4 if keep and len(shape) == 2 else dequantise(q4).view(shape).to(dtype)
+        return q4 if keep and len(shape) == 2 else dequantize(q4).view(shape).to(dtype)
     if kind == _Q8_0:
         out = torch.empty(math.prod(shape) // 32, 32, dtype=dtype)
         for part, blocks in zip(out.split(_AT_ONCE), data.view(-1, 34).split(_AT_ONCE), strict=True):
@@ -174,7 +174,7 @@ def _int4(kind: int, shape: tuple[int, ...], data: Tensor) -> Int4:
     halves = np.ascontiguousarray(blocks[:, :head]).view(np.float16).astype(np.float32)
     scale = halves[:, 0]
     low = -8 * scale if kind == _Q4_0 else halves[:, 1]
-    # Int4's byte holds two neighbours, which are the low or the high nibbles of two neighbouring bytes here.
+    # Int4's byte holds two neighbors, which are the low or the high nibbles of two neighboring bytes here.
     pairs = np.ascontiguousarray(blocks[:, head:]).view("<u2")
     q = np.empty((len(blocks), 16), dtype=np.uint8)
     q[:, :8] = (pairs & 0x0F) | (pairs >> 4) & 0xF0
@@ -188,7 +188,7 @@ def _int4(kind: int, shape: tuple[int, ...], data: Tensor) -> Int4:
 
 
 def open_gguf(path: Path, dtype: torch.dtype) -> Any:
-    """The file as a live transformers model, dequantised. Raises UnsupportedModel."""
+    """The file as a live transformers model, dequantized. Raises UnsupportedModel."""
     try:
         import gguf  # noqa: F401 (transformers reads with it)
     except ImportError:

@@ -47,7 +47,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "save_mp_checkpoint_path": ((None,), "there are no tensor-parallel parts to save"),
     "ep_size": ((None, 1), "experts are not spread over devices yet; all are served from one"),
     "moe": ((None, False, True, 1), "experts are not spread over devices yet; all are served from one"),
-    "quant": ((None, {}, False), 'weights are quantised by dtype="int8" or dtype="int4"'),
+    "quant": ((None, {}, False), 'weights are quantized by dtype="int8" or dtype="int4"'),
     "zero": ((None, {}, 0), 'weights are not streamed from host or disk while serving; dtype="int4" makes them small'),
     "keep_module_on_host": ((None, False), "weights are where they are used; choose with `device`"),
     "triangular_masking": ((None, True), "only decoders are served, which are causal"),
@@ -64,9 +64,15 @@ _NO_EFFECT = {
     "min_out_tokens": "generate(min_new_tokens=) is what an answer has at least",
 }
 _WHOLE = {  # numbers: at least so much, perhaps at most
-    "threads": (1, MAX_THREADS), "max_context": (1,), "kv_cache_bytes": (1,), "max_running": (1,), "max_waiting": (1,),
-    "token_budget": (1,), "num_draft": (0,), "group_size": (1,),
-}  # fmt: skip
+    "threads": (1, MAX_THREADS),
+    "max_context": (1,),
+    "kv_cache_bytes": (1,),
+    "max_running": (1,),
+    "max_waiting": (1,),
+    "token_budget": (1,),
+    "num_draft": (0,),
+    "group_size": (1,),
+}
 GROUP_SIZES = (32, 64, 128)
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "tokenizer": ((str, os.PathLike, Tokenizer), "the folder of a tokenizer.json, or a slipstream Tokenizer"),
@@ -76,7 +82,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _NOT_YET = "this engine was opened from a configuration, and its weights have not come: call update_weights()"
-_ONCE = "a model that runs by transformers' code is quantised once, when it is opened; open it in a float dtype"
+_ONCE = "a model that runs by transformers' code is quantized once, when it is opened; open it in a float dtype"
 _BLOCKS = "a .gguf file's 4-bit blocks have another form; open it with dtype=, or open a Hugging Face folder"
 _SHARED = "it reads the live model's own tensors on the GPU; open it from a folder, or from the model's configuration"
 # Other names of what is taken here, transformers', DeepSpeed's and DeepSpeed-MII's.
@@ -130,11 +136,21 @@ def init_inference(
         deepspeed: DeepSpeed's other arguments. Those that ask for what is not here are refused, the others have no effect.
     """
     options: dict[str, Any] = {
-        "dtype": dtype, "group_size": group_size, "device": device, "threads": threads, "tokenizer": tokenizer,
-        "max_context": max_context, "kv_cache_bytes": kv_cache_bytes, "max_running": max_running, "max_waiting": max_waiting,
-        "token_budget": token_budget, "token_interval": token_interval, "num_draft": num_draft, "prefix_caching": prefix_caching,
+        "dtype": dtype,
+        "group_size": group_size,
+        "device": device,
+        "threads": threads,
+        "tokenizer": tokenizer,
+        "max_context": max_context,
+        "kv_cache_bytes": kv_cache_bytes,
+        "max_running": max_running,
+        "max_waiting": max_waiting,
+        "token_budget": token_budget,
+        "token_interval": token_interval,
+        "num_draft": num_draft,
+        "prefix_caching": prefix_caching,
         "model_name": model_name,
-    }  # fmt: skip
+    }
     given = ({} if config is None else _read_config(config), deepspeed)
     for others in given:
         for name, value in _translated(others, known=options).items():
@@ -254,7 +270,7 @@ def _gpu(place: torch.device) -> torch.device:
 
 
 def _set_threads(threads: int, place: torch.device) -> None:
-    """torch's, which load and quantise on every path and compute on its own."""
+    """torch's, which load and quantize on every path and compute on its own."""
     if place.type != "cpu":
         raise ValueError(f'threads is {threads}, but the model runs on {place}; leave it out, or give device="cpu"')
     torch.set_num_threads(threads)
@@ -293,11 +309,10 @@ def _whole_model(model: Any) -> Any:
     return model
 
 
-
 def _transformers_model(source: Any, kind: str, place: torch.device, group_size: int) -> Any:
     """What the fast decoder cannot say, as a live transformers model. Raises UnsupportedModel."""
-    quantised = kind in ("int8", "int4")
-    dtype = torch.bfloat16 if quantised else None if kind == "auto" else getattr(torch, kind)
+    quantized = kind in ("int8", "int4")
+    dtype = torch.bfloat16 if quantized else None if kind == "auto" else getattr(torch, kind)
     if isinstance(source, Path) and source.is_file():
         own = open_gguf(source, dtype or torch.bfloat16)
     elif isinstance(source, Path):
@@ -309,8 +324,8 @@ def _transformers_model(source: Any, kind: str, place: torch.device, group_size:
         own = AutoModelForCausalLM.from_config(source, dtype=dtype)
     else:
         own = generic.shared_copy(source)
-    if quantised:
-        return generic.quantise_model(own, kind, group_size=group_size).to(place)
+    if quantized:
+        return generic.quantize_model(own, kind, group_size=group_size).to(place)
     return own.to(device=place, dtype=dtype)
 
 

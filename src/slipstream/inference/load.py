@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import DecoderConfig
-from .gguf_file import GgufFile, matrix, read_gguf
-from .models import UnsupportedModel, from_hf, from_state, outline
-from .quantise import dequantise, quantise
-from .trained import find
-from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
+from slipstream.inference.config import DecoderConfig
+from slipstream.inference.gguf_file import GgufFile, matrix, read_gguf
+from slipstream.inference.models import UnsupportedModel, from_hf, from_state, outline
+from slipstream.inference.quantize import dequantize, quantize
+from slipstream.inference.trained import find
+from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-QUANTISED = ("int8", "int4")
-DTYPES = ("auto", *FLOATS, *QUANTISED)
+QUANTIZED = ("int8", "int4")
+DTYPES = ("auto", *FLOATS, *QUANTIZED)
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -33,7 +33,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 class Loaded:
     config: DecoderConfig
     weights: DecoderWeights
-    dtype: torch.dtype  # to compute in, and of every weight that is not quantised
+    dtype: torch.dtype  # to compute in, and of every weight that is not quantized
     path: Path | None = None  # None: a live model
     tokenizer_files: Mapping[str, Path] = field(default_factory=dict)  # those of a folder that are there, by name
     gguf: Mapping[str, Any] = field(default_factory=dict)  # a GGUF file's metadata: tokenizer.ggml.*, tokenizer.chat_template
@@ -44,15 +44,15 @@ def load(
 ) -> Loaded:
     """Reads a model, and puts its weights onto `device`.
 
-    dtype: float32, bfloat16 or float16 (quantised blocks of a file are dequantised); "auto", the stored one (GGUF: bfloat16
-    and its 4-bit blocks as they are); "int8" or "int4", quantised here, computed in bfloat16 (4-bit blocks of a file are
-    kept by "int4", dequantised for "int8"). group_size: weights that share a scale in int4.
+    dtype: float32, bfloat16 or float16 (quantized blocks of a file are dequantized); "auto", the stored one (GGUF: bfloat16
+    and its 4-bit blocks as they are); "int8" or "int4", quantized here, computed in bfloat16 (4-bit blocks of a file are
+    kept by "int4", dequantized for "int8"). group_size: weights that share a scale in int4.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
     loaded = _read(source, name)
-    weights = quantise(loaded.weights, name, group_size) if name in QUANTISED else loaded.weights
+    weights = quantize(loaded.weights, name, group_size) if name in QUANTIZED else loaded.weights
 
     def place(m: Matrix) -> Matrix:
         if isinstance(m, Tensor):
@@ -80,12 +80,12 @@ def _read(source: str | Path | Any, name: str) -> Loaded:
 
 
 def _finish(config: DecoderConfig, state: Mapping[str, Matrix], kind: str, stored: torch.dtype, **rest: Any) -> Loaded:
-    dtype = torch.bfloat16 if kind in QUANTISED else FLOATS.get(kind, stored)
+    dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind, stored)
     return Loaded(config=config, weights=from_state(config, state), dtype=dtype, **rest)
 
 
 def _each(part: Any, change: Callable[[Matrix], Matrix]) -> Any:
-    """The same weights, each tensor and quantised matrix changed."""
+    """The same weights, each tensor and quantized matrix changed."""
     match part:
         case Tensor() | Int8() | Int4():
             return change(part)
@@ -116,7 +116,7 @@ def _blank(source: Any, kind: str) -> Loaded:
     """Zeros, of which there is one in memory until they are packed."""
     given = source.to_dict()
     config, stored = from_hf(given), str(given.get("dtype") or given.get("torch_dtype") or "float32").removeprefix("torch.")
-    dtype = torch.bfloat16 if kind in QUANTISED else FLOATS.get(kind) or FLOATS.get(stored, torch.float32)
+    dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind) or FLOATS.get(stored, torch.float32)
     zero = torch.zeros((), dtype=dtype)
     weights = _each(outline(config), lambda blank: zero.expand(blank.shape))  # type: ignore[union-attr]
     return Loaded(config=config, weights=weights, dtype=dtype)
@@ -210,7 +210,7 @@ def _gguf(path: Path, kind: str) -> Loaded:
     file = read_gguf(path)
     config = _gguf_config(path, file)
     keep = kind in ("auto", "int4")
-    wide = torch.float32 if kind in QUANTISED else FLOATS.get(kind, torch.bfloat16)
+    wide = torch.float32 if kind in QUANTIZED else FLOATS.get(kind, torch.bfloat16)
     state: dict[str, Matrix] = {}
     for name, stored in file.tensors.items():
         if name == "rope_freqs.weight":
@@ -233,7 +233,7 @@ def _hf_name(name: str) -> str:
 
 
 def _unpermute(m: Matrix, heads: int) -> Matrix:
-    """llama.cpp turns neighbouring rows (2i, 2i + 1) of a head where Hugging Face turns i and i + D / 2; back to the latter."""
+    """llama.cpp turns neighboring rows (2i, 2i + 1) of a head where Hugging Face turns i and i + D / 2; back to the latter."""
 
     def ordered(part: Tensor) -> Tensor:
         rows = part.view(torch.uint8).numpy().reshape(heads, len(part) // heads // 2, 2, -1)  # bytes: numpy has no bfloat16
@@ -284,7 +284,7 @@ def _gguf_config(path: Path, file: GgufFile) -> DecoderConfig:
     if "rope_freqs.weight" not in file.tensors:
         return config
     # Llama 3's stretch comes as a divisor per frequency.
-    factors = dequantise(matrix(path, "rope_freqs.weight", file.tensors["rope_freqs.weight"], keep=False))
+    factors = dequantize(matrix(path, "rope_freqs.weight", file.tensors["rope_freqs.weight"], keep=False))
     layers = []
     for layer in config.layers:
         assert layer.rope is not None, "all layers of these families turn"

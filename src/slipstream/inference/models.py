@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .config import DecoderConfig, Experts, Layer, Rope
-from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp, leaves
+from slipstream.inference.config import DecoderConfig, Experts, Layer, Rope
+from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp, leaves
 
 
 class UnsupportedModel(ValueError):
@@ -84,13 +84,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {**_GEMMA, "max_position_embeddings": 131072, "num_key_value_heads": 4, "rope_theta": 1e6},
 }
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What only names of one layout of experts end with (`_expert_mlps`): one by one as a dense MLP, transformers 5's stacks, Mixtral's
 # on disk. The router's name goes with the last.
@@ -147,7 +141,7 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
 def _refuse(family: str, c: Mapping[str, Any]) -> None:
     if c.get("quantization_config"):
         method = c["quantization_config"].get("quant_method", "an unnamed method")
-        raise UnsupportedModel(f"weights quantised by {method} are not read; give the unquantised model, with dtype int8 or int4")
+        raise UnsupportedModel(f"weights quantized by {method} are not read; give the unquantized model, with dtype int8 or int4")
     if c.get("use_bidirectional_attention"):
         raise UnsupportedModel(f"this {family} model attends in both directions (use_bidirectional_attention): it cannot generate")
     if _activation(family, c) not in _ACTIVATIONS:
@@ -363,7 +357,7 @@ class _State:
     def tensor(self, name: str, *shape: int) -> Tensor:
         m = self.matrix(name, *shape)
         if not isinstance(m, Tensor):
-            raise ValueError(f"weight {name} is quantised; only matrices can be")
+            raise ValueError(f"weight {name} is quantized; only matrices can be")
         return m
 
     def surplus(self) -> list[str]:
@@ -401,7 +395,7 @@ def places(config: DecoderConfig) -> dict[str, tuple[tuple[int, ...], list[tuple
         names = {id(tensor): name for name, tensor in take.named.items()}
         roles: dict[str, list[tuple[str, Tensor]]] = {}
         for role, leaf in leaves(weights):
-            assert isinstance(leaf, Tensor), "an outline is not quantised"
+            assert isinstance(leaf, Tensor), "an outline is not quantized"
             source = leaf if leaf._base is None else leaf._base
             roles.setdefault(names[id(source)], []).append((role, leaf))
         found |= {name: (tuple(take.named[name].shape), parts) for name, parts in roles.items()}

@@ -23,7 +23,7 @@ from slipstream.inference.config import DecoderConfig, Experts, Rope
 from slipstream.inference.core import Batch
 from slipstream.inference.kv_cache import give_pages_back, untouched_zeros
 from slipstream.inference.models import shape_of
-from slipstream.inference.quantise import dequantise
+from slipstream.inference.quantize import dequantize
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 from slipstream.ops import build
 
@@ -292,9 +292,16 @@ class NativeDecoder:
     def _fill(self, address: int, table: _Table, part: int, num_parts: int) -> None:
         rows, size = table.rows.contiguous(), table.panel_nbytes
         self._pack(
-            rows.data_ptr(), len(rows), table.row_nbytes, address + part * size, table.num_panels(num_parts), table.num_words,
-            num_parts * size, table.word, table.nibbles,
-        )  # fmt: skip
+            rows.data_ptr(),
+            len(rows),
+            table.row_nbytes,
+            address + part * size,
+            table.num_panels(num_parts),
+            table.num_words,
+            num_parts * size,
+            table.word,
+            table.nibbles,
+        )
 
     def _gate_up(self, mlp: Mlp) -> _Matrix:
         gate, up = mlp.gate, mlp.up
@@ -390,9 +397,9 @@ class NativeDecoder:
         Two weights may share a matrix here, as gate and up do; then each has its panels."""
         path, _, name = role.rpartition(".")
         if role == "embed":
-            self._put_embedding(dequantise(weight))
+            self._put_embedding(dequantize(weight))
         elif role == "final_norm":
-            _write(self._model.final_norm, dequantise(weight).float() + self.config.norm_offset)
+            _write(self._model.final_norm, dequantize(weight).float() + self.config.norm_offset)
         elif role == "head":
             self._put_matrix(self._model.head, weight)
         else:
@@ -403,11 +410,11 @@ class NativeDecoder:
             elif name in ("q_bias", "k_bias", "v_bias", "out_bias"):
                 self._put_bias(getattr(layer, name.removesuffix("_bias")), weight)
             elif name == "router":
-                self._put_matrix(layer.experts.contents.router, dequantise(weight).float())
+                self._put_matrix(layer.experts.contents.router, dequantize(weight).float())
             elif name == "shared_gate":
-                _write(layer.experts.contents.shared_gate, dequantise(weight))
+                _write(layer.experts.contents.shared_gate, dequantize(weight))
             elif not inside:
-                _write(getattr(layer, name), dequantise(weight).float() + self.config.norm_offset)
+                _write(getattr(layer, name), dequantize(weight).float() + self.config.norm_offset)
             else:
                 self._put_mlp(layer, inside, name, weight)
 
@@ -430,7 +437,7 @@ class NativeDecoder:
             self._fill(getattr(record, name), table, part, num_parts)
 
     def _put_bias(self, record: _Matrix, weight: Matrix, part: int = 0, num_parts: int = 1) -> None:
-        self._fill(record.bias, _bias(dequantise(weight)), part, num_parts)
+        self._fill(record.bias, _bias(dequantize(weight)), part, num_parts)
 
     def _put_mlp(self, layer: _Layer, inside: list[str], name: str, weight: Matrix) -> None:
         """`inside`: mlp, shared, or experts and a number."""

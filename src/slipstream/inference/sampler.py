@@ -110,20 +110,20 @@ class _Edits:
         # Seen tokens in order of their first: the prompt's too, for a repetition penalty. The arrays take memory as they fill.
         seen = dict.fromkeys(request.tokens[: request.num_prompt] if self._penalty != 1 else ())
         self._places = {token: place for place, token in enumerate(seen)}
-        self._penalised = bool(self._penalty != 1 or self._presence or self._frequency)
-        self._seen: Ids = np.empty(vocab_size if self._penalised else 0, np.int64)
+        self._penalized = bool(self._penalty != 1 or self._presence or self._frequency)
+        self._seen: Ids = np.empty(vocab_size if self._penalized else 0, np.int64)
         self._seen[: len(seen)] = [*seen]
         self._counts: Ids = np.zeros(len(self._seen), np.int64)  # how often each of them was generated
 
     def apply(self, logits: Floats, row: Row) -> None:
         """Penalties and bias, in place."""
-        if self._penalised:
+        if self._penalized:
             tokens = row.request.tokens
             self._count(tokens[self._counted :])
             self._counted = len(tokens)
             known = len(self._places)
             self._count(row.draft)
-            self._penalise(logits)
+            self._penalize(logits)
             for token in row.draft:
                 self._counts[self._places[token]] -= 1
             while len(self._places) > known:
@@ -136,7 +136,7 @@ class _Edits:
             self._seen[place] = token
             self._counts[place] += 1
 
-    def _penalise(self, logits: Floats) -> None:
+    def _penalize(self, logits: Floats) -> None:
         num = len(self._places)
         seen, counts = self._seen[:num], self._counts[:num]
         values = logits[seen]

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .config import DecoderConfig, Layer
-from .models import from_hf, layer_weights
-from .native import PANEL, NativeDecoder, why_not
-from .sampler import log_total
-from .weights import DecoderWeights, LayerWeights, leaves
+from slipstream.inference.config import DecoderConfig, Layer
+from slipstream.inference.models import from_hf, layer_weights
+from slipstream.inference.native import PANEL, NativeDecoder, why_not
+from slipstream.inference.sampler import log_total
+from slipstream.inference.weights import DecoderWeights, LayerWeights, leaves
 
 __all__ = ["ServedForward", "token_logprobs"]
 

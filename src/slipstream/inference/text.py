@@ -85,11 +85,13 @@ class Tokenizer:
         backend = GGUF_KINDS[kind](tokens, metadata)
         types = [int(value) for value in metadata.get(prefix + "token_type", ())]
         for wanted, add in ((3, backend.add_special_tokens), (4, backend.add_tokens)):  # CONTROL, USER_DEFINED
-            add([
-                AddedToken(token, normalized=False, special=wanted == 3)
-                for token, of_type in zip(tokens, types, strict=False)
-                if of_type == wanted
-            ])  # fmt: skip
+            add(
+                [
+                    AddedToken(token, normalized=False, special=wanted == 3)
+                    for token, of_type in zip(tokens, types, strict=False)
+                    if of_type == wanted
+                ]
+            )
 
         def token_id(name: str) -> int | None:
             value = metadata.get(f"{prefix}{name}_token_id")
@@ -400,9 +402,7 @@ _TEKKEN = _CASED % ("", "", "") + _REST
 _GPT4O = _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?", "{1,3}") + _REST
 GGUF_SPLITS: dict[str, tuple[str, ...]] = {  # patterns, one after the other; what matches is split off
     **dict.fromkeys(("gpt-2", "gpt2", "default", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)
-    ),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe", "lfm2", "pixtral"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (_QWEN2,)),
     "tekken": (_TEKKEN,),
@@ -425,9 +425,7 @@ def _gguf_byte_level(tokens: list[str], metadata: Mapping[str, Any]) -> tokenize
     if name in ("qwen2", "deepseek-r1-qwen"):
         backend.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in GGUF_SPLITS[name]]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
     return backend
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .config import DecoderConfig
-from .models import is_surplus, places
-from .quantise import to_int4, to_int8
-from .weights import DecoderWeights, Int4, Int8, Matrix, leaves
+from slipstream.inference.config import DecoderConfig
+from slipstream.inference.models import is_surplus, places
+from slipstream.inference.quantize import to_int4, to_int8
+from slipstream.inference.weights import DecoderWeights, Int4, Int8, Matrix, leaves
 
 _WRAPPERS = ("base_model.model.", "module.", "_orig_mod.")  # PEFT's, DDP's and torch.compile's prefixes
 
@@ -40,7 +40,7 @@ class Form(NamedTuple):
                 return cls(weight.dtype, weight.device)
 
     def made_of(self, weight: Tensor) -> Matrix:
-        """Quantised from the precision in which it comes, as at loading."""
+        """Quantized from the precision in which it comes, as at loading."""
         if isinstance(self.kind, torch.dtype):
             return weight.to(self.device, self.kind)
         made: Matrix = to_int8(weight.contiguous()) if self.kind is Int8 else to_int4(weight.contiguous(), self.group)

@@ -39,9 +39,7 @@ def _quiet_torchrun() -> None:
     if "LOGLEVEL" in os.environ:
         return
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith(
-            ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
-        ):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
@@ -55,17 +53,14 @@ def _share_cores(num_ranks: int, *, say: bool) -> None:
     if not say:
         return
     print(
-        f"slipstream run: OMP_NUM_THREADS={threads} for each rank ({cores} cores, {num_ranks} ranks); set "
-        "it to choose otherwise",
+        f"slipstream run: OMP_NUM_THREADS={threads} for each rank ({cores} cores, {num_ranks} ranks); set it to choose otherwise",
         file=sys.stderr,
     )
 
 
 def _collect(failures: dict[int, Any], folder: Path, watch: Watch) -> list[Failure]:
     """torchrun's process failures joined with the records of the ranks and the times of their deaths."""
-    attempts = [
-        int(path.name.removeprefix("attempt").partition("-")[0]) for path in folder.glob("attempt*-rank*")
-    ]
+    attempts = [int(path.name.removeprefix("attempt").partition("-")[0]) for path in folder.glob("attempt*-rank*")]
     attempt = max(attempts, default=0)
     records = {record.rank: record for record in read_records(folder, attempt)}
     collected = []
@@ -80,8 +75,7 @@ def _collect(failures: dict[int, Any], folder: Path, watch: Watch) -> list[Failu
                 time_ns=watch.deaths.get(ended.pid, ended.timestamp * 10**9),
                 exit_code=ended.exitcode,
                 stack=read_stack(folder, attempt, rank),
-                stopped=ended.pid in watch.killed
-                or (ended.exitcode == -signal.SIGTERM and len(failures) > 1),
+                stopped=ended.pid in watch.killed or (ended.exitcode == -signal.SIGTERM and len(failures) > 1),
             )
         )
     return collected
@@ -116,9 +110,7 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
                 return 0
             except ChildFailedError as error:
                 after = read_pressure()
-                failures = [
-                    with_reason(failure, before, after) for failure in _collect(error.failures, folder, watch)
-                ]
+                failures = [with_reason(failure, before, after) for failure in _collect(error.failures, folder, watch)]
         sys.stderr.write("".join(map(encode, failures)) if report else render(failures))
         sys.stderr.flush()
         return shell_code(first(failures).exit_code)

@@ -256,8 +256,11 @@ def show(found: dict[str, Any], file: Any) -> None:
         print(f"              {number} x {why}", file=file)
     if not found["requests"]:
         return
-    print(f"per second    {found['requests_per_second']:.2f} requests, {found['prompt_tokens_per_second']:,.0f} tokens of prompts, "
-          f"{found['output_tokens_per_second']:,.0f} tokens out; {found['seconds']:.1f} s in all", file=file)  # fmt: skip
+    print(
+        f"per second    {found['requests_per_second']:.2f} requests, {found['prompt_tokens_per_second']:,.0f} tokens of prompts, "
+        f"{found['output_tokens_per_second']:,.0f} tokens out; {found['seconds']:.1f} s in all",
+        file=file,
+    )
     heads = ("mean", *(f"p{p}" for p in _PERCENTILES))
     print(f"{'milliseconds':<22}" + "".join(f"{head:>9}" for head in heads), file=file)
     for name in ("first_token", "between_tokens", "longest_wait", "whole"):
@@ -265,8 +268,11 @@ def show(found: dict[str, Any], file: Any) -> None:
             numbers = "".join(f"{found[name][head] * 1000:>9,.1f}" for head in heads)
             print(f"{name.replace('_', ' '):<22}{numbers}", file=file)
     if "within_target" in found:
-        print(f"within target {found['within_target']} of {found['requests'] + failed}, "
-              f"{found['within_target_per_second']:.2f} per second", file=file)  # fmt: skip
+        print(
+            f"within target {found['within_target']} of {found['requests'] + failed}, "
+            f"{found['within_target_per_second']:.2f} per second",
+            file=file,
+        )
 
 
 def execute(options: argparse.Namespace) -> int:

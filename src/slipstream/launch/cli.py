@@ -152,87 +152,31 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="N",
         help="ranks per host; default: its CUDA devices, else 1",
     )
-    where.add_argument(
-        "--num-nodes",
-        "--nnodes",
-        type=_positive,
-        metavar="N",
-        help="number of hosts",
-    )
+    where.add_argument("--num-nodes", "--nnodes", type=_positive, metavar="N", help="number of hosts")
     where.add_argument("-H", "--hostfile", metavar="FILE", help="one `HOST slots=N` a line")
     where.add_argument("-i", "--include", default="", metavar="FILTER", help="only these: host1:0,1@host2")
-    where.add_argument(
-        "-e", "--exclude", default="", metavar="FILTER", help="all but these, in the same form"
-    )
-    where.add_argument(
-        "--node-rank",
-        type=_count,
-        metavar="R",
-        help="this node's number, if each is started by itself",
-    )
-    where.add_argument(
-        "--master-addr",
-        metavar="HOST",
-        help="where rank 0 is; default: the first host",
-    )
-    where.add_argument(
-        "--master-port",
-        type=_port,
-        metavar="PORT",
-        help="default: 29500; on one host a free one",
-    )
+    where.add_argument("-e", "--exclude", default="", metavar="FILTER", help="all but these, in the same form")
+    where.add_argument("--node-rank", type=_count, metavar="R", help="this node's number, if each is started by itself")
+    where.add_argument("--master-addr", metavar="HOST", help="where rank 0 is; default: the first host")
+    where.add_argument("--master-port", type=_port, metavar="PORT", help="default: 29500; on one host a free one")
     how = parser.add_argument_group("how")
-    how.add_argument(
-        "--launcher",
-        choices=sorted(LAUNCHERS),
-        help="default: local on one host, slurm in an allocation, else ssh",
-    )
-    how.add_argument(
-        "--launcher-args",
-        default="",
-        metavar="ARGS",
-        help="further arguments for ssh, srun, mpirun ...",
-    )
+    how.add_argument("--launcher", choices=sorted(LAUNCHERS), help="default: local on one host, slurm in an allocation, else ssh")
+    how.add_argument("--launcher-args", default="", metavar="ARGS", help="further arguments for ssh, srun, mpirun ...")
     how.add_argument("--ssh-port", type=_port, metavar="PORT")
+    how.add_argument("--no-ssh", action="store_true", help="start this node's ranks only; with --node-rank")
+    how.add_argument("--max-restarts", type=_count, default=0, metavar="N", help="restart all ranks up to N times after a failure")
     how.add_argument(
-        "--no-ssh",
-        action="store_true",
-        help="start this node's ranks only; with --node-rank",
+        "--env-file", metavar="FILE", help="VAR=VALUE lines; default: .deepspeed_env and .slipstream_env here and at home"
     )
-    how.add_argument(
-        "--max-restarts",
-        type=_count,
-        default=0,
-        metavar="N",
-        help="restart all ranks up to N times after a failure",
-    )
-    how.add_argument(
-        "--env-file",
-        metavar="FILE",
-        help="VAR=VALUE lines; default: .deepspeed_env and .slipstream_env here and at home",
-    )
-    how.add_argument(
-        "--dry-run", action="store_true", help="print the commands, start nothing"
-    )
+    how.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
     how.add_argument("-q", "--quiet", action="store_true", help="say nothing before the script does")
     what = parser.add_argument_group("what")
-    what.add_argument(
-        "-m", "--module", action="store_true", help="the script is a module's dotted name, as in python -m"
-    )
-    what.add_argument(
-        "--no-python", action="store_true", help="the script is an executable"
-    )
+    what.add_argument("-m", "--module", action="store_true", help="the script is a module's dotted name, as in python -m")
+    what.add_argument("--no-python", action="store_true", help="the script is an executable")
     local_rank = what.add_mutually_exclusive_group()
+    local_rank.add_argument("--pass-local-rank", action="store_true", help="give older scripts --local_rank=N")
     local_rank.add_argument(
-        "--pass-local-rank",
-        action="store_true",
-        help="give older scripts --local_rank=N",
-    )
-    local_rank.add_argument(
-        "--no-local-rank",
-        dest="pass_local_rank",
-        action="store_false",
-        help="do not (the default; DeepSpeed's spelling)",
+        "--no-local-rank", dest="pass_local_rank", action="store_false", help="do not (the default; DeepSpeed's spelling)"
     )
     parser.add_argument("script", help="script, module or executable")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, passed on untouched")
@@ -270,9 +214,12 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     limit.add_argument("--disk", metavar="FOLDER", help="on a disk that states may rest on; default: the config's nvme_path")
     limit.add_argument(
-        "--rate", action="append", default=[], metavar="NAME=X",
+        "--rate",
+        action="append",
+        default=[],
+        metavar="NAME=X",
         help="per second, instead of measuring here: flops=20T, memory, wire, host, disk_read or disk_write=2G",
-    )  # fmt: skip
+    )
 
 
 def _bytes(text: str) -> int:
@@ -293,9 +240,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; default: cuda where there is one")
     group.add_argument("--threads", type=_positive, metavar="N", help="of the CPU, 1 to 64; default: torch's (OMP_NUM_THREADS)")
     group.add_argument("--tokenizer", metavar="FOLDER", help="with tokenizer.json; where MODEL, as a checkpoint, brings none")
-    group.add_argument(
-        "--kv-cache-bytes", type=_bytes, metavar="SIZE", help="for keys and values: 512M, 2G; default: as needed"
-    )
+    group.add_argument("--kv-cache-bytes", type=_bytes, metavar="SIZE", help="for keys and values: 512M, 2G; default: as needed")
     group.add_argument("--max-context", type=_positive, metavar="N", help="prompt and answer; default: the model's")
     group.add_argument("--max-running", type=_positive, metavar="N", help="answers generated at once; default 64")
     group.add_argument("--max-waiting", type=_positive, metavar="N", help="length of the queue, more are refused; default 1024")
@@ -455,9 +400,14 @@ def _execute(options: argparse.Namespace) -> int:
             from slipstream.checkpoint import convert
 
             written = convert(
-                options.source, options.target, options.to, tag=options.tag, dtype=options.dtype,
-                max_shard_size=options.max_shard_size, like=options.like,
-            )  # fmt: skip
+                options.source,
+                options.target,
+                options.to,
+                tag=options.tag,
+                dtype=options.dtype,
+                max_shard_size=options.max_shard_size,
+                like=options.like,
+            )
             print(written)
             return 0
         case "bench-serve":

@@ -17,19 +17,7 @@ from dataclasses import dataclass, field
 
 from slipstream.launch.hosts import Host
 
-__all__ = [
-    "LAUNCHERS",
-    "Command",
-    "Job",
-    "agent_argv",
-    "local",
-    "mpich",
-    "one_node",
-    "openmpi",
-    "pdsh",
-    "slurm",
-    "ssh",
-]
+__all__ = ["LAUNCHERS", "Command", "Job", "agent_argv", "local", "mpich", "one_node", "openmpi", "pdsh", "slurm", "ssh"]
 
 AGENT = "slipstream.launch.agent"
 WORKER = "slipstream.launch.worker"
@@ -73,11 +61,7 @@ class Command:
 
 def worker_arguments(job: Job, *, report: bool) -> list[str]:
     """What follows `python -m slipstream.launch.worker`."""
-    options = [
-        flag
-        for flag, on in (("--report", report), ("--pass-local-rank", job.pass_local_rank), ("-m", job.module))
-        if on
-    ]
+    options = [flag for flag, on in (("--report", report), ("--pass-local-rank", job.pass_local_rank), ("-m", job.module)) if on]
     return [*options, job.program, *job.arguments]
 
 
@@ -92,9 +76,7 @@ def _entry(job: Job) -> list[str]:
     return ["--module", WORKER, *worker_arguments(job, report=False)]
 
 
-def agent_argv(
-    job: Job, *, num_nodes: int, node_rank: int, num_ranks: int, local_addr: str | None
-) -> list[str]:
+def agent_argv(job: Job, *, num_nodes: int, node_rank: int, num_ranks: int, local_addr: str | None) -> list[str]:
     """torch.distributed.run's arguments for one node.
 
     Restarts need the c10d rendezvous, by which agents learn of each other's failures and agree on a new port
@@ -103,18 +85,10 @@ def agent_argv(
     argv = [f"--nnodes={num_nodes}", f"--nproc-per-node={num_ranks}", f"--max-restarts={job.max_restarts}"]
     if job.max_restarts:
         endpoint = f"{job.master_addr}:{job.master_port}"
-        argv += [
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={endpoint}",
-            f"--rdzv-id=slipstream-{job.master_port}",
-        ]
+        argv += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id=slipstream-{job.master_port}"]
         argv += [f"--local-addr={local_addr}"] if local_addr else []
     else:
-        argv += [
-            f"--node-rank={node_rank}",
-            f"--master-addr={job.master_addr}",
-            f"--master-port={job.master_port}",
-        ]
+        argv += [f"--node-rank={node_rank}", f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
     return [*argv, *_entry(job)]
 
 
@@ -152,13 +126,7 @@ def ssh(job: Job) -> list[Command]:
     commands = []
     for node_rank, host in enumerate(job.hosts):
         exports = {**job.exports, **({"CUDA_VISIBLE_DEVICES": host.mask} if host.mask else {})}
-        argv = agent_argv(
-            job,
-            num_nodes=len(job.hosts),
-            node_rank=node_rank,
-            num_ranks=len(host.devices),
-            local_addr=host.name,
-        )
+        argv = agent_argv(job, num_nodes=len(job.hosts), node_rank=node_rank, num_ranks=len(host.devices), local_addr=host.name)
         agent = map(shlex.quote, (*_remote_agent(job, "--lease"), *argv))
         port = ["-p", str(job.ssh_port)] if job.ssh_port else []
         line = _remote_line(job, exports, list(agent))
@@ -197,10 +165,7 @@ def _ranks_per_host(job: Job, launcher: str) -> int:
     counts = {len(host.devices) for host in job.hosts}
     if len(counts) > 1:
         listed = ", ".join(f"{host.name}: {len(host.devices)}" for host in job.hosts)
-        raise ValueError(
-            f"--launcher {launcher} needs the same number of ranks on each host ({listed}); set --nproc, or "
-            "use ssh"
-        )
+        raise ValueError(f"--launcher {launcher} needs the same number of ranks on each host ({listed}); set --nproc, or use ssh")
     return counts.pop()
 
 
@@ -208,10 +173,7 @@ def _common_mask(job: Job, launcher: str) -> dict[str, str]:
     masks = {host.mask for host in job.hosts}
     if len(masks) > 1:
         listed = ", ".join(f"{host.name}: {host.devices}" for host in job.hosts)
-        raise ValueError(
-            f"--launcher {launcher} cannot give each host devices of its own ({listed}); choose alike, or "
-            "use ssh"
-        )
+        raise ValueError(f"--launcher {launcher} cannot give each host devices of its own ({listed}); choose alike, or use ssh")
     mask = masks.pop()
     return {"CUDA_VISIBLE_DEVICES": mask} if mask else {}
 
@@ -238,20 +200,8 @@ def slurm(job: Job, *, num_nodes: int | None = None) -> list[Command]:
     per_host = _ranks_per_host(job, "slurm")
     nodes = num_nodes or len(job.hosts)
     named = [] if num_nodes else [f"--nodelist={','.join(host.name for host in job.hosts)}"]
-    argv = [
-        "srun",
-        f"--nodes={nodes}",
-        f"--ntasks={nodes * per_host}",
-        f"--ntasks-per-node={per_host}",
-        *named,
-    ]
-    argv += [
-        "--kill-on-bad-exit=1",
-        "--export=ALL",
-        f"--chdir={job.directory}",
-        *job.launcher_args,
-        *_program(job),
-    ]
+    argv = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * per_host}", f"--ntasks-per-node={per_host}", *named]
+    argv += ["--kill-on-bad-exit=1", "--export=ALL", f"--chdir={job.directory}", *job.launcher_args, *_program(job)]
     env = {**job.exports, **_common_mask(job, "slurm"), "MASTER_PORT": str(job.master_port)}
     return [Command(name="srun", argv=tuple(argv), env=env)]
 
@@ -265,9 +215,7 @@ def openmpi(job: Job) -> list[Command]:
     """One mpirun; a rank per slot, hosts filled in order, unbound (threads would else share a core)."""
     _refuse_restarts(job, "openmpi")
     hosts = ",".join(f"{host.name}:{len(host.devices)}" for host in job.hosts)
-    settings = [
-        word for name, value in _mpi_environment(job, "openmpi").items() for word in ("-x", f"{name}={value}")
-    ]
+    settings = [word for name, value in _mpi_environment(job, "openmpi").items() for word in ("-x", f"{name}={value}")]
     argv = ["mpirun", "-np", str(job.num_ranks), "--host", hosts, "--map-by", "slot", "--bind-to", "none"]
     argv += ["--wdir", job.directory, *settings, *job.launcher_args, *_program(job)]
     return [Command(name="mpirun", argv=tuple(argv))]
@@ -277,9 +225,7 @@ def mpich(job: Job) -> list[Command]:
     """One Hydra mpiexec (MPICH, Intel MPI), hosts filled in order."""
     _refuse_restarts(job, "mpich")
     hosts = ",".join(f"{host.name}:{len(host.devices)}" for host in job.hosts)
-    settings = [
-        word for name, value in _mpi_environment(job, "mpich").items() for word in ("-genv", name, value)
-    ]
+    settings = [word for name, value in _mpi_environment(job, "mpich").items() for word in ("-genv", name, value)]
     argv = ["mpiexec", "-n", str(job.num_ranks), "-hosts", hosts, "-wdir", job.directory]
     argv += [*settings, *job.launcher_args, *_program(job)]
     return [Command(name="mpiexec", argv=tuple(argv))]

@@ -18,19 +18,7 @@ FILES = (".deepspeed_env", ".slipstream_env")
 FAILURES = "SLIPSTREAM_FAILURES"  # the directory where the ranks of one agent leave their failure records
 
 PREFIXES = (
-    *(
-        "SLIPSTREAM_",
-        "NCCL_",
-        "GLOO_",
-        "TORCH",
-        "PYTORCH_",
-        "PYTHON",
-        "CUDA_",
-        "CUBLAS_",
-        "OMP_",
-        "MKL_",
-        "KMP_",
-    ),
+    *("SLIPSTREAM_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "PYTHON", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "KMP_"),
     *("GOMP_", "UCX_", "FI_", "MV2_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "MLFLOW_", "WANDB_", "TRITON_"),
 )
 NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TZ", "LANG", "LC_ALL")

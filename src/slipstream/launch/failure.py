@@ -19,17 +19,7 @@ from dataclasses import asdict, dataclass, replace
 
 from slipstream.observe.host import Pressure
 
-__all__ = [
-    "Extract",
-    "Failure",
-    "decode",
-    "encode",
-    "explain",
-    "first",
-    "is_consequence",
-    "render",
-    "shell_code",
-]
+__all__ = ["Extract", "Failure", "decode", "encode", "explain", "first", "is_consequence", "render", "shell_code"]
 
 MARK = "\x1eslipstream-failure "
 LONGEST = 16_000  # characters of a traceback or message; what is cut is its middle
@@ -79,9 +69,7 @@ def is_consequence(message: str) -> bool:
 
 def first(failures: Sequence[Failure]) -> Failure:
     """The failure to show: the earliest that is neither our doing nor a consequence."""
-    return min(
-        failures, key=lambda failure: (failure.stopped, failure.consequence, failure.time_ns, failure.rank)
-    )
+    return min(failures, key=lambda failure: (failure.stopped, failure.consequence, failure.time_ns, failure.rank))
 
 
 def shorten(text: str) -> str:
@@ -168,9 +156,7 @@ def _explain_kill(before: Pressure, after: Pressure) -> str:
         return (
             "killed (SIGKILL), most often by the out-of-memory killer, whose counters cannot be read here; ask `dmesg` on that host"
         )
-    return (
-        "killed (SIGKILL), but the out-of-memory killer did not run here: the scheduler, another user or a time limit ended it"
-    )
+    return "killed (SIGKILL), but the out-of-memory killer did not run here: the scheduler, another user or a time limit ended it"
 
 
 def _explain_bus(after: Pressure) -> str:
@@ -239,7 +225,5 @@ def render(failures: Sequence[Failure]) -> str:
         lines.append("  A peer of it had gone without a record here: it ended its script, or its node's output says why.")
     others = sorted(failure.rank for failure in failures if failure is not shown and not failure.stopped)
     if others:
-        lines.append(
-            f"slipstream run: after it failed rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
-        )
+        lines.append(f"slipstream run: after it failed rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}")
     return "\n".join(lines) + "\n"

@@ -42,13 +42,9 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
             raise ValueError(f"{path}:{number}: {line!r} is not `HOST slots=N`")
         name, slots = found["name"], int(found["slots"])
         if slots == 0:
-            raise ValueError(
-                f"{path}:{number}: host {name} has slots=0; comment it out, or give it at least 1"
-            )
+            raise ValueError(f"{path}:{number}: host {name} has slots=0; comment it out, or give it at least 1")
         if name in hosts:
-            raise ValueError(
-                f"{path}:{number}: host {name} is listed twice; keep one line with the sum of its slots"
-            )
+            raise ValueError(f"{path}:{number}: host {name} is listed twice; keep one line with the sum of its slots")
         hosts[name] = Host(name=name, devices=tuple(range(slots)))
     if not hosts:
         raise ValueError(f"{path}: no hosts in it; write one `HOST slots=N` a line")
@@ -92,9 +88,7 @@ def include(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
     """Only what the filter names."""
     chosen = parse_filter(text, "--include")
     _check(hosts, chosen, "--include")
-    return tuple(
-        replace(host, devices=chosen[host.name] or host.devices) for host in hosts if host.name in chosen
-    )
+    return tuple(replace(host, devices=chosen[host.name] or host.devices) for host in hosts if host.name in chosen)
 
 
 def exclude(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:

@@ -90,8 +90,7 @@ def sizes_text(plan: Plan, num_params: int, world: int) -> str:
     by = plan.optimizer.type if plan.optimizer else "AdamW, as the config names no optimizer"
     lines = [
         f"model states per rank: {num_params:,} parameters, states cut in {shards}",
-        f"bytes per parameter: weights {each.weights:g}, gradients {each.grads:g}, optimizer {each.optim:g} "
-        f"({by})",
+        f"bytes per parameter: weights {each.weights:g}, gradients {each.grads:g}, optimizer {each.optim:g} ({by})",
         "",
         f"  {'stage':<8}{'weights':>12}{'gradients':>12}{'optimizer':>12}{'total':>12}",
     ]
@@ -236,12 +235,7 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     if profile_of is not None:
         profile = profile_of(plan.activations.way == "recompute", plan.batch.micro_batch_size)
         rates = calibrate.rates(profile.dtype, device, folder, rates_of(options.rate))
-    forecast = explain.Forecast(
-        parts=parts,
-        setting=explain.setting_of(plan, options.world, device),
-        profile=profile,
-        rates=rates,
-    )
+    forecast = explain.Forecast(parts=parts, setting=explain.setting_of(plan, options.world, device), profile=profile, rates=rates)
     found: list[propose.Proposal] | propose.Least | None = None
     if options.memory:
         if profile_of is None or rates is None:
@@ -250,11 +244,15 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     num_params = sum(parameter.numel() for parameter in model.parameters())
     if options.json:
         fitting = found[:_SHOWN] if isinstance(found, list) else []
-        print(json.dumps({
-            "parameters": num_params,
-            **explain.as_dict(forecast),
-            "proposals": [{"changes": each.changes, **explain.as_dict(each.forecast)} for each in fitting],
-        }))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "parameters": num_params,
+                    **explain.as_dict(forecast),
+                    "proposals": [{"changes": each.changes, **explain.as_dict(each.forecast)} for each in fitting],
+                }
+            )
+        )
     else:
         print(f"{num_params:,} parameters\n\n{explain.table(forecast)}")
         if options.activations:

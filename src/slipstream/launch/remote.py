@@ -132,9 +132,7 @@ def run_commands(commands: Sequence[Command]) -> int:
         return _tell([failure for one in running for failure in one.extract.failures], failed)
     except FileNotFoundError as error:
         _stop(running)
-        raise ValueError(
-            f"{error.filename} is not installed on this host; choose another --launcher"
-        ) from None
+        raise ValueError(f"{error.filename} is not installed on this host; choose another --launcher") from None
     except _Stopped as stop:
         _stop(running)
         return 128 + stop.number

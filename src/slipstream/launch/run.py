@@ -71,9 +71,7 @@ def _hosts(options: argparse.Namespace, around: Surroundings) -> tuple[Host, ...
     return hosts.limit(found, options.num_nodes if around.hostfile is not None else None, options.nproc)
 
 
-def _default_launcher(
-    options: argparse.Namespace, around: Surroundings, chosen: Sequence[Host], place: Node | None
-) -> str:
+def _default_launcher(options: argparse.Namespace, around: Surroundings, chosen: Sequence[Host], place: Node | None) -> str:
     if options.launcher:
         return str(options.launcher)
     if options.node_rank is not None or options.no_ssh or place is not None:
@@ -85,13 +83,9 @@ def _default_launcher(
     return "slurm" if in_allocation and (options.num_nodes or 2) > 1 else "local"
 
 
-def _node_of_this_host(
-    options: argparse.Namespace, around: Surroundings, chosen: Sequence[Host], place: Node | None
-) -> Node:
+def _node_of_this_host(options: argparse.Namespace, around: Surroundings, chosen: Sequence[Host], place: Node | None) -> Node:
     """Where this host stands when it starts its own ranks only."""
-    num_nodes = (
-        len(chosen) if around.hostfile is not None else options.num_nodes or (place.num_nodes if place else 1)
-    )
+    num_nodes = len(chosen) if around.hostfile is not None else options.num_nodes or (place.num_nodes if place else 1)
     if options.node_rank is not None:
         node_rank = options.node_rank
     elif place is not None:
@@ -104,16 +98,12 @@ def _node_of_this_host(
             "to start them all from here"
         )
     if not 0 <= node_rank < num_nodes:
-        raise ValueError(
-            f"--node_rank {node_rank}: with {num_nodes} node(s) it is 0..{num_nodes - 1}; give --num_nodes"
-        )
+        raise ValueError(f"--node_rank {node_rank}: with {num_nodes} node(s) it is 0..{num_nodes - 1}; give --num_nodes")
     master = options.master_addr or (place.master_addr if place else None)
     if master is None and around.hostfile is not None:
         master = chosen[0].name
     if num_nodes > 1 and master is None:
-        raise ValueError(
-            f"--num_nodes {num_nodes} needs --master_addr, the name or address of node 0, alike on each node"
-        )
+        raise ValueError(f"--num_nodes {num_nodes} needs --master_addr, the name or address of node 0, alike on each node")
     port = options.master_port or (place.master_port if place else None)
     return Node(num_nodes=num_nodes, node_rank=node_rank, master_addr=master, master_port=port)
 
@@ -136,12 +126,8 @@ def _local_mask(mask: str | None, environ: Mapping[str, str]) -> dict[str, str]:
     visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     chosen = [int(device) for device in mask.split(",")]
     if visible and max(chosen) >= len(visible):
-        raise ValueError(
-            f"device {max(chosen)} is not among CUDA_VISIBLE_DEVICES={','.join(visible)}; number them from 0"
-        )
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(visible[device] if visible else str(device) for device in chosen)
-    }
+        raise ValueError(f"device {max(chosen)} is not among CUDA_VISIBLE_DEVICES={','.join(visible)}; number them from 0")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[device] if visible else str(device) for device in chosen)}
 
 
 def _counted(number: int, noun: str) -> str:
@@ -164,11 +150,7 @@ def _start_here(options: argparse.Namespace, around: Surroundings, job: Job, pla
     """One node: the agent runs in this process."""
     exports, notes = _exports(options, around)
     here = job.hosts[place.node_rank if around.hostfile is not None and len(job.hosts) > 1 else 0]
-    port = (
-        options.master_port
-        or place.master_port
-        or (around.free_port if place.num_nodes == 1 else DEFAULT_PORT)
-    )
+    port = options.master_port or place.master_port or (around.free_port if place.num_nodes == 1 else DEFAULT_PORT)
     job = replace(job, hosts=(here,), master_addr=place.master_addr or "127.0.0.1", master_port=port)
     agent = commands.one_node(job, num_nodes=place.num_nodes, node_rank=place.node_rank)
     env = {**exports, **_local_mask(here.mask, around.environ)}
@@ -188,8 +170,7 @@ def _start_elsewhere(options: argparse.Namespace, around: Surroundings, job: Job
     elsewhere = any(host.name not in _THIS_HOST for host in job.hosts)
     if options.master_addr is None and master in _THIS_HOST and elsewhere:
         raise ValueError(
-            f"the master would be {master}, which other hosts cannot reach; give --master_addr, or its real name "
-            "in the hostfile"
+            f"the master would be {master}, which other hosts cannot reach; give --master_addr, or its real name in the hostfile"
         )
     job = replace(job, master_addr=master, master_port=options.master_port or DEFAULT_PORT, exports=exports)
     if launcher == "slurm":
@@ -202,17 +183,9 @@ def _start_elsewhere(options: argparse.Namespace, around: Surroundings, job: Job
     else:
         started = commands.LAUNCHERS[launcher](job)
         num_nodes = len(job.hosts)
-        notes.insert(
-            0,
-            "environment passed on: "
-            f"{environment.shown(environment.propagated(around.environ)) or 'nothing'}",
-        )
+        notes.insert(0, f"environment passed on: {environment.shown(environment.propagated(around.environ)) or 'nothing'}")
     num_ranks = num_nodes * len(job.hosts[0].devices) if launcher == "slurm" else job.num_ranks
-    where = (
-        ""
-        if launcher == "slurm" and not options.master_addr
-        else f"; master {job.master_addr}:{job.master_port}"
-    )
+    where = "" if launcher == "slurm" and not options.master_addr else f"; master {job.master_addr}:{job.master_port}"
     summary = f"{_counted(num_ranks, 'rank')} on {_counted(num_nodes, 'host')}, by {launcher}{where}"
     return Start(commands=tuple(started), agent=None, env={}, notes=(summary, *notes))
 
@@ -222,9 +195,7 @@ def plan_run(options: argparse.Namespace, around: Surroundings) -> Start:
     if options.module and options.no_python:
         raise ValueError("--module and --no_python exclude each other: a module needs Python")
     if options.no_python and options.pass_local_rank:
-        raise ValueError(
-            "--pass_local_rank needs a Python script; an executable finds LOCAL_RANK in its environment"
-        )
+        raise ValueError("--pass_local_rank needs a Python script; an executable finds LOCAL_RANK in its environment")
     place = node(around.environ)
     chosen = _hosts(options, around)
     launcher = _default_launcher(options, around, chosen, place)
@@ -254,10 +225,7 @@ def plan_run(options: argparse.Namespace, around: Surroundings) -> Start:
     if around.hostfile is None and launcher in ("ssh", "pdsh"):
         raise ValueError(f"--launcher {launcher} needs --hostfile, with one `HOST slots=N` a line")
     if around.hostfile is None and launcher in ("openmpi", "mpich") and (options.num_nodes or 1) > 1:
-        raise ValueError(
-            f"--launcher {launcher} with --num_nodes {options.num_nodes} needs --hostfile, to know which "
-            "hosts"
-        )
+        raise ValueError(f"--launcher {launcher} with --num_nodes {options.num_nodes} needs --hostfile, to know which hosts")
     return _start_elsewhere(options, around, job, launcher)
 
 
@@ -312,9 +280,7 @@ def _check_program(options: argparse.Namespace) -> None:
         folder = Path(script).parent
         siblings = [entry.name for entry in folder.glob("*.py")] if folder.is_dir() else []
         near = difflib.get_close_matches(Path(script).name, siblings, n=1)
-        hint = (
-            f"; did you mean {folder / near[0]}?" if near else "; --module runs a module by its dotted name"
-        )
+        hint = f"; did you mean {folder / near[0]}?" if near else "; --module runs a module by its dotted name"
         raise ValueError(f"{script}: no such script{hint}")
 
 

@@ -26,13 +26,34 @@ Messages = list[dict[str, str]]
 
 _HELP = "Ctrl-C stops an answer, /new starts afresh, /help says this, Ctrl-D leaves"
 _SAMPLING = (
-    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "stop", "seed", "ignore_eos",
-)  # fmt: skip
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop",
+    "seed",
+    "ignore_eos",
+)
 _LOADING = (
-    "dtype", "group_size", "device", "threads", "tokenizer", "kv_cache_bytes", "max_context", "max_running", "max_waiting",
-    "token_budget", "token_interval", "num_draft", "model_name",
-)  # fmt: skip
+    "dtype",
+    "group_size",
+    "device",
+    "threads",
+    "tokenizer",
+    "kv_cache_bytes",
+    "max_context",
+    "max_running",
+    "max_waiting",
+    "token_budget",
+    "token_interval",
+    "num_draft",
+    "model_name",
+)
 
 
 def generate(options: argparse.Namespace) -> int:

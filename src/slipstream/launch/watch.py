@@ -53,9 +53,7 @@ class Watch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         signal.set_wakeup_fd(self._old_wakeup)
         self._closed.set()
         os.write(self._writes, b"\0")

@@ -137,9 +137,7 @@ def _die_with_parent() -> None:
 def _find_place(report: bool) -> Place:
     found = places.discover(os.environ)
     if found is None:
-        raise ValueError(
-            "no rank in the environment; start scripts with `slipstream run`, which starts this in turn"
-        )
+        raise ValueError("no rank in the environment; start scripts with `slipstream run`, which starts this in turn")
     os.environ.update(found)
     folder = os.environ.get(FAILURES)
     return Place(

@@ -24,19 +24,7 @@ from slipstream.observe.host import cpu_flags, memory_total, num_cores, read_pre
 
 __all__ = ["Row", "Section", "as_json", "as_text", "collect", "execute"]
 
-_FLAGS = (
-    "avx2",
-    "fma",
-    "f16c",
-    "avx512f",
-    "avx512bw",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_bf16",
-    "asimd",
-    "sve",
-    "bf16",
-)
+_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
 _PACKAGES = ("numpy", "pydantic", "safetensors", "rich", "triton", "transformers", "accelerate", "deepspeed")
 
 
@@ -95,10 +83,7 @@ def _devices() -> Section:
     flags = cpu_flags()
     rows = [
         Row("CPU", _processor(), f"{num_cores()} cores for this process, of {os.cpu_count()}"),
-        Row(
-            "CPU flags",
-            " ".join(flag for flag in _FLAGS if flag in flags) or "none of those that matter here",
-        ),
+        Row("CPU flags", " ".join(flag for flag in _FLAGS if flag in flags) or "none of those that matter here"),
     ]
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
@@ -130,9 +115,7 @@ def _backends() -> Section:
         "backends",
         (
             Row("gloo", _yes(dist.is_gloo_available()), "CPU ranks, and GPU ranks that share a device"),
-            Row(
-                "nccl", _yes(dist.is_nccl_available()), nccl_note or "GPU ranks; needs a CUDA build of torch"
-            ),
+            Row("nccl", _yes(dist.is_nccl_available()), nccl_note or "GPU ranks; needs a CUDA build of torch"),
             Row(
                 "mpi",
                 _yes(dist.is_mpi_available()),
@@ -213,9 +196,7 @@ def _limits() -> Section:
             Row(
                 name,
                 shown(soft, nbytes),
-                "; ".join(
-                    filter(None, (f"may be raised to {shown(hard, nbytes)}" if soft != hard else "", note))
-                ),
+                "; ".join(filter(None, (f"may be raised to {shown(hard, nbytes)}" if soft != hard else "", note))),
             )
         )
     return Section("limits", tuple(rows))
@@ -231,17 +212,12 @@ def as_text(sections: Sequence[Section]) -> str:
     lines: list[str] = []
     for section in sections:
         lines += ["", section.title] if lines else [section.title]
-        lines += [
-            f"  {row.name:<{names}}  {row.value:<{values}}  {row.note}".rstrip() for row in section.rows
-        ]
+        lines += [f"  {row.name:<{names}}  {row.value:<{values}}  {row.note}".rstrip() for row in section.rows]
     return "\n".join(lines) + "\n"
 
 
 def as_json(sections: Sequence[Section]) -> str:
-    document = {
-        section.title: {row.name: {"value": row.value, "note": row.note} for row in section.rows}
-        for section in sections
-    }
+    document = {section.title: {row.name: {"value": row.value, "note": row.note} for row in section.rows} for section in sections}
     return json.dumps(document, indent=2) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Kernels for the hot loops, each with a torch twin: rank sums, one-pass optimizers, streaming copies, quantisation, words.
+"""Kernels for the hot loops, each with a torch twin: rank sums, one-pass optimizers, streaming copies, quantization, words.
 
 `cpu.py` and `optim.py` check arguments and choose, `reference.py` and `optim_reference.py` hold the twins,
 `build.py` compiles and finds the C library (`csrc/`), `words.py` does atomics and futexes. Importing compiles and
@@ -10,10 +10,10 @@ from slipstream.ops import words
 from slipstream.ops.cpu import (
     OpReport,
     copy_stream,
-    dequantise_int4,
-    dequantise_int8,
-    quantise_int4,
-    quantise_int8,
+    dequantize_int4,
+    dequantize_int8,
+    quantize_int4,
+    quantize_int8,
     report,
     sum_ranks,
 )
@@ -29,13 +29,13 @@ __all__ = [
     "adagrad",
     "adamw",
     "copy_stream",
-    "dequantise_int4",
-    "dequantise_int8",
+    "dequantize_int4",
+    "dequantize_int8",
     "lamb_apply",
     "lamb_update",
     "lion",
-    "quantise_int4",
-    "quantise_int8",
+    "quantize_int4",
+    "quantize_int8",
     "report",
     "sgd",
     "sum_ranks",

@@ -24,14 +24,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 LIBRARY = "libslipstream_ops.so"
-KERNELS = (
-    "kernels_avx512.c", "kernels_avx2.c", "kernels_portable.c", "dispatch.c", "processor.c", "words.c", "disk.c", "crc32.c",
-)  # fmt: skip
-DECODER = (
-    "decoder_avx512bf16.c", "decoder_avx512vnni.c", "decoder_avx512.c", "decoder_avx2.c", "decoder_portable.c", "decoder.c",
-)  # fmt: skip
-QUANTISE = ("quantise_avx512.c", "quantise_avx2.c", "quantise_portable.c", "quantise.c")
-SOURCES = (*KERNELS, *DECODER, *QUANTISE)
+KERNELS = ("kernels_avx512.c", "kernels_avx2.c", "kernels_portable.c", "dispatch.c", "processor.c", "words.c", "disk.c", "crc32.c")
+DECODER = ("decoder_avx512bf16.c", "decoder_avx512vnni.c", "decoder_avx512.c", "decoder_avx2.c", "decoder_portable.c", "decoder.c")
+QUANTIZE = ("quantize_avx512.c", "quantize_avx2.c", "quantize_portable.c", "quantize.c")
+SOURCES = (*KERNELS, *DECODER, *QUANTIZE)
 CSRC = Path(__file__).parent / "csrc"
 
 # -ffp-contract=off: a fused multiply-add would round differently from one instruction set to the next.
@@ -113,19 +109,12 @@ def load() -> Library:
     if os.environ.get("SLIPSTREAM_NATIVE") == "0":
         return Library(None, None, "SLIPSTREAM_NATIVE=0")
     cached = _cache_directory() / LIBRARY
-    for path, origin in (
-        (Path(__file__).with_name(LIBRARY), "built when installed"),
-        (cached, f"cached in {cached}"),
-    ):
+    for path, origin in ((Path(__file__).with_name(LIBRARY), "built when installed"), (cached, f"cached in {cached}")):
         if library := _open(path, origin):
             return library
     compiler = find_compiler()
     if compiler is None:
-        return Library(
-            None,
-            None,
-            "no C compiler ($CC, cc, gcc or clang on the PATH); with one, the next run builds them",
-        )
+        return Library(None, None, "no C compiler ($CC, cc, gcc or clang on the PATH); with one, the next run builds them")
     try:
         return _build_now(cached, compiler)
     except (BuildError, OSError) as error:

@@ -1,6 +1,6 @@
 """The kernels' Python side: argument checks, the choice between native code and torch twin, threads. The optimizers' is `optim.py`.
 
-All but quantisation work on 1-D contiguous tensors. CPU tensors go to the C library (GIL released) where there
+All but quantization work on 1-D contiguous tensors. CPU tensors go to the C library (GIL released) where there
 is one; other devices go to the twin in `reference.py`, which gives the same bits.
 
 [Note: Call cost] These run once per unit and step, on units that may be small, so the fixed cost of a call
@@ -31,7 +31,7 @@ WIDTHS = (4, 2, 2)  # bytes per element
 STREAM_BYTES = 4 << 20
 # Elements per thread below which a second thread costs more than it brings.
 THREAD_NUMEL = 4 * BLOCK
-MAX_GROUP = 128  # as in csrc/quantise.h
+MAX_GROUP = 128  # as in csrc/quantize.h
 
 
 class OpReport(NamedTuple):
@@ -44,11 +44,11 @@ class _Kernels(NamedTuple):
     sum_ranks: Callable[..., float]
     step: Callable[..., None]
     copy_stream: Callable[..., None]
-    quantise_int8: Callable[..., None]
-    quantise_int4: Callable[..., None]
-    dequantise_int8: Callable[..., None]
-    dequantise_int4: Callable[..., None]
-    dequantise_rows: Callable[..., None]
+    quantize_int8: Callable[..., None]
+    quantize_int4: Callable[..., None]
+    dequantize_int8: Callable[..., None]
+    dequantize_int4: Callable[..., None]
+    dequantize_rows: Callable[..., None]
 
 
 @functools.cache
@@ -65,11 +65,11 @@ def _kernels() -> _Kernels | None:
     library.slipstream_copy_stream.restype = None
     library.slipstream_copy_stream.argtypes = [pointer, pointer, long]
     for kind, parts in (("int8", 2), ("int4", 3)):
-        for name, arguments in ((f"quantise_{kind}", [pointer, integer]), (f"dequantise_{kind}", [pointer])):
+        for name, arguments in ((f"quantize_{kind}", [pointer, integer]), (f"dequantize_{kind}", [pointer])):
             function = getattr(library, f"slipstream_{name}")
             function.restype, function.argtypes = None, [*arguments, long, long, long, *[pointer] * parts]
-    kernels.dequantise_rows.restype = None  # type: ignore[attr-defined]
-    kernels.dequantise_rows.argtypes = [pointer, integer, pointer, long, long, pointer, pointer]  # type: ignore[attr-defined]
+    kernels.dequantize_rows.restype = None  # type: ignore[attr-defined]
+    kernels.dequantize_rows.argtypes = [pointer, integer, pointer, long, long, pointer, pointer]  # type: ignore[attr-defined]
     return kernels
 
 
@@ -184,81 +184,81 @@ def copy_stream(dst: Tensor, src: Tensor) -> None:
     in_threads(run, numel, threads)
 
 
-def quantise_int8(w: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, columns], fp32, bf16 or fp16 -> codes int8 of its shape and scale fp32 [rows]: w = codes * scale[:, None].
 
     Symmetric; the error is at most half a scale. A row that holds what is not finite gets a scale that is not.
     """
-    _check_matrix("quantise_int8", w)
+    _check_matrix("quantize_int8", w)
     kernels = _kernels()
     if kernels is None or not w.is_cpu:
-        return reference.quantise_int8(w)
+        return reference.quantize_int8(w)
     w = w.contiguous()
     rows, columns = w.shape
     codes, scale = torch.empty_like(w, dtype=torch.int8), torch.empty(rows)
     pointers = (codes.data_ptr(), scale.data_ptr())
 
     def run(begin: int, end: int) -> None:
-        kernels.quantise_int8(w.data_ptr(), DTYPES[w.dtype], columns, begin, end, *pointers)
+        kernels.quantize_int8(w.data_ptr(), DTYPES[w.dtype], columns, begin, end, *pointers)
 
     in_threads(run, rows, torch.get_num_threads(), least=BLOCK // max(columns, 1) + 1, multiple=1)
     return codes, scale
 
 
-def dequantise_int8(codes: Tensor, scale: Tensor) -> Tensor:
-    """The reverse of `quantise_int8`, in fp32."""
+def dequantize_int8(codes: Tensor, scale: Tensor) -> Tensor:
+    """The reverse of `quantize_int8`, in fp32."""
     kernels = _kernels()
     if kernels is None or not codes.is_cpu:
-        return reference.dequantise_int8(codes, scale)
+        return reference.dequantize_int8(codes, scale)
     codes, scale = codes.contiguous(), scale.contiguous()
     rows, columns = codes.shape
     w = torch.empty(rows, columns)
 
     def run(begin: int, end: int) -> None:
-        kernels.dequantise_int8(w.data_ptr(), columns, begin, end, codes.data_ptr(), scale.data_ptr())
+        kernels.dequantize_int8(w.data_ptr(), columns, begin, end, codes.data_ptr(), scale.data_ptr())
 
     in_threads(run, rows, torch.get_num_threads(), least=THREAD_NUMEL // max(columns, 1) + 1, multiple=1)
     return w
 
 
-def quantise_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """[rows, columns], fp32, bf16 or fp16 -> codes uint8 [rows, columns / 2], two a byte, the first in the low half, and
     scale and low fp32 [rows, columns / group], which are fp16 numbers: w = codes * scale + low.
 
     Of a few ranges for each group the one of the least squared error. A group that holds what is not finite gets a `low`
     that is not.
     """
-    _check_matrix("quantise_int4", w)
+    _check_matrix("quantize_int4", w)
     rows, columns = w.shape
     if group % 2 or not 2 <= group <= MAX_GROUP or columns % group:
         raise ValueError(f"int4 needs an even group up to {MAX_GROUP} that divides the input: group {group}, input {columns}")
     kernels = _kernels()
     if kernels is None or not w.is_cpu:
-        return reference.quantise_int4(w, group)
+        return reference.quantize_int4(w, group)
     w = w.contiguous()
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
     scale, low = torch.empty(2, rows, columns // group)
     pointers = (codes.data_ptr(), scale.data_ptr(), low.data_ptr())
 
     def run(begin: int, end: int) -> None:
-        kernels.quantise_int4(w.data_ptr(), DTYPES[w.dtype], group, begin, end, *pointers)
+        kernels.quantize_int4(w.data_ptr(), DTYPES[w.dtype], group, begin, end, *pointers)
 
     in_threads(run, scale.numel(), torch.get_num_threads(), least=BLOCK // group, multiple=1)
     return codes, scale, low
 
 
-def dequantise_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
-    """The reverse of `quantise_int4`, in fp32; groups of any even size, and scale and low may be fp16."""
+def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+    """The reverse of `quantize_int4`, in fp32; groups of any even size, and scale and low may be fp16."""
     kernels = _kernels()
     if kernels is None or not codes.is_cpu:
-        return reference.dequantise_int4(codes, scale, low)
+        return reference.dequantize_int4(codes, scale, low)
     codes, scale, low = codes.contiguous(), scale.float().contiguous(), low.float().contiguous()
     w = torch.empty(len(codes), 2 * codes.shape[1])
     group = w.shape[1] // max(scale.shape[1], 1)
     pointers = (codes.data_ptr(), scale.data_ptr(), low.data_ptr())
 
     def run(begin: int, end: int) -> None:
-        kernels.dequantise_int4(w.data_ptr(), group, begin, end, *pointers)
+        kernels.dequantize_int4(w.data_ptr(), group, begin, end, *pointers)
 
     in_threads(run, scale.numel(), torch.get_num_threads(), least=THREAD_NUMEL // max(group, 1) + 1, multiple=1)
     return w

@@ -37,10 +37,23 @@ _CODES = 3
 
 
 def adamw(
-    master: Tensor, grad: Tensor, exp_avg: Tensor | Blocks, exp_avg_sq: Tensor | Blocks, out: Tensor | None, *, scale: float,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, decoupled: bool, bias_correction: bool,
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor | Blocks,
+    exp_avg_sq: Tensor | Blocks,
+    out: Tensor | None,
+    *,
+    scale: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    decoupled: bool,
+    bias_correction: bool,
     rounding: Stochastic | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Adam by the formulas of torch.optim.AdamW (`decoupled`) or Adam. step counts from 1."""
     _check_step("adamw", step)
     _check_betas("adamw", beta1, beta2)
@@ -52,17 +65,35 @@ def adamw(
     if not _all_fp32(exp_avg, exp_avg_sq):  # one multiplication less for each element; in fp32 the order of operations is torch's
         lr, eps, of_root = lr * root, eps * root, 1.0
     c = Coefficients(
-        scale=scale, keep=keep, l2=0.0 if decoupled else weight_decay, rate=rate, beta1=beta1, rest1=1.0 - beta1, beta=beta2,
-        rest=1.0 - beta2, correction2=of_root, eps=eps, lr=lr / correction1,
-    )  # fmt: skip
+        scale=scale,
+        keep=keep,
+        l2=0.0 if decoupled else weight_decay,
+        rate=rate,
+        beta1=beta1,
+        rest1=1.0 - beta1,
+        beta=beta2,
+        rest=1.0 - beta2,
+        correction2=of_root,
+        eps=eps,
+        lr=lr / correction1,
+    )
     names = ("master", "grad", "exp_avg", "exp_avg_sq", "out")
     _step("adamw", names, Rule.ADAMW, (master, grad, exp_avg, exp_avg_sq, out), c, flags, rounding)
 
 
 def lion(
-    master: Tensor, grad: Tensor, exp_avg: Tensor | Blocks, out: Tensor | None, *, scale: float, lr: float, beta1: float,
-    beta2: float, weight_decay: float, rounding: Stochastic | None = None,
-) -> None:  # fmt: skip
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor | Blocks,
+    out: Tensor | None,
+    *,
+    scale: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    rounding: Stochastic | None = None,
+) -> None:
     """Lion by the formulas of slipstream.optim.Lion."""
     _check_betas("lion", beta1, beta2)
     (update_rate, update_flag), (rate, flag) = _lerp(beta1, UPDATE_FROM_GRAD), _lerp(beta2, FROM_GRAD)
@@ -72,9 +103,20 @@ def lion(
 
 
 def sgd(
-    master: Tensor, grad: Tensor, momentum_buffer: Tensor | Blocks | None, out: Tensor | None, *, scale: float, lr: float,
-    momentum: float, dampening: float, nesterov: bool, weight_decay: float, first: bool, rounding: Stochastic | None = None,
-) -> None:  # fmt: skip
+    master: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | Blocks | None,
+    out: Tensor | None,
+    *,
+    scale: float,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    nesterov: bool,
+    weight_decay: float,
+    first: bool,
+    rounding: Stochastic | None = None,
+) -> None:
     """SGD by the formulas of torch.optim.SGD. first: whether the buffer has yet to be filled; it is None without momentum."""
     if (momentum_buffer is None) != (momentum == 0.0):
         have = "is None" if momentum_buffer is None else "is given"
@@ -86,9 +128,19 @@ def sgd(
 
 
 def adagrad(
-    master: Tensor, grad: Tensor, square_sum: Tensor, out: Tensor | None, *, scale: float, lr: float, lr_decay: float, eps: float,
-    weight_decay: float, step: int, rounding: Stochastic | None = None,
-) -> None:  # fmt: skip
+    master: Tensor,
+    grad: Tensor,
+    square_sum: Tensor,
+    out: Tensor | None,
+    *,
+    scale: float,
+    lr: float,
+    lr_decay: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    rounding: Stochastic | None = None,
+) -> None:
     """Adagrad by the formulas of torch.optim.Adagrad. step counts from 1. A sum that only grows is kept in no 8 bits."""
     _check_step("adagrad", step)
     c = Coefficients(scale=scale, l2=weight_decay, eps=eps, lr=lr / (1 + (step - 1) * lr_decay))
@@ -97,9 +149,21 @@ def adagrad(
 
 
 def lamb_update(
-    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, scale: float, beta1: float, beta2: float, eps: float,
-    eps_inside_sqrt: bool, weight_decay: float, step: int, bias_correction: bool, rounding: Stochastic | None = None,
-) -> tuple[float | Tensor, float | Tensor]:  # fmt: skip
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    scale: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    eps_inside_sqrt: bool,
+    weight_decay: float,
+    step: int,
+    bias_correction: bool,
+    rounding: Stochastic | None = None,
+) -> tuple[float | Tensor, float | Tensor]:
     """The first of LAMB's two passes, by the formulas of slipstream.optim.Lamb: steps the moments.
 
     Returns the fp64 sums of squares of the weights and of the update, which no number of threads changes; a tensor's ranges may
@@ -112,9 +176,21 @@ def lamb_update(
 
 
 def lamb_apply(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None, *, lr: float, beta1: float, beta2: float, eps: float,
-    eps_inside_sqrt: bool, weight_decay: float, step: int, bias_correction: bool, rounding: Stochastic | None = None,
-) -> None:  # fmt: skip
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    out: Tensor | None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    eps_inside_sqrt: bool,
+    weight_decay: float,
+    step: int,
+    bias_correction: bool,
+    rounding: Stochastic | None = None,
+) -> None:
     """The second: master -= lr * update, with the trust ratio in `lr`."""
     c, flags = _lamb("lamb_apply", step, 1.0, beta1, beta2, eps, eps_inside_sqrt, weight_decay, bias_correction)
     moments = (_plain("lamb_apply", exp_avg), _plain("lamb_apply", exp_avg_sq))
@@ -123,17 +199,30 @@ def lamb_apply(
 
 
 def _lamb(
-    op: str, step: int, scale: float, beta1: float, beta2: float, eps: float, eps_inside_sqrt: bool, weight_decay: float,
+    op: str,
+    step: int,
+    scale: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    eps_inside_sqrt: bool,
+    weight_decay: float,
     bias_correction: bool,
-) -> tuple[Coefficients, int]:  # fmt: skip
+) -> tuple[Coefficients, int]:
     _check_step(op, step)
     _check_betas(op, beta1, beta2)
     correction1, correction2 = _corrections(bias_correction, step, beta1, beta2)
     rate, flags = _lerp(beta1, FROM_GRAD)
     c = Coefficients(
-        scale=scale, l2=weight_decay, rate=rate, beta=beta2, rest=1.0 - beta2, correction1=1.0 / correction1,
-        correction2=1.0 / correction2, eps=eps,
-    )  # fmt: skip
+        scale=scale,
+        l2=weight_decay,
+        rate=rate,
+        beta=beta2,
+        rest=1.0 - beta2,
+        correction1=1.0 / correction1,
+        correction2=1.0 / correction2,
+        eps=eps,
+    )
     return c, flags | eps_inside_sqrt * EPS_INSIDE
 
 
@@ -167,9 +256,14 @@ def _plain(op: str, state: Tensor) -> Tensor:
 
 
 def _step(
-    op: str, names: tuple[str, ...], rule: Rule, arrays: tuple[Tensor | None, Tensor | None, State, State, Tensor | None],
-    c: Coefficients, flags: int, rounding: Stochastic | None,
-) -> tuple[float | Tensor, float | Tensor]:  # fmt: skip
+    op: str,
+    names: tuple[str, ...],
+    rule: Rule,
+    arrays: tuple[Tensor | None, Tensor | None, State, State, Tensor | None],
+    c: Coefficients,
+    flags: int,
+    rounding: Stochastic | None,
+) -> tuple[float | Tensor, float | Tensor]:
     """arrays: master, gradient, first state (signed), second state (a sum of squares), weights."""
     master, grad, first, second, out = arrays
     assert master is not None, "there is something to step"

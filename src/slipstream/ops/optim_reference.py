@@ -105,9 +105,16 @@ State = Tensor | Blocks | None
 
 @torch.no_grad()
 def step(
-    rule: Rule, master: Tensor, grad: Tensor | None, first: State, second: State, out: Tensor | None, c: Coefficients, flags: int,
+    rule: Rule,
+    master: Tensor,
+    grad: Tensor | None,
+    first: State,
+    second: State,
+    out: Tensor | None,
+    c: Coefficients,
+    flags: int,
     rounding: Stochastic | None,
-) -> tuple[float | Tensor, float | Tensor]:  # fmt: skip
+) -> tuple[float | Tensor, float | Tensor]:
     """Returns LAMB_UPDATE's sums of squares of weights and update: 0-dim tensors where reading them would wait for a device."""
     squares: tuple[list[Tensor], list[Tensor]] = ([], [])
     for span in spans(master):
@@ -246,8 +253,8 @@ def _random_bits(rounding: Stochastic, start: int, numel: int, device: torch.dev
     x = (x ^ (x >> 15)) * 0x846CA68B & _LOW
     x ^= x >> 16
     numbers = torch.stack((x & 0xFFFF, x >> 16), -1)
-    own, neighbour = (part.reshape(-1)[first % 16 :][:numel] for part in (numbers, numbers.flip(-1)))
-    return own, neighbour
+    own, neighbor = (part.reshape(-1)[first % 16 :][:numel] for part in (numbers, numbers.flip(-1)))
+    return own, neighbor
 
 
 def _signed(x: int) -> int:

@@ -69,7 +69,7 @@ def added(values: Iterable[float]) -> float:
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """numpy's on CPU: torch's comes from a maths library that may be off by one unit in the last place."""
+    """numpy's on CPU: torch's comes from a math library that may be off by one unit in the last place."""
     if not x.is_cpu:
         return x.sqrt()
     with numpy.errstate(invalid="ignore"):
@@ -82,7 +82,7 @@ def copy_stream(dst: Tensor, src: Tensor) -> None:
 
 
 @torch.no_grad()
-def quantise_int8(w: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
     codes, scale = torch.empty_like(w, dtype=torch.int8), torch.empty(len(w), dtype=torch.float32, device=w.device)
     step = _rows_at_once(w)
     for rows, q, scales in zip(w.split(step), codes.split(step), scale.split(step), strict=True):
@@ -93,12 +93,12 @@ def quantise_int8(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def dequantise_int8(codes: Tensor, scale: Tensor) -> Tensor:
+def dequantize_int8(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.float().mul_(scale[:, None])
 
 
 @torch.no_grad()
-def quantise_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     parts = []
     for some in w.split(_rows_at_once(w)):
         # A group is a column, so that its sums are taken over whole vectors.
@@ -110,7 +110,7 @@ def quantise_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def dequantise_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
     out = torch.empty(*codes.shape, 2, device=codes.device)
     step = _rows_at_once(codes)
     for rows, q, scales, lows in zip(*(whole.split(step) for whole in (out, codes, scale, low)), strict=True):
@@ -133,8 +133,8 @@ def _fit_int4(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         codes = _nearest_code(w, span * (shrink / 15), middle - span * (shrink / 2))
         # The line through (codes, w) of least squares is the best scale and low for them; codes are then chosen anew.
         code_mean = _sum(codes) / size
-        centred = codes.sub_(code_mean)
-        slope = _sum(centred * w) / _sum(centred.square()).clamp_min_(1e-12)
+        centered = codes.sub_(code_mean)
+        slope = _sum(centered * w) / _sum(centered.square()).clamp_min_(1e-12)
         scale = slope.half().float()  # as files and the decoder hold it
         low = (mean - scale * code_mean).half().float()
         error = _sum(_nearest_code(w, scale, low).mul_(scale).add_(low).sub_(w).square_())

@@ -6,7 +6,7 @@ codes  8 bits: whole numbers from -127 to 127 times scale / 127. 4 bits: indices
 NF4    16 values at quantiles of a normal distribution, scaled to [-1, 1] and holding 0 exactly (QLoRA, arXiv 2305.14314, eq. 4;
        the constants as its authors' library derives them)
 scale  the block's largest magnitude, rounded up: no code is clipped. One bf16 for 64 columns is a quarter of a bit each, half of
-       what the paper's fp32 takes before its second quantisation
+       what the paper's fp32 takes before its second quantization
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RowForm:
 
 
 @torch.no_grad()
-def quantise_rows(w: Tensor, form: RowForm) -> Tensor:
+def quantize_rows(w: Tensor, form: RowForm) -> Tensor:
     """[rows, columns], floating point and finite -> uint8 [rows, row_nbytes]."""
     if w.numel() == 0:
         return torch.zeros(len(w), form.row_nbytes, dtype=torch.uint8, device=w.device)
@@ -79,13 +79,13 @@ def quantise_rows(w: Tensor, form: RowForm) -> Tensor:
     return torch.cat([codes, scales.to(torch.bfloat16).view(torch.uint8).view(len(w), -1)], 1)
 
 
-def dequantise_rows(packed: Tensor, form: RowForm, dtype: torch.dtype) -> Tensor:
+def dequantize_rows(packed: Tensor, form: RowForm, dtype: torch.dtype) -> Tensor:
     """uint8 [rows, row_nbytes] -> [rows, columns]: code times scale in fp32, rounded once to `dtype`."""
-    return _dequantise(packed, form.bits, form.columns, form.block, dtype)
+    return _dequantize(packed, form.bits, form.columns, form.block, dtype)
 
 
-@torch.library.custom_op("slipstream::dequantise_rows", mutates_args=())  # so that compilers and fake tensors see one operation
-def _dequantise(packed: Tensor, bits: int, columns: int, block: int, dtype: torch.dtype) -> Tensor:
+@torch.library.custom_op("slipstream::dequantize_rows", mutates_args=())  # so that compilers and fake tensors see one operation
+def _dequantize(packed: Tensor, bits: int, columns: int, block: int, dtype: torch.dtype) -> Tensor:
     form = RowForm(bits=bits, columns=columns, block=block)
     kernels, code = cpu._kernels(), cpu.DTYPES.get(dtype)
     if kernels is None or code is None or block % 16 or not packed.is_cpu:
@@ -95,21 +95,21 @@ def _dequantise(packed: Tensor, bits: int, columns: int, block: int, dtype: torc
     pairs = _pairs(packed.device)
 
     def run(begin: int, end: int) -> None:
-        kernels.dequantise_rows(out.data_ptr(), code, shape, begin, end, packed.data_ptr(), pairs.data_ptr())
+        kernels.dequantize_rows(out.data_ptr(), code, shape, begin, end, packed.data_ptr(), pairs.data_ptr())
 
     least = cpu.THREAD_NUMEL // max(columns, 1) + 1
     cpu.in_threads(run, len(packed), torch.get_num_threads(), least=least, multiple=1)
     return out
 
 
-@_dequantise.register_fake
+@_dequantize.register_fake
 def _(packed: Tensor, bits: int, columns: int, block: int, dtype: torch.dtype) -> Tensor:
     return packed.new_empty(len(packed), columns, dtype=dtype)
 
 
 @torch.no_grad()
 def in_torch(packed: Tensor, form: RowForm, dtype: torch.dtype) -> Tensor:
-    """`dequantise_rows`, the twin: any device, dtype and block."""
+    """`dequantize_rows`, the twin: any device, dtype and block."""
     if not len(packed) or not form.columns:
         return torch.zeros(len(packed), form.columns, dtype=dtype, device=packed.device)
     rows = len(packed)

@@ -93,7 +93,7 @@ class Lamb(Optimizer):
 
 
 def trust_ratio(param: Tensor, update: Tensor, minimum: float, maximum: float) -> Tensor:
-    """|param| / |update| in [minimum, maximum]; 1 where either norm is zero. 0-D, no synchronisation."""
+    """|param| / |update| in [minimum, maximum]; 1 where either norm is zero. 0-D, no synchronization."""
     param_norm = torch.linalg.vector_norm(param, dtype=torch.float32)
     update_norm = torch.linalg.vector_norm(update, dtype=torch.float32)
     ratio = (param_norm / update_norm).clamp(minimum, maximum)

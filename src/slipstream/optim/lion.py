@@ -24,11 +24,7 @@ class Lion(Optimizer):
     elementwise: ClassVar[bool] = True
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
+        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
     ) -> None:
         if lr < 0 or weight_decay < 0:
             raise ValueError(f"Lion: lr ({lr}) and weight_decay ({weight_decay}) must not be negative")

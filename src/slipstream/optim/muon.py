@@ -1,4 +1,4 @@
-"""Muon (Jordan 2024, kellerjordan.github.io/posts/muon): orthogonalised momentum for hidden matrices.
+"""Muon (Jordan 2024, kellerjordan.github.io/posts/muon): orthogonalized momentum for hidden matrices.
 
 Shape-aware: the update of a matrix needs all of it. One optimizer holds both halves of a model: groups with
 `use_muon=True` (hidden matrices, one state) and groups with `use_muon=False` (embeddings, heads, vectors),
@@ -140,7 +140,7 @@ def muon_groups(
     """Splits parameters into groups for `Muon`: matrices that are no embedding or head, and the rest.
 
     Muon takes parameters of two or more dimensions. Adam takes vectors, matrices with a side of 1 (there
-    is nothing to orthogonalise), and every parameter whose name, any one of its names if it is tied, says
+    is nothing to orthogonalize), and every parameter whose name, any one of its names if it is tied, says
     that it is an embedding or a head. `groups` are parameter groups of the caller's own; each is split in
     two and keeps its options, and one that carries `use_muon` already is left as it is. Empty halves are
     dropped, so call this with the whole model's parameters, not with one rank's.
@@ -176,7 +176,7 @@ def orthogonalize(matrices: Tensor, *, steps: int, method: str, dtype: torch.dty
     """About the nearest semi-orthogonal matrix of each of `matrices`, by a quintic Newton-Schulz iteration.
 
     `dtype` is that of the products: fp32 on CPU; on an accelerator bf16 for "standard" and, for its three
-    more bits, fp16 for "gram" (all values stay near 1 after the normalisation). Result in `dtype`.
+    more bits, fp16 for "gram" (all values stay near 1 after the normalization). Result in `dtype`.
     """
     if dtype is None:
         dtype = torch.float32 if matrices.device.type == "cpu" else _ITERATIONS[method][1]

@@ -3,7 +3,7 @@
 A rule (optim/rules.py) is one optimizer's arithmetic; `NativeSteps` knows where states are and which hyperparameters hold for which
 elements. Resident and offloaded states go through the same calls, so a tier changes when things move and never what is computed.
 
-run   a stretch of neighbouring pieces that share a parameter group and a step count, cut at chunks
+run   a stretch of neighboring pieces that share a parameter group and a step count, cut at chunks
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ class NativeSteps(ShardedSteps):
     """A rule over the chunks of all units."""
 
     def __init__(
-        self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule, form: Form, *, chunk_numel: int,
-        num_buffers: int,
-    ) -> None:  # fmt: skip
+        self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule, form: Form, *, chunk_numel: int, num_buffers: int
+    ) -> None:
         super().__init__(inner, units)
         self.rule, self.form, self.homes = rule, form, units[0].homes
         self.apart, self.streams = self.homes.apart, Tier.DISK in (self.homes.tiers.optim, self.homes.tiers.weights)
@@ -131,7 +130,7 @@ class NativeSteps(ShardedSteps):
         return self._chunks[unit.index]
 
     def _runs_of(self, unit: Unit) -> Iterator[Run]:
-        """Maximal runs of trainable neighbours in their next step, or single ones where the rule wants them whole.
+        """Maximal runs of trainable neighbors in their next step, or single ones where the rule wants them whole.
 
         The zero gap between two parameters belongs to the run, and so does the one after the last: gradients and weights are zero
         there, so no update changes them.

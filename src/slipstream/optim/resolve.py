@@ -179,8 +179,10 @@ def _check_kinds(cls: type[Optimizer], kwargs: Mapping[str, Any], what: str) -> 
     """Raises where a number, or so many of them, is wanted by the default's example, and something else is given."""
     for key, parameter in inspect.signature(cls).parameters.items():
         value, default = kwargs.get(key), parameter.default
-        if isinstance(default, tuple) and value is not None and not (
-            isinstance(value, tuple) and len(value) == len(default) and all(map(_is_number, value))
+        if (
+            isinstance(default, tuple)
+            and value is not None
+            and not (isinstance(value, tuple) and len(value) == len(default) and all(map(_is_number, value)))
         ):
             raise ValueError(f"{what}: {key} is {len(default)} numbers, as {list(default)}, not {value!r}")
         if _is_number(default) and value is not None and not _is_number(value):
@@ -209,7 +211,7 @@ _EXTRAS: dict[str, _Extra] = {
     "fp32_optimizer_states": _Extra((None, True), "asks for half-precision states: set bf16.bf16_optimizer_states"),
     "set_grad_none": _Extra((None, True, False), ""),
     "amsgrad": _Extra((None, False), "is not a variant of this optimizer; Adam and AdamW have it"),
-    "per_head_muon": _Extra((None, False), "(one orthogonalisation per attention head) is not built yet"),
+    "per_head_muon": _Extra((None, False), "(one orthogonalization per attention head) is not built yet"),
 }
 
 

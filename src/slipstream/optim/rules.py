@@ -37,9 +37,16 @@ class Rule(ABC):
 
     @abstractmethod
     def apply(
-        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
-        scale: float, rounding: Stochastic | None,
-    ) -> None:  # fmt: skip
+        self,
+        options: Mapping[str, Any],
+        step: int,
+        master: Tensor,
+        grad: Tensor,
+        states: Sequence[State],
+        out: Tensor | None,
+        scale: float,
+        rounding: Stochastic | None,
+    ) -> None:
         """Update `master` and `states` in place with `grad` times `scale`, and write the new weights to `out`. All 1D."""
 
 
@@ -53,15 +60,34 @@ class AdamW(Rule):
         self.decoupled = decoupled  # of groups that do not say it
 
     def apply(
-        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
-        scale: float, rounding: Stochastic | None,
-    ) -> None:  # fmt: skip
+        self,
+        options: Mapping[str, Any],
+        step: int,
+        master: Tensor,
+        grad: Tensor,
+        states: Sequence[State],
+        out: Tensor | None,
+        scale: float,
+        rounding: Stochastic | None,
+    ) -> None:
         beta1, beta2 = options["betas"]
         ops.adamw(
-            master, grad, states[0], states[1], out, scale=scale, lr=options["lr"], beta1=beta1, beta2=beta2, eps=options["eps"],
-            weight_decay=options["weight_decay"], step=step, decoupled=options.get("decoupled_weight_decay", self.decoupled),
-            bias_correction=options.get("bias_correction", True), rounding=rounding,
-        )  # fmt: skip
+            master,
+            grad,
+            states[0],
+            states[1],
+            out,
+            scale=scale,
+            lr=options["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=options["eps"],
+            weight_decay=options["weight_decay"],
+            step=step,
+            decoupled=options.get("decoupled_weight_decay", self.decoupled),
+            bias_correction=options.get("bias_correction", True),
+            rounding=rounding,
+        )
 
 
 class Lion(Rule):
@@ -71,14 +97,29 @@ class Lion(Rule):
     signed = (True,)
 
     def apply(
-        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
-        scale: float, rounding: Stochastic | None,
-    ) -> None:  # fmt: skip
+        self,
+        options: Mapping[str, Any],
+        step: int,
+        master: Tensor,
+        grad: Tensor,
+        states: Sequence[State],
+        out: Tensor | None,
+        scale: float,
+        rounding: Stochastic | None,
+    ) -> None:
         beta1, beta2 = options["betas"]
         ops.lion(
-            master, grad, states[0], out, scale=scale, lr=options["lr"], beta1=beta1, beta2=beta2,
-            weight_decay=options["weight_decay"], rounding=rounding,
-        )  # fmt: skip
+            master,
+            grad,
+            states[0],
+            out,
+            scale=scale,
+            lr=options["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=options["weight_decay"],
+            rounding=rounding,
+        )
 
 
 class Adagrad(Rule):
@@ -89,14 +130,30 @@ class Adagrad(Rule):
     may_be_blocks = False
 
     def apply(
-        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
-        scale: float, rounding: Stochastic | None,
-    ) -> None:  # fmt: skip
+        self,
+        options: Mapping[str, Any],
+        step: int,
+        master: Tensor,
+        grad: Tensor,
+        states: Sequence[State],
+        out: Tensor | None,
+        scale: float,
+        rounding: Stochastic | None,
+    ) -> None:
         assert isinstance(states[0], Tensor)
         ops.adagrad(
-            master, grad, states[0], out, scale=scale, lr=options["lr"], lr_decay=options["lr_decay"], eps=options["eps"],
-            weight_decay=options["weight_decay"], step=step, rounding=rounding,
-        )  # fmt: skip
+            master,
+            grad,
+            states[0],
+            out,
+            scale=scale,
+            lr=options["lr"],
+            lr_decay=options["lr_decay"],
+            eps=options["eps"],
+            weight_decay=options["weight_decay"],
+            step=step,
+            rounding=rounding,
+        )
 
 
 class SGD(Rule):
@@ -108,14 +165,30 @@ class SGD(Rule):
         self.chosen = {**Rule.chosen, "momentum": momentum}
 
     def apply(
-        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
-        scale: float, rounding: Stochastic | None,
-    ) -> None:  # fmt: skip
+        self,
+        options: Mapping[str, Any],
+        step: int,
+        master: Tensor,
+        grad: Tensor,
+        states: Sequence[State],
+        out: Tensor | None,
+        scale: float,
+        rounding: Stochastic | None,
+    ) -> None:
         ops.sgd(
-            master, grad, states[0] if states else None, out, scale=scale, lr=options["lr"], momentum=options["momentum"],
-            dampening=options["dampening"], nesterov=options["nesterov"], weight_decay=options["weight_decay"], first=step == 1,
+            master,
+            grad,
+            states[0] if states else None,
+            out,
+            scale=scale,
+            lr=options["lr"],
+            momentum=options["momentum"],
+            dampening=options["dampening"],
+            nesterov=options["nesterov"],
+            weight_decay=options["weight_decay"],
+            first=step == 1,
             rounding=rounding,
-        )  # fmt: skip
+        )
 
 
 class Lamb(Rule):
@@ -127,9 +200,16 @@ class Lamb(Rule):
     is_whole = True
 
     def apply(
-        self, options: Mapping[str, Any], step: int, master: Tensor, grad: Tensor, states: Sequence[State], out: Tensor | None,
-        scale: float, rounding: Stochastic | None,
-    ) -> None:  # fmt: skip
+        self,
+        options: Mapping[str, Any],
+        step: int,
+        master: Tensor,
+        grad: Tensor,
+        states: Sequence[State],
+        out: Tensor | None,
+        scale: float,
+        rounding: Stochastic | None,
+    ) -> None:
         exp_avg, exp_avg_sq = states
         assert isinstance(exp_avg, Tensor) and isinstance(exp_avg_sq, Tensor)
         beta1, beta2 = options["betas"]

@@ -48,17 +48,7 @@ def pieces_of(unit: Unit, group_of: dict[int, int]) -> list[Piece]:
     for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
         start, stop = overlap(slot.span, unit.optim_span)
         if id(param) in group_of and start < stop:
-            pieces.append(
-                Piece(
-                    name,
-                    param,
-                    slot.shape,
-                    start - slot.offset,
-                    start - base,
-                    stop - base,
-                    group_of[id(param)],
-                )
-            )
+            pieces.append(Piece(name, param, slot.shape, start - slot.offset, start - base, stop - base, group_of[id(param)]))
     return sorted(pieces, key=lambda piece: piece.start)
 
 

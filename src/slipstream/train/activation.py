@@ -42,10 +42,15 @@ def apply(
     if speaks:
         logger.log(
             logging.INFO if names else logging.WARNING,
-            "activations: %s for %d of %d repeated blocks%s", plan.way, len(chosen), len(names),
-            "" if names else "; those are children of one ModuleList or Sequential that share a class. For other modules, "
+            "activations: %s for %d of %d repeated blocks%s",
+            plan.way,
+            len(chosen),
+            len(names),
+            ""
+            if names
+            else "; those are children of one ModuleList or Sequential that share a class. For other modules, "
             "call slipstream.checkpointing.checkpoint in their forward",
-        )  # fmt: skip
+        )
     host = HostMemory([*resident, *model.buffers()]) if plan.way == "offload" or plan.inputs_on_host else None
     part = _Boundary(timing if plan.profile else _untimed, plan.synchronize)
     say = _Once(speaks)

@@ -121,9 +121,14 @@ class Engine(nn.Module):
         recipe, slots, reducer = self.recipe, self.slots, Reducer(self.units, self.slots)
         reducer.alpha, reducer.on_reduced = self.alpha, _weak(self._update_ahead)
         self.hooks = Hooks(
-            self.module, self.units, reducer, self.watch, self.precision.inputs, self.precision.outputs,
+            self.module,
+            self.units,
+            reducer,
+            self.watch,
+            self.precision.inputs,
+            self.precision.outputs,
             unfreeze=lambda unit: unfreeze(unit, recipe, slots),
-        )  # fmt: skip
+        )
         self.hooks.handles += activation.apply(
             self.plan.activations, self.module, [unit.full for unit in self.units], self.progress.timing, speaks=self.rank == 0
         )
@@ -223,9 +228,13 @@ class Engine(nn.Module):
         window.settle(self.units, self.alpha, self.slots)
         self._settle_disk()
         return window.judge(
-            self.units, self.comms, self.hooks.backwards, self.precision.loss_scale, self.plan.gradient_clipping,
+            self.units,
+            self.comms,
+            self.hooks.backwards,
+            self.precision.loss_scale,
+            self.plan.gradient_clipping,
             self.precision.plan.check_overflow,
-        )  # fmt: skip
+        )
 
     def _settle_disk(self) -> None:
         """Wait for the update, and for what moves to and from the disk. With a disk collective: all ranks raise the same error."""
@@ -389,9 +398,14 @@ class Engine(nn.Module):
             access.set_optimizer_state(unit, i, self.steps, values)
 
     def save_checkpoint(
-        self, save_dir: str, tag: str | None = None, client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
-        exclude_frozen_parameters: bool = False, contents: Contents = "all",
-    ) -> bool:  # fmt: skip
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        contents: Contents = "all",
+    ) -> bool:
         """Write everything needed to go on, atomically; any world size and stage can load it. Collective.
 
         contents: "all"; "without_optimizer", whose states are most of the bytes; "weights", with buffers; "adapters", what is
@@ -415,9 +429,12 @@ class Engine(nn.Module):
             persist.finish(self)
 
     def save_pretrained(
-        self, save_directory: str, dtype: torch.dtype | str | None = None, max_shard_size: int | str = "5GB",
+        self,
+        save_directory: str,
+        dtype: torch.dtype | str | None = None,
+        max_shard_size: int | str = "5GB",
         only_trainable: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write a Hugging Face folder: sharded safetensors, and config.json where the model has one. Collective.
 
         dtype: of parameters; None: the model's own. Each rank writes its own shards where they belong, so nothing is gathered.
@@ -433,9 +450,15 @@ class Engine(nn.Module):
             folder.save_pretrained(self, str(save_directory), wanted, nbytes, only_trainable)
 
     def load_checkpoint(
-        self, load_dir: str, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True, load_module_only: bool = False, exclude: Sequence[str] = (),
-    ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        exclude: Sequence[str] = (),
+    ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint, ours or DeepSpeed's: (its folder, client_state), or (None, {}) without one.
 
         load_module_strict=False takes the names that both have. exclude: patterns ("head.*") of parameters and buffers that stay
@@ -445,9 +468,15 @@ class Engine(nn.Module):
 
         with self.together("load_checkpoint"):
             return restore.load(
-                self, str(load_dir), tag, strict=load_module_strict, optimizer=load_optimizer_states,
-                scheduler=load_lr_scheduler_states, module_only=load_module_only, exclude=exclude,
-            )  # fmt: skip
+                self,
+                str(load_dir),
+                tag,
+                strict=load_module_strict,
+                optimizer=load_optimizer_states,
+                scheduler=load_lr_scheduler_states,
+                module_only=load_module_only,
+                exclude=exclude,
+            )
 
     @contextmanager
     def together(self, method: str) -> Iterator[None]:
@@ -580,8 +609,9 @@ class Engine(nn.Module):
         if on_disk and self.rank == 0:
             logger.info(
                 "destroy: the weights of %d parameters rested on disk and go with the engine, so these are on meta now; to keep "
-                "them, call save_checkpoint() or state_dict() before destroy()", on_disk,
-            )  # fmt: skip
+                "them, call save_checkpoint() or state_dict() before destroy()",
+                on_disk,
+            )
         with ExitStack() as closing:  # each of these, whatever the others raise: a rank may have gone
             closing.callback(self._forget)
             closing.callback(self.homes.close)

@@ -114,11 +114,7 @@ def model_config(module: torch.nn.Module) -> dict[str, Any] | None:
 def random_state(device: torch.device) -> dict[str, Any]:
     import numpy
 
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
+    state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state

@@ -168,12 +168,7 @@ def of_engine(engine: Engine, *args: Any, **kwargs: Any) -> Forecast:
         from slipstream.train.dry_run import dry_run  # torch's fake tensors take a while to import
 
         profile = dry_run(engine.module, plan, args, kwargs, micro_batch_size=plan.batch.micro_batch_size)
-    return Forecast(
-        parts=[part_of(unit) for unit in engine.units],
-        setting=setting,
-        profile=profile,
-        rates=None,
-    )
+    return Forecast(parts=[part_of(unit) for unit in engine.units], setting=setting, profile=profile, rates=None)
 
 
 def part_of(unit: Unit) -> Part:
@@ -215,9 +210,12 @@ def size(nbytes: float) -> str:
 
 _STATES = ("weights", "gradients", "optimizer", "activations", "buffers")
 _LINKS = {
-    "wire": "sent to other ranks", "to_host": "device to host", "to_device": "host to device", "disk_read": "read from disk",
+    "wire": "sent to other ranks",
+    "to_host": "device to host",
+    "to_device": "host to device",
+    "disk_read": "read from disk",
     "disk_written": "written to disk",
-}  # fmt: skip
+}
 
 
 def table(forecast: Forecast) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def save_pretrained(engine: Engine, folder: str, dtype: torch.dtype | None, shard_nbytes: int, only_trainable: bool) -> None:
     """A Hugging Face folder of the masters' values; of weights that `slipstream.quantize` has made bytes, of the numbers that these
-    stand for. Collective; each rank writes what it owns. ValueError for weights that other libraries have quantised.
+    stand for. Collective; each rank writes what it owns. ValueError for weights that other libraries have quantized.
 
     Of a model with PEFT's adapters: the base with the adapters merged into its weights, or, only_trainable, PEFT's own folder.
     """
@@ -33,7 +33,7 @@ def save_pretrained(engine: Engine, folder: str, dtype: torch.dtype | None, shar
     foreign = next((name for name, param in engine.module.named_parameters() if id(param) in apart), "")
     if foreign and not only_trainable:
         raise ValueError(
-            f"save_pretrained() would write the codes of {foreign!r}, which bitsandbytes, torchao or the like has quantised, "
+            f"save_pretrained() would write the codes of {foreign!r}, which bitsandbytes, torchao or the like has quantized, "
             f"without what its loader needs to know of them: only_trainable=True writes the adapters, which belong on the folder "
             f"that the base came from, and save_checkpoint() everything"
         )
@@ -83,7 +83,7 @@ def _save_adapters(engine: Engine, folder: str, dtype: torch.dtype | None, where
 
 
 def _numbers(engine: Engine) -> dict[str, FlatSlice]:
-    """Quantised weights by name, of the rows that begin in this rank's bytes. Collective."""
+    """Quantized weights by name, of the rows that begin in this rank's bytes. Collective."""
     forms = row_forms(engine.module)
     weights = {key.removeprefix("model."): held for key, held in entries.weights(engine).items()}
     known = {name: held for name, held in weights.items() if name in forms}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.flat_slice import Shape
 from slipstream.compression import row_forms
-from slipstream.ops.rows import RowForm, dequantise_rows
+from slipstream.ops.rows import RowForm, dequantize_rows
 from slipstream.zero import access
 from slipstream.zero.unit import State, Unit
 
@@ -99,7 +99,7 @@ def _of_unit(unit: Unit, source: _Source) -> Iterator[tuple[str, Tensor]]:
     try:
         for name, view in ((unit.names[i], unit.views[i]) for i in kept):
             with torch.no_grad():
-                weight = dequantise_rows(view, source.forms[name], torch.float32) if name in source.forms else view
+                weight = dequantize_rows(view, source.forms[name], torch.float32) if name in source.forms else view
                 weight = _merged(weight, source.adapted[name]) if name in source.adapted else weight
             yield bare(name), weight
     finally:
@@ -113,8 +113,8 @@ def _source(engine: Engine) -> _Source:
         for name, param, whole in zip(unit.names, unit.params, unit.wholes, strict=True):
             if whole is not param:
                 raise ValueError(
-                    f"{name!r} is a part of a weight that another library quantised, which no server takes: quantise the base by "
-                    f"slipstream.quantize(), or hand over a model that is not quantised"
+                    f"{name!r} is a part of a weight that another library quantized, which no server takes: quantize the base by "
+                    f"slipstream.quantize(), or hand over a model that is not quantized"
                 )
     adapted = _adapted(engine)
     adapters = {id(param) for module in adapted.values() for name, param in module.named_parameters() if "base_layer" not in name}

@@ -134,8 +134,10 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
     drop_last, num_workers = plan.data.drop_last, 0
     if isinstance(data, DataLoader):
         known = isinstance(data.dataset, IterableDataset) or type(data.sampler) in (
-            RandomSampler, SequentialSampler, DistributedSampler,
-        )  # fmt: skip
+            RandomSampler,
+            SequentialSampler,
+            DistributedSampler,
+        )
         if data.batch_size != plan.batch.micro_batch_size or not known:
             raise ValueError(
                 f"training_data is a DataLoader of batch size {data.batch_size} and sampler {type(data.sampler).__name__}, and the "
@@ -145,9 +147,16 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
         drop_last, num_workers = drop_last or data.drop_last, data.num_workers
         data, collate_fn = data.dataset, collate_fn or data.collate_fn
     return distributed_loader(
-        data, batch_size=plan.batch.micro_batch_size, rank=mesh.data.index, world_size=mesh.data.size, collate_fn=collate_fn,
-        drop_last=drop_last, seed=plan.seed, num_workers=num_workers, pin_memory=device.type == "cuda",
-    )  # fmt: skip
+        data,
+        batch_size=plan.batch.micro_batch_size,
+        rank=mesh.data.index,
+        world_size=mesh.data.size,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        seed=plan.seed,
+        num_workers=num_workers,
+        pin_memory=device.type == "cuda",
+    )
 
 
 def _weights(model: nn.Module, mesh: Mesh) -> Reader | None:
@@ -182,9 +191,14 @@ def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data
 
 
 def _engine(
-    plan: Plan, model: nn.Module, mesh: Mesh, device: torch.device, inner: torch.optim.Optimizer | None, rule: Rule | None,
+    plan: Plan,
+    model: nn.Module,
+    mesh: Mesh,
+    device: torch.device,
+    inner: torch.optim.Optimizer | None,
+    rule: Rule | None,
     values: FirstValues,
-) -> Engine:  # fmt: skip
+) -> Engine:
     whole = inner is not None and (rule.is_whole if rule is not None else not is_elementwise(inner))
     precision, tiers = plan.precision, tiers_of(plan.offload)
     form = Form(dtype=precision.state_dtype, stochastic_seed=plan.seed if precision.stochastic_rounding else None)
@@ -246,9 +260,7 @@ def _engine(
         convert_buffers(model, recipe.weights_dtype)
     steps: ShardedSteps | None = None
     if inner is not None and rule is not None:
-        steps = NativeSteps(
-            inner, units, rule, form, chunk_numel=plan.offload.chunk_numel, num_buffers=plan.offload.num_buffers
-        )
+        steps = NativeSteps(inner, units, rule, form, chunk_numel=plan.offload.chunk_numel, num_buffers=plan.offload.num_buffers)
     elif inner is not None:
         steps = TorchSteps(inner, units, whole=whole, state_dtype=precision.state_dtype)
     return Engine(
@@ -317,9 +329,7 @@ def _optimizer(
     return _checked(built, model, rule_of(built) if named.native else None)
 
 
-def _checked(
-    optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | None
-) -> tuple[torch.optim.Optimizer, Rule | None]:
+def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | None) -> tuple[torch.optim.Optimizer, Rule | None]:
     refuse_unshardable(optimizer)
     if any(param.dtype is torch.float64 for param in model.parameters()):
         rule = None  # the kernels are fp32's

@@ -105,9 +105,10 @@ def _refuse_unknown(engine: Engine, params: Sequence[tuple[int, Unit, int]], sta
 def _tensors(values: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Tensor]:
     """Per-element states."""
     return {
-        name: value for name, value in values.items()
+        name: value
+        for name, value in values.items()
         if name != "step" and isinstance(value, Tensor) and tuple(value.shape) == shape
-    }  # fmt: skip
+    }
 
 
 def _take_one(engine: Engine, unit: Unit, i: int, values: Mapping[str, Any] | None) -> None:

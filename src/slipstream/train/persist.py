@@ -30,9 +30,14 @@ Contents = Literal["all", "without_optimizer", "weights", "adapters"]
 
 
 def save(
-    engine: Engine, directory: str, tag: str | None, client_state: Mapping[str, Any] | None, save_latest: bool,
-    exclude_frozen: bool, contents: Contents,
-) -> None:  # fmt: skip
+    engine: Engine,
+    directory: str,
+    tag: str | None,
+    client_state: Mapping[str, Any] | None,
+    save_latest: bool,
+    exclude_frozen: bool,
+    contents: Contents,
+) -> None:
     """Write one checkpoint, or copy what it takes to be written behind training. Collective; raises the same CheckpointError on
     every rank, also for the save before this one that was still being written."""
     finish(engine)
@@ -69,9 +74,14 @@ def save(
     shared["optimizer"] = entries.optimizer_scalars(engine) if contents == "all" else None
     plan = engine.plan.checkpoint
     how: dict[str, Any] = {
-        "tensors": tensors, "shared": shared, "per_rank": per_rank, "group": data.group, "save_latest": save_latest,
-        "tag_validation": plan.tag_validation.capitalize(), "keep": plan.keep,
-    }  # fmt: skip
+        "tensors": tensors,
+        "shared": shared,
+        "per_rank": per_rank,
+        "group": data.group,
+        "save_latest": save_latest,
+        "tag_validation": plan.tag_validation.capitalize(),
+        "keep": plan.keep,
+    }
     if plan.asynchronous:
         assert engine.staging is not None, "open_staging() makes it where saves are written behind training"
         engine.saving = checkpoint.save_behind(directory, tag, engine.staging, **how)
@@ -129,11 +139,15 @@ def _warn_of_what_is_left_out(engine: Engine, directory: str) -> None:
     if engine.hooks.backwards:
         logger.warning(
             "checkpoint in the middle of an accumulation window: the gradients of its %d backward passes are not saved, and a "
-            "run that is resumed begins a new window; save after the engine.step() that updates", engine.hooks.backwards,
-        )  # fmt: skip
+            "run that is resumed begins a new window; save after the engine.step() that updates",
+            engine.hooks.backwards,
+        )
     ranks = engine.mesh.data.ranks
     if dist.is_initialized() and len(ranks) < dist.get_world_size():
         logger.warning(
             "the checkpoint in %s is of this engine, of ranks %s of %d: engines of other groups (mpu) need directories of their "
-            "own, or they overwrite each other's", directory, list(ranks), dist.get_world_size(),
-        )  # fmt: skip
+            "own, or they overwrite each other's",
+            directory,
+            list(ranks),
+            dist.get_world_size(),
+        )

@@ -40,7 +40,7 @@ class LossScaler:
         self.skipped = 0 if applied else self.skipped + 1
         if not self.dynamic:
             if self.skipped >= MAX_SKIPPED:
-                lower = "" if self.plan is None else f', lower fp16.loss_scale ({self.scale:g}), set it to 0 (dynamic) or use bf16'
+                lower = "" if self.plan is None else f", lower fp16.loss_scale ({self.scale:g}), set it to 0 (dynamic) or use bf16"
                 raise OverflowError(
                     f"gradients were not finite in {self.skipped} steps in a row, and each was skipped: waiting does not help"
                     f"{lower}. Look at the data and at divisions or logs of zero in the module of the parameter that was named, "

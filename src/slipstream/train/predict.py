@@ -286,13 +286,18 @@ def _computing(parts: Sequence[Part], setting: Setting, profile: Profile) -> Ite
     for i, moment in enumerate(profile.moments):
         lines = [
             Line("activations", "activations and temporaries", Tier.DEVICE, moment.activations),
-            Line("gradients", "of units that are in backward", Tier.DEVICE,
-                 moment.with_grads - moment.activations if sharded else 0),
+            Line(
+                "gradients", "of units that are in backward", Tier.DEVICE, moment.with_grads - moment.activations if sharded else 0
+            ),
             Line("buffers", "gathered weights", Tier.DEVICE, _gathered(parts, setting, profile.moments[i:])),
             Line("buffers", "received gradients", Tier.DEVICE, received if moment.phase == "backward" else 0),
-            Line("buffers", "new weights, until the step", Tier.DEVICE,
-                 _new_weights(parts, setting) if moment.phase == "backward" else 0),
-        ]  # fmt: skip
+            Line(
+                "buffers",
+                "new weights, until the step",
+                Tier.DEVICE,
+                _new_weights(parts, setting) if moment.phase == "backward" else 0,
+            ),
+        ]
         yield lines, f"{moment.phase} of {moment.block or 'the root'}"
 
 
@@ -455,8 +460,12 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
 
     def moved(flow: Flow) -> float:
         """Seconds of the slowest link beside compute."""
-        return max(flow.to_host / rates.host, flow.to_device / rates.host,
-                   flow.disk_read / rates.disk_read, flow.disk_written / rates.disk_write)  # fmt: skip
+        return max(
+            flow.to_host / rates.host,
+            flow.to_device / rates.host,
+            flow.disk_read / rates.disk_read,
+            flow.disk_written / rates.disk_write,
+        )
 
     forward = max(compute["forward"], moved(flows.forward)) + flows.forward.wire / rates.wire
     backward = max(compute["backward"], moved(flows.backward)) + flows.backward.wire / rates.wire

@@ -59,9 +59,13 @@ class Progress:
             rates = [group["lr"] for group in engine.optimizer.param_groups] if engine.optimizer else []
             logger.info(
                 "step %d, skipped %d, lr %s, gradient norm %.4g, loss scale %g, %.1f samples/s",
-                engine.global_steps, engine.skipped_steps, rates, engine.global_grad_norm, engine.precision.loss_scale,
+                engine.global_steps,
+                engine.skipped_steps,
+                rates,
+                engine.global_grad_norm,
+                engine.precision.loss_scale,
                 self.every * engine.plan.batch.train_batch_size / elapsed,
-            )  # fmt: skip
+            )
         if self.times:
             parts = ", ".join(f"{part} {1e3 * seconds:.2f} ms" for part, seconds in self.seconds.items())
             logger.info("step %d: %s", engine.global_steps, parts)

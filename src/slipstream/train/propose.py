@@ -50,9 +50,15 @@ class Least(NamedTuple):
 
 
 def propose(
-    model: nn.Module, plan: Plan, world: int, device: str, folder: str | None, budget: int, rates: Rates,
+    model: nn.Module,
+    plan: Plan,
+    world: int,
+    device: str,
+    folder: str | None,
+    budget: int,
+    rates: Rates,
     profile_of: Callable[[bool, int], Profile],
-) -> list[Proposal] | Least:  # fmt: skip
+) -> list[Proposal] | Least:
     """Configurations that fit, the fastest first; or the one that takes least.
 
     folder      on a disk that may be used; None: no disk
@@ -115,10 +121,15 @@ def _variants(plan: Plan, model: nn.Module, world: int, device: str, folder: str
                             zero=dataclasses.replace(plan.zero, stage=stage),
                             activations=dataclasses.replace(plan.activations, way=way),
                             offload=dataclasses.replace(
-                                plan.offload, optimizer=optimizer, optimizer_path=folder, ratio=ratio, param=param,
-                                param_path=folder, max_in_cpu=kept,
+                                plan.offload,
+                                optimizer=optimizer,
+                                optimizer_path=folder,
+                                ratio=ratio,
+                                param=param,
+                                param_path=folder,
+                                max_in_cpu=kept,
                             ),
-                        )  # fmt: skip
+                        )
                         yield _changes(plan, changed), changed
 
 
@@ -130,14 +141,16 @@ def _changes(plan: Plan, changed: Plan) -> dict[str, Any]:
         found["zero_optimization.stage"] = changed.zero.stage
     if (after.optimizer, after.ratio) != (before.optimizer, before.ratio if before.optimizer == "nvme" else 1.0):
         found["zero_optimization.offload_optimizer"] = (
-            {"device": "nvme", "nvme_path": after.optimizer_path, "ratio": after.ratio} if after.optimizer == "nvme" else
-            {"device": after.optimizer}
-        )  # fmt: skip
+            {"device": "nvme", "nvme_path": after.optimizer_path, "ratio": after.ratio}
+            if after.optimizer == "nvme"
+            else {"device": after.optimizer}
+        )
     if (after.param, after.max_in_cpu) != (before.param, before.max_in_cpu if before.param == "nvme" else 0):
         found["zero_optimization.offload_param"] = (
-            {"device": "nvme", "nvme_path": after.param_path, "max_in_cpu": after.max_in_cpu} if after.param == "nvme" else
-            {"device": after.param}
-        )  # fmt: skip
+            {"device": "nvme", "nvme_path": after.param_path, "max_in_cpu": after.max_in_cpu}
+            if after.param == "nvme"
+            else {"device": after.param}
+        )
     if changed.activations.way != plan.activations.way:
         found["slipstream.activations"] = changed.activations.way
     if changed.batch != plan.batch:

@@ -34,18 +34,29 @@ _OWN_SCHEDULER = "load_lr_scheduler_states=False leaves it out and keeps this en
 
 
 def load(
-    engine: Engine, directory: str, tag: str | None, *, strict: bool, optimizer: bool, scheduler: bool, module_only: bool,
+    engine: Engine,
+    directory: str,
+    tag: str | None,
+    *,
+    strict: bool,
+    optimizer: bool,
+    scheduler: bool,
+    module_only: bool,
     exclude: Sequence[str] = (),
-) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
+) -> tuple[str | None, dict[str, Any]]:
     """Read a checkpoint into the engine; returns (folder, client_state), or (None, {}) where `latest` is missing.
 
     Collective. Raises CheckpointError on every rank, with nothing changed, when anything in it is wrong.
     """
     finish(engine)
     what = {
-        "tag": tag, "load_module_strict": strict, "load_optimizer_states": optimizer, "load_lr_scheduler_states": scheduler,
-        "load_module_only": module_only, "exclude": list(exclude),
-    }  # fmt: skip
+        "tag": tag,
+        "load_module_strict": strict,
+        "load_optimizer_states": optimizer,
+        "load_lr_scheduler_states": scheduler,
+        "load_module_only": module_only,
+        "exclude": list(exclude),
+    }
     agree(engine, f"checkpoint {'latest' if tag is None else tag} of {directory} was not loaded", what)
     if tag is None:
         tag = checkpoint.latest_tag(directory, group=engine.mesh.data.group, universal=engine.plan.checkpoint.universal)
@@ -125,9 +136,15 @@ def _begin_window(engine: Engine) -> None:
 
 
 def _take_values(
-    engine: Engine, loaded: checkpoint.Loaded, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str], *,
-    optimizer: bool, scheduler: bool,
-) -> None:  # fmt: skip
+    engine: Engine,
+    loaded: checkpoint.Loaded,
+    undo: list[Callable[[], None]],
+    lacking: list[str],
+    exclude: Sequence[str],
+    *,
+    optimizer: bool,
+    scheduler: bool,
+) -> None:
     """Bring back what is not a tensor of the model or optimizer; `undo` gets what brings back the present values."""
     shared = loaded.shared
     if engine.steps is not None:  # also a schedule writes there
@@ -277,9 +294,7 @@ def _spread_weights(engine: Engine) -> None:
             each.wait()
 
 
-def _take_scalars(
-    engine: Engine, saved: Any, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str]
-) -> None:
+def _take_scalars(engine: Engine, saved: Any, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str]) -> None:
     steps = engine.steps
     assert steps is not None, "load asks for optimizer states of an engine that has an optimizer"
     if saved is None:

@@ -315,9 +315,7 @@ class Updater:
         for pending in published:
             pending.wait()
 
-    def _stream(
-        self, units: Sequence[Unit], scale: float, ahead: Ahead | None, finish: Callable[[list[Transfer]], None]
-    ) -> None:
+    def _stream(self, units: Sequence[Unit], scale: float, ahead: Ahead | None, finish: Callable[[list[Transfer]], None]) -> None:
         """Step what has not been stepped ahead, and let each unit's new values be in force once there are all of them."""
         done: dict[int, set[int]] = {}
         if ahead is not None and ahead.running is not None:

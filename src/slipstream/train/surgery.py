@@ -312,9 +312,11 @@ class Change:
         if self.engine.steps is not None and self.engine.steps.groups[unit.index] != [self.held.get(id(p)) for p in unit.params]:
             return False
         is_trained = unit.grads is not None
-        return shapes == [slot.shape for slot in unit.layout.slots] and is_trained == group.trainable and (
-            group.dtype == unit.dtypes.weights
-        )  # fmt: skip
+        return (
+            shapes == [slot.shape for slot in unit.layout.slots]
+            and is_trained == group.trainable
+            and (group.dtype == unit.dtypes.weights)
+        )
 
     # -- the optimizer's groups --
 
@@ -373,9 +375,7 @@ class Change:
         """Files for what of the new units rests on disk. Collective; all ranks raise ValueError where one has no room."""
         engine, homes = self.engine, self.engine.homes
         if homes.on_disk and self.plots:
-            needs = disk_needs(
-                list(self.plots.values()), engine.recipe, engine.comms, homes.to_keep, on_host=homes.lane is None
-            )
+            needs = disk_needs(list(self.plots.values()), engine.recipe, engine.comms, homes.to_keep, on_host=homes.lane is None)
             homes.extend(engine.open_space(needs))
 
     def make(self) -> None:

@@ -66,9 +66,12 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
             for folder, ask in ({} if error else asks).items():
                 if _is_first(ask, data.axis.index, everyone):  # the others wait at the next exchange
                     facts[folder] = preflight(
-                        folder, min(_PROBE, ask.nbytes), block_nbytes=plan.block_nbytes, queue_depth=plan.queue_depth,
+                        folder,
+                        min(_PROBE, ask.nbytes),
+                        block_nbytes=plan.block_nbytes,
+                        queue_depth=plan.queue_depth,
                         threads=plan.threads,
-                    )  # fmt: skip
+                    )
                 spaces[folder] = space(folder, ask.nbytes_twice if twice else ask.nbytes)
         except (ValueError, OSError) as refused:
             error = str(refused)
@@ -94,8 +97,9 @@ def _asks(plan: OffloadPlan, needs: Needs) -> dict[str, Ask]:
     weights = (needs.weights, needs.next_weights, 2 * needs.weights, needs.weights)  # read for forward and for backward
     optim = (needs.optim, needs.next_optim, needs.optim, needs.optim)
     for tier, path, (nbytes, beside, read, written) in (
-        (plan.param, plan.param_path, weights), (plan.optimizer, plan.optimizer_path, optim),
-    ):  # fmt: skip
+        (plan.param, plan.param_path, weights),
+        (plan.optimizer, plan.optimizer_path, optim),
+    ):
         if tier != "nvme":
             continue
         assert path is not None, "resolve() asks for nvme_path"
@@ -106,9 +110,11 @@ def _asks(plan: OffloadPlan, needs: Needs) -> dict[str, Ask]:
             free = facts.f_bavail * facts.f_frsize
         before = found.get(folder, Ask(os.uname().nodename, device, folder, free, 0, 0, 0, 0))
         found[folder] = before._replace(
-            nbytes=before.nbytes + nbytes, nbytes_twice=before.nbytes_twice + nbytes + beside,
-            step_read=before.step_read + read, step_written=before.step_written + written,
-        )  # fmt: skip
+            nbytes=before.nbytes + nbytes,
+            nbytes_twice=before.nbytes_twice + nbytes + beside,
+            step_read=before.step_read + read,
+            step_written=before.step_written + written,
+        )
     return found
 
 
@@ -138,9 +144,18 @@ def _introduce(folder: str, facts: DiskFacts, asks: Sequence[Ask]) -> None:
     logger.info(
         "disk in %s on %s: %.2f GB for %d rank(s), %.1f GB free; %s, %.2f GB/s read and %.2f GB/s written at once; a step of one "
         "micro-batch reads %.2f GB and writes %.2f GB: %.2f s",
-        folder, asks[0].host, sum(ask.nbytes for ask in asks) / 1e9, len(asks), asks[0].free / 1e9, facts.engine,
-        facts.read_bytes_per_s / 1e9, facts.write_bytes_per_s / 1e9, read / 1e9, written / 1e9, seconds,
-    )  # fmt: skip
+        folder,
+        asks[0].host,
+        sum(ask.nbytes for ask in asks) / 1e9,
+        len(asks),
+        asks[0].free / 1e9,
+        facts.engine,
+        facts.read_bytes_per_s / 1e9,
+        facts.write_bytes_per_s / 1e9,
+        read / 1e9,
+        written / 1e9,
+        seconds,
+    )
 
 
 def say_what_stays(plan: OffloadPlan, sources: Mapping[str, str], numel: int, kept: int) -> None:
@@ -148,5 +163,8 @@ def say_what_stays(plan: OffloadPlan, sources: Mapping[str, str], numel: int, ke
     if kept and sources.get("zero_optimization.offload_param.max_in_cpu", "default") == "default":
         logger.warning(
             "offload_param: %d of this rank's %d weights stay in memory, because max_in_cpu is DeepSpeed's default of %d; set "
-            '"zero_optimization": {"offload_param": {"max_in_cpu": 0}} to have all of them on disk', kept, numel, plan.max_in_cpu,
-        )  # fmt: skip
+            '"zero_optimization": {"offload_param": {"max_in_cpu": 0}} to have all of them on disk',
+            kept,
+            numel,
+            plan.max_in_cpu,
+        )

@@ -1,7 +1,7 @@
 """First values of adapters that PEFT has put onto a model on meta: they go to where their layer is, and their values are gone.
 
 A layer of PEFT's knows itself by `adapter_layer_names`: which of its attributes hold adapters by name. LoRA's are given what PEFT
-would have given them, by its own initialiser. Any other adapter is refused: some start from the base's weights, and none may start
+would have given them, by its own initializer. Any other adapter is refused: some start from the base's weights, and none may start
 from what its modules would take of themselves.
 """
 
@@ -14,7 +14,7 @@ import torch.nn as nn
 
 
 class Adapter(NamedTuple):
-    """One that has to be initialised."""
+    """One that has to be initialized."""
 
     layer: Any
     name: str
@@ -26,7 +26,7 @@ class Adapter(NamedTuple):
 
 
 def find_adapters(model: nn.Module, fresh: Collection[int]) -> dict[str, list[Adapter]]:
-    """Those that hold parameters of `fresh` (ids), by their layer's name. Raises ValueError for what only PEFT could initialise."""
+    """Those that hold parameters of `fresh` (ids), by their layer's name. Raises ValueError for what only PEFT could initialize."""
     found: dict[str, list[Adapter]] = {}
     configs = getattr(model, "peft_config", {})
     for path, layer in model.named_modules():

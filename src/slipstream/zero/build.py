@@ -119,9 +119,8 @@ def survey(groups: Sequence[Group], model: nn.Module, recipe: Recipe, comms: Com
 
 
 def build_units(
-    model: nn.Module, recipe: Recipe, comms: Comms, device: torch.device, open_space: Callable[[Needs], Spaces],
-    values: FirstValues,
-) -> tuple[list[Unit], Slots, Homes]:  # fmt: skip
+    model: nn.Module, recipe: Recipe, comms: Comms, device: torch.device, open_space: Callable[[Needs], Spaces], values: FirstValues
+) -> tuple[list[Unit], Slots, Homes]:
     """Move every parameter of `model` into units; returns them in layout order, the gradient ring, and where states rest.
 
     `open_space` makes the files for what rests on disk, before anything else is allocated; `values` gives each block's parameters
@@ -188,9 +187,18 @@ def build_block(site: Site, values: FirstValues, block: str, parts: Sequence[tup
     for (i, plot, memory), first in zip(parts, firsts, strict=True):
         group = plot.group
         unit = Unit(
-            group.name, i, values.modules[block] if block else None, [values.leaves[name] for name in group.param_names],
-            plot.layout, site.recipe.placement, plot.dtypes, site.comms, memory, site.homes, first,
-        )  # fmt: skip
+            group.name,
+            i,
+            values.modules[block] if block else None,
+            [values.leaves[name] for name in group.param_names],
+            plot.layout,
+            site.recipe.placement,
+            plot.dtypes,
+            site.comms,
+            memory,
+            site.homes,
+            first,
+        )
         unit.poison = site.recipe.poison
         if group.trainable:
             unit.start_training(plot.dtypes)

@@ -46,9 +46,7 @@ class Homes:
     while the copy out of the other, and then the copy into it, run.
     """
 
-    def __init__(
-        self, tiers: Tiers, device: torch.device, spaces: Spaces, lane: Lane | None, *, has_peers: bool = False
-    ) -> None:
+    def __init__(self, tiers: Tiers, device: torch.device, spaces: Spaces, lane: Lane | None, *, has_peers: bool = False) -> None:
         self.tiers, self.device, self.spaces, self.lane = tiers, device, spaces, lane
         self.has_peers = has_peers  # other ranks, which would wait for one that raises in mid-step
         self.failure: DiskError | None = None  # the first of a forward or backward, until the engine has told all ranks

@@ -208,7 +208,7 @@ class Hooks:
         self.frozen = still
 
     def _refuse_codes(self) -> None:
-        """Raises ValueError naming a quantised parameter that requires a gradient by now."""
+        """Raises ValueError naming a quantized parameter that requires a gradient by now."""
         with torch._C.DisableTorchFunctionSubclass():
             trained = next((whole for whole in self.codes if whole.requires_grad), None)
         if trained is not None:

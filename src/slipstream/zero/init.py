@@ -28,7 +28,7 @@ class Init:
 
         with slipstream.zero.Init():
             model = AutoModelForCausalLM.from_config(config)
-        slipstream.zero.load(model, folder)  # or nothing: its own initialisers
+        slipstream.zero.load(model, folder)  # or nothing: its own initializers
         engine, *_ = slipstream.initialize(model=model, config="ds_config.json")
 
     DeepSpeed's call. `dtype` is the default dtype inside; in which precision the engine computes is the config's to say, and
@@ -68,8 +68,9 @@ class Init:
         if enabled and given and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning(
                 "zero.Init: no effect of %s: nothing is allocated here, and initialize() is told by its mpu= which ranks share the "
-                "states and by its config (offload_param) where they rest", "; ".join(given),
-            )  # fmt: skip
+                "states and by its config (offload_param) where they rest",
+                "; ".join(given),
+            )
 
     def __enter__(self) -> None:
         stack = ExitStack()
@@ -80,9 +81,7 @@ class Init:
                 torch.set_default_dtype(self.dtype)
         self._open.append(stack)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._open.pop().close()
 
 
@@ -98,14 +97,12 @@ class Load:
 _asked: weakref.WeakKeyDictionary[nn.Module, Load | Reader] = weakref.WeakKeyDictionary()
 
 
-def load(
-    model: nn.Module, path: Path | Sequence[Path], *, rename: Callable[[str], str] | None = None, strict: bool = True
-) -> None:
+def load(model: nn.Module, path: Path | Sequence[Path], *, rename: Callable[[str], str] | None = None, strict: bool = True) -> None:
     """Say that `model`'s weights are in safetensors files. `slipstream.initialize(model=model, ...)` reads them.
 
     path    a folder with `model.safetensors.index.json` or `model.safetensors`, a file, or several files
     rename  from a name in the files to the model's, for checkpoints of another class: `lambda name: "transformer." + name`
-    strict  every parameter and saved buffer is in the files, and nothing else. False: what is missing is initialised as in a model
+    strict  every parameter and saved buffer is in the files, and nothing else. False: what is missing is initialized as in a model
             without files, and what is surplus stays unread
 
     Nothing is read here, and the model may be on meta (`zero.Init`): each rank reads its own part of what is sharded, straight into

@@ -53,7 +53,7 @@ class Layout:
         return len(self.cuts) - 1
 
     def shards(self, count: int) -> tuple[int, ...]:
-        """Cuts of a coarser sharding into `count` parts, each a union of neighbouring finest shards."""
+        """Cuts of a coarser sharding into `count` parts, each a union of neighboring finest shards."""
         assert self.num_shards % count == 0, f"{self.num_shards} shards do not group into {count}"
         return self.cuts[:: self.num_shards // count]
 

@@ -1,7 +1,7 @@
 """The plain tensors that a model's parameters consist of: what units lay out, shard, gather and save.
 
 whole  a parameter as the model has it. Most are their own only leaf
-leaf   a tensor with memory. Quantised weights of other libraries are several: torchao's is a wrapper around codes, scales and
+leaf   a tensor with memory. Quantized weights of other libraries are several: torchao's is a wrapper around codes, scales and
        zero points (torch's `__tensor_flatten__` protocol, which any wrapper follows); bitsandbytes' is its codes, and its
        `quant_state` holds the scales. `open_up` makes each a frozen parameter, put back where it was found, so that gathering it
        fills what the library computes with. What is no tensor (block size, type) stays with the whole, on every rank
@@ -74,11 +74,11 @@ def open_up(model: nn.Module) -> None:
 
 
 def say_trainable(name: str, whole: nn.Parameter) -> str:
-    """Why a quantised parameter cannot require a gradient."""
+    """Why a quantized parameter cannot require a gradient."""
     parts = ", ".join(place.suffix for place in _places(whole))
     return (
-        f"parameter {name!r} is quantised (its parts: {parts}) and requires a gradient, which no optimizer could apply to it: "
-        f"freeze it with requires_grad_(False) and train adapters on top, or load the model unquantised"
+        f"parameter {name!r} is quantized (its parts: {parts}) and requires a gradient, which no optimizer could apply to it: "
+        f"freeze it with requires_grad_(False) and train adapters on top, or load the model unquantized"
     )
 
 
@@ -92,8 +92,8 @@ def refuse_trainable(model: nn.Module) -> None:
             raise ValueError(say_trainable(name, whole))
         if whole.is_meta:
             raise ValueError(
-                f"parameter {name!r} is a {type(whole).__name__} on meta: what its parts are to hold is in no initialiser. Load "
-                f"the quantised model before initialize"
+                f"parameter {name!r} is a {type(whole).__name__} on meta: what its parts are to hold is in no initializer. Load "
+                f"the quantized model before initialize"
             )
 
 
@@ -110,10 +110,13 @@ def _places(whole: Any) -> Iterator[_Place]:
     beside = vars(whole)
     state, nested = beside.get("quant_state"), getattr(beside.get("quant_state"), "state2", None)
     found = (  # under the names that bitsandbytes saves them by
-        ("absmax", state, "absmax"), ("quant_map", state, "code"), ("nested_offset", state, "offset"),
-        ("nested_absmax", nested, "absmax"), ("nested_quant_map", nested, "code"),
+        ("absmax", state, "absmax"),
+        ("quant_map", state, "code"),
+        ("nested_offset", state, "offset"),
+        ("nested_absmax", nested, "absmax"),
+        ("nested_quant_map", nested, "code"),
         ("SCB", whole if "SCB" in beside else None, "SCB"),
-    )  # fmt: skip
+    )
     for suffix, holder, attribute in found:
         if isinstance(getattr(holder, attribute, None), Tensor):
             yield _Place(suffix, holder, attribute)

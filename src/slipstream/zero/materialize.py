@@ -1,12 +1,12 @@
 """Where a model's first values come from, block by block: beyond what rests in memory, never more than one block's are there.
 
 given        a parameter that has memory: the first rank's values count on all
-initialised  a parameter on meta: by its module's `reset_parameters` and the model's `_init_weights`, the first rank's draw, or
+initialized  a parameter on meta: by its module's `reset_parameters` and the model's `_init_weights`, the first rank's draw, or
              as PEFT has it (zero/adapters.py)
 read         a parameter that a `Reader` knows: each rank reads the ranges that it keeps
 
-[Note: Whose turn it is] An initialiser may reach from a module into its children, or into parameters that it shares. The root's
-parameters come first, then each block's, and while modules initialise themselves every parameter whose turn it is not is on meta,
+[Note: Whose turn it is] An initializer may reach from a module into its children, or into parameters that it shares. The root's
+parameters come first, then each block's, and while modules initialize themselves every parameter whose turn it is not is on meta,
 where a write does nothing and draws no random number. So the draws depend on the model and the seed, never on stage, tier or
 world size.
 
@@ -82,7 +82,7 @@ class Values:
 class FirstValues:
     """Gives a model's parameters and buffers their first values, in turn. Made before anything is changed.
 
-    Raises ValueError naming a module that has something on meta, which is neither read nor can be initialised, or a parameter that
+    Raises ValueError naming a module that has something on meta, which is neither read nor can be initialized, or a parameter that
     cannot be trained and is to be.
     """
 
@@ -92,7 +92,7 @@ class FirstValues:
         refuse_trainable(model)
         self.modules = dict(model.named_modules())
         self._modules = list(self.modules.items())
-        self._holders: dict[int, list[int]] = {}  # parameter to initialise -> the modules that hold it
+        self._holders: dict[int, list[int]] = {}  # parameter to initialize -> the modules that hold it
         for i, (name, module) in enumerate(self._modules):
             for leaf, param in module.named_parameters(recurse=False):
                 if param.is_meta and not self._is_read(name, leaf):
@@ -136,7 +136,7 @@ class FirstValues:
                     setattr(module, leaf, buffer.to(self.device))
 
     def of_block(self, block: str, units: Sequence[tuple[Group, Layout]], comm: Comm) -> list[Values]:
-        """The values of one block's units, initialised where they have to be. Collective; the root's (`""`) come first."""
+        """The values of one block's units, initialized where they have to be. Collective; the root's (`""`) come first."""
         fresh: dict[int, str] = {}
         flats: list[Tensor | None] = []
         for group, layout in units:
@@ -152,7 +152,7 @@ class FirstValues:
                 else:
                     view.copy_(param.detach())
             flats.append(flat)
-        self._initialise(block, fresh)
+        self._initialize(block, fresh)
         for flat in flats:
             if flat is not None:
                 comm.broadcast(flat)
@@ -160,7 +160,7 @@ class FirstValues:
             self.reader.fetch([slot.name for _, layout in units for slot in layout.slots if slot.name in self.reader])
         return [Values(layout, flat, self.reader) for (_, layout), flat in zip(units, flats, strict=True)]
 
-    def _initialise(self, block: str, fresh: Mapping[int, str]) -> None:
+    def _initialize(self, block: str, fresh: Mapping[int, str]) -> None:
         turn = self._turns.get(block, [])
         own = {*(i for i in turn if i in self._buffers), *(i for key in fresh for i in self._holders[key])}
         if not own:
@@ -191,7 +191,7 @@ class FirstValues:
                 )
 
     def _run_init(self, modules: Iterable[nn.Module], wanted: Collection[int]) -> None:
-        """The model's own initialiser on each module that holds or contains something of `wanted`."""
+        """The model's own initializer on each module that holds or contains something of `wanted`."""
         if self._init is None or not wanted:
             return
         for module in modules:
@@ -242,7 +242,7 @@ def move_in(param: nn.Parameter, memory: Tensor) -> None:
 
 
 def _mark(tensor: Tensor) -> None:
-    """Fill fresh memory with what no initialiser writes; a bool, which has no such value, with False."""
+    """Fill fresh memory with what no initializer writes; a bool, which has no such value, with False."""
     with torch.no_grad():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))

@@ -29,7 +29,6 @@ PAGE = 4096  # bytes
 GRAIN = 4096  # elements: a page of the narrowest dtype
 
 
-
 class Store(ABC):
     """One flat state of one unit at rest."""
 

@@ -37,7 +37,7 @@ from slipstream.zero.materialize import Values, move_in
 from slipstream.zero.parameter import drop_grad, parameter_classes, raw_grad
 from slipstream.zero.placement import Placement, Tier
 from slipstream.zero.shared import give_back_pages
-from slipstream.zero.store import GRAIN, DiskStore, HostStore, MemoryStore, Store, copy_store, fill_zero, range_nbytes  # fmt: skip
+from slipstream.zero.store import GRAIN, DiskStore, HostStore, MemoryStore, Store, copy_store, fill_zero, range_nbytes
 
 _preserve_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 (torch exports it to no one)
 
@@ -227,7 +227,7 @@ class Unit:
 
     def _refuse_asleep(self) -> None:
         if self.asleep:
-            raise RuntimeError(f"the weights of {self.names[0]!r} and its neighbours are away: call engine.wake() first")
+            raise RuntimeError(f"the weights of {self.names[0]!r} and its neighbors are away: call engine.wake() first")
 
     def gather_on_demand(self) -> bool:
         self._refuse_asleep()
@@ -544,7 +544,7 @@ class Unit:
         """Weights are not written while the masters that have to follow are away."""
         if self.master_is_away and self.out is not None and isinstance(self.master, MemoryStore):
             raise RuntimeError(
-                f"the weights of {self.names[0]!r} and its neighbours cannot be written, because the engine sleeps and their "
+                f"the weights of {self.names[0]!r} and its neighbors cannot be written, because the engine sleeps and their "
                 f"masters are away: call engine.wake() first (engine.state_dict() reads weights meanwhile)"
             )
 

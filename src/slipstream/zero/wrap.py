@@ -3,7 +3,7 @@
 A group is one repeated block (an element of a list of like modules: a transformer layer, an MoE layer with all its
 experts); what is in no block forms the root group, which comes first. Inside a block, groups are keyed by
 (dtype, trainable, exact), because a flat buffer has one dtype, frozen weights need neither gradients nor state, and codes and
-scales of quantised ones are cast to nothing. What is grouped are leaves (zero/leaves.py).
+scales of quantized ones are cast to nothing. What is grouped are leaves (zero/leaves.py).
 A parameter that several modules share belongs to the first group that meets it.
 """
 
@@ -68,7 +68,5 @@ def wrap(model: nn.Module) -> list[Group]:
                 param = leaves[name].tensor
                 keyed.setdefault((param.dtype, param.requires_grad, leaves[name].exact), []).append(name)
         for (dtype, trainable, exact), names in keyed.items():
-            groups.append(
-                Group(module_name=module_name, param_names=tuple(names), dtype=dtype, trainable=trainable, exact=exact)
-            )
+            groups.append(Group(module_name=module_name, param_names=tuple(names), dtype=dtype, trainable=trainable, exact=exact))
     return groups

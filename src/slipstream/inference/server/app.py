@@ -146,8 +146,7 @@ def create_app(
         check_model(ask.model)
         check_number(len(ask.prompts()), ask.n or 1)
         prompts = [
-            await asyncio.to_thread(tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
-            for prompt in ask.prompts()
+            await asyncio.to_thread(tokenizer.encode, prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts()
         ]
         if not all(prompts):
             raise RequestError("a prompt has no tokens", param="prompt")
@@ -239,9 +238,7 @@ def create_app(
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = get_openapi(title=app.title, version="1", routes=app.routes)
-            asked = models_json_schema(
-                [(kind, "validation") for kind in _ASKED], ref_template="#/components/schemas/{model}"
-            )[1]
+            asked = models_json_schema([(kind, "validation") for kind in _ASKED], ref_template="#/components/schemas/{model}")[1]
             app.openapi_schema["components"]["schemas"] |= asked["$defs"]
             if api_keys:
                 app.openapi_schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -253,7 +250,7 @@ def create_app(
 
 
 def _answers(whole: type) -> dict[int | str, dict[str, Any]]:
-    data = {"type": "string", "description": "A chunk as JSON, {\"error\": ...}, or [DONE]."}
+    data = {"type": "string", "description": 'A chunk as JSON, {"error": ...}, or [DONE].'}
     # Where stream is true. A schema is of each event, as what reads OpenAPI 3.1 takes it.
     events = {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
     return {200: {"model": whole, "content": {"text/event-stream": events}}, **_ERRORS}

@@ -72,9 +72,7 @@ class Engine(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None: ...
 
-    def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, sink: Callable[[Any], None]
-    ) -> Any:
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, sink: Callable[[Any], None]) -> Any:
         """Returns a handle without waiting for a forward; `sink` gets an `Output` at a time, from the engine's thread. If it
         raises, the request is cancelled.
 

@@ -47,7 +47,7 @@ struct cut {
     double mass; /* of all that is kept */
 };
 
-/* What the weights from some threshold up are together, and its neighbours among them. */
+/* What the weights from some threshold up are together, and its neighbors among them. */
 struct share {
     double count, sum;
     float least, below; /* the smallest of them, and the largest of the others */

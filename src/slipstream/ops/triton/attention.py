@@ -145,14 +145,43 @@ def attend(
     stats = torch.empty(num_rows, num_heads, ranges, 2, device=q.device)
     together = min(ranges, max(1, _PROGRAMS // (num_tiles * kv_heads)))  # programs that share a tile's ranges
     _attend[(num_tiles, kv_heads, together)](
-        q, keys, values, positions, tiles.row, tiles.length, tiles.table, tiles.tables, sums, stats, ranges, scale,
-        CAP=cap, WINDOW=window, KV_HEADS=kv_heads, GROUP=num_heads // kv_heads, PADDED=padded_group(num_heads, kv_heads), DIM=dim,
-        BLOCK_DIM=wide, BLOCK_SIZE=block_size, LANES=tiles.lanes,
-        num_warps=4, num_stages=2 if wide * keys.itemsize <= 256 else 1, enable_fp_fusion=False,
-    )  # fmt: skip
+        q,
+        keys,
+        values,
+        positions,
+        tiles.row,
+        tiles.length,
+        tiles.table,
+        tiles.tables,
+        sums,
+        stats,
+        ranges,
+        scale,
+        CAP=cap,
+        WINDOW=window,
+        KV_HEADS=kv_heads,
+        GROUP=num_heads // kv_heads,
+        PADDED=padded_group(num_heads, kv_heads),
+        DIM=dim,
+        BLOCK_DIM=wide,
+        BLOCK_SIZE=block_size,
+        LANES=tiles.lanes,
+        num_warps=4,
+        num_stages=2 if wide * keys.itemsize <= 256 else 1,
+        enable_fp_fusion=False,
+    )
     out = torch.empty(num_rows, num_heads * dim, dtype=q.dtype, device=q.device)
     _combine[(num_rows, num_heads)](
-        sums, stats, positions, out, ranges, WINDOW=window, HEADS=num_heads, DIM=dim, BLOCK_DIM=wide, num_warps=1,
+        sums,
+        stats,
+        positions,
+        out,
+        ranges,
+        WINDOW=window,
+        HEADS=num_heads,
+        DIM=dim,
+        BLOCK_DIM=wide,
+        num_warps=1,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return out

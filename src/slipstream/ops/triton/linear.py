@@ -111,7 +111,24 @@ def linear(
     # A slice is whole tiles, of any of these sizes; the last may be shorter, or empty.
     of_slice = -(-num_features // slices // 128) * 128
     _linear[(-(-num_rows // rows), -(-columns // wide), planes)](
-        x, weight, scale, low, bias, out, num_rows, columns, num_features, out.stride(0), out.stride(1),
-        SLICE=of_slice, TOGETHER=slices // planes, GROUP=1 if low is None else num_features // low.shape[1],
-        ROWS=rows, COLUMNS=wide, FEATURES=features, num_warps=warps, num_stages=stages, enable_fp_fusion=False,
-    )  # fmt: skip
+        x,
+        weight,
+        scale,
+        low,
+        bias,
+        out,
+        num_rows,
+        columns,
+        num_features,
+        out.stride(0),
+        out.stride(1),
+        SLICE=of_slice,
+        TOGETHER=slices // planes,
+        GROUP=1 if low is None else num_features // low.shape[1],
+        ROWS=rows,
+        COLUMNS=wide,
+        FEATURES=features,
+        num_warps=warps,
+        num_stages=stages,
+        enable_fp_fusion=False,
+    )

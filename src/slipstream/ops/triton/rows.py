@@ -41,9 +41,19 @@ def add_norm(x: Tensor, planes: Tensor | None, post: Tensor | None, weight: Tens
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     block = triton.next_power_of_2(x.shape[1])
     _add_norm[(len(x),)](
-        x, planes, post, weight, out, x.shape[1], 0 if planes is None else planes.stride(0), eps,
-        PLANES=0 if planes is None else len(planes), BLOCK=block, num_warps=min(16, max(1, block // 512)), enable_fp_fusion=False,
-    )  # fmt: skip
+        x,
+        planes,
+        post,
+        weight,
+        out,
+        x.shape[1],
+        0 if planes is None else planes.stride(0),
+        eps,
+        PLANES=0 if planes is None else len(planes),
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+        enable_fp_fusion=False,
+    )
     return out
 
 
@@ -109,7 +119,7 @@ def place(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Rows of q, k, v: q and k are normalised by head and rotated, k and v written to `slots` of the cache. q [rows, heads, dim].
+    """Rows of q, k, v: q and k are normalized by head and rotated, k and v written to `slots` of the cache. q [rows, heads, dim].
 
     `norms`: fp32 [2, dim], of q and k; `turns`: cosine and sine by position, fp32 [positions, rotary_dim / 2];
     `keys`, `values`: [blocks, block_size, kv_heads, dim]."""
@@ -117,10 +127,26 @@ def place(
     q = torch.empty(num_rows, num_heads, dim, dtype=dtype, device=planes.device)
     cosine, sine = (None, None) if turns is None else turns
     _place[(num_rows, num_heads + 2 * kv_heads)](
-        planes, norms, cosine, sine, positions, slots, q, keys, values, planes.stride(0), eps,
-        PLANES=len(planes), HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, HALF=1 if cosine is None else cosine.shape[1],
-        BLOCK=triton.next_power_of_2(dim), num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
+        planes,
+        norms,
+        cosine,
+        sine,
+        positions,
+        slots,
+        q,
+        keys,
+        values,
+        planes.stride(0),
+        eps,
+        PLANES=len(planes),
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        HALF=1 if cosine is None else cosine.shape[1],
+        BLOCK=triton.next_power_of_2(dim),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
     return q
 
 
@@ -146,7 +172,14 @@ def gate(planes: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
     num_rows, size = planes.shape[1], planes.shape[2] // 2
     out = torch.empty(num_rows, size, dtype=dtype, device=planes.device)
     _gate[(num_rows, -(-size // 1024))](
-        planes, out, size, planes.stride(0), ACTIVATION=activation, PLANES=len(planes), BLOCK=1024, num_warps=4,
+        planes,
+        out,
+        size,
+        planes.stride(0),
+        ACTIVATION=activation,
+        PLANES=len(planes),
+        BLOCK=1024,
+        num_warps=4,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return out

@@ -1,4 +1,4 @@
-"""Every honoured key of the JSON changes what training does: one test per key, named in `config/keys.py`.
+"""Every honored key of the JSON changes what training does: one test per key, named in `config/keys.py`.
 
 Each trains two engines (or more) that differ in that one key and sees the difference where a user would: in weights,
 gradients, dtypes inside the model, batches, log lines. Those that need several ranks are in `tests/dist`.
@@ -171,10 +171,7 @@ def test_fp16_loss_scale() -> None:
         assert engine.skipped_steps == 1 and engine.precision.loss_scale == scale
 
 
-@pytest.mark.parametrize(
-    "dtype, block",
-    [("fp16", {"loss_scale": 128.0}), ("bf16", {"check_grad_overflow": True})],
-)
+@pytest.mark.parametrize("dtype, block", [("fp16", {"loss_scale": 128.0}), ("bf16", {"check_grad_overflow": True})])
 def test_skipping_for_ever_is_stopped(dtype: str, block: dict[str, Any]) -> None:
     """Where no scale can fall. A step that is applied starts the count anew."""
     engine = dot(steps=MAX_SKIPPED - 1, x=math.nan, dtype=dtype, **{dtype: block})
@@ -369,9 +366,11 @@ def test_cpu_checkpointing(caplog: pytest.LogCaptureFixture) -> None:
 def test_synchronize_checkpoint_boundary() -> None:
     """The calls themselves are counted in `tests/unit/test_activation.py`."""
     for device, ask, way, expected in (
-        ("cuda", True, "recompute", True), ("cuda", False, "recompute", False), ("cuda", True, "keep", False),
+        ("cuda", True, "recompute", True),
+        ("cuda", False, "recompute", False),
+        ("cuda", True, "keep", False),
         ("cpu", True, "recompute", False),
-    ):  # fmt: skip
+    ):
         raw = toy.settings(0, activation_checkpointing={"synchronize_checkpoint_boundary": ask}, slipstream={"activations": way})
         plan = resolve(raw, world=DataWorld(data_parallel=1), facts=ModelFacts(device_type=device, supports_bf16=True))
         assert plan.activations.synchronize is expected

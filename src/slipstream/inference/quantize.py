@@ -1,8 +1,8 @@
-"""Weight-only quantisation: matrices to int8 (per output channel) or int4 (per group of inputs), and back.
+"""Weight-only quantization: matrices to int8 (per output channel) or int4 (per group of inputs), and back.
 
-Quantised are the matrices that every token passes through. Norms, biases, the router (its choice is a step function)
+Quantized are the matrices that every token passes through. Norms, biases, the router (its choice is a step function)
 and the embedding (a table that is looked up, not multiplied) stay as they are; the output matrix is int8 in both,
-because its error goes straight into the logits. What is quantised already is never quantised again.
+because its error goes straight into the logits. What is quantized already is never quantized again.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
-
-from .weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
+from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 
 
 def to_int8(w: Tensor) -> Int8:
     """[out, in] -> symmetric int8 with one scale per output channel; the error is at most half a scale."""
-    return Int8(*ops.quantise_int8(w))
+    return Int8(*ops.quantize_int8(w))
 
 
 def to_int4(w: Tensor, group: int = 32) -> Int4:
     """[out, in] -> affine int4; each group's range is the one of a few that has the least squared error."""
-    return Int4(*ops.quantise_int4(w, group))
+    return Int4(*ops.quantize_int4(w, group))
 
 
 def to_kind(w: Tensor, kind: str, group: int = 32) -> Int8 | Int4:
@@ -37,13 +36,13 @@ def unpack(q: Tensor) -> Tensor:
     return torch.stack((q & 15, q >> 4), 2).flatten(1)
 
 
-def dequantise(m: Matrix) -> Tensor:
-    """fp32 of a quantised matrix; a tensor is returned as it is."""
+def dequantize(m: Matrix) -> Tensor:
+    """fp32 of a quantized matrix; a tensor is returned as it is."""
     match m:
         case Int8():
-            return ops.dequantise_int8(*m)
+            return ops.dequantize_int8(*m)
         case Int4():
-            return ops.dequantise_int4(*m)
+            return ops.dequantize_int4(*m)
         case _:
             return m
 
@@ -57,10 +56,10 @@ def round_activations(x: Tensor, group: int = 32) -> Tensor:
     return (codes * (most / 127)).flatten(-2)[..., :features].to(x.dtype)
 
 
-def quantise(weights: DecoderWeights, kind: str, group: int = 32) -> DecoderWeights:
+def quantize(weights: DecoderWeights, kind: str, group: int = 32) -> DecoderWeights:
     """The same decoder with matrices of `kind`, "int8" or "int4". Inputs that no group divides are int8 in both kinds."""
     if kind not in ("int8", "int4"):
-        raise ValueError(f'{kind!r} is no quantisation; there are "int8" and "int4"')
+        raise ValueError(f'{kind!r} is no quantization; there are "int8" and "int4"')
 
     def matrix(m: Matrix) -> Matrix:
         return to_kind(m, kind, group) if isinstance(m, Tensor) else m
@@ -68,7 +67,7 @@ def quantise(weights: DecoderWeights, kind: str, group: int = 32) -> DecoderWeig
     def mlp(m: Mlp) -> Mlp:
         return replace(m, gate=matrix(m.gate), up=matrix(m.up), down=matrix(m.down))
 
-    def quantised(layer: LayerWeights) -> LayerWeights:
+    def quantized(layer: LayerWeights) -> LayerWeights:
         return replace(
             layer,
             q=matrix(layer.q),
@@ -82,5 +81,5 @@ def quantise(weights: DecoderWeights, kind: str, group: int = 32) -> DecoderWeig
 
     head = weights.embed if weights.head is None else weights.head
     return replace(
-        weights, head=to_int8(head) if isinstance(head, Tensor) else head, layers=[quantised(layer) for layer in weights.layers]
+        weights, head=to_int8(head) if isinstance(head, Tensor) else head, layers=[quantized(layer) for layer in weights.layers]
     )

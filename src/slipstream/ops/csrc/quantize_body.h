@@ -1,6 +1,6 @@
-/* Quantisation, written once over 16 fp32 lanes: for int8 along a row, for int4 across 16 groups, one in each lane.
+/* Quantization, written once over 16 fp32 lanes: for int8 along a row, for int4 across 16 groups, one in each lane.
  * The operations and their order are those of reference.py, so that the results are the same bits. */
-#include "quantise.h"
+#include "quantize.h"
 
 #include <string.h>
 

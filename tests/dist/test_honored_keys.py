@@ -1,4 +1,4 @@
-"""The honoured keys of the JSON whose effect takes several ranks to see: one test per key, as in `tests/unit`."""
+"""The honored keys of the JSON whose effect takes several ranks to see: one test per key, as in `tests/unit`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.zero.shared import SharedComm
 from slipstream.zero.watch import PeerError
 from tests import toy
 from tests.pool import distributed
-from tests.unit.test_honoured_keys import Dot, sgd
+from tests.unit.test_honored_keys import Dot, sgd
 
 
 def resting(unit: Any) -> int:

@@ -1,4 +1,4 @@
-"""Quantised matrices and the paged cache: errors bounded, bytes as documented, what stays unquantised."""
+"""Quantized matrices and the paged cache: errors bounded, bytes as documented, what stays unquantized."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.inference.kv_cache import HeadShape, KVCache, bytes_per_block
-from slipstream.inference.quantise import dequantise, quantise, to_int4, to_int8, unpack
+from slipstream.inference.quantize import dequantize, quantize, to_int4, to_int8, unpack
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Mlp
 
 SEEDS = st.integers(0, 999)
@@ -26,7 +26,7 @@ def test_int8_errs_by_half_a_step_of_its_channel(rows: int, columns: int, seed: 
     w = random(rows, columns, seed)
     m = to_int8(w)
     assert (m.q.dtype, m.scale.shape) == (torch.int8, (rows,))
-    assert ((dequantise(m) - w).abs() <= m.scale[:, None] * 0.501).all()
+    assert ((dequantize(m) - w).abs() <= m.scale[:, None] * 0.501).all()
 
 
 @settings(max_examples=30)
@@ -39,7 +39,7 @@ def test_int4_is_no_worse_than_the_whole_range(rows: int, groups: int, group: in
     low, high = grouped.aminmax(dim=2, keepdim=True)
     step = ((high - low) / 15).clamp_min(1e-30)
     plain = (((grouped - low) / step).round() * step + low - grouped).square().sum()
-    assert (dequantise(m) - w).square().sum() <= plain * 1.0001
+    assert (dequantize(m) - w).square().sum() <= plain * 1.0001
 
 
 def test_int4_of_what_it_can_say_is_exact_and_rows_do_not_meet() -> None:
@@ -47,32 +47,32 @@ def test_int4_of_what_it_can_say_is_exact_and_rows_do_not_meet() -> None:
     q[:, ::32], q[:, 1::32] = 0, 15
     w = q.float() * 0.25 - 1
     assert torch.equal(unpack(to_int4(w).q), q)
-    torch.testing.assert_close(dequantise(to_int4(w)), w)
+    torch.testing.assert_close(dequantize(to_int4(w)), w)
     flat = torch.full((2, 32), 3.25)
-    assert torch.equal(dequantise(to_int4(flat)), flat)
+    assert torch.equal(dequantize(to_int4(flat)), flat)
     with pytest.raises(ValueError, match="group 32, input 48"):
         to_int4(torch.zeros(2, 48))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_what_is_quantised(kind: str) -> None:
+def test_what_is_quantized(kind: str) -> None:
     w, vector = torch.randn(64, 64), torch.randn(64)
     stored = to_int4(w)
     odd = torch.randn(64, 48)
     mlp = Mlp(gate=w, up=w, down=odd)
     layer = LayerWeights(input_norm=vector, mlp_norm=vector, q=stored, k=w, v=w, out=w, experts=[mlp], router=w, shared=mlp)
     before = DecoderWeights(embed=w, final_norm=vector, head=None, layers=[layer])
-    after = quantise(before, kind)
+    after = quantize(before, kind)
     new, kept = after.layers[0], {"int8": Int8, "int4": Int4}[kind]
     assert new.q is stored  # never twice
     assert all(isinstance(m, kept) for m in (new.k, new.v, new.out, new.experts[0].gate, new.shared.up))  # type: ignore[union-attr]
     assert isinstance(new.experts[0].down, Int8)  # no group divides 48
     assert isinstance(after.head, Int8)
     assert new.router is w and new.input_norm is vector and after.embed is w and new.mlp is None
-    again = quantise(after, kind)
+    again = quantize(after, kind)
     assert again.layers[0].k is new.k and again.head is after.head
-    with pytest.raises(ValueError, match="'int3' is no quantisation"):
-        quantise(before, "int3")
+    with pytest.raises(ValueError, match="'int3' is no quantization"):
+        quantize(before, "int3")
 
 
 def test_cache_slots_copies_and_bytes() -> None:

@@ -1,7 +1,7 @@
 /* Weights to int8 and int4 and back: the table that each instruction set fills. The torch twins in reference.py give the
  * same bits. */
-#ifndef SLIPSTREAM_QUANTISE_H
-#define SLIPSTREAM_QUANTISE_H
+#ifndef SLIPSTREAM_QUANTIZE_H
+#define SLIPSTREAM_QUANTIZE_H
 
 #include "slipstream_ops.h"
 
@@ -12,7 +12,7 @@ struct row_form {
     int64_t bits, columns, block, code_nbytes, row_nbytes;
 };
 
-struct quantise_isa {
+struct quantize_isa {
     const char *name;
     /* w [rows][columns] <-> codes of its shape, a scale for each row. */
     void (*to_int8)(const char *w, int dtype, int64_t rows, int64_t columns, int8_t *codes, float *scales);
@@ -24,8 +24,8 @@ struct quantise_isa {
     void (*from_rows)(char *w, int dtype, int64_t rows, const struct row_form *form, const uint8_t *packed, const float *pairs);
 };
 
-extern const struct quantise_isa *const quantise_avx512;
-extern const struct quantise_isa *const quantise_avx2;
-extern const struct quantise_isa *const quantise_portable;
+extern const struct quantize_isa *const quantize_avx512;
+extern const struct quantize_isa *const quantize_avx2;
+extern const struct quantize_isa *const quantize_portable;
 
 #endif
