@@ -169,7 +169,10 @@ def test_gradients_can_be_written(transport: str) -> None:
         weights = []
         for way in ("set", "computed"):
             engine = toy.make(
-                toy.seeded(toy.Net), stage, transport, gradient_accumulation_steps=2,
+                toy.seeded(toy.Net),
+                stage,
+                transport,
+                gradient_accumulation_steps=2,
                 optimizer={"type": "SGD", "params": {"lr": 0.5}},
             )
             weight = engine.module.inp.weight
@@ -457,7 +460,8 @@ def test_an_option_that_kernels_do_not_compute_is_refused_by_name(kind: str, opt
 @distributed(world_size=2)
 def test_a_checkpoint_with_an_option_that_kernels_do_not_compute_is_refused(tmp_path: Path) -> None:
     made, native = (
-        toy.make(toy.seeded(toy.Lm), 2, optimizer={"type": "AdamW", "params": {"lr": 1e-2, "amsgrad": amsgrad}}) for amsgrad in (True, False)
+        toy.make(toy.seeded(toy.Lm), 2, optimizer={"type": "AdamW", "params": {"lr": 1e-2, "amsgrad": amsgrad}})
+        for amsgrad in (True, False)
     )
     toy.step(made, toy.tokens(made.rank, 0))
     made.save_checkpoint(str(tmp_path))

@@ -52,9 +52,7 @@ def test_two_micro_batches_are_one_batch(transport: str) -> None:
     for stage in STAGES:
         for way in ("managed", "unmanaged", "no_sync", "divided", "plain"):
             managed = {"managed_gradient_accumulation": False} if way in ("unmanaged", "no_sync") else {}
-            engine = toy.make(
-                toy.seeded(toy.Lm), stage, transport, gradient_clipping=0.5, gradient_accumulation_steps=2, **managed
-            )
+            engine = toy.make(toy.seeded(toy.Lm), stage, transport, gradient_clipping=0.5, gradient_accumulation_steps=2, **managed)
             for i in range(2):
                 first, second = toy.tokens(rank, i, 0), toy.tokens(rank, i, 1)
                 if way == "managed":
@@ -89,9 +87,7 @@ def test_all_of_a_window_in_no_sync(transport: str) -> None:
     rank = dist.get_rank()
     expected = whole_batch(rank)
     for stage in STAGES:
-        engine = toy.make(
-            toy.seeded(toy.Lm), stage, transport, gradient_clipping=0.5, managed_gradient_accumulation=False
-        )
+        engine = toy.make(toy.seeded(toy.Lm), stage, transport, gradient_clipping=0.5, managed_gradient_accumulation=False)
         for i in range(2):
             with engine.no_sync():
                 for micro in range(2):
@@ -104,8 +100,13 @@ def test_all_of_a_window_in_no_sync(transport: str) -> None:
 def test_no_sync_adds_up_in_the_accumulation_dtype(transport: str) -> None:
     for stage in STAGES:
         engine = toy.make(
-            toy.seeded(toy.Net), stage, transport, dtype="bf16", managed_gradient_accumulation=False,
-            data_types={"grad_accum_dtype": "fp32"}, communication_data_type="fp32",
+            toy.seeded(toy.Net),
+            stage,
+            transport,
+            dtype="bf16",
+            managed_gradient_accumulation=False,
+            data_types={"grad_accum_dtype": "fp32"},
+            communication_data_type="fp32",
         )
         with engine.no_sync():
             for slope in (1.0, 2**-10, 2**-10):  # bf16 would lose the last two
@@ -150,7 +151,10 @@ def test_an_unequal_number_is_refused_by_rank(stage: int, transport: str) -> Non
     if transport == "shared" and stage >= 2:
         pytest.skip("in test_failures.py, in processes of its own: a backward that raised keeps its mappings alive")
     engine = toy.make(
-        toy.seeded(toy.Lm), stage, transport, managed_gradient_accumulation=False,
+        toy.seeded(toy.Lm),
+        stage,
+        transport,
+        managed_gradient_accumulation=False,
         slipstream={"transport": transport, "timeout_s": 60},
     )
     start = time.monotonic()

@@ -374,8 +374,7 @@ def test_equals_plain_torch(name: str, transport: str) -> None:
     expected, norm = plain_torch(scenario)
     for stage in STAGES if scenario.same_gathers or transport == "shared" else (0, 1, 2):
         engine = toy.make(
-            toy.seeded(scenario.kind), stage, transport, gradient_clipping=CLIP,
-            optimizer={"type": "SGD", "params": SGD},
+            toy.seeded(scenario.kind), stage, transport, gradient_clipping=CLIP, optimizer={"type": "SGD", "params": SGD}
         )
         for i in range(STEPS):
             scenario.step(engine, engine.rank, i)

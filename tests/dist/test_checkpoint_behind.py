@@ -84,7 +84,9 @@ def test_a_failure_is_told_at_the_next_call_on_every_rank(tmp_path: Path) -> Non
     with writing(full):
         engine.save_checkpoint(folder, tag="bad")
         toy.step(engine, toy.tokens(engine.rank, 0))
-        with pytest.raises(CheckpointError, match=r"bad, written behind training, was not saved: .*rank 1: No space left on device"):
+        with pytest.raises(
+            CheckpointError, match=r"bad, written behind training, was not saved: .*rank 1: No space left on device"
+        ):
             engine.save_checkpoint(folder, tag="other")
     assert latest_tag(tmp_path) == "good" and sorted(os.listdir(folder)) == ["good", "latest"]
     engine.save_checkpoint(folder, tag="again")  # told once

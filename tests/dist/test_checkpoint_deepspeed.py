@@ -118,7 +118,8 @@ def test_what_a_file_asks_for_is_refused_by_name_and_nothing_runs(folder: Path, 
     before = engine.state_dict()
     kept = torch.load(model, weights_only=True)
     for harm, names in (
-        (Hostile(tmp_path / "ran"), r"mp_rank_00_model_states.pt: it asks for posix\.system"), (Nested(), r"asks for pickle\.loads"),
+        (Hostile(tmp_path / "ran"), r"mp_rank_00_model_states.pt: it asks for posix\.system"),
+        (Nested(), r"asks for pickle\.loads"),
         (CheckpointError("x"), r"slipstream\.checkpoint\.errors\.CheckpointError"),
     ):
         torch.save(kept | {"mine": harm}, model)
@@ -128,11 +129,16 @@ def test_what_a_file_asks_for_is_refused_by_name_and_nothing_runs(folder: Path, 
     torch.save(kept, model)
     whole = optim.read_bytes()
     for raw, words in (
-        (whole[:-50], "truncated"), (b"\x80\x02}.", "truncated"), (archive(b"\x80\x02}r\xff\xff\xff\x7f."), "value 2 under the number"),
-        (archive(b"\x80\x02K\x01."), "not as DeepSpeed"), (archive(b"\x80\x02(dR."), "damaged or hostile"),
-        (archive(laughs(b"\x86")), "makes a value of more than"), (archive(laughs(b"\x86", b"}h", b"K\x00s")), "makes a value of more"),
+        (whole[:-50], "truncated"),
+        (b"\x80\x02}.", "truncated"),
+        (archive(b"\x80\x02}r\xff\xff\xff\x7f."), "value 2 under the number"),
+        (archive(b"\x80\x02K\x01."), "not as DeepSpeed"),
+        (archive(b"\x80\x02(dR."), "damaged or hostile"),
+        (archive(laughs(b"\x86")), "makes a value of more than"),
+        (archive(laughs(b"\x86", b"}h", b"K\x00s")), "makes a value of more"),
         (archive(b"\x80\x02]q\x00]q\x01ah\x01K\x01a."), "inside another already"),
-        (archive(b"\x80\x02)" + b"\x85" * 2000 + b"."), "1000 levels"), (archive(b"\x80\x02]2\x86."), "duplicates"),
+        (archive(b"\x80\x02)" + b"\x85" * 2000 + b"."), "1000 levels"),
+        (archive(b"\x80\x02]2\x86."), "duplicates"),
     ):
         optim.write_bytes(raw)
         with pytest.raises(CheckpointError, match=words):
@@ -157,7 +163,9 @@ def test_a_small_file_takes_little_memory(folder: Path, tmp_path: Path) -> None:
     kept = torch.load(model, weights_only=True)
     one = torch.zeros(1 << 18)
     torch.save(kept | {"mine": {str(i): one.view(1, -1) for i in range(40)}}, model)
-    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states.pt have 41,\d+,\d+ bytes, and the file 1,.* the same bytes"):
+    with pytest.raises(
+        CheckpointError, match=r"mp_rank_00_model_states.pt have 41,\d+,\d+ bytes, and the file 1,.* the same bytes"
+    ):
         engine.load_checkpoint(str(tmp_path / "c"))
     torch.save(kept | {"mine": torch.zeros(1 << 23)}, model)
     raw = model.read_bytes()
@@ -183,7 +191,8 @@ def test_states_of_other_optimizers(folder: Path, monkeypatch: pytest.MonkeyPatc
     adam = engine.optimizer_state("up.weight")
     engine.destroy()
     for kind, lacks, options, ours, theirs in (
-        ("Adagrad", ("exp_avg",), ("betas",), "sum", "exp_avg_sq"), ("Lion", (), ("eps",), "exp_avg", "exp_avg"),
+        ("Adagrad", ("exp_avg",), ("betas",), "sum", "exp_avg_sq"),
+        ("Lion", (), ("eps",), "exp_avg", "exp_avg"),
         ("SGD", ("exp_avg_sq", "step"), ("betas", "eps"), "momentum_buffer", "exp_avg"),
     ):
 
@@ -240,7 +249,6 @@ def test_each_byte_of_a_state_is_read_once(folder: Path, monkeypatch: pytest.Mon
     def noted(path: Path) -> Any:
         structures.append(path.name)
         return pickled.read(path)
-
 
     def counted(handle: int, buffers: Any, at: int) -> int:
         got = real(handle, buffers, at)

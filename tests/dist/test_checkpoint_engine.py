@@ -50,7 +50,11 @@ def build(stage: int, transport: str = "auto", optimizer: str = "AdamW", dtype: 
         model=toy.seeded(Noisy),
         training_data=Numbers(),
         config=toy.settings(
-            stage, transport, dtype=dtype, gradient_clipping=1.0, gradient_accumulation_steps=2,
+            stage,
+            transport,
+            dtype=dtype,
+            gradient_clipping=1.0,
+            gradient_accumulation_steps=2,
             optimizer={"type": optimizer, "params": {"lr": 1e-2}},
             scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
         ),

@@ -71,18 +71,13 @@ def load_randomly_cut(directory: Path, seeds: range, saved_by: int) -> None:
     assert latest_tag(directory, group=group) == f"cut{seeds[-1]}"
     for seed in seeds:
         expected = cut(whole(), rank, world, seed + 100)
-        held = {
-            name: FlatSlice(torch.zeros_like(part.data), part.shape, part.start)
-            for name, part in expected.items()
-        }
+        held = {name: FlatSlice(torch.zeros_like(part.data), part.shape, part.start) for name, part in expected.items()}
         replicated = torch.zeros(1000)
         values, own = load(directory, f"cut{seed}", tensors={**held, "replicated": replicated}, group=group)
         for name, part in held.items():
             assert torch.equal(part.data, expected[name].data), f"seed {seed}: {name}"
         assert torch.equal(replicated, torch.arange(1000.0))
-        assert (
-            values["seed"] == seed and values["only rank 0's"] == 0 and values["ema"].tolist() == [seed] * 3
-        )
+        assert values["seed"] == seed and values["only rank 0's"] == 0 and values["ema"].tolist() == [seed] * 3
         if world == saved_by:
             assert own is not None and own["rank"] == rank and own["rng"].tolist() == [rank] * 5
         else:
@@ -155,14 +150,7 @@ def test_two_dimensional_shards(tmp_path: Path) -> None:
 def good_checkpoint(directory: Path) -> None:
     rank = dist.get_rank()
     part = FlatSlice(torch.full((50_000,), float(rank)), (100_000,), 50_000 * rank)
-    save(
-        directory,
-        "good",
-        tensors={"w": part},
-        shared={"step": 1},
-        per_rank={"r": rank},
-        group=dist.group.WORLD,
-    )
+    save(directory, "good", tensors={"w": part}, shared={"step": 1}, per_rank={"r": rank}, group=dist.group.WORLD)
 
 
 def no_values() -> dict[str, Any]:
@@ -210,19 +198,13 @@ def test_wrong_input_on_one_rank(tmp_path: Path) -> None:
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (first, {}, "only 4 of 8 elements are there"),
         (FlatSlice(torch.zeros(5 - rank), (8,), 4 * rank), {}, "overlap"),
-        (
-            first if rank == 0 else FlatSlice(torch.zeros(4).half(), (8,), 4),
-            {},
-            "float16 of shape .* on rank 1",
-        ),
+        (first if rank == 0 else FlatSlice(torch.zeros(4).half(), (8,), 4), {}, "float16 of shape .* on rank 1"),
         (first if rank == 0 else FlatSlice(torch.zeros(4), (2, 4), 4), {}, r"shape \(2, 4\) on rank 1"),
         ((first, [0.0])[rank], {}, "rank 1 of 2: tensor 'w' is a list"),
         ((first, second)[rank], {"x": print} if rank == 1 else {}, r"rank 1 of 2: per_rank\['x'\]"),
     ]
     for held, own, match in cases:
-        message = fails_everywhere(
-            save, tmp_path, "t", tensors={"w": held}, **no_values() | {"per_rank": own}
-        )
+        message = fails_everywhere(save, tmp_path, "t", tensors={"w": held}, **no_values() | {"per_rank": own})
         assert re.search(match, message), message
         assert os.listdir(tmp_path) == []
 

@@ -87,7 +87,9 @@ def test_a_model_in_ranges_takes_a_block_more_than_they_do() -> None:
 class Saved(toy.Lm):
     """With transformers' method."""
 
-    def save_pretrained(self, folder: Path, is_main_process: bool = True, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+    def save_pretrained(
+        self, folder: Path, is_main_process: bool = True, state_dict: dict[str, torch.Tensor] | None = None
+    ) -> None:
         torch.save(self.state_dict() if state_dict is None else state_dict, folder / f"{dist.get_rank()}.pt")
 
 

@@ -174,7 +174,11 @@ def test_counts_and_bytes_over_gloo(world_size: int) -> None:
         for stage in (0, 1, 2, 3):
             for accumulation in (1, 2):
                 engine = toy.make(
-                    toy.seeded(toy.Net), stage, "gloo", dtype="bf16", gradient_accumulation_steps=accumulation,
+                    toy.seeded(toy.Net),
+                    stage,
+                    "gloo",
+                    dtype="bf16",
+                    gradient_accumulation_steps=accumulation,
                     data_types={"grad_accum_dtype": "bf16"},
                 )
                 units, numel = len(engine.units), sum(unit.layout.numel for unit in engine.units)

@@ -191,8 +191,9 @@ def test_a_busy_rank_is_named_and_not_stopped(nursery: Nursery) -> None:
         outcome = outcomes[f"timeout, {transport}"]
         assert outcome.records[1]["error"] == "PeerError" and "waited 2 s" in outcome.records[1]["text"], story(outcome)
         assert 2 <= outcome.late(1, 1) < 5, story(outcome)
-        assert outcome.records[0]["error"] == "PeerLostError" and "rank 1 failed: PeerError: rank 1 waited 2 s" in (
-            outcome.records[0]["text"]
+        assert (
+            outcome.records[0]["error"] == "PeerLostError"
+            and "rank 1 failed: PeerError: rank 1 waited 2 s" in (outcome.records[0]["text"])
         ), story(outcome)
 
 

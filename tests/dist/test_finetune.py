@@ -1,9 +1,8 @@
-"""The fine-tuning example with a tiny model: in full, by the native loop. What needs other libraries: tests/clients/test_finetune.py."""
+"""The fine-tuning example with a tiny model: in full, by the native loop. tests/clients/test_finetune.py has the other loops."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +52,9 @@ def test_what_is_held_out_is_new_and_right(lesson: ModuleType) -> None:
     assert len(wishes) > 5 * len(everyday) > 50
 
     def kinds(pair: Any) -> set[str]:
-        parts = {name: [each.json.replace("@", value) for value in each.values + each.new] for name, each in lesson.SETTINGS.items()}
+        parts = {
+            name: [each.json.replace("@", value) for value in each.values + each.new] for name, each in lesson.SETTINGS.items()
+        }
         return {name for name, possible in parts.items() if any(part in pair.answer for part in possible)}
 
     assert all(lesson.accepted(pair.answer) for pair in wishes + held_out)

@@ -136,12 +136,17 @@ def test_each_rank_reads_its_spans(tmp_path: Path, transport: str) -> None:
         slipstream.zero.load(model, folder)
         refuse = {"side_effect": AssertionError("every rank reads for itself")}
         with (
-            mock.patch.object(WeightFiles, "read", lambda self, *what: read.append(what) or real(self, *what)),  # noqa: B023
+            mock.patch.object(WeightFiles, "read", lambda self, *what: read.append(what) or real(self, *what)),
             mock.patch.object(SharedComm, "broadcast", **refuse),
             mock.patch.object(ProcessGroupComm, "broadcast", **refuse),
         ):
-            engine = toy.make(model, stage, "gloo" if disk and stage == 3 else transport, dtype="bf16",
-                              **settings(stage, tmp_path if disk else None))
+            engine = toy.make(
+                model,
+                stage,
+                "gloo" if disk and stage == 3 else transport,
+                dtype="bf16",
+                **settings(stage, tmp_path if disk else None),
+            )
         for unit in engine.units:
             want = {}
             for slot in unit.layout.slots:
@@ -291,8 +296,10 @@ def test_destroying_what_rests_on_disk_leaves_meta(tmp_path: Path) -> None:
         engine.backward(loss)
         engine.step()
         engine.destroy()
-        assert all(param is params[name] and type(param) is nn.Parameter and param.is_meta and param.grad is None
-                   for name, param in model.named_parameters())
+        assert all(
+            param is params[name] and type(param) is nn.Parameter and param.is_meta and param.grad is None
+            for name, param in model.named_parameters()
+        )
         assert not any(value.is_meta for value in trained.values()) and params["blocks.0.gain"].kind == "a user's own"
 
 

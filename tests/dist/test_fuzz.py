@@ -91,9 +91,7 @@ def test_random_branches_by_rank_on_shared_memory(world_size: int, seed: int) ->
     """Against plain torch, which takes the same branches."""
     steps, sgd = 8, {"lr": 0.05}
     orders = random.Random(seed)
-    plan = [
-        [tuple(orders.choices(range(3), k=orders.randrange(5))) for _ in range(world_size)] for _ in range(steps)
-    ]
+    plan = [[tuple(orders.choices(range(3), k=orders.randrange(5))) for _ in range(world_size)] for _ in range(steps)]
     model = toy.seeded(Branching)
     optimizer = torch.optim.SGD(model.parameters(), **sgd)
     for i, row in enumerate(plan):

@@ -28,8 +28,16 @@ transformers: Any = pytest.importorskip("transformers", reason="transformers is 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "grpo.py"
 SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.2,
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "initializer_range": 0.2,
 }
 PROMPTS = [[(7 * i + j * j) % 96 for j in range(length)] for i, length in enumerate((3, 18, 33))]
 SERVING: dict[str, Any] = {"threads": 1, "kv_cache_bytes": "1M", "max_running": 8, "device": "cpu"}
@@ -123,7 +131,11 @@ def test_the_trainer_computes_the_servers_log_probabilities_bit_for_bit(transpor
                 expected = expected.gather(-1, rows[:, 1:, None])[..., 0]
                 torch.testing.assert_close(logprobs[mask[:, 1:]], expected[mask[:, 1:]], rtol=1e-4, atol=1e-4)
                 (-(expected * mask[:, 1:]).sum()).backward()
-                for which in ("model.layers.0.input_layernorm.weight", "model.layers.2.self_attn.v_proj.weight", "model.norm.weight"):
+                for which in (
+                    "model.layers.0.input_layernorm.weight",
+                    "model.layers.2.self_attn.v_proj.weight",
+                    "model.norm.weight",
+                ):
                     wanted = plain.get_parameter(which).grad
                     dist.all_reduce(wanted)
                     torch.testing.assert_close(engine.gradient(which), wanted / 2, rtol=1e-3, atol=1e-3)
@@ -321,7 +333,11 @@ def refuse_adapted() -> None:
         (llama, peft.LoraConfig(**modules, use_dora=True), "q_proj' is adapted by adapter 'default' with DoRA"),
         (qwen, peft.LoraConfig(**modules, lora_bias=True), "q_proj' is adapted by adapter 'default' with lora_bias"),
         (llama, peft.LoraConfig(r=4, target_modules=["lm_head"]), "lm_head' is adapted by Linear on what is no weight of its own"),
-        (llama, peft.LoraConfig(r=4, target_modules=["embed_tokens"]), "embed_tokens' is adapted by Embedding on what is no weight"),
+        (
+            llama,
+            peft.LoraConfig(r=4, target_modules=["embed_tokens"]),
+            "embed_tokens' is adapted by Embedding on what is no weight",
+        ),
         (mixtral, peft.LoraConfig(**parameters), "experts' is adapted by ParamWrapper on what is no weight of its own"),
         (llama, peft.OFTConfig(r=4, oft_block_size=0, target_modules=["q_proj"]), r"is adapted by a layer of peft\.tuners\.oft"),
         (llama, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), r"is adapted by a layer of peft\.tuners\.ia3"),

@@ -26,7 +26,9 @@ from tests.unit.test_honored_keys import Dot, sgd
 
 def resting(unit: Any) -> int:
     """Elements of a unit's weights in this rank's memory between steps."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in (unit.full, unit.weights.whole())}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in (unit.full, unit.weights.whole())
+    }
     return sum(storages.values()) // unit.full.element_size()
 
 
@@ -78,9 +80,7 @@ def test_zero_optimization_mics_shard_size() -> None:
         sums.add(int(checksums[0]))
         engine.destroy()
     assert len(sums) == 1
-    wide = toy.make(
-        toy.seeded(toy.Lm), 3, dtype="bf16", communication_data_type="fp32", zero_optimization={"mics_shard_size": 1}
-    )
+    wide = toy.make(toy.seeded(toy.Lm), 3, dtype="bf16", communication_data_type="fp32", zero_optimization={"mics_shard_size": 1})
     assert all(unit.grads.dtype is torch.float32 for unit in wide.units), "what copies exchange"
     toy.step(wide, toy.tokens(wide.rank, 0))
     wide.destroy()
@@ -177,9 +177,7 @@ def test_checkpoint_writer_decoupled(tmp_path: Path) -> None:
 def test_slipstream_keep_checkpoints(tmp_path: Path) -> None:
     for behind in (False, True):
         folder = tmp_path / str(behind)
-        engine = toy.make(
-            toy.seeded(toy.Net), 1, slipstream={"keep_checkpoints": 2}, checkpoint={"writer": {"decoupled": behind}}
-        )
+        engine = toy.make(toy.seeded(toy.Net), 1, slipstream={"keep_checkpoints": 2}, checkpoint={"writer": {"decoupled": behind}})
         for tag in ("a", "b", "c"):
             engine.save_checkpoint(str(folder), tag=tag)
         engine.finish_save()

@@ -1,7 +1,7 @@
-"""A device beside the host, without one: copies that happen as late as they may, so that a wait that is missing gives wrong numbers.
+"""The paths of a device with its own memory, on a CPU: each copy happens as late as it may, so a missing wait gives wrong numbers.
 
-`Late` stands for the CUDA streams (`CudaLane`): the engine is told that its device has a memory of its own, and every path that a GPU
-would take is taken, on tensors of the CPU. What no CPU can show is what `now` means: that a copy follows what was computed before.
+`Late` stands for the CUDA streams (`CudaLane`): the engine is told that its device has a memory of its own and takes every path
+that it takes on a GPU, on CPU tensors. What no CPU can show is what `now` means: that a copy follows what was computed before.
 """
 
 from __future__ import annotations
@@ -121,8 +121,12 @@ def train(engine: Any, micros: int, steps: int = 3) -> list[Any]:
 
 
 CASES = [  # stage, where weights rest, where the optimizer's states do
-    *((stage, "none", "cpu") for stage in range(4)), (3, "cpu", "cpu"), (3, "cpu", "none"), (0, "none", "nvme"),
-    (2, "none", "nvme"), (3, "nvme", "nvme"),
+    *((stage, "none", "cpu") for stage in range(4)),
+    (3, "cpu", "cpu"),
+    (3, "cpu", "none"),
+    (0, "none", "nvme"),
+    (2, "none", "nvme"),
+    (3, "nvme", "nvme"),
 ]
 KINDS = {"none": MemoryStore, "cpu": HostStore, "nvme": DiskStore}
 

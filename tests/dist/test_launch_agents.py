@@ -210,9 +210,7 @@ def test_the_first_failing_rank_is_what_the_user_sees(launcher: Launcher) -> Non
     assert launcher.gone(within=1)
 
 
-def test_a_killed_rank_is_explained_and_a_deaf_one_does_not_hold_up(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_a_killed_rank_is_explained_and_a_deaf_one_does_not_hold_up(launcher: Launcher, tmp_path: Path) -> None:
     """Rank 0 catches SIGTERM and sleeps in native code; all is over within 5 s of rank 1's death."""
     script = launcher.script("""
         import os, signal, sys, time

@@ -321,9 +321,7 @@ def test_an_optimizer_that_has_stepped_brings_its_state() -> None:
     optimizer.step()
     for stage in STAGES:
         other, brought = warm()
-        engine, *_ = slipstream.initialize(
-            model=other, optimizer=brought, config=toy.settings(stage, optimizer=None)
-        )
+        engine, *_ = slipstream.initialize(model=other, optimizer=brought, config=toy.settings(stage, optimizer=None))
         engine(toy.floats(engine.rank, 5)).square().mean().backward()
         engine.step()
         for name, value in engine.state_dict().items():
@@ -468,7 +466,8 @@ def test_schedules_tick_on_applied_steps() -> None:
         engine.destroy()
         model = toy.seeded(toy.Lm)
         engine, _, _, scheduler = slipstream.initialize(
-            model=model, config=toy.settings(stage, optimizer={"type": "SGD", "params": {"lr": 1.0}}),
+            model=model,
+            config=toy.settings(stage, optimizer={"type": "SGD", "params": {"lr": 1.0}}),
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0),
         )
         toy.step(engine, toy.tokens(engine.rank, 0))

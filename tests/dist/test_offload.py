@@ -63,8 +63,14 @@ def train(engine: Any, steps: int = 3, micros: int = 1) -> list[float]:
 
 
 def end(folder: Path | None, stage: int, dtype: str, micros: int, transport: str, tiers: str) -> list[float]:
-    engine = make(folder, stage, tiers, dtype=dtype, gradient_accumulation_steps=micros,
-                  slipstream={"transport": transport, "update_ahead": micros == 1})
+    engine = make(
+        folder,
+        stage,
+        tiers,
+        dtype=dtype,
+        gradient_accumulation_steps=micros,
+        slipstream={"transport": transport, "update_ahead": micros == 1},
+    )
     found = train(engine, micros=micros)
     if folder is not None:
         assert any(isinstance(unit.master, DiskStore) or isinstance(unit.weights, DiskStore) for unit in engine.units) or (
@@ -77,7 +83,13 @@ def end(folder: Path | None, stage: int, dtype: str, micros: int, transport: str
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @distributed(world_size=(1, 2), timeout=120)
 def test_disk_equals_memory_bit_for_bit(dtype: str, tmp_path: Path) -> None:
-    cases: tuple[tuple[int, str, int], ...] = ((0, "optimizer", 2), (1, "optimizer", 1), (2, "optimizer", 1), (2, "optimizer", 2), (3, "optimizer", 1))
+    cases: tuple[tuple[int, str, int], ...] = (
+        (0, "optimizer", 2),
+        (1, "optimizer", 1),
+        (2, "optimizer", 1),
+        (2, "optimizer", 2),
+        (3, "optimizer", 1),
+    )
     cases += ((3, "weights", 2), (3, "everything", 1), (3, "everything", 2))
     in_memory: dict[Any, list[float]] = {}
     for stage, tiers, micros in cases:
@@ -179,7 +191,11 @@ def test_slipstream_update_ahead(tmp_path: Path) -> None:
     for tiers, ahead, in_time in cases:
         folder = None if tiers == "memory" else tmp_path
         engine = make(
-            folder, 3, "everything" if folder is None else tiers, dtype="bf16", gradient_accumulation_steps=2,
+            folder,
+            3,
+            "everything" if folder is None else tiers,
+            dtype="bf16",
+            gradient_accumulation_steps=2,
             slipstream={"transport": "gloo", "update_ahead": ahead},
         )
         seen, found = [], []
@@ -219,8 +235,14 @@ def test_offload_optimizer_device(tmp_path: Path) -> None:
 def test_offload_optimizer_ratio(tmp_path: Path) -> None:
     sums = set()
     for ratio in (0.0, 0.3, 1.0):
-        engine = make(tmp_path, 1, dtype="bf16", zero_optimization={
-            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "ratio": ratio, "buffer_count": 2}})
+        engine = make(
+            tmp_path,
+            1,
+            dtype="bf16",
+            zero_optimization={
+                "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "ratio": ratio, "buffer_count": 2}
+            },
+        )
         sums.add(train(engine)[-1])
         kept = sum(unit.master.resident_nbytes for unit in engine.units) / sum(unit.master.nbytes for unit in engine.units)
         assert abs(kept - (1 - ratio)) < 0.2, f"{kept} of the masters in memory at ratio {ratio}"
@@ -251,7 +273,10 @@ def test_slipstream_optimizer_states(tmp_path: Path) -> None:
     found: dict[str, list[float]] = {}
     states = {}
     for name, where, stage, kept in (
-        ("fp32", None, 0, "default"), ("memory", None, 0, "int8"), ("sharded", None, 2, "int8"), ("disk", tmp_path, 3, "int8"),
+        ("fp32", None, 0, "default"),
+        ("memory", None, 0, "int8"),
+        ("sharded", None, 2, "int8"),
+        ("disk", tmp_path, 3, "int8"),
     ):
         engine = make(where, stage, dtype="bf16", slipstream={"optimizer_states": kept})
         found[name] = train(engine, 6)
@@ -266,8 +291,10 @@ def test_slipstream_stochastic_rounding(tmp_path: Path) -> None:
     """bf16 weights without masters that move on average as fp32 ones do; the same wherever they rest."""
     found = {}
     for name, where, stage, options in (
-        ("masters", None, 1, {}), ("memory", None, 1, {"stochastic_rounding": True}),
-        ("disk", tmp_path, 3, {"stochastic_rounding": True}), ("seed", None, 1, {"stochastic_rounding": True, "seed": 1}),
+        ("masters", None, 1, {}),
+        ("memory", None, 1, {"stochastic_rounding": True}),
+        ("disk", tmp_path, 3, {"stochastic_rounding": True}),
+        ("seed", None, 1, {"stochastic_rounding": True, "seed": 1}),
     ):
         engine = make(where, stage, dtype="bf16", slipstream=options)
         found[name] = train(engine, 6)
@@ -328,8 +355,12 @@ def test_gradients_of_what_is_unfrozen(tmp_path: Path) -> None:
 def test_offload_param_max_in_cpu(tmp_path: Path) -> None:
     sums = set()
     for numel in (0, 20_000, 1_000_000):
-        engine = make(tmp_path, 3, "weights", zero_optimization={
-            "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": numel}})
+        engine = make(
+            tmp_path,
+            3,
+            "weights",
+            zero_optimization={"offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": numel}},
+        )
         sums.add(train(engine)[-1])
         kept = sum(unit.weights.resident_nbytes for unit in engine.units) // 4
         assert kept == min(numel, sum(unit.weights.numel for unit in engine.units)) or numel <= kept < numel + 4096
@@ -399,8 +430,8 @@ def test_weights_of_a_failed_update_are_not_handed_out(tmp_path: Path) -> None:
 
 @distributed(world_size=2, timeout=60)
 def test_a_disk_that_fails_in_mid_step(tmp_path: Path) -> None:
-    """Rank 1's file is cut before a step, a forward or a backward: both ranks raise the same error, refuse to step and save, and the
-    last checkpoint is whole."""
+    """Rank 1's file is cut before a step, a forward or a backward: both ranks raise the same error and refuse to step and save;
+    the last checkpoint is whole."""
     for stage, tiers, micros in ((1, "optimizer", 1), (3, "optimizer", 1), (3, "everything", 1), (3, "everything", 2)):
         engine = make(tmp_path, stage, tiers, dtype="bf16", gradient_accumulation_steps=micros)
         train(engine, 1, micros)
@@ -460,7 +491,7 @@ def test_whole_parameters_stream_whole(tmp_path: Path) -> None:
         engine.destroy()
     assert len(found) == 1
     half = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "ratio": 0.5}}
-    with pytest.raises(ValueError, match="norms of whole parameters.*ratio to 1"):
+    with pytest.raises(ValueError, match=r"norms of whole parameters.*ratio to 1"):
         make(tmp_path, 1, dtype="bf16", optimizer=lamb, zero_optimization=half)
 
 

@@ -45,7 +45,11 @@ def test_an_overflow_on_one_rank_skips_all_and_names_the_parameter(bad: float, t
     for stage in STAGES:
         records.clear()
         engine = toy.make(
-            toy.seeded(toy.Lm), stage, transport, fp16=dynamic(), gradient_clipping=1.0,
+            toy.seeded(toy.Lm),
+            stage,
+            transport,
+            fp16=dynamic(),
+            gradient_clipping=1.0,
             scheduler={"type": "WarmupLR", "params": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.02}},
         )
         before, rate = toy.checksum(engine), engine.lr_scheduler.state_dict()
@@ -235,7 +239,10 @@ def test_a_gan_of_two_engines_in_fp16(transport: str) -> None:
     def run(scale_g: float, scale_d: float) -> list[Tensor]:
         engines = [
             toy.make(
-                toy.seeded(toy.Net, seed), 3, transport, fp16={"enabled": True, "loss_scale": scale},
+                toy.seeded(toy.Net, seed),
+                3,
+                transport,
+                fp16={"enabled": True, "loss_scale": scale},
                 optimizer={"type": "SGD", "params": {"lr": 0.05}},
             )
             for seed, scale in ((0, scale_g), (1, scale_d))
@@ -265,9 +272,7 @@ def test_scale_is_for_losses_beside_the_outputs() -> None:
     for each in (engine, plain):
         penalty = each.module.head.weight.float().square().sum()
         each.scale(penalty).backward()
-        torch.testing.assert_close(
-            each.gradient("head.weight"), 2 * each.state_dict()["head.weight"].float(), rtol=2e-3, atol=1e-4
-        )
+        torch.testing.assert_close(each.gradient("head.weight"), 2 * each.state_dict()["head.weight"].float(), rtol=2e-3, atol=1e-4)
         each.destroy()
 
 

@@ -62,7 +62,7 @@ def test_every_stage_writes_the_same_folder(world_size: int, transport: str, tmp
 
 @distributed(world_size=2)
 def test_a_folder_that_is_there_may_be_a_file_system_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is made beside it, or renamed into it; what a killed save left in it goes, and no other folder of that kind of name."""
+    """Nothing is made beside it or renamed into it; a killed save's leftovers go, other folders with such names stay."""
     engine = toy.make(toy.seeded(toy.Lm), 3)
     there, link = tmp_path / "there", tmp_path / "link"
     if dist.get_rank() == 0:
@@ -91,7 +91,9 @@ def test_a_folder_that_is_there_may_be_a_file_system_of_its_own(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("where", ["alone", "with a folder", "inside", "linked"])
-def test_a_config_of_another_architecture_comes_with_its_weights(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_of_another_architecture_comes_with_its_weights(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one step where the folder can be exchanged; other files, folders and the mode stay, wherever it is."""
     folder = tmp_path / "there"
     folder.mkdir(mode=0o750)
@@ -212,7 +214,10 @@ def save_adapted(folder: Path) -> dict[str, torch.Tensor]:
         engine.destroy()
     for wrong, words in (
         (lambda: adapted_llama(use_dora=True), "with DoRA"),
-        (lambda: adapted_llama(tied=True, modules_to_save=["embed_tokens"]), "lm_head.weight' is tied to a module that PEFT trains"),
+        (
+            lambda: adapted_llama(tied=True, modules_to_save=["embed_tokens"]),
+            "lm_head.weight' is tied to a module that PEFT trains",
+        ),
         (
             lambda: peft.get_peft_model(plain_llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
             "is a prompt",

@@ -75,7 +75,10 @@ def test_losses_are_the_same_bits_in_every_stage(bits: int, transport: str, tmp_
         assert torch.equal(each, losses["stage 0"]), (name, each, losses["stage 0"])
     batches = [[[toy.tokens(rank, i) for rank in range(2)]] for i in range(3)]
     alone = twin.train(
-        lora_lm(bits), lambda model, batch: model(batch), batches, dtype=torch.bfloat16,
+        lora_lm(bits),
+        lambda model, batch: model(batch),
+        batches,
+        dtype=torch.bfloat16,
         optimizer=lambda masters: torch.optim.AdamW(masters.values(), lr=1e-2),
     ).losses[:, 0, dist.get_rank()]
     assert losses["stage 0"][0] == alone[0] and len(alone.unique()) == 3
@@ -270,9 +273,11 @@ def test_a_layer_of_two_parents_is_the_same_in_both() -> None:
 @distributed(world_size=1)
 def test_what_cannot_work_is_said() -> None:
     model = lora_lm()
-    with pytest.raises(ValueError, match="no nn.Linear of Lm is left to quantize"):
+    with pytest.raises(ValueError, match=r"no nn\.Linear of Lm is left to quantize"):
         slipstream.quantize(toy.Lm(), skip=("*",))
-    with pytest.raises(ValueError, match=r"skip=\['heads'\] matches the name of no nn\.Linear of Lm; its first are blocks\.0\.up, "):
+    with pytest.raises(
+        ValueError, match=r"skip=\['heads'\] matches the name of no nn\.Linear of Lm; its first are blocks\.0\.up, "
+    ):
         slipstream.quantize(toy.Lm(), skip=("*.up", "heads"))
     broken = toy.Lm()
     broken.blocks[1].up.weight.data[0, 0] = torch.nan
@@ -285,7 +290,9 @@ def test_what_cannot_work_is_said() -> None:
         model.blocks[0].up.base.weight.requires_grad_(True)
     trained = wrapped_lm()
     trained.blocks[0].up.base.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"'blocks\.0\.up\.base\.weight' is quantized \(its parts: codes, scale\).*requires_grad_\(False\)"):
+    with pytest.raises(
+        ValueError, match=r"'blocks\.0\.up\.base\.weight' is quantized \(its parts: codes, scale\).*requires_grad_\(False\)"
+    ):
         toy.make(trained, 0)
 
 
@@ -301,11 +308,15 @@ def test_a_hugging_face_folder_holds_the_numbers(bits: int, world_size: int, tra
         if name == "disk":
             zero = zero | {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
         model = lora_lm(bits, dim=40)
-        expected = {f"{path}.weight": layer.dequantized() for path, layer in model.named_modules() if type(layer) is QuantizedLinear}
+        expected = {
+            f"{path}.weight": layer.dequantized() for path, layer in model.named_modules() if type(layer) is QuantizedLinear
+        }
         engine = toy.make(model, zero["stage"], transport, dtype="bf16", zero_optimization=zero)
         train(engine, 1)
         unit = next(unit for unit in engine.units if unit.dtypes.weights == torch.uint8)
-        inside = [(edge - slot.offset) % slot.shape[1] for slot in unit.layout.slots for edge in unit.span if edge in range(*slot.span)]
+        inside = [
+            (edge - slot.offset) % slot.shape[1] for slot in unit.layout.slots for edge in unit.span if edge in range(*slot.span)
+        ]
         assert world_size < 4 or any(inside), "the ranges cut rows"
         for dtype in (None, "fp32"):
             folder = tmp_path / f"{name} {dtype}"
@@ -326,7 +337,9 @@ def test_a_hugging_face_folder_holds_the_numbers(bits: int, world_size: int, tra
 def test_another_library_s_codes_are_in_no_folder(tmp_path: Path) -> None:
     for stage in (0, 3):
         engine = toy.make(wrapped_lm(), stage, dtype="bf16")
-        with pytest.raises(ValueError, match=r"codes of 'blocks\.0\.up\.base\.weight', which .*only_trainable=True writes the adapters"):
+        with pytest.raises(
+            ValueError, match=r"codes of 'blocks\.0\.up\.base\.weight', which .*only_trainable=True writes the adapters"
+        ):
             engine.save_pretrained(str(tmp_path / "model"))
         assert not (tmp_path / "model").exists()
         engine.destroy()

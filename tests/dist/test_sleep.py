@@ -26,7 +26,11 @@ def test_training_goes_on_bit_for_bit(transport: str, tmp_path: Path) -> None:
             if not naps and (stage // 2, optimizer) in awake:
                 continue
             engine = toy.make(
-                toy.seeded(lambda: toy.Lm(64)), stage, transport, dtype="bf16", gradient_accumulation_steps=2,
+                toy.seeded(lambda: toy.Lm(64)),
+                stage,
+                transport,
+                dtype="bf16",
+                gradient_accumulation_steps=2,
                 optimizer={"type": optimizer, "params": {"lr": 1e-2}},
             )
             for micro in range(3):
@@ -115,8 +119,13 @@ def test_what_is_in_host_memory_already_does_not_go_there() -> None:
 
 def test_the_memory_that_gradients_pass_through_goes_too(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
-    engine = toy.make(toy.seeded(toy.Lm), 3, dtype="bf16", gradient_accumulation_steps=2, zero_optimization={
-        "offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0}})
+    engine = toy.make(
+        toy.seeded(toy.Lm),
+        3,
+        dtype="bf16",
+        gradient_accumulation_steps=2,
+        zero_optimization={"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0}},
+    )
     toy.step(engine, toy.tokens(0, 0))
     parts = sum(tensor.nbytes for tensor, _ in sleep.memory_of(engine, ["gradients"]))
     assert engine.sleep(["gradients"], "disk", str(tmp_path)) == parts + engine.homes.nbytes > parts

@@ -363,7 +363,7 @@ def test_a_group_that_is_added_is_one_that_was_given(schedule: str, tmp_path: Pa
             settings["optimizer"]["params"]["weight_decay"] = 0.1
             old = list(model.parameters())
             if late:
-                engine, optimizer, _, scheduler = slipstream.initialize(model=model, config=settings)
+                engine, optimizer, _, _ = slipstream.initialize(model=model, config=settings)
                 toy.seeded(toy.Lm)  # the same draws
                 with engine.surgery():
                     adapt(model)
@@ -378,7 +378,7 @@ def test_a_group_that_is_added_is_one_that_was_given(schedule: str, tmp_path: Pa
                 if schedule == "warmup":
                     scheduler_of["params"]["warmup_max_lr"] = [1e-2, 3e-2]
                 given = {} if scheduler_of is None else {"scheduler": scheduler_of}
-                engine, optimizer, _, scheduler = slipstream.initialize(model=model, optimizer=inner, config=settings | given)
+                engine, optimizer, _, _ = slipstream.initialize(model=model, optimizer=inner, config=settings | given)
             assert [len(group["params"]) for group in optimizer.param_groups] == [len(old), 6]
             found = []
             for i in range(3):
@@ -570,7 +570,7 @@ def test_ranks_that_differ_are_told() -> None:
 
 @distributed(world_size=2)
 def test_a_write_before_an_exception_leaves_no_rank_alone() -> None:
-    """Where every rank holds the weights, what one has written in place is there; another surgery takes the first rank's for all."""
+    """If every rank holds the weights, an in-place write of one rank stays; the next surgery takes rank 0's for all."""
     engine = toy.make(toy.seeded(toy.Lm), 0)
     with pytest.raises(KeyError, match="half-way") if engine.rank else pytest.raises(RuntimeError, match="rank 1 raised"):
         with engine.surgery(), torch.no_grad():
@@ -584,7 +584,7 @@ def test_a_write_before_an_exception_leaves_no_rank_alone() -> None:
     assert not engine.module.head.weight.any()
     step(engine, 0)
     for group in (lambda name, param: engine.rank, lambda name, param: 1 // engine.rank):
-        with pytest.raises((ValueError, ZeroDivisionError), match="rank . gives|division|parameter group 1"):
+        with pytest.raises((ValueError, ZeroDivisionError), match=r"rank . gives|division|parameter group 1"):
             with engine.surgery(group=group):
                 engine.module.extra = nn.Parameter(torch.zeros(2))
         with engine.surgery():
@@ -598,12 +598,11 @@ def test_an_exception_inside_changes_nothing() -> None:
         engine = toy.make(toy.seeded(toy.Lm), stage, transport)
         step(engine, 0)
         before = everything(engine)
-        with pytest.raises(KeyError, match="half-way"):
-            with engine.surgery(), torch.no_grad():
-                if stage == 3:
-                    engine.module.head.weight.zero_()
-                engine.module.head.bias.data = torch.ones(48)
-                raise KeyError("half-way")
+        with pytest.raises(KeyError, match="half-way"), engine.surgery(), torch.no_grad():
+            if stage == 3:
+                engine.module.head.weight.zero_()
+            engine.module.head.bias.data = torch.ones(48)
+            raise KeyError("half-way")
         after = everything(engine)
         assert all(equal(before[name], after[name]) for name in before)
         step(engine, 1)
@@ -612,11 +611,10 @@ def test_an_exception_inside_changes_nothing() -> None:
                 if engine.rank == 1:
                     raise KeyError("half-way")
         step(engine, 2)
-        with pytest.raises(KeyError, match="too late"):
-            with engine.surgery():
-                del engine.module.blocks[0]
-                raise KeyError("too late")
-        with pytest.raises(RuntimeError, match="failed .KeyError: 'too late'.*an empty one takes the model as it is"):
+        with pytest.raises(KeyError, match="too late"), engine.surgery():
+            del engine.module.blocks[0]
+            raise KeyError("too late")
+        with pytest.raises(RuntimeError, match=r"failed .KeyError: 'too late'.*an empty one takes the model as it is"):
             step(engine, 3)
         with engine.surgery():
             pass
@@ -631,8 +629,14 @@ def llama(tied: bool) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        max_position_embeddings=32, tie_word_embeddings=tied,
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
     )
     return transformers.LlamaForCausalLM(config)
 
