@@ -5,8 +5,10 @@
 #   make train-big  a model ten times the memory, its states on disk, held to a budget by the kernel (ARGS="--budget 800")
 #   make serve    serve a model over HTTP (ARGS="--port 8080 --dtype int8"); open the page that it names
 #   make chat     talk to a model in the terminal
-#   make test     all tests            (ARGS="-k placement" for some)
+#   make test     the tests that each change passes (ARGS="-k placement" for some)
+#   make test-all   these and the slow ones: before a release, and daily
 #   make test-clients  accelerate, transformers' Trainer, PEFT and TRL over Slipstream's names for DeepSpeed
+#   make test-clients-smoke   one test of each, as CI runs them
 #   make lint     ruff, codespell and mypy
 #   make bench    Slipstream beside DeepSpeed, FSDP2 and DDP, into benchmarks/RESULTS.md
 #   make bench-serve   the serving engine beside vLLM, llama.cpp and transformers, into the same file (ARGS="--quick")
@@ -44,8 +46,11 @@ PINNED := .pinned
 READY := $(VENV)/.ready
 TRITONED := $(VENV)/.tritoned
 
+# pip compiles nothing here (INSTALL), so the first import does: where it may not write that down, each start would compile torch.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
-.PHONY: train train-big finetune serve chat test test-clients lint bench bench-serve clean setup
+.PHONY: train train-big finetune serve chat test test-all test-clients test-clients-smoke lint bench bench-serve clean setup
 
 train: $(READY)
 	$(BIN)/slipstream run --nproc $${NPROC:-$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')} \
@@ -60,11 +65,15 @@ finetune: $(CLIENTS)/.ready
 serve chat: $(READY)
 	$(BIN)/slipstream $@ $(MODEL) $(ARGS)
 
-test: $(READY) $(TRITONED)
-	$(BIN)/python -m pytest $(ARGS)
+test test-all: $(READY) $(TRITONED)
+	$(BIN)/python -m tests $(if $(filter test-all,$@),--all) $(ARGS)
 
 test-clients: $(CLIENTS)/.ready
-	SLIPSTREAM_TEST_CLIENTS=1 $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+	SLIPSTREAM_TEST_CLIENTS=1 $(CLIENTS)/bin/python -m pytest -m "slow or not slow" tests/clients $(ARGS)
+
+# One test of accelerate, one of Trainer, one of PEFT.
+test-clients-smoke: $(CLIENTS)/.ready
+	SLIPSTREAM_TEST_CLIENTS=1 $(CLIENTS)/bin/python -m pytest -m smoke tests/clients $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -15,7 +15,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,7 +22,9 @@ import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.budget import add_workers, spent_here
 from tests.pool import single_threaded
+from tests.ports import free_port
 from tests.ranks import TOKEN
 
 HERE = Path(__file__).resolve()
@@ -49,6 +50,7 @@ class Nursery:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._jobs: dict[str, int] = {}
+        self._counted = 0.0  # processor seconds of ranks, told to the budget
         self.token = f"nursery{os.getpid()}-{time.monotonic_ns()}"
         path = os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
         env = single_threaded(os.environ) | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", TOKEN: self.token}
@@ -72,6 +74,9 @@ class Nursery:
     def end(self, timeout: float = 60.0) -> dict[str, Outcome]:
         """Wait for all jobs; what still runs after `timeout` is killed, and its exit code is None."""
         told = self._ask({"end": timeout})
+        spent = told.pop("cpu_s")
+        self._counted += spent
+        add_workers(spent)
         jobs, self._jobs = self._jobs, {}
         outcomes = {}
         for name in jobs:
@@ -101,6 +106,7 @@ class Nursery:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(20)
+        add_workers(-self._counted)  # from now on they are of a child that this process has waited for
         self._process.stdout.close()
         for pid in self.survivors():
             with contextlib.suppress(ProcessLookupError):
@@ -136,7 +142,7 @@ def serve() -> None:
             answer: Any = _wait(jobs, question["end"])
             jobs = {}
         else:
-            port = _free_port()
+            port = free_port()
             question["pids"] = []
             for rank in range(question["world"]):
                 pid = os.fork()
@@ -152,7 +158,11 @@ def serve() -> None:
         answers.flush()
 
 
+_told = 0.0  # processor seconds of this process and its ranks in earlier answers
+
+
 def _wait(jobs: dict[str, dict[str, Any]], timeout: float) -> dict[str, Any]:
+    global _told
     codes: dict[int, int | None] = {}
     ended: dict[int, float] = {}
     pids = [pid for job in jobs.values() for pid in job["pids"]]
@@ -169,7 +179,9 @@ def _wait(jobs: dict[str, dict[str, Any]], timeout: float) -> dict[str, Any]:
                 os.waitpid(pid, 0)
                 codes[pid], ended[pid] = None, time.monotonic()
         time.sleep(0.01)
-    return {
+    now = spent_here()
+    spent, _told = now - _told, now
+    return {"cpu_s": spent} | {
         name: {"folder": job["folder"], "codes": [codes[pid] for pid in job["pids"]], "ended": [ended[pid] for pid in job["pids"]]}
         for name, job in jobs.items()
     }
@@ -190,13 +202,6 @@ def _become(job: dict[str, Any], rank: int, port: int) -> None:
     global _record, _rank
     _record, _rank = folder / f"{rank}.json", rank
     globals()[job["function"]](**job["options"])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # ---- what ranks use

@@ -32,3 +32,4 @@ class Report(NamedTuple):
     text: str  # traceback or reason
     value: bytes  # pickled return value
     when: float  # time.monotonic()
+    cpu_s: float = 0.0  # processor seconds that the job took in this process and in children that it waited for

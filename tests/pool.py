@@ -39,6 +39,7 @@ from typing import IO, Any
 
 import pytest
 
+from tests.budget import add_workers
 from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report
 
 MAX_WORLD = 4
@@ -241,6 +242,7 @@ class _Round:
         for rank, worker in enumerate(self._workers):
             worker.begin(job._replace(rank=rank))
         self._collect()
+        add_workers(sum(report.cpu_s for report in self._reports.values()))
         leaks = self._clean_up()
         self.clean = not leaks
         first = next((report for report in self._by_time() if report.status != "passed"), None)

@@ -12,7 +12,6 @@ marks every process that a rank starts, however it detaches: `survivors` finds t
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.pool import single_threaded
+from tests.ports import free_port
 
 TOKEN = "SLIPSTREAM_TEST_RANKS"
 
@@ -40,7 +40,7 @@ class Ranks:
             "WORLD_SIZE": str(nproc),
             "LOCAL_WORLD_SIZE": str(nproc),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
             TOKEN: self._token,
         }
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -132,10 +132,3 @@ class SpawnRanks:
     def close(self) -> None:
         for ranks in self._started:
             ranks.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -42,8 +42,11 @@ import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 from _pytest.config import apply_warning_filters
 
+from tests.budget import spent_here
 from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report, Status
 
+# What most tests import, once for all workers: together seven seconds of a processor.
+PRELOADED = ("torch.distributed.checkpoint", "torch._dynamo", "slipstream.train.initialize")
 SETTLE_S = 1.0  # how long threads and mappings may take to go after a test
 
 
@@ -58,6 +61,9 @@ def serve(fd: int) -> None:
     """Fork a worker for each request on the socket `fd`, until its other end closes."""
     faulthandler.enable()
     _die_with_parent()
+    for name in PRELOADED:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, f"a fork keeps one thread, but the template's imports started {threading.enumerate()}"
     gc.collect()
     gc.freeze()
     requests = socket.socket(fileno=fd)
@@ -134,6 +140,7 @@ def _work(connection: Connection) -> None:
 def _run(job: Job) -> tuple[Report, dict[str, Any]]:
     value, text, before = b"", "", None
     status: Status = "passed"
+    start_s = spent_here()
     try:
         function = _load(job)
         args, kwargs = pickle.loads(job.arguments)
@@ -146,7 +153,8 @@ def _run(job: Job) -> tuple[Report, dict[str, Any]]:
     except BaseException as error:
         status = "interrupted" if isinstance(error, Interrupted) else "failed"
         text = "".join(traceback.format_exception(error.with_traceback(_test_frames(error))))
-    return Report(job.rank, status, text.rstrip(), value, time.monotonic()), before or _ambient()
+    report = Report(job.rank, status, text.rstrip(), value, time.monotonic(), spent_here() - start_s)
+    return report, before or _ambient()
 
 
 def _join(job: Job) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import slipstream
 from slipstream import zero
 from slipstream.checkpoint import CheckpointError, latest_tag
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
 
 STAGES = (0, 1, 2, 3)
@@ -41,7 +41,7 @@ def train(engine: Any, steps: int = 1) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_gathered_reads_and_writes(transport: str) -> None:
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         for dtype in ("fp32", "bf16"):
             model = toy.seeded(toy.Lm)
             original = model.head.weight.detach().clone()
@@ -65,7 +65,7 @@ def test_gathered_reads_and_writes(transport: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_gathered_takes_one_ranks_values(transport: str) -> None:
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         model = toy.seeded(toy.Lm)
         engine = toy.make(model, stage, transport)
         with zero.gathered(model.head, modifier_rank=1), torch.no_grad():
@@ -77,7 +77,7 @@ def test_gathered_takes_one_ranks_values(transport: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_an_exception_in_gathered_writes_nothing(transport: str) -> None:
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         model = toy.seeded(toy.Lm)
         engine = toy.make(model, stage, transport)
         before = toy.checksum(engine)
@@ -113,7 +113,7 @@ def test_gathered_refuses_another_shape() -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_state_dict_is_the_models_own(transport: str) -> None:
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         expected = toy.seeded(Everything).state_dict()
         engine = toy.make(toy.seeded(Everything), stage, transport)
         state = engine.state_dict()
@@ -130,7 +130,7 @@ def test_state_dict_is_the_models_own(transport: str) -> None:
 def test_load_state_dict_in_every_stage(transport: str) -> None:
     wanted = {name: value + 1 for name, value in toy.seeded(Everything, 5).state_dict().items()}
     wanted["blocks.2.up.weight"] = wanted["blocks.0.up.weight"]
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         engine = toy.make(toy.seeded(Everything), stage, transport)
         engine.load_state_dict(wanted)
         for name, value in engine.state_dict().items():
@@ -150,7 +150,7 @@ def test_load_state_dict_in_every_stage(transport: str) -> None:
 def test_gradients_by_name(transport: str) -> None:
     twin = toy.seeded(toy.Lm)
     sum(twin(toy.tokens(rank, 0)) / 2 for rank in range(2)).backward()
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         for dtype, tolerance in (("fp32", 1e-6), ("fp16", 1e-2)):
             engine = toy.make(toy.seeded(toy.Lm), stage, transport, dtype=dtype)
             engine(toy.tokens(engine.rank, 0)).backward()
@@ -165,7 +165,7 @@ def test_gradients_by_name(transport: str) -> None:
 def test_gradients_can_be_written(transport: str) -> None:
     """What was set is what the norm and the optimizer see, in the middle of a window too."""
     new = torch.arange(128.0).view(16, 8) / 64
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         weights = []
         for way in ("set", "computed"):
             engine = toy.make(
@@ -196,7 +196,7 @@ def test_gradients_can_be_written(transport: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_the_engine_runs_inside_gathered(transport: str) -> None:
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         engine = toy.make(toy.seeded(toy.Net), stage, transport)
         x = toy.floats(engine.rank, 0)
         with torch.no_grad():
@@ -235,7 +235,7 @@ def test_optimizer_state_by_name(transport: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     sum(model(toy.floats(rank, 0)).square().mean() / 2 for rank in range(2)).backward()
     optimizer.step()
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         engine = toy.make(toy.seeded(toy.Net), stage, transport)
         train(engine)
         for name, param in model.named_parameters():
@@ -262,7 +262,7 @@ def test_optimizer_state_by_name(transport: str) -> None:
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_grad_is_never_a_silent_none(transport: str) -> None:
     """Else `clip_grad_norm_` over Nones would return 0 and clip nothing."""
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         model = toy.seeded(toy.Net)
         engine = toy.make(model, stage, transport)
         engine(toy.floats(engine.rank, 0)).square().mean().backward()
@@ -280,7 +280,7 @@ def test_grad_is_never_a_silent_none(transport: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_new_memory_is_refused_by_name(transport: str) -> None:
-    for stage in (0, 1, 2):
+    for stage in cases.stages(transport, (0, 1, 2)):
         for spoil in ("half", "data"):
             model = toy.seeded(toy.Net)
             engine = toy.make(model, stage, transport)
@@ -309,7 +309,7 @@ def test_new_memory_is_refused_at_once_where_released(transport: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_writes_in_place_reach_the_masters(transport: str) -> None:
-    for stage in (0, 1, 2):
+    for stage in cases.stages(transport, (0, 1, 2)):
         for dtype in ("fp32", "bf16"):
             model = toy.seeded(toy.Lm)
             engine = toy.make(model, stage, transport, dtype=dtype)
@@ -325,7 +325,7 @@ def test_writes_in_place_reach_the_masters(transport: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_a_graph_from_before_the_step_is_refused(transport: str) -> None:
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         engine = toy.make(toy.seeded(toy.Net), stage, transport)
         stale = engine(toy.floats(engine.rank, 0)).square().mean()
         train(engine)
@@ -353,7 +353,7 @@ def test_the_optimizer_is_stepped_by_the_engine_only() -> None:
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_a_deep_copy_is_a_plain_model(transport: str) -> None:
     """For averages of the weights: copied while gathered, it computes, learns and leaves the engine alone."""
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         engine = toy.make(toy.seeded(toy.Lm), stage, transport)
         toy.step(engine, toy.tokens(engine.rank, 0))
         alone = toy.make(toy.seeded(toy.Lm), stage, transport)

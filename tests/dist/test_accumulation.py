@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.zero.watch import PeerError
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
 
 STAGES = (0, 1, 2, 3)
@@ -49,7 +49,7 @@ def test_two_micro_batches_are_one_batch(transport: str) -> None:
     """Managed, unmanaged, with no_sync, and with losses that the caller divided."""
     rank = dist.get_rank()
     expected = whole_batch(rank)
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         for way in ("managed", "unmanaged", "no_sync", "divided", "plain"):
             managed = {"managed_gradient_accumulation": False} if way in ("unmanaged", "no_sync") else {}
             engine = toy.make(toy.seeded(toy.Lm), stage, transport, gradient_clipping=0.5, gradient_accumulation_steps=2, **managed)
@@ -86,7 +86,7 @@ def test_two_micro_batches_are_one_batch(transport: str) -> None:
 def test_all_of_a_window_in_no_sync(transport: str) -> None:
     rank = dist.get_rank()
     expected = whole_batch(rank)
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         engine = toy.make(toy.seeded(toy.Lm), stage, transport, gradient_clipping=0.5, managed_gradient_accumulation=False)
         for i in range(2):
             with engine.no_sync():
@@ -98,7 +98,7 @@ def test_all_of_a_window_in_no_sync(transport: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_no_sync_adds_up_in_the_accumulation_dtype(transport: str) -> None:
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         engine = toy.make(
             toy.seeded(toy.Net),
             stage,
@@ -135,7 +135,7 @@ def test_an_unequal_number_in_no_sync_is_refused_by_rank() -> None:
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_micro_batches_may_differ_in_size(transport: str) -> None:
     """The mean is over ranks, as everywhere; what counts is that nothing hangs and all ranks agree."""
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         engine = toy.make(toy.seeded(toy.Lm), stage, transport, gradient_accumulation_steps=2)
         for size in (1, 2):
             toy.step(engine, toy.tokens(engine.rank, 0)[: size if engine.rank else 3 - size])

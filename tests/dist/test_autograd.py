@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
 from tests.toy import floats
 
@@ -372,7 +372,7 @@ def plain_torch(scenario: Scenario) -> tuple[dict[str, Tensor], float]:
 def test_equals_plain_torch(name: str, transport: str) -> None:
     scenario = SCENARIOS[name]
     expected, norm = plain_torch(scenario)
-    for stage in STAGES if scenario.same_gathers or transport == "shared" else (0, 1, 2):
+    for stage in cases.stages(transport, STAGES if scenario.same_gathers or transport == "shared" else (0, 1, 2)):
         engine = toy.make(
             toy.seeded(scenario.kind), stage, transport, gradient_clipping=CLIP, optimizer={"type": "SGD", "params": SGD}
         )

@@ -98,6 +98,7 @@ def test_a_failure_is_told_at_the_next_call_on_every_rank(tmp_path: Path) -> Non
     assert Block.DESTROYED in engine.gate and latest_tag(tmp_path) == "again"
 
 
+@pytest.mark.disk
 @distributed(world_size=2)
 def test_a_save_needs_none_of_the_states_any_more(tmp_path: Path) -> None:
     """It is finished, and its failure is told, while the engine sleeps; so is it by destroy()."""

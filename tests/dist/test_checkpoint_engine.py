@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import slipstream
 from slipstream.checkpoint import CheckpointError
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed, run
 
 OPTIMIZERS = ("AdamW", "Muon", "Adafactor", "Adagrad", "SGD")
@@ -122,7 +122,7 @@ def test_saved_at_world_1_loads_at_world_4(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_goes_on_bit_for_bit(dtype: str, transport: str, tmp_path: Path) -> None:
     """Model, optimizer, schedule, loss scale, random states and data position, in the middle of an epoch."""
-    for stage in (0, 1, 2, 3):
+    for stage in cases.stages(transport):
         folder = str(tmp_path / str(stage))
         engine = build(stage, transport, dtype=dtype)
         go(engine, 8)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.checkpoint import CheckpointError, FlatSlice, latest_tag, load, load_metadata, save
-from tests import crashes
+from tests import cases, crashes
 from tests.pool import distributed, run
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -273,6 +273,7 @@ def from_disk() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
+@pytest.mark.disk
 @distributed(world_size=(1, 4))
 def test_each_byte_comes_from_the_disk_once(world_size: int, tmp_path: Path) -> None:
     """Counted by the kernel, at another world size than saved; verified first and then read, which is one pass for the disk."""
@@ -292,10 +293,12 @@ def test_each_byte_comes_from_the_disk_once(world_size: int, tmp_path: Path) -> 
 
 # Crashes
 
+KILLS = 12 if cases.EVERYTHING else 3  # at random moments, beside one at each call
+
 
 @pytest.mark.parametrize("way", ["at once", "behind", "pretrained"])
 def test_a_crash_at_any_moment_leaves_the_last_one_whole(way: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", crashes.__file__, str(tmp_path), "5", way, "12"]
+    command = [sys.executable, "-W", "error", crashes.__file__, str(tmp_path), "5", way, str(KILLS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[1]) >= 12, done.stdout

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
 
 STAGES = (0, 1, 2, 3)
@@ -83,7 +83,7 @@ def check(way: Way, before: bool, transport: str, backend: str, stages: tuple[in
     """`config`: more of what the compiled model trains with."""
     quiet_tqdm()
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # dynamo's own look
-    for stage in stages:
+    for stage in cases.stages(transport, stages):
         plain = toy.make(toy.seeded(toy.Net), stage, transport)
         expected = train(plain)
         plain.destroy()
@@ -117,6 +117,7 @@ def test_compiled_after_initialize(way: str, transport: str) -> None:
     check(AFTER[way], False, transport, "aot_eager")
 
 
+@pytest.mark.slow
 @distributed(world_size=2, timeout=240)
 def test_inductor() -> None:
     if shutil.which("g++") is None and shutil.which("clang++") is None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from slipstream.train import explain
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
 
 WHAT = ("weights", "gradients", "masters", "moments")
@@ -44,7 +44,7 @@ def resident(engine: Any) -> tuple[int, ...]:
 def test_bytes_follow_the_formulas(world_size: int, transport: str) -> None:
     kinds = {"bf16": 2} if world_size == 4 else {"bf16": 2, "fp32": 4}
     for dtype, weight_bytes in kinds.items():
-        for stage in range(4):
+        for stage in cases.stages(transport):
             model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(BLOCKS)])
             engine = toy.make(model, stage, transport, dtype=dtype)
             case, batch = f"stage {stage}, {dtype}", torch.zeros(2, 64, dtype=engine.units[0].dtypes.weights)

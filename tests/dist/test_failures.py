@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from slipstream import checkpoint
+from tests import cases
 from tests.dist.test_launch_agents import Launcher, launcher, wait_for
 from tests.failing import Nursery, Outcome
 
@@ -89,7 +90,7 @@ EDGES = {"gather": 3, "reduce": 3, "settle": 1, "exchange": 3, "publish": 1}
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_rank_stops_the_others_at_every_edge(nursery: Nursery, transport: str) -> None:
-    jobs = [(edge, bad) for edge in EDGES for bad in (0, 1)]
+    jobs = [(edge, bad) for edge, bad, where in cases.pairs(tuple(EDGES), (0, 1), TRANSPORTS) if where == transport]
     for edge, bad in jobs:
         stage = EDGES[edge]
         nursery.start(f"{edge} {bad}", "train", stage=stage, transport=transport, edge=edge, bad=bad, how="kill")
@@ -261,6 +262,7 @@ TRAINING = """
 """
 
 
+@pytest.mark.slow
 def test_under_the_launcher_the_cause_is_what_the_user_sees(launcher: Launcher) -> None:
     script = launcher.script(TRAINING)
     started = {

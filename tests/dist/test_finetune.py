@@ -30,6 +30,7 @@ def lesson() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_in_full_it_writes_a_folder_that_is_served(launcher: Launcher, tmp_path: Path) -> None:
     import slipstream
 

@@ -27,6 +27,8 @@ from slipstream.zero.shared import SharedComm
 from tests import toy
 from tests.pool import distributed, run
 
+pytestmark = pytest.mark.disk
+
 WORDS, DIM = 24, 48  # rows of 48: spans end in mid-row
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import slipstream
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
 
 STAGES = (0, 1, 2, 3)
@@ -47,7 +47,7 @@ def plain_torch(changes: Changes) -> dict[str, Tensor]:
 def test_freezing_between_steps_equals_plain_torch(name: str, transport: str) -> None:
     changes: Changes = globals()[name]
     expected = plain_torch(changes)
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         model = toy.seeded(toy.Net)
         everything = list(model.parameters())
         apply(model, changes.get(0, []))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.zero.hooks import Reducer
 from slipstream.zero.unit import Unit
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
 
 STAGES = (0, 1, 2, 3)
@@ -69,7 +69,7 @@ def trace(stage: int, transport: str, steps: int) -> list[int]:
 
 @distributed(world_size=(2, 4), transports=("shared", "gloo"), timeout=120)
 def test_timing_changes_nothing(world_size: int, transport: str, seed: int) -> None:
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         expected = trace(stage, transport, 6)
         with random_sleeps(seed):
             assert trace(stage, transport, 6) == expected, f"stage {stage}, seed {seed}"

@@ -249,6 +249,7 @@ def test_no_more_than_a_unit_is_whole_at_a_time(transport: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.disk
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
 def test_three_engines_on_the_same_ranks_sleep_in_turns(transport: str, tmp_path: Path) -> None:
     """A policy, its frozen reference and a reward model: what sleeps has given its memory back, and nobody minds who has gone."""

@@ -19,7 +19,7 @@ from slipstream.checkpoint import CheckpointError
 from slipstream.zero import build
 from slipstream.zero.shared import SharedComm
 from slipstream.zero.watch import PeerError
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
 from tests.unit.test_honored_keys import Dot, sgd
 
@@ -89,7 +89,7 @@ def test_zero_optimization_mics_shard_size() -> None:
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_communication_data_type(transport: str) -> None:
     """1 + 2**-9 needs more bits than bf16 has: each rank's gradient is rounded on its way to the other."""
-    for stage in (0, 1, 2, 3):
+    for stage in cases.stages(transport):
         for dtype, expected in ((None, 1 + 2.0**-9), ("fp32", 1 + 2.0**-9), ("bf16", 1.0)):
             engine = sgd(Dot(1), stage=stage, communication_data_type=dtype, slipstream={"transport": transport})
             toy.step(engine, torch.full((1,), 1 + 2.0**-9))

@@ -26,6 +26,8 @@ from slipstream.zero.store import DiskStore, HostStore, MemoryStore
 from tests import toy
 from tests.pool import distributed
 
+pytestmark = pytest.mark.disk
+
 
 class Late(Lane):
     """Copies when somebody waits. A fence shows the device what it copied; only a wait shows it to the host."""

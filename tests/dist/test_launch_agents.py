@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 TOKEN = "SLIPSTREAM_TEST_LAUNCH"
 ALL_REDUCE = """
@@ -115,12 +116,6 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     launcher.close()
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 def wait_for(path: Path, within: float = 120.0) -> None:
     deadline = time.monotonic() + within
     while not path.exists():
@@ -130,7 +125,7 @@ def wait_for(path: Path, within: float = 120.0) -> None:
 
 def test_two_nodes_started_by_hand(launcher: Launcher) -> None:
     script = launcher.script(ALL_REDUCE)
-    common = ("--num_nodes", "2", "--nproc", "1", "--master_addr", "127.0.0.1", "--master_port", free_port())
+    common = ("--num_nodes", "2", "--nproc", "1", "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
     nodes = [launcher.start(*common, "--node_rank", str(rank), script) for rank in range(2)]
     for rank, process in enumerate(nodes):
         out, err = process.communicate(timeout=200)
@@ -155,10 +150,11 @@ def hostfile(folder: Path) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_two_nodes_by_ssh_and_environment_files(launcher: Launcher, tmp_path: Path) -> None:
     script = launcher.script(ALL_REDUCE + "    print(os.environ['FROM_FILE'] + '\\n', end='')\n")
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=it's here\n")
-    arguments = ("--hostfile", hostfile(tmp_path), "--master_addr", "127.0.0.1", "--master_port", free_port())
+    arguments = ("--hostfile", hostfile(tmp_path), "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
     code, out, err = launcher.run(*arguments, script, path=fake_ssh(tmp_path))
     assert code == 0, err
     lines = ["it's here", "it's here", "rank 0 of 2 node 0 sum 3", "rank 1 of 2 node 1 sum 3"]
@@ -174,7 +170,7 @@ def test_a_failure_on_another_node_is_told_once_and_stops_all(launcher: Launcher
             raise RuntimeError("the far one")
         time.sleep(300)
     """)
-    arguments = ("--hostfile", hostfile(tmp_path), "--master_addr", "127.0.0.1", "--master_port", free_port())
+    arguments = ("--hostfile", hostfile(tmp_path), "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
     code, _, err = launcher.run(*arguments, script, path=fake_ssh(tmp_path))
     assert code == 1
     assert err.count("Traceback") == 1
@@ -292,6 +288,7 @@ def test_ranks_die_with_their_agent(launcher: Launcher, tmp_path: Path) -> None:
     assert launcher.gone(within=5)
 
 
+@pytest.mark.slow
 def test_restart_on_failure(launcher: Launcher) -> None:
     """The second attempt has process groups of its own: keys of the first would name dead ranks."""
     script = launcher.script("""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import slipstream
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
 
 STAGES = (0, 1, 2, 3)
@@ -61,7 +61,7 @@ def test_50_cycles_stay_at_flat_memory(transport: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_destroy_gives_ordinary_parameters_back(transport: str) -> None:
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         model = toy.seeded(toy.Lm)
         ids = [id(p) for p in model.parameters()]
         engine = toy.make(model, stage, transport)
@@ -120,7 +120,7 @@ def test_an_engine_without_optimizer_says_so() -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_a_model_on_meta(transport: str) -> None:
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         with torch.device("meta"):
             model = toy.Lm()
             model.head.weight = model.embedding.weight
@@ -233,7 +233,7 @@ class Mpu:
 @distributed(world_size=4, transports=("shared", "gloo"))
 def test_mpus_group_shares_the_states(transport: str) -> None:
     mpu = Mpu()
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         model = toy.seeded(toy.Lm, dist.get_rank() // 2)
         engine, *_ = slipstream.initialize(model=model, config=toy.settings(stage, transport), mpu=mpu)
         assert engine.world_size == 2 and engine.rank == dist.get_rank() % 2

@@ -28,6 +28,8 @@ from slipstream.zero.unit import Unit
 from tests import toy
 from tests.pool import distributed
 
+pytestmark = pytest.mark.disk
+
 DIM = 48  # blocks of 14,208 weights: several chunks of one grain
 TIERS = {"optimizer": ("nvme", "none"), "weights": ("none", "nvme"), "everything": ("nvme", "nvme")}
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from slipstream import zero
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
+
+pytestmark = pytest.mark.disk
 
 STAGES = (0, 1, 2, 3)
 ON_DISK = {"offload_param": {"device": "nvme", "max_in_cpu": 0}, "offload_optimizer": {"device": "nvme"}}
@@ -63,7 +65,7 @@ def test_norms_of_weights_in_the_loss(transport: str) -> None:
     """Inside `gathered`, with the backward inside or after it; the gradients are those of plain torch."""
     twin = toy.seeded(toy.Lm)
     (sum(twin(toy.tokens(rank, 0)) / 2 for rank in range(2)) + 0.1 * penalty(twin.parameters())).backward()
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         for way in ("plain", "inside", "after"):
             model = toy.seeded(toy.Lm)
             engine = toy.make(model, stage, transport)
@@ -160,7 +162,7 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_gathered_inside_itself_shows_the_same_values(transport: str) -> None:
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         engine = toy.make(toy.seeded(toy.Lm), stage, transport)
         weight, bias = engine.module.head.weight, engine.module.head.bias
         with zero.gathered(weight), torch.no_grad():

@@ -297,6 +297,7 @@ def repeat(own: Pool, world: int) -> None:
         own.run(world, nothing, (), {}, 60)
 
 
+@pytest.mark.alone
 def test_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds far above what is measured; -s shows the figures."""
     figures: dict[str, float] = {}

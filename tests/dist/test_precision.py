@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
 
 STAGES = (0, 1, 2, 3)
@@ -42,7 +42,7 @@ def test_an_overflow_on_one_rank_skips_all_and_names_the_parameter(bad: float, t
 
     logger, handler = logging.getLogger("slipstream"), Keep()
     logger.addHandler(handler)
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         records.clear()
         engine = toy.make(
             toy.seeded(toy.Lm),
@@ -300,7 +300,7 @@ def test_torch_autocast(transport: str) -> None:
             (loss / 2).backward()
         return [p.grad for p in model.parameters()]
 
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         model = toy.seeded(Dtypes)
         engine = toy.make(model, stage, transport, torch_autocast={"enabled": True, "dtype": "bfloat16"})
         engine(toy.floats(engine.rank, 0)).float().square().mean().backward()
@@ -380,7 +380,7 @@ def test_states_are_kept_as_the_config_says(name: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_a_bf16_wire_rounds_and_an_fp32_wire_does_not(transport: str) -> None:
-    for stage in (0, 2, 3):
+    for stage in cases.stages(transport, (0, 2, 3)):
         grads = {}
         for wire in (None, "bf16"):
             engine = toy.make(toy.seeded(toy.Lm), stage, transport, communication_data_type=wire)

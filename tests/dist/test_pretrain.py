@@ -23,6 +23,7 @@ def figure(pattern: str, text: str) -> float:
     return float(found[1].replace(",", ""))
 
 
+@pytest.mark.slow
 def test_the_example_trains_saves_and_goes_on_at_another_stage(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,9 +13,11 @@ from slipstream import checkpoint
 from slipstream.compat.weights import clone_tensors_for_torch_save, consolidated
 from slipstream.compression import QuantizedLinear
 from slipstream.train import explain
-from tests import toy, twin
+from tests import cases, toy, twin
 from tests.dist.test_events import wire
 from tests.pool import distributed, run
+
+pytestmark = pytest.mark.disk
 
 STAGES = (0, 1, 2, 3)
 
@@ -136,7 +138,7 @@ def wrapped_lm() -> Any:
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_wrapper_subclasses_are_sharded_by_their_inner_tensors(transport: str) -> None:
     losses = []
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         model = wrapped_lm()
         weight = model.blocks[0].up.base.weight
         engine = toy.make(model, stage, transport, dtype="bf16")
@@ -378,7 +380,7 @@ def bare_lm(kind: str) -> tuple[Any, Any]:
 def test_adapters_are_added_to_a_quantized_base_by_surgery(kind: str, transport: str) -> None:
     """The same bits as when they were there at initialize, in every stage; codes stay where they were, and stay codes."""
     losses = []
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         for added in (True, False):
             model, adapt = bare_lm(kind)
             if not added:

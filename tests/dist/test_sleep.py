@@ -16,6 +16,8 @@ from slipstream.train import sleep
 from tests import toy
 from tests.pool import distributed
 
+pytestmark = pytest.mark.disk
+
 
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=60)
 def test_training_goes_on_bit_for_bit(transport: str, tmp_path: Path) -> None:

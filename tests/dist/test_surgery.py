@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
+
+pytestmark = pytest.mark.disk
 
 STAGES = (0, 1, 2, 3)
 TIERS = {
@@ -142,7 +144,7 @@ def test_units_that_did_not_change_are_not_touched() -> None:
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_lora_is_added_after_initialize(transport: str) -> None:
     """Against an engine that is made of the adapted model: the same losses and weights, and no states of the base."""
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         losses = []
         for late in (True, False):
             model = toy.seeded(toy.Lm)
@@ -197,7 +199,7 @@ class Tied(toy.Lm):
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_a_resized_embedding_keeps_the_moments_of_its_rows(transport: str) -> None:
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         for size in (60, 40):
             engine = toy.make(toy.seeded(Tied), stage, transport, dtype="bf16")
             loss = step(engine, 0)  # kept: its graph holds the old shape

@@ -209,7 +209,7 @@ def test_the_same_bits_in_every_batch(kind: str, cache: torch.dtype, family: str
     ("kind", "group"), [("bfloat16", 32), ("float16", 32), ("int8", 32), ("int4", 32), ("int4", 64), ("int4", 128), ("q4_0", 32)]
 )
 def test_every_weight_type_as_the_torch_decoder(kind: str, group: int) -> None:
-    """Token by token: where activations are rounded to 8 bits, a tie that falls the other way changes all that follows."""
+    """Token by token. Activations are rounded to 8 bits, or to bf16 by AVX-512's products: a tie changes all that follows."""
     wide = {"hidden_size": 3 * group, "intermediate_size": 5 * group} if group > 32 else {}
     config, weights = weights_of(kind, group=group, **wide)
     assert kind != "int4" or {m.q.shape[1] * 2 // m.scale.shape[1] for w in weights.layers for m in (w.q, w.mlp.down)} == {group}  # type: ignore[union-attr]
@@ -222,8 +222,9 @@ def test_every_weight_type_as_the_torch_decoder(kind: str, group: int) -> None:
         errors.append(float((pair[0] - pair[1]).abs().max()))
         ours.free, wanted.free = list(range(16)), list(range(16))
     errors.sort()
-    assert errors[16] < 1e-4, errors
-    assert errors[-1] < (1e-4 if kind.endswith("float16") else 0.3), errors
+    rounded = kind == "bfloat16" and cpu.isa() == "avx512bf16"
+    assert errors[16] < (0.05 if rounded else 1e-4), errors
+    assert errors[-1] < (0.1 if rounded else 1e-4 if kind.endswith("float16") else 0.3), errors
     native.close()
 
 

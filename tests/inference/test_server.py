@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.inference.fake_engine import FakeEngine, FakeTokenizer, Logprob, Output
@@ -448,7 +448,6 @@ VALUES = st.recursive(
 NAMES = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields})
 
 
-@settings(max_examples=150)
 @given(path=st.sampled_from([COMPLETIONS, CHAT]), fields=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3))
 def test_random_fields(address: str, path: str, fields: dict[str, Any]) -> None:
     reply = post(address, path, **{"max_tokens": 3, **fields})

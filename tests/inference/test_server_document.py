@@ -68,7 +68,7 @@ def test_any_body(document: Any, path: str, mode: GenerationMode) -> None:
     names = sorted((CompletionRequest if path == COMPLETIONS else ChatRequest).model_fields)
     statuses = Counter[int]()
 
-    @settings(max_examples=100, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=document[path]["POST"].as_strategy(generation_mode=mode), kept=st.sets(st.sampled_from(names), max_size=3))
     def check(case: Any, kept: set[str]) -> None:
         bodies = [case.body]

@@ -79,6 +79,7 @@ def together(address: str, numbers: range, leaves: Callable[[int], bool] = lambd
     return asyncio.run(all_of_them())
 
 
+@pytest.mark.slow
 def test_hundreds_of_clients() -> None:
     numbers = range(300)
     expected = alone(numbers)

@@ -189,6 +189,7 @@ def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
     assert attention.attend(q[20:21], keys, values, positions[20:21], one, **options).equal(got[20:21])
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     """Products by wgmma alone, whatever the rows, and nothing contracted: batch invariance rests on it. No GPU is needed."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.optim import Lamb, Lion, Muon, muon_groups
-from tests import toy, twin
+from tests import cases, toy, twin
 from tests.pool import distributed
 
 Weights = dict[str, Tensor]
@@ -67,13 +67,14 @@ def compare_updates(found: Weights, expected: Weights, start: nn.Module, toleran
 
 def compare_with_twin(transport: str, dtype: str) -> None:
     world = dist.get_world_size()
+    rows = cases.pairs((1, 2), (0.0, CLIP), cases.stages(transport))
     for accumulation, clip in itertools.product((1, 2), (0.0, CLIP)):
         data = batches(world, accumulation)
         expected = twin.train(
             rounded(toy.Lm, DTYPES[dtype]), loss, data, dtype=DTYPES[dtype], clip=clip, loss_scale=SCALE if dtype == "fp16" else 1.0
         )
         assert clip == 0 or (expected.norms > clip).all(), "clipping is to clip"
-        for stage in STAGES:
+        for stage in (stage for *row, stage in rows if row == [accumulation, clip]):
             case = f"stage {stage}, accumulation {accumulation}, clip {clip}"
             engine = toy.make(
                 rounded(toy.Lm, DTYPES[dtype]),
@@ -100,8 +101,14 @@ def compare_with_twin(transport: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@distributed(world_size=(2, 4), transports=("shared", "gloo"), timeout=150)
+@distributed(world_size=2, transports=("shared", "gloo"), timeout=150)
 def test_stages_equal_plain_torch(transport: str, dtype: str) -> None:
+    compare_with_twin(transport, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES if cases.EVERYTHING else ["bf16"])
+@distributed(world_size=4, transports=("shared", "gloo"), timeout=150)
+def test_stages_equal_plain_torch_at_world_4(transport: str, dtype: str) -> None:
     compare_with_twin(transport, dtype)
 
 
@@ -133,10 +140,11 @@ def trace(stage: int, transport: str, dtype: str, accumulation: int, steps: int)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @distributed(world_size=2, transports=("shared", "gloo"))
-def test_stages_are_bit_identical_over_200_steps(transport: str, dtype: str) -> None:
-    first, *others = [trace(stage, transport, dtype, 1, 200) for stage in STAGES]
+def test_stages_are_bit_identical_over_many_steps(transport: str, dtype: str) -> None:
+    steps = 200 if cases.EVERYTHING else 50
+    first, *others = [trace(stage, transport, dtype, 1, steps) for stage in STAGES]
     assert all(other == first for other in others)
-    assert first[0][-1] != first[0][0] and len(set(first[1])) > 100, "something was trained"
+    assert first[0][-1] != first[0][0] and len(set(first[1])) > steps // 2, "something was trained"
 
 
 @distributed(world_size=4, transports=("shared", "gloo"))
@@ -268,7 +276,7 @@ def muon(masters: dict[str, Tensor]) -> torch.optim.Optimizer:
 def test_muon_equals_the_unsharded(transport: str) -> None:
     data = batches(2, 1)
     expected = twin.train(toy.seeded(toy.Lm), loss, data, optimizer=muon)
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         engine = toy.make(toy.seeded(toy.Lm), stage, transport, optimizer={"type": "Muon", "params": {"lr": LR, "eps": 1e-8}})
         check(engine, toy.seeded(toy.Lm), expected, data, f"Muon, stage {stage}")
 
@@ -279,7 +287,7 @@ def test_brought_optimizers_equal_the_unsharded(name: str, transport: str) -> No
     kind, call = CALLABLE[name]
     data = batches(2, 1)
     expected = twin.train(toy.seeded(kind), loss, data, optimizer=lambda masters: call(masters.values()))
-    for stage in STAGES:
+    for stage in cases.stages(transport):
         engine, *_ = slipstream.initialize(
             model=toy.seeded(kind), optimizer=call, config=toy.settings(stage, transport, optimizer=None)
         )

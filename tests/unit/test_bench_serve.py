@@ -204,6 +204,7 @@ class Pretended:
 @pytest.mark.parametrize("leg", serve.LEGS)
 def test_every_leg_judges_and_names_who_is_missing(leg: str, quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders, "Process", Pretended)
+    monkeypatch.setattr(serve, "served", lambda: (3.0, 3.5))
     monkeypatch.setattr(serve.Run, "measure", lambda self: self.limits.append(Rates(36e9, 1e9, 148e9)))
     shape = Shape(matrices=106_000_000, head=28_000_000, attention_flops=69_120, kv_bytes=23_040)
     pythons = dict.fromkeys(("ours", "vllm", "llama", "transformers"), tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import DataWorld, ModelFacts, Plan, describe, resolve
@@ -40,7 +40,6 @@ def adam(**params: Any) -> dict[str, Any]:
 sizes = st.integers(1, 64)
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
 @given(micro=sizes, accumulation=sizes, ranks=sizes, kept=st.sampled_from(["tma", "tm", "ta", "ma", "t", "m"]))
 def test_any_part_of_the_triad_gives_a_consistent_whole(micro: int, accumulation: int, ranks: int, kept: str) -> None:
     train = micro * accumulation * ranks
@@ -54,7 +53,6 @@ def test_any_part_of_the_triad_gives_a_consistent_whole(micro: int, accumulation
         assert batch == (micro * ranks, micro, 1)
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
 @given(train=sizes, micro=st.none() | sizes, accumulation=st.none() | sizes, ranks=sizes)
 def test_a_triad_is_whole_or_refused(train: int, micro: int | None, accumulation: int | None, ranks: int) -> None:
     try:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from slipstream.config import parse as parsing
@@ -55,7 +55,6 @@ def meant(message: str) -> list[str]:
     return message.split("did you mean ")[1].rstrip("?").split(" or ")
 
 
-@settings(max_examples=400, deadline=None, print_blob=True)
 @given(data=st.data())
 def test_any_one_letter_typo_names_the_key(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(CHECKED))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -83,7 +83,6 @@ def ranks(dataset_of: type[Any], n: int, batch: int, world: int, drop_last: bool
 sizes = {"n": st.integers(1, 60), "batch": st.integers(1, 7), "world": st.integers(1, 5), "drop_last": st.booleans()}
 
 
-@settings(max_examples=200, deadline=None)
 @given(kind=st.sampled_from([Numbers, Stream]), **sizes)
 def test_each_sample_once_an_epoch(kind: type[Any], n: int, batch: int, world: int, drop_last: bool) -> None:
     assume(not drop_last or n >= batch * world)
@@ -108,7 +107,6 @@ def test_each_sample_once_an_epoch(kind: type[Any], n: int, batch: int, world: i
         assert orders[0] != orders[1]  # reshuffled
 
 
-@settings(max_examples=200, deadline=None)
 @given(kind=st.sampled_from([Numbers, Stream, StatefulStream]), stop=st.integers(0, 80), **sizes)
 def test_resume_is_exact(kind: type[Any], stop: int, n: int, batch: int, world: int, drop_last: bool) -> None:
     """Stopped anywhere, also at the end of an epoch: the rest is what an unbroken run would see."""
@@ -125,7 +123,6 @@ def test_resume_is_exact(kind: type[Any], stop: int, n: int, batch: int, world: 
         assert [next(second) for _ in range(10)] == expected[stop:]
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     n=st.integers(1, 60),
     before=st.tuples(st.integers(1, 4), st.integers(1, 4)),

@@ -23,6 +23,8 @@ from slipstream.ops import build, words
 from slipstream.ops.disk import ALIGNMENT as PAGE
 from slipstream.ops.disk import Disk, DiskError, Transfer, aligned, preflight
 
+pytestmark = pytest.mark.disk
+
 ENGINES = ("io_uring", "threads")
 Open = Callable[..., Disk]
 

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.config import keys
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -161,9 +161,7 @@ def test_serving_from_python_runs_and_is_short(smollm2: Path) -> None:
 def test_the_server_and_its_client_run(smollm2: Path) -> None:
     """Also the command lines around them."""
     generate, serve = (shlex.split(line) for line in re.findall(r"^slipstream (?:generate|serve) .*", README, re.M))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     module = [sys.executable, "-m", "slipstream.launch.cli"]
     done = subprocess.run([*module, *generate[1:]], cwd=smollm2.parent, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and len(done.stdout) > 8, done.stderr

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.checkpoint.flat_slice import Box, FlatSlice, boxes, check_cover, flat_range
@@ -24,7 +24,6 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 
 @given(ranges())
-@settings(max_examples=300)
 def test_boxes_are_the_range_in_memory_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
     index = torch.arange(math.prod(shape)).view(shape)
@@ -37,7 +36,6 @@ def test_boxes_are_the_range_in_memory_order(case: tuple[tuple[int, ...], int, i
 
 
 @given(shapes, st.lists(st.floats(0, 1), max_size=5), st.randoms(use_true_random=False))
-@settings(max_examples=200)
 def test_any_partition_covers_and_any_change_to_it_does_not(shape, cuts, random) -> None:
     numel = math.prod(shape)
     bounds = [0, *sorted(int(cut * numel) for cut in cuts), numel]

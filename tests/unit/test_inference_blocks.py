@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.inference.blocks import BlockPool
@@ -112,7 +112,6 @@ def test_refusals() -> None:
         BlockPool(2, 1).reserve([], 0, 3)
 
 
-@settings(max_examples=100)
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(0, 2**32))
 def test_random_operations(num_blocks: int, block_size: int, seed: int) -> None:
     rng = random.Random(seed)

@@ -16,7 +16,7 @@ import numpy
 import pytest
 import tokenizers
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingParams
@@ -304,7 +304,6 @@ def alone(number: int, n: int) -> list[list[int]]:
     return [answer.ids(index) for index in range(n)]
 
 
-@settings(max_examples=100)
 @given(
     sizes=st.lists(st.sampled_from([1, 1, 2, 3]), min_size=2, max_size=8),
     num_blocks=st.integers(18, 64),

@@ -260,7 +260,6 @@ def test_random_traffic() -> None:
     """And over all of it, everything that can happen has happened."""
     happened: Counter[str] = Counter()
 
-    @settings(max_examples=250)
     @given(traffic)
     def run(case: Traffic) -> None:
         scheduler, _ = play(case)

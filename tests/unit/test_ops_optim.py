@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -71,7 +71,6 @@ def flat(*states: Any) -> list[Tensor]:
     return [part if part.is_floating_point() else part.to(torch.bfloat16) for part in parts]
 
 
-@settings(max_examples=200)
 @given(
     rule=st.sampled_from(RULES),
     numel=st.one_of(st.integers(0, 70), st.integers(240, 800)),

@@ -22,6 +22,8 @@ from slipstream.train import predict, propose
 from slipstream.train.dry_run import DryRunError, dry_run, profiles
 from tests import toy
 
+pytestmark = pytest.mark.disk
+
 ROOT = Path(__file__).resolve().parents[2]
 RATES = predict.Rates(flops=1e11, memory=1e10, disk_read=1e9, disk_write=5e8)
 
@@ -32,6 +34,7 @@ def resolved(stage: int = 0, **blocks: Any) -> Plan:
     )
 
 
+@pytest.mark.slow
 def test_peak_and_traffic_are_what_the_kernel_counts(tmp_path: Path) -> None:
     """In a process of its own, with 12 million parameters; freed memory goes back at once, so that what is counted is alive."""
     script = (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.train.schedules import VALID, add_group, build_scheduler
@@ -148,7 +148,6 @@ def test_rate_tensors_keep_their_identity() -> None:
     assert rate.item() == pytest.approx(schedule.get_last_lr()[0])
 
 
-@settings(max_examples=200, deadline=None)
 @given(case=st.sampled_from(GOLDEN), before=st.integers(0, 12), after=st.integers(0, 4))
 def test_resume(case: tuple[str, dict[str, Any], list[float]], before: int, after: int) -> None:
     """Saved anywhere, loaded into a fresh one: the same values at once and later."""
@@ -166,7 +165,6 @@ def test_resume(case: tuple[str, dict[str, Any], list[float]], before: int, afte
         resumed.step()
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     total=st.integers(0, 60),
     warmup=st.integers(0, 60),

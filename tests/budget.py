@@ -1,0 +1,76 @@
+"""What each test costs in processor time, and the limit that holds the suite's time.
+
+A test's cost is counted over its whole process tree: this process, the children that it waited for, and the pool's workers (each
+reports a job's own). Wall time says nothing here: other tests run beside.
+"""
+
+import resource
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+TEST_S = 10.0  # processor seconds that a test may take without the mark `slow`
+NUM_SHOWN = 20
+
+_in_workers = 0.0  # processor seconds of the pool's workers in this process's tests so far
+
+
+def add_workers(seconds: float) -> None:
+    global _in_workers
+    _in_workers += seconds
+
+
+def spent_here() -> float:
+    """Processor seconds of this process and of the children that it has waited for."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+class Budget:
+    """Registered as a plugin: notes each phase's cost in its report, sums them where results are shown, and fails the run."""
+
+    def __init__(self) -> None:
+        self.costs: dict[str, float] = defaultdict(float)  # node id -> processor seconds
+        self._calls: dict[str, float] = {}  # without fixtures, which the first and the last test of a module would pay for
+        self._slow: set[str] = set()
+        self._last = spent_here()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        now = spent_here() + _in_workers
+        report.cpu_s = now - self._last  # type: ignore[attr-defined]  # travels to xdist's controller with the report
+        report.is_slow = item.get_closest_marker("slow") is not None  # type: ignore[attr-defined]
+        self._last = now
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.costs[report.nodeid] += getattr(report, "cpu_s", 0.0)
+        if report.when == "call":
+            self._calls[report.nodeid] = getattr(report, "cpu_s", 0.0)
+        if getattr(report, "is_slow", False):
+            self._slow.add(report.nodeid)
+
+    def over(self) -> dict[str, float]:
+        return {name: cost for name, cost in self._calls.items() if cost > TEST_S and name not in self._slow}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.OK and self.over():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if sum(self.costs.values()) < TEST_S:
+            return
+        write = terminalreporter.write_line
+        terminalreporter.write_sep("=", "processor time")
+        folders: dict[str, float] = defaultdict(float)
+        for name, cost in self.costs.items():
+            folders[str(Path(name.partition("::")[0]).parent)] += cost
+        write("s by folder: " + ", ".join(f"{folder} {cost:.0f}" for folder, cost in sorted(folders.items())))
+        for name, cost in sorted(self.costs.items(), key=lambda pair: -pair[1])[:NUM_SHOWN]:
+            write(f"{cost:6.1f} s  {name}")
+        for name, cost in self.over().items():
+            write(f"OVER BUDGET: {name} took {cost:.1f} s (limit {TEST_S:g}): make it cheaper, or mark it slow", red=True)
