@@ -34,6 +34,13 @@ def needs(*distributions: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(why), reason=why)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of them are slow: `make test` leaves them out, `make test-clients` and its smoke test name their own marks."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def run_clients(spawn_ranks: SpawnRanks, tmp_path: Path) -> Run:
     """`run_clients("module", "function", argument)`: a function of tests/clients on two ranks, in a folder of their own."""

@@ -1,10 +1,13 @@
 """accelerate's DeepSpeed plugin over Slipstream: accelerate_script.py."""
 
+import pytest
+
 from tests.clients.conftest import Run, needs
 
 pytestmark = needs("accelerate")
 
 
+@pytest.mark.smoke
 def test_accelerate_trains_as_plain_torch_saves_and_resumes(run_clients: Run) -> None:
     """Stages 1 to 3, from arguments and from a JSON file, accumulation and clipping; a teacher beside a student."""
     run_clients("accelerate_script", "everything")

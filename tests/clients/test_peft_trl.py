@@ -1,8 +1,11 @@
 """LoRA on a frozen base, and TRL's SFT and DPO: peft_script.py."""
 
+import pytest
+
 from tests.clients.conftest import Run, needs
 
 
+@pytest.mark.smoke
 @needs("accelerate", "transformers", "peft")
 def test_lora_trains_saves_and_resumes(run_clients: Run) -> None:
     run_clients("peft_script", "peft")
