@@ -220,3 +220,24 @@ def test_schedulers_ask_an_optimizer_whether_it_stepped() -> None:
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     optimizer._opt_called = True  # type: ignore[attr-defined]
     schedule.step()  # warnings are errors here
+
+
+def test_a_mode_sees_factories_and_questions_of_tensors() -> None:
+    """zero/recording.py: factories are known by a private list, and `tensor.is_meta` passes a function mode."""
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._device import _device_constructors
+
+    seen: list[Any] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(2, device="meta")
+    with Mode():
+        assert tensor.is_meta
+        torch.empty(2)
+    assert seen == [torch.Tensor.is_meta.__get__, torch.empty]  # type: ignore[attr-defined]
+    assert {torch.empty, torch.arange, torch.tensor, torch.randn} <= _device_constructors()
+    assert torch.Tag.nondeterministic_seeded in torch.ops.aten.normal_.default.tags

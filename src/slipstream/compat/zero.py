@@ -104,7 +104,8 @@ class HeldParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
-        target, name = (args[0] if args else None), getattr(func, "__name__", "")
+        # torch.nn.init passes its tensor by keyword
+        target, name = (args[0] if args else (kwargs or {}).get("tensor")), getattr(func, "__name__", "")
         if isinstance(target, HeldParameter):
             if func == _DATA.__get__ and Init.is_open():
                 return target  # so that param.data.normal_() in a constructor writes

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from slipstream.zero.recording import recorded
+
 if TYPE_CHECKING:
     from slipstream.zero.materialize import Reader
 
@@ -24,12 +26,15 @@ Path = str | os.PathLike[str]
 
 
 class Init:
-    """`with slipstream.zero.Init():` what is built inside is on meta, and takes no memory before `initialize`.
+    """`with slipstream.zero.Init():` models built inside are on meta and take no memory before `initialize`.
 
         with slipstream.zero.Init():
             model = AutoModelForCausalLM.from_config(config)
-        slipstream.zero.load(model, folder)  # or nothing: its own initializers
+        slipstream.zero.load(model, folder)  # or nothing: its constructors' own values
         engine, *_ = slipstream.initialize(model=model, config="ds_config.json")
+
+    What the constructors do to parameters and buffers inside (`nn.init`, `model.apply`, `p.data.normal_()`) is recorded, and
+    `initialize` replays it block by block: on one seed, the same values as without `Init` (zero/recording.py).
 
     DeepSpeed's call. `dtype` is the default dtype inside; in which precision the engine computes is the config's to say, and
     masters start from values that have not been rounded. `enabled=False` does nothing. The other arguments say what `initialize`
@@ -75,7 +80,7 @@ class Init:
     def __enter__(self) -> None:
         stack = ExitStack()
         if self.enabled:
-            stack.enter_context(torch.device("meta"))
+            stack.enter_context(recorded())
             if self.dtype is not None:
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self.dtype)
@@ -83,6 +88,11 @@ class Init:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._open.pop().close()
+        if error is not None and "meta tensor" in str(error):
+            error.add_note(
+                "Inside slipstream.zero.Init tensors have no values. To start from files, build the model inside (from_config, not "
+                "from_pretrained) and call slipstream.zero.load(model, folder)."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

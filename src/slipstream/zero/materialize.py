@@ -1,8 +1,10 @@
 """Where a model's first values come from, block by block: beyond what rests in memory, never more than one block's are there.
 
 given        a parameter that has memory: the first rank's values count on all
-initialized  a parameter on meta: by its module's `reset_parameters` and the model's `_init_weights`, the first rank's draw, or
-             as PEFT has it (zero/adapters.py)
+recorded     a parameter on meta that was built inside `zero.Init`: what its constructors did is replayed (zero/recording.py),
+             the first rank's draw
+initialized  another parameter on meta: by its module's `reset_parameters` and the model's `_init_weights`, the first rank's
+             draw, or as PEFT has it (zero/adapters.py)
 read         a parameter that a `Reader` knows: each rank reads the ranges that it keeps
 
 [Note: Whose turn it is] An initializer may reach from a module into its children, or into parameters that it shares. The root's
@@ -30,6 +32,7 @@ from slipstream.zero.adapters import find_adapters
 from slipstream.zero.comm import Comm
 from slipstream.zero.layout import Layout, overlap
 from slipstream.zero.leaves import named_leaves, refuse_trainable
+from slipstream.zero.recording import forget, is_recorded, values_of
 from slipstream.zero.wrap import Group
 
 
@@ -95,7 +98,7 @@ class FirstValues:
         self._holders: dict[int, list[int]] = {}  # parameter to initialize -> the modules that hold it
         for i, (name, module) in enumerate(self._modules):
             for leaf, param in module.named_parameters(recurse=False):
-                if param.is_meta and not self._is_read(name, leaf):
+                if param.is_meta and not self._is_read(name, leaf) and not is_recorded(param):
                     self._holders.setdefault(id(param), []).append(i)
         self._adapters = find_adapters(model, self._holders)
         able = {key for key, holders in self._holders.items() if any(self._is_able(self._modules[i][1]) for i in holders)}
@@ -116,7 +119,7 @@ class FirstValues:
 
     def _buffers_on_meta(self, prefix: str, module: nn.Module) -> list[str]:
         found = module.named_buffers(recurse=False)
-        return [leaf for leaf, buffer in found if buffer.is_meta and not self._is_read(prefix, leaf)]
+        return [leaf for leaf, buffer in found if buffer.is_meta and not self._is_read(prefix, leaf) and not is_recorded(buffer)]
 
     def begin(self, blocks: Collection[str]) -> None:
         """Allocate all buffers; `blocks` are the modules that have a turn of their own after the root's."""
@@ -129,7 +132,9 @@ class FirstValues:
             if fresh := self._buffers_on_meta(name, module):
                 self._buffers[i] = fresh
             for leaf, buffer in list(module.named_buffers(recurse=False)):
-                if buffer.is_meta:
+                if is_recorded(buffer) and not self._is_read(name, leaf):
+                    setattr(module, leaf, values_of(f"{name}.{leaf}", buffer).to(self.device))
+                elif buffer.is_meta:
                     setattr(module, leaf, real := torch.empty_like(buffer, device=self.device))
                     _mark(real)
                 elif buffer.device != self.device:
@@ -145,7 +150,10 @@ class FirstValues:
             for slot in there:
                 assert flat is not None
                 view, param = flat[slice(*slot.span)].view(slot.shape), self.leaves[slot.name].tensor
-                if param.is_meta:
+                if is_recorded(param):
+                    view.copy_(values_of(slot.name, param))
+                    forget(param)
+                elif param.is_meta:
                     _mark(view)
                     move_in(param, view)
                     fresh[id(param)] = slot.name
