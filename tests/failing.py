@@ -246,13 +246,13 @@ def strike(edge: str, bad: int, how: str, nth: int) -> None:
     from slipstream.checkpoint import directory, storage
     from slipstream.zero.comm import ProcessGroupComm
     from slipstream.zero.shared import SharedComm
-    from slipstream.zero.unit import State, Unit
+    from tests import probe
 
     places: dict[str, list[tuple[Any, str]]] = {
-        "gather": [(Unit, "gather")],
-        "reduce": [(Unit, "reduce")],
-        "settle": [(Unit, "settle")],
-        "publish": [(Unit, "publish")],
+        "gather": [(probe.owner_of("gather"), "gather")],
+        "reduce": [(probe.owner_of("reduce"), "reduce")],
+        "settle": [(probe.owner_of("settle"), "settle")],
+        "publish": [(probe.owner_of("publish"), "publish")],
         "exchange": [(SharedComm, "exchange"), (ProcessGroupComm, "exchange")],
         "save": [(storage.Writer, "write_data")],
         "commit": [(directory.Draft, "commit")],
@@ -263,7 +263,7 @@ def strike(edge: str, bad: int, how: str, nth: int) -> None:
 
         def method(self: Any, *args: Any, _before: Any = before, **kwargs: Any) -> Any:
             nonlocal calls
-            if edge != "gather" or self.state is State.RELEASED:
+            if edge != "gather" or probe.View(self).is_released:
                 calls += 1
                 if calls == nth:
                     act(how)

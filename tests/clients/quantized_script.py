@@ -13,7 +13,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream.compat.weights import clone_tensors_for_torch_save, consolidated
-from tests import toy
+from tests import probe, toy
 from tests.clients.transformers_script import FOLDER, SIZES
 
 LORA = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
@@ -75,7 +75,7 @@ def losses(make: Callable[[str], Any], folder: str, stage: int, **zero: Any) -> 
         engine.backward(loss)
         engine.step()
         found.append(loss.detach())
-    codes = [unit for unit in engine.units if unit.dtypes.weights in (torch.int8, torch.uint8)]
+    codes = [unit for unit in probe.units(engine) if unit.dtypes.weights in (torch.int8, torch.uint8)]
     assert codes and all(unit.grads is None for unit in codes)
     if stage == 3:
         assert all(2 * unit.weights.nbytes == unit.layout.numel for unit in codes)
@@ -125,10 +125,10 @@ def by_surgery(kind: str) -> None:
                 model = get_peft_model(model, LORA)
             engine = toy.make(model, stage, "gloo", dtype="bf16")
             if late:
-                codes = [unit for unit in engine.units if unit.dtypes.weights in (torch.int8, torch.uint8)]
+                codes = [unit for unit in probe.units(engine) if unit.dtypes.weights in (torch.int8, torch.uint8)]
                 with engine.surgery():
                     engine.module = get_peft_model(engine.module, LORA)
-                assert codes and all(unit in engine.units for unit in codes)
+                assert codes and all(unit in probe.units(engine) for unit in codes)
             losses = []
             for ids in batches(engine.rank):
                 loss = engine(input_ids=ids, labels=ids).loss
@@ -136,7 +136,7 @@ def by_surgery(kind: str) -> None:
                 engine.step()
                 losses.append(loss.detach())
             found.append(torch.stack(losses))
-            trained = {name for unit in engine.units if unit.grads is not None for name in unit.names}
+            trained = {name for unit in probe.units(engine) if unit.grads is not None for name in unit.names}
             assert trained and all("lora" in name for name in trained)
             if kind != "slipstream":
                 with pytest.raises(ValueError, match=r"would write the codes of .*only_trainable=True writes the adapters"):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.zero.watch import PeerError
-from tests import cases, toy
+from tests import cases, probe, toy
 from tests.pool import distributed
 
 STAGES = (0, 1, 2, 3)
@@ -24,10 +24,10 @@ def finish(engine: Any) -> dict[str, Tensor]:
 
 def close(engine: Any) -> None:
     """`destroy` without its fences: the ranks no longer agree where they are."""
-    engine.hooks.remove()
-    for unit in engine.units:
+    probe.hooks(engine).remove()
+    for unit in probe.units(engine):
         unit.close()
-    engine.comms.data.close()
+    probe.transport(engine).close()
     engine.watch.stop()
 
 

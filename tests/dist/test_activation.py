@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.tiled import TiledLinear, fused_linear_cross_entropy
-from slipstream.zero.unit import State
-from tests import cases, toy
+from tests import cases, probe, toy
 from tests.dist.test_compile import AFTER, BEFORE, Way, check
 from tests.pool import distributed
 
@@ -54,17 +53,17 @@ def test_a_recomputed_block_is_gathered_as_often_as_before() -> None:
     for way in ("keep", "recompute"):
         engine = toy.make(toy.seeded(Lm), 3, "gloo", slipstream={"activations": way})
         found = gathers.setdefault(way, [])
-        for unit in engine.units:
+        for unit in probe.units(engine):
 
             def gather(unit: Any = unit, own: Callable[[], None] = unit.gather) -> None:
-                if unit.state is State.RELEASED:
+                if unit.is_released:
                     found.append(unit.name)
                 own()
 
             unit.gather = gather
         toy.step(engine, toy.tokens(engine.rank, 0))
-        assert all(unit.state is State.RELEASED and not unit.direct for unit in engine.units)
-        for unit in engine.units:
+        assert all(unit.is_released and not unit.is_direct for unit in probe.units(engine))
+        for unit in probe.units(engine):
             del unit.gather
         engine.destroy()
     assert gathers["keep"] == gathers["recompute"] and len(gathers["keep"]) > 6
@@ -107,7 +106,9 @@ def test_the_fused_loss_in_every_stage(transport: str) -> None:
     for kind, again in ((Plain, True), (Fused, False)):
         engine = toy.make(toy.seeded(kind), 3, transport)
         engine(toy.tokens(engine.rank, 0)).backward()
-        assert [unit.direct for unit in engine.units if unit.name == "blocks.1"] == [again], "gathered for the whole backward"
+        assert [unit.is_direct for unit in probe.units(engine) if unit.name == "blocks.1"] == [again], (
+            "gathered for the whole backward"
+        )
         engine.destroy()
 
 
@@ -122,11 +123,11 @@ def test_tiles_are_gathered_one_at_a_time() -> None:
     expected, found = (train(kind, 3, "gloo")[0] for kind in (toy.Lm, Tiled))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     engine = toy.make(toy.seeded(Tiled), 3, "gloo")
-    tiles = [unit for unit in engine.units if unit.name.startswith("head")]
+    tiles = [unit for unit in probe.units(engine) if unit.name.startswith("head")]
     assert len(tiles) == 6
     most: list[int] = []
     for tile in engine.module.head.tiles:
-        tile.register_forward_pre_hook(lambda *_: most.append(sum(unit.state is State.GATHERED for unit in tiles)))
+        tile.register_forward_pre_hook(lambda *_: most.append(sum(unit.is_gathered for unit in tiles)))
     toy.step(engine, toy.tokens(engine.rank, 0))
     assert most == [1] * 6
     linear = toy.seeded(lambda: nn.Linear(16, toy.VOCABULARY), 5)

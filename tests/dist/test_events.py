@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.zero.unit import State, Unit
-from tests import toy
+from tests import probe, toy
 from tests.pool import distributed
 
 Events = list[str]
@@ -23,16 +22,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Events]:
     events: Events = []
 
     def spy(method: str, letter: str) -> None:
-        original = getattr(Unit, method)
+        original = getattr(probe.owner_of(method), method)
 
-        def call(self: Unit, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             before = self.state
             result = original(self, *args, **kwargs)
             if method not in ("gather", "release") or self.state is not before:
                 events.append(letter + SHORT[self.name])
             return result
 
-        monkeypatch.setattr(Unit, method, call)
+        monkeypatch.setattr(probe.owner_of(method), method, call)
 
     for method, letter in (("gather", "g"), ("release", "f"), ("reduce", "R"), ("settle", "S"), ("publish", "P")):
         spy(method, letter)
@@ -71,7 +70,7 @@ def test_the_order_of_edges_in_every_stage(transport: str) -> None:
             engine = toy.make(toy.seeded(toy.Net), stage, transport)
             for _ in range(2):
                 assert step(engine, events) == expected, f"stage {stage}"
-            assert all((unit.state is State.RELEASED) == (stage == 3) for unit in engine.units)
+            assert all((unit.is_released) == (stage == 3) for unit in probe.units(engine))
             engine.destroy()
 
 
@@ -181,7 +180,7 @@ def test_counts_and_bytes_over_gloo(world_size: int) -> None:
                     gradient_accumulation_steps=accumulation,
                     data_types={"grad_accum_dtype": "bf16"},
                 )
-                units, numel = len(engine.units), sum(unit.layout.numel for unit in engine.units)
+                units, numel = len(probe.units(engine)), sum(unit.layout.numel for unit in probe.units(engine))
                 for _ in range(3):  # collectives in an order not seen before are compared between the ranks, which costs more
                     sent.clear()
                     for micro in range(accumulation):

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from slipstream.train import explain
-from tests import cases, toy
+from tests import cases, probe, toy
 from tests.pool import distributed
 
 WHAT = ("weights", "gradients", "masters", "moments")
@@ -31,12 +31,12 @@ def sent(stage: int, weight_bytes: int, world: int) -> Fraction:
 def resident(engine: Any) -> tuple[int, ...]:
     """What the units' stores say that they hold."""
     found = [0, 0, 0, 0]
-    for unit in engine.units:
+    for unit in probe.units(engine):
         common = unit.memory.common or unit.memory.full
         found[0] += common.tensor.nbytes // (engine.world_size if unit.placement.weights else 1) if common else unit.weights.nbytes
         found[1] += unit.memory.local.tensor.nbytes if unit.memory.local else unit.grads.resident_nbytes
-        found[2] += unit.master.resident_nbytes if unit.out is not None else 0
-        found[3] += engine.steps.state_nbytes(unit)
+        found[2] += unit.master.resident_nbytes if unit.has_masters else 0
+        found[3] += probe.state_nbytes(engine, unit)
     return tuple(found)
 
 
@@ -47,7 +47,7 @@ def test_bytes_follow_the_formulas(world_size: int, transport: str) -> None:
         for stage in cases.stages(transport):
             model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(BLOCKS)])
             engine = toy.make(model, stage, transport, dtype=dtype)
-            case, batch = f"stage {stage}, {dtype}", torch.zeros(2, 64, dtype=engine.units[0].dtypes.weights)
+            case, batch = f"stage {stage}, {dtype}", torch.zeros(2, 64, dtype=probe.units(engine)[0].dtypes.weights)
             found = explain.of_engine(engine, batch)
             states = tuple(sum(line.nbytes for line in found.rest if line.what == what) for what in WHAT)
             assert states == formula(stage, weight_bytes, world_size) == resident(engine), case

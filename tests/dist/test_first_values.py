@@ -24,7 +24,7 @@ from slipstream.checkpoint.weights import WeightFiles
 from slipstream.zero.comm import ProcessGroupComm
 from slipstream.zero.layout import overlap
 from slipstream.zero.shared import SharedComm
-from tests import toy
+from tests import probe, toy
 from tests.pool import distributed, run
 
 pytestmark = pytest.mark.disk
@@ -150,7 +150,7 @@ def test_each_rank_reads_its_spans(tmp_path: Path, transport: str) -> None:
                 dtype="bf16",
                 **settings(stage, tmp_path if disk else None),
             )
-        for unit in engine.units:
+        for unit in probe.units(engine):
             want = {}
             for slot in unit.layout.slots:
                 first, last = overlap(slot.span, unit.span if stage == 3 else (0, unit.layout.numel))

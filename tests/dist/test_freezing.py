@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import slipstream
-from tests import cases, toy
+from tests import cases, probe, toy
 from tests.pool import distributed
 
 STAGES = (0, 1, 2, 3)
@@ -72,7 +72,7 @@ def test_frozen_units_have_no_gradients_and_no_state() -> None:
         model = toy.seeded(toy.Net)
         model.blocks[1].requires_grad_(False)
         engine = toy.make(model, stage)
-        frozen = [unit for unit in engine.units if not unit.trainable]
+        frozen = [unit for unit in probe.units(engine) if not unit.trainable]
         assert [unit.names[0] for unit in frozen] == ["blocks.1.norm.weight"]
         assert frozen[0].grads is None and frozen[0].memory.local is None
         engine(toy.floats(engine.rank, 0)).square().mean().backward()

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.zero.hooks import Reducer
-from slipstream.zero.unit import Unit
-from tests import cases, toy
+from tests import cases, probe, toy
 from tests.pool import distributed
 
 STAGES = (0, 1, 2, 3)
@@ -36,7 +35,7 @@ def random_sleeps(seed: int) -> Iterator[None]:
         patch.setattr(owner, name, call)
 
     for name in ("gather", "release", "reduce", "settle", "publish", "add_local"):
-        delay(Unit, name)
+        delay(probe.owner_of(name), name)
     delay(Reducer, "drain")
     try:
         yield

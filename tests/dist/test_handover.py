@@ -20,8 +20,7 @@ import slipstream
 from slipstream.compression import QuantizedLinear
 from slipstream.inference import SamplingParams, ServedForward, token_logprobs
 from slipstream.inference.engine import ClosedError
-from slipstream.zero.unit import State
-from tests import toy
+from tests import probe, toy
 from tests.pool import distributed, run
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'slipstream[hf]'")
@@ -228,10 +227,10 @@ def test_no_more_than_a_unit_is_whole_at_a_time(transport: str) -> None:
 
     def watched() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in engine.named_weights():
-            (whole,) = (unit for unit in engine.units if unit.state is State.GATHERED)
+            (whole,) = (unit for unit in probe.units(engine) if unit.is_gathered)
             assert name in whole.names
             yield name, tensor
-        assert all(unit.state is State.RELEASED for unit in engine.units)
+        assert all(unit.is_released for unit in probe.units(engine))
 
     server.update_weights(watched())
     places = [tensor.data_ptr() for tensor in server.engine.runner._kept]

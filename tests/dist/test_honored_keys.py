@@ -19,7 +19,7 @@ from slipstream.checkpoint import CheckpointError
 from slipstream.zero import build
 from slipstream.zero.shared import SharedComm
 from slipstream.zero.watch import PeerError
-from tests import cases, toy
+from tests import cases, probe, toy
 from tests.pool import distributed
 from tests.unit.test_honored_keys import Dot, sgd
 
@@ -34,11 +34,11 @@ def resting(unit: Any) -> int:
 
 def held(engine: Any) -> dict[str, int]:
     """Elements of each state in this rank's memory between steps."""
-    units = engine.units
+    units = probe.units(engine)
     return {
         "weights": sum(resting(unit) for unit in units),
         "gradients": sum((unit.memory.local.tensor if unit.memory.local else unit.grads.whole()).numel() for unit in units),
-        "states": sum(engine.steps.states(unit, p)["exp_avg"].numel() for unit in units for p in engine.steps.pieces[unit.index]),
+        "states": sum(probe.moments(engine, unit, p)["exp_avg"].numel() for unit in units for p in probe.pieces(engine, unit)),
     }
 
 
@@ -46,7 +46,7 @@ def shares(engine: Any) -> dict[str, float]:
     """How many copies of each state all ranks hold together, where none of them is in shared memory."""
     totals = torch.tensor(list(held(engine).values()), dtype=torch.float64)
     dist.all_reduce(totals)
-    padded, numel = sum(unit.layout.numel for unit in engine.units), sum(p.numel() for p in engine.module.parameters())
+    padded, numel = sum(unit.layout.numel for unit in probe.units(engine)), sum(p.numel() for p in engine.module.parameters())
     copies = totals / torch.tensor([padded, padded, numel])
     return dict(zip(("weights", "gradients", "states"), copies.tolist(), strict=True))
 
@@ -81,7 +81,7 @@ def test_zero_optimization_mics_shard_size() -> None:
         engine.destroy()
     assert len(sums) == 1
     wide = toy.make(toy.seeded(toy.Lm), 3, dtype="bf16", communication_data_type="fp32", zero_optimization={"mics_shard_size": 1})
-    assert all(unit.grads.dtype is torch.float32 for unit in wide.units), "what copies exchange"
+    assert all(unit.grads.dtype is torch.float32 for unit in probe.units(wide)), "what copies exchange"
     toy.step(wide, toy.tokens(wide.rank, 0))
     wide.destroy()
 
@@ -192,13 +192,13 @@ def test_slipstream_transport() -> None:
         engine = toy.make(toy.seeded(toy.Lm), 3, transport)
         toy.step(engine, toy.tokens(engine.rank, 0))
         operations = sum(book.launched for book in engine.watch.ledgers)
-        assert isinstance(engine.comms.data, SharedComm) is shared
+        assert isinstance(probe.transport(engine), SharedComm) is shared
         assert (operations == 0) is shared, f"{transport}: {operations} operations"
         engine.destroy()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "hosts_agree", lambda axis: False)  # as on two hosts
         engine = toy.make(toy.seeded(toy.Lm), 3, "auto")
-        assert not isinstance(engine.comms.data, SharedComm)
+        assert not isinstance(probe.transport(engine), SharedComm)
         engine.destroy()
         with pytest.raises(ValueError, match="cannot map each other's memory"):
             toy.make(toy.seeded(toy.Lm), 3, "shared")
@@ -228,7 +228,7 @@ def test_slipstream_timeout_s(tmp_path: Path, transport: str) -> None:
         engine.watch.stop()
         return
     if engine.rank == 1:
-        engine.comms.data.exchange(torch.zeros(2, dtype=torch.float64))  # what rank 0 waited for
+        probe.transport(engine).exchange(torch.zeros(2, dtype=torch.float64))  # what rank 0 waited for
     engine.destroy()
 
 

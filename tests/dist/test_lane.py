@@ -23,7 +23,7 @@ from slipstream.ops.disk import ALIGNMENT, aligned
 from slipstream.zero import build
 from slipstream.zero.lane import Event, Lane
 from slipstream.zero.store import DiskStore, HostStore, MemoryStore
-from tests import toy
+from tests import probe, toy
 from tests.pool import distributed
 
 pytestmark = pytest.mark.disk
@@ -146,8 +146,10 @@ def test_states_beside_the_device_give_the_same_bits(dtype: str, tmp_path: Path)
             engine.destroy()
         engine = make(Late(), stage, weights, optim, tmp_path, **blocks)
         found = train(engine, micros)
-        unit = engine.units[0]
-        assert type(unit.weights) is KINDS[weights] and type(engine.steps.stores[0]["exp_avg"]) is KINDS[optim]
+        unit = probe.units(engine)[0]
+        assert (
+            type(unit.weights) is KINDS[weights] and type(probe.stores(engine, probe.units(engine)[0])["exp_avg"]) is KINDS[optim]
+        )
         assert type(unit.grads) is (HostStore if stage >= 2 and optim != "none" else MemoryStore)
         engine.destroy()
         assert found == expected[stage, micros, transport], f"stage {stage}, weights {weights}, optimizer {optim}, {micros}"
@@ -171,13 +173,13 @@ def test_forward_and_backward_wait_for_no_copy() -> None:
         lane = Late()
         engine = make(lane, stage, weights, "cpu", dtype="bf16", gradient_accumulation_steps=3)
         for step in range(2):
-            engine.updater.finish()
+            probe.updater(engine).finish()
             lane.waits = 0
             for micro in range(3):
                 engine.backward(engine(toy.tokens(0, step, micro)))
                 assert lane.waits == 0, f"stage {stage}, micro-batch {micro}"
                 engine.step()
-            assert engine.updater.is_done == (stage < 3), "sharded weights are updated beside the next forward"
+            assert probe.updater(engine).is_done == (stage < 3), "sharded weights are updated beside the next forward"
         engine.destroy()
 
 

@@ -24,8 +24,7 @@ from slipstream.train.tiers import Ask, open_spaces, tiers_of, too_much
 from slipstream.zero.comm import LocalComm
 from slipstream.zero.placement import Tier
 from slipstream.zero.store import DiskStore, Needs
-from slipstream.zero.unit import Unit
-from tests import toy
+from tests import probe, toy
 from tests.pool import distributed
 
 pytestmark = pytest.mark.disk
@@ -75,7 +74,7 @@ def end(folder: Path | None, stage: int, dtype: str, micros: int, transport: str
     )
     found = train(engine, micros=micros)
     if folder is not None:
-        assert any(isinstance(unit.master, DiskStore) or isinstance(unit.weights, DiskStore) for unit in engine.units) or (
+        assert any(isinstance(unit.master, DiskStore) or isinstance(unit.weights, DiskStore) for unit in probe.units(engine)) or (
             tiers == "optimizer" and dtype == "fp32"
         )
     engine.destroy()
@@ -167,13 +166,14 @@ def test_the_forward_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for i in range(2):  # the first forward learns the order
         toy.step(engine, toy.tokens(0, i))
     deadline = time.monotonic() + 30
-    while not all(unit.updating is None or unit.updating.done() for unit in engine.units):
+    while not all(unit.updating is None or unit.updating.done() for unit in probe.units(engine)):
         assert time.monotonic() < deadline
         time.sleep(1e-3)
-    assert any(unit.updating for unit in engine.units), "nobody has waited for the updates"
+    assert any(unit.updating for unit in probe.units(engine)), "nobody has waited for the updates"
     read: dict[int, bool] = {}  # unit -> whether it was begun before its turn
-    gather = Unit.gather
-    monkeypatch.setattr(Unit, "gather", lambda unit: (read.setdefault(unit.index, unit.arriving is not None), gather(unit))[1])
+    owner: Any = probe.owner_of("gather")
+    gather = owner.gather
+    monkeypatch.setattr(owner, "gather", lambda unit: (read.setdefault(unit.index, probe.View(unit).is_arriving), gather(unit))[1])
     with torch.no_grad():
         engine(toy.tokens(0, 0))
     assert read == {0: False, 1: True, 2: True}, "only the root is needed at once"
@@ -181,7 +181,7 @@ def test_the_forward_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def chunks(engine: Any) -> int:
-    return sum(len(engine.steps.chunks(unit)) for unit in engine.units)
+    return sum(len(engine.steps.chunks(unit)) for unit in probe.units(engine))
 
 
 @distributed(world_size=(1, 2), timeout=120)
@@ -206,13 +206,17 @@ def test_slipstream_update_ahead(tmp_path: Path) -> None:
             engine.backward(engine(toy.tokens(engine.rank, i, 0)))
             engine.step()
             engine.backward(engine(toy.tokens(engine.rank, i, 1)))
-            while in_time and (begun := engine.updater._ahead) is not None and sum(map(len, begun.done.values())) < chunks(engine):
+            while (
+                in_time
+                and (begun := probe.updater(engine)._ahead) is not None
+                and sum(map(len, begun.done.values())) < chunks(engine)
+            ):
                 time.sleep(1e-3)
             meddle(engine, i)
             engine.step()
             found.append(engine.global_grad_norm)
-            engine.updater.finish()
-            seen.append(engine.updater.num_ahead)
+            probe.updater(engine).finish()
+            seen.append(probe.updater(engine).num_ahead)
         ends[tiers, ahead] = [*found, int(toy.checksum(engine))]
         if not ahead:
             assert not any(seen)
@@ -228,7 +232,7 @@ def test_offload_optimizer_device(tmp_path: Path) -> None:
     """On disk masters and moments take no memory, and nothing is left in the folder."""
     engine = make(tmp_path, 2, dtype="bf16")
     train(engine, 1)
-    stores = [store for unit in engine.units for store in (unit.master, *engine.steps.stores[unit.index].values())]
+    stores = [store for unit in probe.units(engine) for store in (unit.master, *probe.stores(engine, unit).values())]
     assert all(isinstance(store, DiskStore) and store.resident_nbytes == 0 for store in stores)
     assert all(Path(store.disk.folder) == tmp_path.resolve() for store in stores) and not list(tmp_path.iterdir())
     engine.destroy()
@@ -246,7 +250,9 @@ def test_offload_optimizer_ratio(tmp_path: Path) -> None:
             },
         )
         sums.add(train(engine)[-1])
-        kept = sum(unit.master.resident_nbytes for unit in engine.units) / sum(unit.master.nbytes for unit in engine.units)
+        kept = sum(unit.master.resident_nbytes for unit in probe.units(engine)) / sum(
+            unit.master.nbytes for unit in probe.units(engine)
+        )
         assert abs(kept - (1 - ratio)) < 0.2, f"{kept} of the masters in memory at ratio {ratio}"
         engine.destroy()
     assert len(sums) == 1
@@ -257,7 +263,7 @@ def slots(folder: Path, count: int, numel: int) -> list[int]:
     offload = {"device": "nvme", "nvme_path": str(folder), "buffer_count": count}
     engine = make(folder, 1, dtype="bf16", zero_optimization={"sub_group_size": numel, "offload_optimizer": offload})
     train(engine, 1)
-    found = [slot.memory.numel() for slot in engine.steps.ring.slots]
+    found = [slot.memory.numel() for slot in probe.ring(engine).slots]
     engine.destroy()
     return found
 
@@ -282,7 +288,9 @@ def test_slipstream_optimizer_states(tmp_path: Path) -> None:
     ):
         engine = make(where, stage, dtype="bf16", slipstream={"optimizer_states": kept})
         found[name] = train(engine, 6)
-        states[name] = sum(engine.steps.state_nbytes(unit) for unit in engine.units) / sum(u.master.numel for u in engine.units)
+        states[name] = sum(probe.state_nbytes(engine, unit) for unit in probe.units(engine)) / sum(
+            u.master.numel for u in probe.units(engine)
+        )
         engine.destroy()
     assert found["memory"] == found["sharded"] == found["disk"] != found["fp32"]
     assert states["fp32"] == 8 and states["memory"] == pytest.approx(2 + 8 / 256, rel=0.01)
@@ -300,7 +308,7 @@ def test_slipstream_stochastic_rounding(tmp_path: Path) -> None:
     ):
         engine = make(where, stage, dtype="bf16", slipstream=options)
         found[name] = train(engine, 6)
-        assert engine.units[0].master.dtype is (torch.bfloat16 if options else torch.float32)
+        assert probe.units(engine)[0].master.dtype is (torch.bfloat16 if options else torch.float32)
         engine.destroy()
     assert found["memory"] == found["disk"] != found["seed"]
     assert found["memory"][-3] == pytest.approx(found["masters"][-3], rel=0.02), "the last loss"
@@ -316,7 +324,7 @@ def resident(memory: torch.Tensor) -> int:
 def test_offload_param_device(tmp_path: Path) -> None:
     """Weights are in memory while their block computes, and not else."""
     engine = make(tmp_path, 3, "weights")
-    blocks = [unit for unit in engine.units if unit.block is not None]
+    blocks = [unit for unit in probe.units(engine) if unit.block is not None]
     seen = []
     for unit in blocks:
         unit.block.norm.register_forward_hook(lambda *_: seen.append([resident(unit.pages.memory) for unit in blocks]))
@@ -324,7 +332,7 @@ def test_offload_param_device(tmp_path: Path) -> None:
     assert all(row[i] for i, row in enumerate(seen)) and seen[1][0] == 0
     engine.backward(loss)
     engine.step()
-    assert [resident(unit.pages.memory) for unit in engine.units] == [0] * len(engine.units)
+    assert [resident(unit.pages.memory) for unit in probe.units(engine)] == [0] * len(probe.units(engine))
     engine.destroy()
 
 
@@ -333,7 +341,7 @@ def test_weights_that_stay_are_told(tmp_path: Path, caplog: pytest.LogCaptureFix
         caplog.clear()
         block = {"device": "nvme", "nvme_path": str(tmp_path), **given}
         engine = toy.make(model(), 3, zero_optimization={"offload_param": block})
-        numel = sum(unit.weights.numel for unit in engine.units)
+        numel = sum(unit.weights.numel for unit in probe.units(engine))
         assert (f"{numel} of this rank's {numel} weights stay in memory" in caplog.text) == told
         engine.destroy()
 
@@ -364,8 +372,8 @@ def test_offload_param_max_in_cpu(tmp_path: Path) -> None:
             zero_optimization={"offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": numel}},
         )
         sums.add(train(engine)[-1])
-        kept = sum(unit.weights.resident_nbytes for unit in engine.units) // 4
-        assert kept == min(numel, sum(unit.weights.numel for unit in engine.units)) or numel <= kept < numel + 4096
+        kept = sum(unit.weights.resident_nbytes for unit in probe.units(engine)) // 4
+        assert kept == min(numel, sum(unit.weights.numel for unit in probe.units(engine))) or numel <= kept < numel + 4096
         engine.destroy()
     assert len(sums) == 1
 
@@ -395,7 +403,7 @@ def test_cpu_offload() -> None:
 def cut(engine: Any) -> None:
     """Rank 1's file ends before its first byte."""
     if engine.rank == 1:
-        _, _, (_, file, *_), _ = engine.homes.spaces.optim.disks[0]._closing.peek()
+        _, _, (_, file, *_), _ = probe.homes(engine).spaces.optim.disks[0]._closing.peek()
         os.ftruncate(file, 0)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tests import cases, toy
+from tests import cases, probe, toy
 from tests.pool import distributed
 
 STAGES = (0, 1, 2, 3)
@@ -365,11 +365,11 @@ def test_states_are_kept_as_the_config_says(name: str) -> None:
     for stage in STAGES:
         engine = toy.make(toy.seeded(toy.Lm), stage, gradient_clipping=1.0, **config)
         losses = [toy.step(engine, toy.tokens(engine.rank, 0)).item() for _ in range(8)]
-        unit = engine.units[0]
+        unit = probe.units(engine)[0]
         assert unit.grads is not None
         found = {"weights": unit.full.dtype, "master": unit.master.dtype, "grads": unit.grads.dtype, "wire": unit.dtypes.wire}
-        pieces = engine.steps.pieces[unit.index]
-        found["exp_avg"] = engine.steps.states(unit, pieces[0])["exp_avg"].dtype
+        pieces = probe.pieces(engine, unit)
+        found["exp_avg"] = probe.moments(engine, unit, pieces[0])["exp_avg"].dtype
         assert {key: found[key] for key in expected} == expected, f"stage {stage}"
         assert losses[-1] < losses[0]
         sums.add(int(toy.checksum(engine)))
@@ -387,7 +387,7 @@ def test_a_bf16_wire_rounds_and_an_fp32_wire_does_not(transport: str) -> None:
             engine(toy.tokens(engine.rank, 0)).backward()
             with torch.no_grad():
                 engine._finish_window()
-            grads[wire] = engine.units[0].grads.whole().clone()
+            grads[wire] = probe.units(engine)[0].grads.whole().clone()
             engine.zero_grad()
             engine.destroy()
         assert not grads[None].equal(grads["bf16"]), f"stage {stage}: the wire is bf16"

@@ -13,7 +13,7 @@ from slipstream import checkpoint
 from slipstream.compat.weights import clone_tensors_for_torch_save, consolidated
 from slipstream.compression import QuantizedLinear
 from slipstream.train import explain
-from tests import cases, toy, twin
+from tests import cases, probe, toy, twin
 from tests.dist.test_events import wire
 from tests.pool import distributed, run
 
@@ -144,7 +144,7 @@ def test_wrapper_subclasses_are_sharded_by_their_inner_tensors(transport: str) -
         engine = toy.make(model, stage, transport, dtype="bf16")
         losses.append(train(engine))
         assert model.blocks[0].up.base.weight is weight and type(weight) is Scaled
-        names = {name: unit for unit in engine.units for name in unit.names}
+        names = {name: unit for unit in probe.units(engine) for name in unit.names}
         codes, scale = names["blocks.0.up.base.weight.codes"], names["blocks.0.up.base.weight.scale"]
         assert codes.dtypes.weights == torch.int8 and scale.dtypes.weights == torch.float32  # not the config's bf16
         if stage == 3:
@@ -192,16 +192,16 @@ def test_bytes_at_rest_on_the_wire_and_of_the_optimizer(bits: int) -> None:
             sent.clear()
             toy.step(engine, toy.tokens(engine.rank, i))
         gathered = [nbytes for name, nbytes in sent if name == "all_gather"]
-    codes = [unit for unit in engine.units if unit.dtypes.weights == torch.uint8]
+    codes = [unit for unit in probe.units(engine) if unit.dtypes.weights == torch.uint8]
     assert [unit.weights.nbytes for unit in codes] == [packed // 2] * blocks
     assert all(unit.grads is None for unit in codes)
-    assert engine.steps.stores.keys() == {unit.index for unit in engine.units if unit.trainable}
+    assert probe.stores(engine).keys() == {unit.index for unit in probe.units(engine) if unit.trainable}
     assert gathered.count(packed // 2) == 2 * blocks, gathered
-    adapters = sum(unit.layout.numel for unit in engine.units if unit.trainable)
+    adapters = sum(unit.layout.numel for unit in probe.units(engine) if unit.trainable)
     wired = sum(nbytes for name, nbytes in sent if name != "all_reduce")
     found = explain.of_engine(engine, toy.tokens(engine.rank, 0))
     assert explain.parts_of(engine.module, engine.plan, 2) == list(found.parts)
-    everything = sum(unit.weights.nbytes for unit in engine.units)
+    everything = sum(unit.weights.nbytes for unit in probe.units(engine))
     assert sum(line.nbytes for line in found.rest if line.what == "weights") == everything
     assert sum(line.nbytes for line in found.rest if line.what == "moments") == 8 * adapters // 2
     assert found.flow.wire == wired
@@ -315,7 +315,7 @@ def test_a_hugging_face_folder_holds_the_numbers(bits: int, world_size: int, tra
         }
         engine = toy.make(model, zero["stage"], transport, dtype="bf16", zero_optimization=zero)
         train(engine, 1)
-        unit = next(unit for unit in engine.units if unit.dtypes.weights == torch.uint8)
+        unit = next(unit for unit in probe.units(engine) if unit.dtypes.weights == torch.uint8)
         inside = [
             (edge - slot.offset) % slot.shape[1] for slot in unit.layout.slots for edge in unit.span if edge in range(*slot.span)
         ]
@@ -388,14 +388,14 @@ def test_adapters_are_added_to_a_quantized_base_by_surgery(kind: str, transport:
             engine = toy.make(model, stage, transport, dtype="fp32" if kind == "late" else "bf16")
             if added:
                 toy.step(engine, toy.tokens(engine.rank, 9))  # trains the head, which is put back
-                codes = [unit for unit in engine.units if not unit.full.is_floating_point()]
+                codes = [unit for unit in probe.units(engine) if not unit.full.is_floating_point()]
                 with engine.surgery():
                     model.head.load_state_dict(toy.seeded(lambda: toy.Lm(dim=32)).head.state_dict())
                     adapt()
-                now = [unit for unit in engine.units if not unit.full.is_floating_point()]
+                now = [unit for unit in probe.units(engine) if not unit.full.is_floating_point()]
                 assert len(now) == 3 and (kind == "late" or now == codes), "nothing of the base was built anew"
             losses.append(train(engine))
-            trained = {name for unit in engine.units if unit.grads is not None for name in unit.names}
+            trained = {name for unit in probe.units(engine) if unit.grads is not None for name in unit.names}
             assert len(trained) == 12 and all(name.endswith((".a.weight", ".b.weight")) for name in trained)
             engine.destroy()
     assert all(torch.equal(each, losses[0]) for each in losses), losses

@@ -13,7 +13,7 @@ import torch
 import slipstream
 from slipstream.ops.disk import DiskError
 from slipstream.train import sleep
-from tests import toy
+from tests import probe, toy
 from tests.pool import distributed
 
 pytestmark = pytest.mark.disk
@@ -130,7 +130,7 @@ def test_the_memory_that_gradients_pass_through_goes_too(tmp_path: Path) -> None
     )
     toy.step(engine, toy.tokens(0, 0))
     parts = sum(tensor.nbytes for tensor, _ in sleep.memory_of(engine, ["gradients"]))
-    assert engine.sleep(["gradients"], "disk", str(tmp_path)) == parts + engine.homes.nbytes > parts
+    assert engine.sleep(["gradients"], "disk", str(tmp_path)) == parts + probe.homes(engine).nbytes > parts
     engine.wake()
     toy.step(engine, toy.tokens(0, 1))
     engine.destroy()

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 
 from slipstream.zero.comm import ProcessGroupComm
-from tests import toy
+from tests import probe, toy
 from tests.pool import distributed
 
 
 def weights(stage: int, staged: bool, **blocks: Any) -> dict[str, torch.Tensor]:
     engine = toy.make(toy.seeded(toy.Lm), stage, "gloo", **blocks)
-    comm = engine.comms.dp
+    comm = probe.transport(engine)
     assert isinstance(comm, ProcessGroupComm) and not comm.staged
     comm.staged = staged
     for i in range(3):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
-from tests import cases, toy
+from tests import cases, probe, toy
 from tests.pool import distributed
 
 pytestmark = pytest.mark.disk
@@ -46,7 +46,7 @@ def step(engine: Any, i: int) -> Tensor:
 def everything(engine: Any) -> dict[str, dict[str, Tensor]]:
     """Weights, masters and states of each parameter."""
     weights = engine.state_dict()
-    names = [name for unit in engine.units for name in unit.names]
+    names = [name for unit in probe.units(engine) for name in unit.names]
     return {name: {"weight": weights[name], **engine.optimizer_state(name)} for name in names}
 
 
@@ -128,11 +128,11 @@ def test_units_that_did_not_change_are_not_touched() -> None:
     for stage in STAGES:
         engine = toy.make(toy.seeded(toy.Lm), stage)
         step(engine, 0)
-        units = {unit.names[0]: unit for unit in engine.units}
+        units = {unit.names[0]: unit for unit in probe.units(engine)}
         with engine.surgery():
             del engine.module.blocks[1]
-        assert [unit.name for unit in engine.units] == ["<root>", "blocks.0", "blocks.1"]
-        assert engine.units[0] is units["embedding.weight"] and engine.units[2] is units["blocks.2.norm.weight"]
+        assert [unit.name for unit in probe.units(engine)] == ["<root>", "blocks.0", "blocks.1"]
+        assert probe.units(engine)[::2] == [units["embedding.weight"], units["blocks.2.norm.weight"]]
         assert engine.optimizer_state("blocks.1.up.weight").keys() == {"master", "exp_avg", "exp_avg_sq"}
         step(engine, 1)
         engine.destroy()
@@ -156,7 +156,7 @@ def test_lora_is_added_after_initialize(transport: str) -> None:
                 toy.seeded(toy.Lm)  # the same draws
                 with engine.surgery():
                     adapt(model)
-            frozen = [unit for unit in engine.units if unit.grads is None]
+            frozen = [unit for unit in probe.units(engine) if unit.grads is None]
             assert len(frozen) == 4 and all(unit.memory.local is None for unit in frozen)
             assert engine.optimizer_state("blocks.0.up.base.weight").keys() == {"master"}
             losses.append([step(engine, i) for i in range(3)])
@@ -178,7 +178,7 @@ def test_what_is_removed_is_an_ordinary_module() -> None:
         for name, value in block.state_dict().items():
             assert value.equal(expected[f"blocks.2.{name}"]), name
         assert type(block.up.weight) is nn.Parameter
-        assert not any("blocks.2" in name for unit in engine.units for name in unit.names)
+        assert not any("blocks.2" in name for unit in probe.units(engine) for name in unit.names)
         held = {id(param) for group in engine.optimizer.param_groups for param in group["params"]}
         assert held == {id(param) for param in engine.module.parameters()}
         step(engine, 1)
@@ -678,8 +678,8 @@ def test_get_peft_model_knows_nothing_of_an_engine() -> None:
         llama_step(engine, 0)
         with engine.surgery(), warnings.catch_warnings(action="ignore"):  # PEFT asks transformers by deprecated names
             engine.module = peft.get_peft_model(engine.module, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-            assert not any(unit.lent for unit in engine.units), "no sharded weight was needed"
-        trained = {name for unit in engine.units if unit.trainable for name in unit.names}
+            assert not any(unit.is_lent for unit in probe.units(engine)), "no sharded weight was needed"
+        trained = {name for unit in probe.units(engine) if unit.trainable for name in unit.names}
         assert len(trained) == 8 and all("lora" in name for name in trained)
         base = engine.state_dict()["base_model.model.model.layers.0.mlp.up_proj.weight"]
         llama_step(engine, 1)

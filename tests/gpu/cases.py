@@ -23,7 +23,7 @@ import slipstream
 from slipstream.zero import build
 from slipstream.zero.lane import CudaLane, Event
 from slipstream.zero.store import DiskStore, HostStore
-from tests import toy, twin
+from tests import probe, toy, twin
 
 STAGES = (0, 1, 2, 3)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -156,7 +156,7 @@ def with_tiers(zero: dict[str, Any], stage: int, dtype: str, micros: int) -> lis
     )
     found: list[Any] = [*train(engine, batches(6, micros)), engine.global_grad_norm]
     if zero:
-        store = engine.steps.stores[0]["exp_avg"]
+        store = probe.stores(engine, probe.units(engine)[0])["exp_avg"]
         assert isinstance(store, DiskStore) or (isinstance(store, HostStore) and store.tensor.is_pinned()), "states left the device"
     found += [value.clone() for value in engine.state_dict().values()]
     engine.destroy()
@@ -221,10 +221,10 @@ def released_weights_give_their_memory_back() -> None:
     engine = toy.make(model(lambda: toy.Lm(dim=256, depth=8)), 3)
     train(engine, batches(2))
     torch.cuda.synchronize()
-    for unit in engine.units:
+    for unit in probe.units(engine):
         held = unit.full.untyped_storage().nbytes()
         assert held == 0, f"unit {unit.name} holds {held} bytes while released"
-    param = engine.units[1].params[0]
+    param = probe.units(engine)[1].params[0]
     try:
         param.sum()
     except RuntimeError as error:

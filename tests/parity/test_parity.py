@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.optim import Lamb, Lion, Muon, muon_groups
-from tests import cases, toy, twin
+from tests import cases, probe, toy, twin
 from tests.pool import distributed
 
 Weights = dict[str, Tensor]
@@ -51,7 +51,7 @@ def train(engine: Any, data: list[list[list[Tensor]]]) -> tuple[Tensor, Tensor]:
 def masters(engine: Any) -> dict[str, Tensor]:
     """Whole, by name; what `engine.optimizer_state` gives, with one collective a unit."""
     found: dict[str, Tensor] = {}
-    for unit in engine.units:
+    for unit in probe.units(engine):
         full = unit.whole(unit.master.whole(), bool(unit.placement.optim))
         for name, slot in zip(unit.names, unit.layout.slots, strict=True):
             found[name] = full[slice(*slot.span)].view(slot.shape)

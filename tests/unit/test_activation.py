@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.checkpointing import HostMemory
 from slipstream.config.plan import ActivationPlan
 from slipstream.train import activation
-from tests import toy
+from tests import probe, toy
 from tests.unit.test_checkpointing import Fake
 
 RECOMPUTE = {"slipstream": {"activations": "recompute"}}
@@ -115,7 +115,7 @@ def test_all_stages_alike() -> None:
 def kept(model: Net, **blocks: Any) -> int:
     """Bytes that wait between forward and backward, the parameters aside."""
     engine = toy.make(model, 0, **blocks)
-    weights = {unit.full.untyped_storage()._cdata for unit in engine.units}
+    weights = {unit.full.untyped_storage()._cdata for unit in probe.units(engine)}
     found: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -254,12 +254,12 @@ def test_weights_stay_on_the_device_in_every_stage(transfer: Fake, stage: int) -
         engine = toy.make(model, stage)
         if way == "offload":
             plan = ActivationPlan(way="offload", num_blocks=None, inputs_on_host=False, synchronize=False, profile=False)
-            resident = [unit.full for unit in engine.units]
-            engine.hooks.handles += activation.apply(plan, model, resident, engine.progress.timing)
+            resident = [unit.full for unit in probe.units(engine)]
+            probe.hooks(engine).handles += activation.apply(plan, model, resident, engine.progress.timing)
         torch.manual_seed(1)
         losses = [float(toy.step(engine, toy.floats(0, i))) for i in range(3)]
         results.append((losses, int(toy.checksum(engine))))
-        weights = {f"send {unit.full_nbytes}" for unit in engine.units}
+        weights = {f"send {unit.full_nbytes}" for unit in probe.units(engine)}
         engine.destroy()
     assert results[0] == results[1]
     assert transfer.log and not weights & set(transfer.log)

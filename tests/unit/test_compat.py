@@ -24,7 +24,7 @@ import torch.distributed as dist
 from slipstream.compat import launcher, modules, names
 from slipstream.compat.__main__ import tables
 from tests import deepspeed_checkpoints as ds
-from tests import toy
+from tests import probe, toy
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = ROOT / "compat" / "deepspeed"
@@ -197,7 +197,7 @@ def test_more_micro_batches_than_the_engine_was_made_for_are_not_added_up_in_16_
         engine = make(deepspeed, train_micro_batch_size_per_gpu=2, bf16={"enabled": True}, **given)
         if given:
             engine.set_train_batch_size(8)
-            assert {unit.grads.dtype for unit in engine.units if unit.grads is not None} == {torch.float32}
+            assert {unit.grads.dtype for unit in probe.units(engine) if unit.grads is not None} == {torch.float32}
         else:
             with pytest.raises(ValueError, match=r"4 micro-batches would be added up in torch\.bfloat16.*grad_accum_dtype"):
                 engine.set_train_batch_size(8)

@@ -1,0 +1,130 @@
+"""What tests see of an engine's inside. The engine may change; then this module does, and no test.
+
+for unit in probe.units(engine):        # views: `FACTS` says what each name means
+    assert unit.is_released
+probe.owner_of("gather")                # the class whose method is the edge, for tests that watch or delay it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slipstream.zero.unit import State, Unit
+
+Fact = Callable[[Any], Any]
+
+
+def _same(name: str) -> Fact:
+    return lambda unit: getattr(unit, name)
+
+
+FACTS: Mapping[str, Fact] = {
+    **{
+        name: _same(name)
+        for name in ("name", "names", "index", "trainable", "block", "params", "layout", "span", "dtypes", "placement")
+    },
+    # where states rest: each a Store, with whole(), nbytes, resident_nbytes, numel and dtype; `grads` is None if frozen
+    **{name: _same(name) for name in ("weights", "master", "grads")},
+    # memory: the flat gathered weights, their bytes, what is shared between ranks, pages that come and go
+    **{name: _same(name) for name in ("full", "full_nbytes", "memory", "pages")},
+    "is_released": lambda unit: unit.state is State.RELEASED,
+    "is_gathered": lambda unit: unit.state is State.GATHERED,
+    "is_direct": lambda unit: unit.direct,  # gathered for the whole backward: its parameters are used outside of its block
+    "is_lent": lambda unit: unit.lent,  # shown whole to a surgery
+    "is_arriving": lambda unit: unit.arriving is not None,  # its weights are being read ahead
+    "updating": _same("updating"),  # the optimizer has the unit in hand on another thread
+    "has_masters": lambda unit: unit.out is not None,  # beside weights of lower precision
+    "whole": _same("whole"),  # (part, is_sharded) -> the flat tensor of all ranks; collective
+    "gather": _same("gather"),
+    "close": _same("close"),
+}
+
+
+class View:
+    """One unit, as `FACTS` tells it."""
+
+    __slots__ = ("_unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        object.__setattr__(self, "_unit", unit)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in FACTS:
+            raise AttributeError(f"tests do not look at a unit's {name!r}: add it to FACTS in tests/probe.py")
+        return FACTS[name](self._unit)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._unit, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._unit, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, View) and self._unit is other._unit
+
+    def __hash__(self) -> int:
+        return id(self._unit)
+
+
+def units(engine: Any) -> list[View]:
+    return [View(unit) for unit in engine.units]
+
+
+def owner_of(edge: str) -> type:
+    """The class that has the method of an edge: gather, release, reduce, settle, publish, add_local."""
+    assert hasattr(Unit, edge)
+    return Unit
+
+
+# -- the optimizer's part --
+
+
+def pieces(engine: Any, unit: View) -> Any:
+    """A unit's ranges that one parameter group updates on this rank."""
+    return engine.steps.pieces[unit.index]
+
+
+def moments(engine: Any, unit: View, piece: Any) -> Any:
+    """Name -> this rank's moments of a piece."""
+    return engine.steps.states(unit._unit, piece)
+
+
+def stores(engine: Any, unit: View | None = None) -> Any:
+    """Name -> where a unit's moments rest; without a unit, all of them by the unit's index."""
+    return engine.steps.stores if unit is None else engine.steps.stores[unit.index]
+
+
+def state_nbytes(engine: Any, unit: View) -> int:
+    return int(engine.steps.state_nbytes(unit._unit))
+
+
+def chunks(engine: Any) -> int:
+    """How many chunks one step streams."""
+    return sum(len(engine.steps.chunks(unit)) for unit in engine.units)
+
+
+def ring(engine: Any) -> Any:
+    """The buffers that chunks stream through."""
+    return engine.steps.ring
+
+
+def updater(engine: Any) -> Any:
+    return engine.updater
+
+
+# -- the rest --
+
+
+def transport(engine: Any) -> Any:
+    """Of reductions and agreements over the data ranks."""
+    return engine.comms.data
+
+
+def hooks(engine: Any) -> Any:
+    return engine.hooks
+
+
+def homes(engine: Any) -> Any:
+    """An engine's files and memory for states at rest."""
+    return engine.homes
