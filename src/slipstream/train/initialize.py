@@ -30,6 +30,7 @@ from slipstream.train.progress import introduce
 from slipstream.train.schedules import build_scheduler, check_steps_alone
 from slipstream.train.tiers import open_spaces, say_what_stays, tiers_of
 from slipstream.zero import access
+from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import Recipe, build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
 from slipstream.zero.materialize import FirstValues, Reader
@@ -252,6 +253,7 @@ def _engine(
             failed.callback(comm.close)
         open_space = open_spaces(plan.offload, comms.data)
         units, slots, homes = build_units(model, recipe, comms, device, open_space, values)
+        spread_first(model, comms.data)
         failed.pop_all()
     if tiers.weights is Tier.DISK and comms.data.rank == 0:
         kept = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)
