@@ -140,7 +140,7 @@ class Engine(nn.Module):
         """Run the model. Its units gather and release themselves."""
         self.gate.check("forward")
         if self.plan.broadcast_buffers and self.hooks.sync:
-            spread_first(self.module, self.comms.data)
+            spread_first(list(self.module.buffers()), self.comms.data)
         with self.progress.timing("forward"), self.precision.autocast():
             return self.module(*args, **kwargs)
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -32,12 +31,11 @@ def first_values(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
     return copies
 
 
-def spread_first(model: nn.Module, comm: Comm) -> None:
-    """Overwrite every dense buffer of the model with the first rank's. Collective.
+def spread_first(buffers: Sequence[Tensor], comm: Comm) -> None:
+    """Overwrite the dense ones of these buffers with the first rank's. Collective.
 
     Through `.data`, as batch norm itself writes: a graph that has saved a buffer does not count it as modified.
     """
-    buffers = list(model.buffers())
     for buffer, value in zip(buffers, first_values(buffers, comm), strict=True):
         if comm.rank != 0 and _is_dense(buffer):
             once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())  # expanded: one memory
