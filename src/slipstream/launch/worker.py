@@ -31,6 +31,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
+from slipstream import brief
 from slipstream import discover as places
 from slipstream.launch.environment import FAILURES
 from slipstream.launch.failure import Failure, decode, encode, first, is_consequence, shorten
@@ -90,7 +91,8 @@ def describe(error: BaseException, place: Place) -> Failure:
     else:
         code = 1
         message = traceback.format_exception_only(error)[-1].strip()
-        text = "".join(traceback.format_exception(type(error), error, _without_our_frames(error)))
+        error.__traceback__ = _without_our_frames(error)
+        text = brief.describe(error) if isinstance(error, brief.BriefError) else "".join(traceback.format_exception(error))
     return Failure(
         rank=place.rank,
         host=socket.gethostname(),

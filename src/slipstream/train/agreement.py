@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream.config import Plan
 from slipstream.config.plan import plan_values
+from slipstream.zero.watch import PeerLostError, is_lost
 
 _MOST_SHOWN = 5
 # What a rank may have for itself: where its disks are and how it drives them, what it prints, how long it waits.
@@ -130,5 +131,10 @@ def _form(tensor: Tensor) -> str:
 
 def _gather(value: Any, group: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        if is_lost(error):
+            raise PeerLostError("another rank has ended, and did not come to initialize(): its own output says why") from error
+        raise
     return values
