@@ -23,8 +23,10 @@ class _Starter(NamedTuple):
     world: str
     local_rank: str
     local_world: str
-    job: str  # a value that all ranks of one job share
+    job: tuple[str, ...]  # values that all ranks of one start share, and others do not
 
+
+_SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 _STARTERS = (
     _Starter(
@@ -33,7 +35,7 @@ _STARTERS = (
         world="OMPI_COMM_WORLD_SIZE",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_world="OMPI_COMM_WORLD_LOCAL_SIZE",
-        job="PMIX_NAMESPACE",
+        job=("PMIX_NAMESPACE",),
     ),
     _Starter(
         name="MVAPICH2",
@@ -41,7 +43,7 @@ _STARTERS = (
         world="MV2_COMM_WORLD_SIZE",
         local_rank="MV2_COMM_WORLD_LOCAL_RANK",
         local_world="MV2_COMM_WORLD_LOCAL_SIZE",
-        job="PMI_ID",
+        job=("PMI_ID",),
     ),
     _Starter(
         name="Slurm",
@@ -49,7 +51,7 @@ _STARTERS = (
         world="SLURM_STEP_NUM_TASKS",
         local_rank="SLURM_LOCALID",
         local_world="SLURM_STEP_TASKS_PER_NODE",
-        job="SLURM_JOB_ID",
+        job=_SLURM_STEP,
     ),
     _Starter(
         name="PMI",
@@ -57,7 +59,7 @@ _STARTERS = (
         world="PMI_SIZE",
         local_rank="MPI_LOCALRANKID",
         local_world="MPI_LOCALNRANKS",
-        job="HYDI_CONTROL_FD",
+        job=("HYDI_CONTROL_FD",),
     ),
 )
 
@@ -80,9 +82,9 @@ def slurm_hosts(text: str) -> list[str]:
     return hosts
 
 
-def _port(job: str) -> str:
+def _port(env: Mapping[str, str], job: tuple[str, ...]) -> str:
     """A port that all ranks of a job derive alike; outside the range from which kernels hand out ports."""
-    return str(20_000 + zlib.crc32(job.encode()) % 10_000)
+    return str(20_000 + zlib.crc32(".".join(env.get(name, "") for name in job).encode()) % 10_000)
 
 
 def _local_world(text: str, node_id: int) -> str | None:
@@ -113,7 +115,7 @@ def _meeting_point(env: Mapping[str, str], starter: _Starter, single_host: bool)
             f"{starter.name} does not tell the ranks where rank 0 is: set MASTER_ADDR to the first host's name (mpirun -x "
             "MASTER_ADDR=host1, mpiexec -genv MASTER_ADDR host1), or use `slipstream run --hostfile`"
         )
-    return {"MASTER_ADDR": address, "MASTER_PORT": env.get("MASTER_PORT") or _port(env.get(starter.job, ""))}
+    return {"MASTER_ADDR": address, "MASTER_PORT": env.get("MASTER_PORT") or _port(env, starter.job)}
 
 
 def discover(env: Mapping[str, str]) -> dict[str, str] | None:
@@ -171,6 +173,6 @@ def node(env: Mapping[str, str]) -> Node | None:
                 num_nodes=len(hosts),
                 node_rank=_number(env, "SLURM_NODEID", "Slurm"),
                 master_addr=env.get("MASTER_ADDR") or hosts[0],
-                master_port=int(env.get("MASTER_PORT") or _port(env.get("SLURM_JOB_ID", ""))),
+                master_port=int(env.get("MASTER_PORT") or _port(env, _SLURM_STEP)),
             )
     return None

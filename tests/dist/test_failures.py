@@ -116,6 +116,24 @@ def test_a_rank_that_raises_stops_the_others_with_its_error(nursery: Nursery, tr
     check_named(outcomes["exit"], 1)
 
 
+def test_a_lost_peer_is_told_in_a_sentence_and_the_traceback_on_request(nursery: Nursery) -> None:
+    jobs = [("shared", ""), ("gloo", ""), ("gloo", "1")]
+    for transport, asked in jobs:
+        nursery.start(f"{transport}{asked}", "early", stage=3, transport=transport, traceback=asked)
+    outcomes = nursery.end()
+    for transport, asked in jobs:
+        outcome = outcomes[f"{transport}{asked}"]
+        assert outcome.codes == [1, 0], story(outcome)
+        lines = [line for line in outcome.stderr[0].splitlines() if "TCPStore.cpp" not in line]
+        sentence = re.compile(r"\S*PeerLostError: rank 1 \(pid \d+\) has ended its script, while other ranks still need it")
+        assert sentence.fullmatch(lines[0]) and re.match("rank 0 waited in .*", lines[1]), story(outcome)
+        if asked:
+            assert lines[2] == "Traceback (most recent call last):" and lines[-2:] == lines[:2], story(outcome)
+        else:
+            assert re.search(r"toy.py\", line \d+, in step", lines[2]), story(outcome)
+            assert lines[4:] == ["SLIPSTREAM_TRACEBACK=1 shows the whole traceback"], story(outcome)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_all_others_name_the_first_to_go(nursery: Nursery, transport: str) -> None:
     for bad in (1, 2):

@@ -308,6 +308,22 @@ def test_restart_on_failure(launcher: Launcher) -> None:
     assert "restart 1 of 1 after rank 1: ValueError: only at first" in err
 
 
+def test_a_restart_names_the_rank_and_how_it_ended(launcher: Launcher) -> None:
+    script = launcher.script("""
+        import os, signal, time
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if os.environ["RANK"] == "1" and attempt == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ["RANK"] == "1" and attempt == 1:
+            os._exit(7)
+        time.sleep(60 if attempt < 2 else 0)
+    """)
+    code, _, err = launcher.run("--nproc", "2", "--max_restarts", "2", script)
+    assert code == 0, err
+    assert "restart 1 of 2 after rank 1 was ended by SIGKILL\n" in err
+    assert "restart 2 of 2 after rank 1 left with exit code 7 and no message\n" in err
+
+
 def test_scripts_see_what_python_would_show_them(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("NAME = 'a module beside the script'\n")
     script = launcher.script("""

@@ -539,6 +539,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.stochastic_rounding": flags,
     "slipstream.update_ahead": flags,
     "slipstream.keep_checkpoints": st.integers(1, 9) | st.none(),
+    "slipstream.broadcast_buffers": flags,
     "checkpoint.load_universal": flags,
     "checkpoint.writer.decoupled": flags,
     "slipstream.transport": st.sampled_from(["auto", "shared", "gloo"]),

@@ -42,6 +42,8 @@ def test_slurm_step() -> None:
     assert found == {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07"}
     assert 20_000 <= int(port) < 30_000
     assert discover(SLURM | {"SLURM_PROCID": "0"})["MASTER_PORT"] == port  # type: ignore[index]
+    for other in ({"SLURM_JOB_ID": "4712"}, {"SLURM_STEP_ID": "1"}):  # may run on the same node
+        assert discover(SLURM | other)["MASTER_PORT"] != port  # type: ignore[index]
 
 
 def test_slurm_batch_script_is_one_process() -> None:

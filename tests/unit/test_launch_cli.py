@@ -85,6 +85,9 @@ def test_an_allocation_is_filled_by_srun() -> None:
     slurm = replace(AROUND, environ={"SLURM_JOB_NUM_NODES": "3"}, num_devices=2)
     (command,) = plan("t.py", slurm).commands
     assert command.argv[:4] == ("srun", "--nodes=3", "--ntasks=6", "--ntasks-per-node=2")
+    assert command.env == {}, "a port for all jobs would make those meet that share a node"
+    (command,) = plan("--master_addr a --master_port 1234 t.py", slurm).commands
+    assert command.env == {"MASTER_ADDR": "a", "MASTER_PORT": "1234"}
     assert plan("--num_nodes 1 t.py", slurm).agent is not None
     assert plan("t.py", replace(slurm, environ={"SLURM_JOB_NUM_NODES": "1"})).agent is not None
 

@@ -118,6 +118,7 @@ HONORED: Mapping[str, str] = {
     "activation_checkpointing.profile": "test_profile",
     "slipstream.activations": "test_slipstream_activations",
     "slipstream.keep_checkpoints": "test_slipstream_keep_checkpoints",
+    "slipstream.broadcast_buffers": "test_slipstream_broadcast_buffers",
     "slipstream.seed": "test_slipstream_seed",
     "slipstream.optimizer_states": "test_slipstream_optimizer_states",
     "slipstream.stochastic_rounding": "test_slipstream_stochastic_rounding",

@@ -150,6 +150,7 @@ class Plan:
     activations: ActivationPlan
     data: DataPlan
     checkpoint: CheckpointPlan
+    broadcast_buffers: bool  # the first rank's to all, before each forward
     steps_per_print: int | None  # None = never
     wall_clock_breakdown: bool
     dump_state: bool
@@ -246,6 +247,7 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "checkpoint.load_universal": plan.checkpoint.universal,
         "checkpoint.writer.decoupled": plan.checkpoint.asynchronous,
         "slipstream.keep_checkpoints": plan.checkpoint.keep,
+        "slipstream.broadcast_buffers": plan.broadcast_buffers,
         "steps_per_print": plan.steps_per_print,
         "wall_clock_breakdown": plan.wall_clock_breakdown,
         "dump_state": plan.dump_state,

@@ -116,6 +116,7 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
         activations=_activations(values),
         data=DataPlan(drop_last=values.take("dataloader_drop_last")),
         checkpoint=_checkpoint(values, offload),
+        broadcast_buffers=values.take("slipstream.broadcast_buffers"),
         steps_per_print=values.take("steps_per_print"),
         wall_clock_breakdown=values.take("wall_clock_breakdown"),
         dump_state=values.take("dump_state"),

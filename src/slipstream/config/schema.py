@@ -242,6 +242,7 @@ class Slipstream(Block):
     seed: Int = 0
     activations: Annotated[Literal["keep", "recompute", "offload"], BeforeValidator(lower)] = "keep"
     keep_checkpoints: Count | None = None
+    broadcast_buffers: bool = False
 
 
 class Config(Block):

@@ -102,7 +102,7 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
     os.environ[environment.FAILURES] = str(folder)
     before = read_pressure()
     try:
-        with Watch() as watch:
+        with Watch(folder) as watch:
             if lease:
                 _stop_with_stdin(watch)
             try:

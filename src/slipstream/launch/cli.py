@@ -158,7 +158,9 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     where.add_argument("-e", "--exclude", default="", metavar="FILTER", help="all but these, in the same form")
     where.add_argument("--node-rank", type=_count, metavar="R", help="this node's number, if each is started by itself")
     where.add_argument("--master-addr", metavar="HOST", help="where rank 0 is; default: the first host")
-    where.add_argument("--master-port", type=_port, metavar="PORT", help="default: 29500; on one host a free one")
+    where.add_argument(
+        "--master-port", type=_port, metavar="PORT", help="default: 29500; on one host a free one; under Slurm one of job and step"
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--launcher", choices=sorted(LAUNCHERS), help="default: local on one host, slurm in an allocation, else ssh")
     how.add_argument("--launcher-args", default="", metavar="ARGS", help="further arguments for ssh, srun, mpirun ...")

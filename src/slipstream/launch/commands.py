@@ -194,15 +194,15 @@ def _refuse_restarts(job: Job, launcher: str) -> None:
 
 def slurm(job: Job, *, num_nodes: int | None = None) -> list[Command]:
     """One srun, a task per rank, inside the allocation. The nodes are Slurm's to choose where the job names
-    no hosts (`num_nodes` then says how many); MASTER_ADDR is found by `discover` from the step's node
-    list."""
+    no hosts (`num_nodes` then says how many). `discover` finds MASTER_ADDR in the step's node list and derives MASTER_PORT from job
+    and step, so that jobs on one node do not meet; the exports have what the user says of either."""
     _refuse_restarts(job, "slurm")
     per_host = _ranks_per_host(job, "slurm")
     nodes = num_nodes or len(job.hosts)
     named = [] if num_nodes else [f"--nodelist={','.join(host.name for host in job.hosts)}"]
     argv = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * per_host}", f"--ntasks-per-node={per_host}", *named]
     argv += ["--kill-on-bad-exit=1", "--export=ALL", f"--chdir={job.directory}", *job.launcher_args, *_program(job)]
-    env = {**job.exports, **_common_mask(job, "slurm"), "MASTER_PORT": str(job.master_port)}
+    env = {**job.exports, **_common_mask(job, "slurm")}
     return [Command(name="srun", argv=tuple(argv), env=env)]
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 
 from slipstream.observe.host import Pressure
 
-__all__ = ["Extract", "Failure", "decode", "encode", "explain", "first", "is_consequence", "render", "shell_code"]
+__all__ = ["Extract", "Failure", "decode", "encode", "explain", "first", "in_brief", "is_consequence", "render", "shell_code"]
 
 MARK = "\x1eslipstream-failure "
 LONGEST = 16_000  # characters of a traceback or message; what is cut is its middle
@@ -209,6 +209,19 @@ def _outcome(failure: Failure) -> str:
         return f"exit code {code}, {signal.Signals(-code).name}"
     except ValueError:
         return f"exit code {code}"
+
+
+def in_brief(failure: Failure) -> str:
+    """One failure in half a line: the rank, and its message or its end."""
+    if failure.message:
+        return f"rank {failure.rank}: {failure.message.splitlines()[0]}"
+    if failure.exit_code >= 0:
+        return f"rank {failure.rank} left with exit code {failure.exit_code} and no message"
+    try:
+        name = signal.Signals(-failure.exit_code).name
+    except ValueError:
+        name = f"signal {-failure.exit_code}"
+    return f"rank {failure.rank} was ended by {name}"
 
 
 def render(failures: Sequence[Failure]) -> str:

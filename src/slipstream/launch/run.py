@@ -174,7 +174,9 @@ def _start_elsewhere(options: argparse.Namespace, around: Surroundings, job: Job
         )
     job = replace(job, master_addr=master, master_port=options.master_port or DEFAULT_PORT, exports=exports)
     if launcher == "slurm":
-        job = replace(job, exports=from_files)  # srun exports everything itself
+        meeting = {"MASTER_ADDR": options.master_addr, "MASTER_PORT": options.master_port}
+        said = {name: str(value) for name, value in meeting.items() if value}
+        job = replace(job, exports={**from_files, **said})  # srun exports the rest itself
         nodes = None
         if around.hostfile is None:
             nodes = options.num_nodes or int(around.environ.get("SLURM_JOB_NUM_NODES", "1"))
@@ -185,7 +187,7 @@ def _start_elsewhere(options: argparse.Namespace, around: Surroundings, job: Job
         num_nodes = len(job.hosts)
         notes.insert(0, f"environment passed on: {environment.shown(environment.propagated(around.environ)) or 'nothing'}")
     num_ranks = num_nodes * len(job.hosts[0].devices) if launcher == "slurm" else job.num_ranks
-    where = "" if launcher == "slurm" and not options.master_addr else f"; master {job.master_addr}:{job.master_port}"
+    where = "" if launcher == "slurm" else f"; master {job.master_addr}:{job.master_port}"
     summary = f"{_counted(num_ranks, 'rank')} on {_counted(num_nodes, 'host')}, by {launcher}{where}"
     return Start(commands=tuple(started), agent=None, env={}, notes=(summary, *notes))
 

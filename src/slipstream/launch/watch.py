@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from slipstream.launch.worker import note_death
+
 __all__ = ["GRACE_S", "Watch"]
 
 GRACE_S = 2.5  # a raising rank may itself take worker.EXIT_S to end; together below the 5 s that are promised
@@ -30,9 +32,10 @@ _SCAN_S = 0.25
 
 class Watch:
     """A context manager around an agent's run, on the main thread. `deaths` maps pid -> time_ns; `killed` are
-    pids it ended."""
+    pids it ended. How each rank ended is noted in `folder`, for the ranks of the next attempt."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.deaths: dict[int, int] = {}
         self.killed: set[int] = set()
         self._children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
@@ -114,9 +117,13 @@ class Watch:
         self.deaths[pid] = time.time_ns()
         try:
             status = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            failed = status is not None and (status.si_code != os.CLD_EXITED or status.si_status != 0)
         except ChildProcessError:  # torchrun has reaped it already; `_run` sees what it makes of that
-            failed = False
+            status = None
+        failed = status is not None and (status.si_code != os.CLD_EXITED or status.si_status != 0)
+        if status is not None and failed:
+            code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+            stopped = pid in self.killed or (code == -signal.SIGTERM and (self._deadline is not None or _is_stopping_ranks()))
+            note_death(self._folder, pid, self.deaths[pid], code, stopped=stopped)
         os.close(descriptor)
         if failed and not self._asked_to_stop:
             self._begin(GRACE_S)

@@ -17,6 +17,7 @@ import builtins
 import ctypes
 import faulthandler
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -31,9 +32,10 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
+from slipstream import brief
 from slipstream import discover as places
 from slipstream.launch.environment import FAILURES
-from slipstream.launch.failure import Failure, decode, encode, first, is_consequence, shorten
+from slipstream.launch.failure import Failure, decode, encode, first, in_brief, is_consequence, shorten
 
 __all__ = ["EXIT_S", "main", "read_records", "read_stack"]
 
@@ -57,6 +59,28 @@ def record_file(folder: Path, attempt: int, rank: int) -> Path:
 
 def stack_file(folder: Path, attempt: int, rank: int) -> Path:
     return folder / f"attempt{attempt}-rank{rank}.stack"
+
+
+def pid_file(folder: Path, attempt: int, rank: int) -> Path:
+    return folder / f"attempt{attempt}-rank{rank}.pid"
+
+
+def note_death(folder: Path, pid: int, time_ns: int, exit_code: int, *, stopped: bool) -> None:
+    """For the agent: how a process that may have left no record ended. A restarted rank reads it."""
+    death = {"time_ns": time_ns, "exit_code": exit_code, "stopped": stopped}
+    (folder / f"death{pid}.json").write_text(json.dumps(death))
+
+
+def read_deaths(folder: Path, attempt: int) -> list[Failure]:
+    """The ranks of one attempt that the agent saw end badly."""
+    failures = []
+    for path in sorted(folder.glob(f"attempt{attempt}-rank*.pid")):
+        death = folder / f"death{path.read_text()}.json"
+        found = json.loads(death.read_text()) if death.exists() else {"exit_code": 0}
+        if found["exit_code"] != 0:
+            rank = int(path.stem.rpartition("rank")[2])
+            failures.append(Failure(rank=rank, host=socket.gethostname(), **found))
+    return failures
 
 
 def read_stack(folder: Path, attempt: int, rank: int) -> str:
@@ -90,7 +114,8 @@ def describe(error: BaseException, place: Place) -> Failure:
     else:
         code = 1
         message = traceback.format_exception_only(error)[-1].strip()
-        text = "".join(traceback.format_exception(type(error), error, _without_our_frames(error)))
+        error.__traceback__ = _without_our_frames(error)
+        text = brief.describe(error) if isinstance(error, brief.BriefError) else "".join(traceback.format_exception(error))
     return Failure(
         rank=place.rank,
         host=socket.gethostname(),
@@ -124,7 +149,13 @@ def _announce_restart(place: Place) -> None:
     if place.attempt == 0 or place.local_rank != 0 or place.folder is None:
         return
     records = read_records(place.folder, place.attempt - 1)
-    why = f"rank {first(records).rank}: {first(records).message}" if records else "a rank died without a word"
+    known = {record.rank for record in records}
+    failures = records + [death for death in read_deaths(place.folder, place.attempt - 1) if death.rank not in known]
+    why = "a rank ended without a word"
+    if failures and not first(failures).stopped:
+        why = in_brief(first(failures))
+    elif os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        why = "a failure on another node"
     allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
     print(f"slipstream run: restart {place.attempt} of {allowed} after {why}", file=sys.stderr, flush=True)
 
@@ -201,6 +232,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"slipstream run: {error}")
     _announce_restart(place)
     if place.folder is not None:
+        pid_file(place.folder, place.attempt, place.rank).write_text(str(os.getpid()))
         stack = open(stack_file(place.folder, place.attempt, place.rank), "w")  # noqa: SIM115 (open until we die)
         faulthandler.enable(file=stack)
     local_rank = [f"--local_rank={place.local_rank}"] if options.pass_local_rank else []

@@ -33,6 +33,7 @@ from slipstream.train.gate import LETS_THROUGH, Block, Gate
 from slipstream.train.precision import Precision
 from slipstream.train.progress import Progress
 from slipstream.zero import access
+from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import Recipe, unfreeze
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.homes import Homes
@@ -138,6 +139,8 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Its units gather and release themselves."""
         self.gate.check("forward")
+        if self.plan.broadcast_buffers and self.hooks.sync:
+            spread_first(list(self.module.buffers()), self.comms.data)
         with self.progress.timing("forward"), self.precision.autocast():
             return self.module(*args, **kwargs)
 
@@ -344,13 +347,19 @@ class Engine(nn.Module):
     # -- states by name --
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's complete `state_dict`, whatever is sharded, in tensors of the caller's own. Collective.
+        """The model's complete `state_dict`, whatever is sharded, in tensors of the caller's own; buffers are the first rank's.
+        Collective.
 
         So every rank holds the whole model, twice while it is made; `save_checkpoint` never does.
         """
+        from slipstream.train import entries
+
         with access.gathered_units(self._all_params(), None, write=False):
             state = self.module.state_dict(*args, **kwargs)
         copies: dict[tuple[Any, ...], Any] = {}
+        if Block.DESTROYED not in self.gate:
+            firsts = entries.first_buffers(self)
+            copies = {identity(buffer): firsts[name] for name, buffer in entries.buffers(self).items()}
         for name, value in state.items():
             if isinstance(value, Tensor):
                 key = identity(value)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice
 from slipstream.optim.sharded import Piece, ShardedSteps
+from slipstream.zero.buffers import first_values
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.layout import overlap
 from slipstream.zero.store import section
@@ -49,14 +50,20 @@ def aliases(module: torch.nn.Module) -> dict[str, str]:
     return {name: other for name, other in named if name != other}
 
 
-def buffers(engine: Engine) -> dict[str, FlatSlice | Tensor]:
-    """Those that the model saves, whole."""
-    saved: dict[str, FlatSlice | Tensor] = {}
+def buffers(engine: Engine) -> dict[str, Tensor]:
+    """Those that the model saves, whole, as this rank has them."""
+    saved: dict[str, Tensor] = {}
     for prefix, module in engine.module.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 saved[f"buffer.{prefix}.{name}" if prefix else f"buffer.{name}"] = buffer
     return saved
+
+
+def first_buffers(engine: Engine) -> dict[str, Tensor]:
+    """The same with the first rank's values, in copies. Collective."""
+    own = buffers(engine)
+    return dict(zip(own, first_values(list(own.values()), engine.comms.data), strict=True))
 
 
 def pieces(engine: Engine, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, Unit, Piece]]:

@@ -45,7 +45,7 @@ def save_pretrained(engine: Engine, folder: str, dtype: torch.dtype | None, shar
         return
     base = module.get_base_model() if hasattr(module, "get_base_model") else module
     tensors: dict[str, pretrained.Out] = {}
-    buffers = {} if only_trainable else entries.buffers(engine)
+    buffers = {} if only_trainable else entries.first_buffers(engine)
     if adapted:
         for name, (shape, kept) in handover.announced(engine).items():
             tensors[name] = pretrained.Out(torch.empty(shape, device="meta"), dtype or kept)
@@ -70,8 +70,8 @@ def save_pretrained(engine: Engine, folder: str, dtype: torch.dtype | None, shar
 
 def _save_adapters(engine: Engine, folder: str, dtype: torch.dtype | None, where: Mapping[str, Any]) -> None:
     """Where PEFT has them: the one that is called default in the folder itself, others in folders below it."""
-    held = {key.partition(".")[2]: value for key, value in (entries.weights(engine) | entries.buffers(engine)).items()}
-    buffers = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+    held = {key.partition(".")[2]: value for key, value in (entries.weights(engine) | entries.first_buffers(engine)).items()}
+    buffers = {key.partition(".")[2]: buffer for key, buffer in entries.buffers(engine).items()}
     for adapter in adapters.of(engine, buffers):
         tensors = {
             key: pretrained.Out(held[name], (None if name in buffers else dtype) or _dtype_of(engine, name, held[name]))

@@ -22,6 +22,7 @@ from slipstream.optim import Resolved, is_elementwise, muon_groups, refuse_unsha
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import ShardedSteps, TorchSteps
+from slipstream.train.agreement import check_alike, fact_of_refusal, facts_of_optimizer, facts_of_run
 from slipstream.train.data import StatefulLoader, distributed_loader
 from slipstream.train.engine import Engine, Parts
 from slipstream.train.handle import OptimizerHandle
@@ -30,6 +31,7 @@ from slipstream.train.progress import introduce
 from slipstream.train.schedules import build_scheduler, check_steps_alone
 from slipstream.train.tiers import open_spaces, say_what_stays, tiers_of
 from slipstream.zero import access
+from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import Recipe, build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
 from slipstream.zero.materialize import FirstValues, Reader
@@ -70,7 +72,7 @@ def initialize(
     distributed_port  of the rank that the others meet at, where the environment does not say it
 
     Raises ValueError for everything a user can mend, before any weight is sharded; for what is wrong with the config, the data
-    or the mpu, before the model is touched.
+    or the mpu, and where ranks have another config, model or version, before the model is touched.
     """
     if model is None:
         raise ValueError("initialize() needs model=")
@@ -89,7 +91,12 @@ def initialize(
     device = local_device()
     group = mpu.get_data_parallel_group() if mpu is not None else None
     size = dist.get_world_size(group) if dist.is_initialized() else 1
-    plan = resolve(raw, world=DataWorld(data_parallel=size), facts=_facts(model, device, optimizer, training_data))
+    try:
+        plan = resolve(raw, world=DataWorld(data_parallel=size), facts=_facts(model, device, optimizer, training_data))
+    except ValueError as error:
+        check_alike(fact_of_refusal(error), group)
+        raise
+    check_alike(facts_of_run(plan, model, device), group)
     if size == 1 or dist.get_rank(group) == 0:
         introduce(plan)
     mesh = data_mesh(plan.zero.shard_size, group)
@@ -102,6 +109,7 @@ def initialize(
         model.to(device)
     inner, rule = _optimizer(named, model, optimizer, model_parameters)
     scheduler = _scheduler(plan, lr_scheduler, inner)
+    check_alike(facts_of_optimizer(model, inner, scheduler), group)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
     forget(model)  # a later engine starts from what this one has trained
     handle = OptimizerHandle(engine, inner) if inner is not None else None
@@ -252,6 +260,7 @@ def _engine(
             failed.callback(comm.close)
         open_space = open_spaces(plan.offload, comms.data)
         units, slots, homes = build_units(model, recipe, comms, device, open_space, values)
+        spread_first([b for name, b in model.named_buffers() if values.reader is None or name not in values.reader], comms.data)
         failed.pop_all()
     if tiers.weights is Tier.DISK and comms.data.rank == 0:
         kept = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)

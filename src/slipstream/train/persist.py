@@ -48,7 +48,7 @@ def save(
     agree(engine, f"checkpoint {directory}/{tag} was not saved", what)
     tensors = entries.weights(engine, exclude_frozen=exclude_frozen or contents == "adapters")
     if contents != "adapters":
-        tensors |= entries.buffers(engine)
+        tensors |= entries.first_buffers(engine)
     if contents == "all":
         tensors |= entries.optimizer_tensors(engine)
     shared: dict[str, Any] = {}

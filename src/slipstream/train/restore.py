@@ -66,7 +66,7 @@ def load(
     found = checkpoint.load_metadata(directory, tag, group=engine.mesh.data.group)
     contents = found.shared.get("contents", "all")
     module_only = module_only or contents in ("weights", "adapters")
-    everything: dict[str, FlatSlice | Tensor] = entries.weights(engine) | entries.buffers(engine)
+    everything: dict[str, FlatSlice | Tensor] = {**entries.weights(engine), **entries.buffers(engine)}
     wanted = {name: held for name, held in everything.items() if not entries.is_excluded(name, exclude)}
     needed = entries.weights(engine, exclude_frozen=True) if contents == "adapters" else wanted
     missing = [name for name in needed if name in wanted and name not in found.tensors]

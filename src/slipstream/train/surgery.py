@@ -23,6 +23,7 @@ from torch import Tensor
 
 from slipstream.optim import muon_groups
 from slipstream.train import schedules
+from slipstream.train.agreement import options
 from slipstream.train.gate import Block
 from slipstream.train.origins import Carried, Origin, carry_states
 from slipstream.zero import access
@@ -155,7 +156,7 @@ class Surgery:
             for name, param in engine.module.named_parameters(remove_duplicate=False)
         ]
         lines += [f"buffer {name!r} {tuple(buffer.shape)}" for name, buffer in engine.module.named_buffers()]
-        return lines + [f"parameter group {i} of {_options(group)}" for i, group in enumerate(groups) if i >= self.num_groups]
+        return lines + [f"parameter group {i} of {options(group)}" for i, group in enumerate(groups) if i >= self.num_groups]
 
     def _touched(self) -> set[tuple[Unit, int]]:
         """Which parameters' values may have changed on some rank: the first rank's then count everywhere. Collective."""
@@ -192,11 +193,6 @@ def _outline(model: nn.Module) -> list[Any]:
         *((name, id(param), tuple(param.shape), param.requires_grad) for name, param in params),
         *((name, id(buffer)) for name, buffer in model.named_buffers(remove_duplicate=False)),
     ]
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group says in numbers and words: the same on all ranks."""
-    return {key: value for key, value in sorted(group.items()) if isinstance(value, int | float | str | tuple | Tensor | None)}
 
 
 def _difference(ranks: Sequence[int], everyone: Sequence[Sequence[str]]) -> str:

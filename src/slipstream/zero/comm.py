@@ -117,7 +117,7 @@ class Comm(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` with the first rank's. For set-up, not for the hot path."""
+        """Overwrite `tensor` with the first rank's. Every rank waits for the first."""
 
     @abstractmethod
     def close(self) -> None:
@@ -360,7 +360,14 @@ class ProcessGroupComm(Comm):
         return rows
 
     def broadcast(self, tensor: Tensor) -> None:
-        broadcast_first(tensor, self.axis)
+        if not tensor.numel():
+            return
+        moved = self._sender(tensor)
+        number = self._launch("broadcast", tensor.nbytes)
+        work: Any = dist.broadcast(_bytes(moved), src=self.axis.ranks[0], group=self.group, async_op=True)
+        self._finish(work, "broadcast", number)
+        if moved is not tensor:
+            tensor.copy_(moved)
 
     def close(self) -> None:
         pass

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slipstream.brief import tell
 from slipstream.mesh import Axis
 from slipstream.zero.watch import PeerLostError, Watch, living
 
@@ -214,11 +215,11 @@ class Monitor:
 
 
 def _end_process(watch: Watch, frame: FrameType) -> None:
-    stack = "".join(traceback.format_stack(frame))
     kind = "PeerLostError" if watch.is_lost else "PeerError"
     text = (
         f"{kind}: {watch.failure}\nrank {watch.rank} is inside torch's {frame.f_code.co_name}, which cannot be made to "
-        f"raise, and ends here:\n{stack}"
+        f"raise, and ends here\n"
     )
-    os.write(2, text.encode(errors="replace"))
+    told = tell(text, traceback.extract_stack(frame), f"{''.join(traceback.format_stack(frame))}{text}")
+    os.write(2, told.encode(errors="replace"))
     os._exit(1)

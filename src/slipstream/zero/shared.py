@@ -35,6 +35,7 @@ _READY, _DONE = 0, 1
 _SPIN_US = 200
 _SLICE_MS = 200  # how long a sleep lasts before it looks whether the peer still lives
 _EXCHANGE_NUMEL = 8192
+_UNLIKE = "ranks called different collective methods of the engine at the same time; every rank must call alike"
 _MADV_REMOVE = 9  # of pages that several processes map
 
 
@@ -232,10 +233,13 @@ class SharedComm(Comm):
         for rank in range(self.size):
             self._await(buffer.channel, _READY, rank, posted, "exchange")
         if any(peer[0] != n for peer in buffer.peers):
-            raise PeerError("ranks called different collective methods of the engine at the same time; every rank must call alike")
+            raise PeerError(_UNLIKE)
         return torch.stack([peer[1 : 1 + n] for peer in buffer.peers])
 
     def broadcast(self, tensor: Tensor) -> None:
+        rows = self.exchange(torch.tensor([-1.0 - tensor.nbytes], dtype=torch.float64))  # no method's checksum is negative
+        if rows.min() != rows.max():
+            raise PeerError(_UNLIKE)
         broadcast_first(tensor, self.axis)
 
     def close(self) -> None:

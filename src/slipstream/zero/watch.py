@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from slipstream.brief import BriefError
 from slipstream.mesh import Axis
 from slipstream.zero.peers import Peers, meet
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 _STORE_PATIENCE = timedelta(seconds=5)  # the store's server may have gone with its process
 
 
-class PeerError(RuntimeError):
+class PeerError(BriefError):
     """This rank's wait for others is over: they will never join it, or take too long, or (PeerLostError) have gone."""
 
 
@@ -154,7 +155,7 @@ class Watch:
         except PeerError:
             raise
         except Exception as error:
-            if _is_lost(error):
+            if is_lost(error):
                 raise self.lost(error) from error
             raise
         finally:
@@ -239,7 +240,7 @@ def _leave_all() -> None:
         watch.leave()
 
 
-def _is_lost(error: BaseException) -> bool:
+def is_lost(error: BaseException) -> bool:
     """Whether an exception, or what caused it, is a transport's word for a peer that has gone."""
     signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "was likely closed", "socket closed")
     cause: BaseException | None = error

@@ -1,0 +1,140 @@
+"""What the ranks of an engine must have alike: plan, model, optimizer and versions. Compared before anything depends on it.
+
+fact   a name and a value as text, such as "gradient_clipping" and "1.0"
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from slipstream.config import Plan
+from slipstream.config.plan import plan_values
+from slipstream.zero.watch import PeerLostError, is_lost
+
+_MOST_SHOWN = 5
+# What a rank may have for itself: where its disks are and how it drives them, what it prints, how long it waits.
+_OWN_KEYS = frozenset(
+    (
+        "zero_optimization.offload_optimizer.nvme_path",
+        "zero_optimization.offload_param.nvme_path",
+        "aio.block_size",
+        "aio.queue_depth",
+        "aio.intra_op_parallelism",
+        "activation_checkpointing.profile",
+        "activation_checkpointing.synchronize_checkpoint_boundary",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "dump_state",
+        "log_level",
+        "slipstream.timeout_s",
+    )
+)
+
+_REFUSAL = "refusal"
+
+Facts = dict[str, str]
+
+
+def facts_of_run(plan: Plan, model: nn.Module, device: torch.device) -> Facts:
+    """Of the config, the versions and the model. Seeds of torch's generators, data and disk paths may differ between ranks."""
+    facts = {key: str(value) for key, value in plan_values(plan).items() if key not in _OWN_KEYS}
+    facts["device"] = device.type
+    for library in ("slipstream", "torch", type(model).__module__.partition(".")[0]):
+        if (version := getattr(sys.modules.get(library), "__version__", None)) is not None:
+            facts[f"{library}'s version"] = str(version)
+    for name, param in model.named_parameters():
+        facts[f"parameter {name!r}"] = f"{_form(param)}{'' if param.requires_grad else ' frozen'}"
+    return facts | {f"buffer {name!r}": _form(buffer) for name, buffer in model.named_buffers()}
+
+
+def fact_of_refusal(error: ValueError) -> Facts:
+    """Of a rank whose config is refused: alone, where the other ranks' are not, it would leave them waiting."""
+    return {_REFUSAL: str(error)}
+
+
+def facts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> Facts:
+    """Of classes, groups' options and which group each parameter is in."""
+    facts = {"optimizer": type(optimizer).__name__, "lr_scheduler": type(scheduler).__name__}
+    groups = [] if optimizer is None else optimizer.param_groups
+    for i, group in enumerate(groups):
+        facts |= {f"optimizer group {i} {key}": str(value) for key, value in options(group).items()}
+    held = {id(param): i for i, group in enumerate(groups) for param in group["params"]}
+    return facts | {f"optimizer group of {name!r}": str(held.get(id(param))) for name, param in model.named_parameters()}
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says in numbers and words."""
+    return {key: value for key, value in sorted(group.items()) if isinstance(value, int | float | str | tuple | Tensor | None)}
+
+
+def check_alike(facts: Facts, group: Any = None) -> None:
+    """Compare the facts of all ranks of a process group. Collective. Raises the same ValueError on every rank.
+
+    One digest a rank is gathered; the facts themselves only where digests differ.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    digest = sha256(repr(list(facts.items())).encode()).digest()
+    if len(set(_gather(digest, group))) > 1:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        raise ValueError(
+            f"the ranks of this engine differ: {describe(ranks, _gather(facts, group))}. Give every rank the same config, model, "
+            f"optimizer and versions"
+        )
+
+
+def describe(ranks: Sequence[int], everyone: Sequence[Facts]) -> str:
+    """Which rank differs in what from most of the others, or, where there is no most, from the first."""
+    refusals = [
+        f"rank {rank} refuses its config ({facts[_REFUSAL]})"
+        for rank, facts in zip(ranks, everyone, strict=True)
+        if _REFUSAL in facts
+    ]
+    if refusals:
+        return "; ".join(refusals[:_MOST_SHOWN])
+    names = list(dict.fromkeys(name for facts in everyone for name in facts))
+    told = []
+    for name in names:
+        values = [facts.get(name) for facts in everyone]
+        usual = Counter(values).most_common(1)[0][0]
+        like = ranks[values.index(usual)]
+        for value in dict.fromkeys(each for each in values if each != usual):
+            who = [rank for rank, each in zip(ranks, values, strict=True) if each == value]
+            told.append(_sentence(who, name, value, like, usual))
+    if not told:
+        return "their parameters or buffers have another order"
+    more = len(told) - _MOST_SHOWN
+    return "; ".join(told[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _sentence(who: Sequence[int], name: str, value: str | None, like: int, usual: str | None) -> str:
+    one = len(who) == 1
+    subject = f"rank {who[0]}" if one else f"ranks {', '.join(map(str, who))}"
+    if value is None:
+        return f"{subject} {'lacks' if one else 'lack'} {name}, {usual} on rank {like}"
+    has = f"{subject} {'has' if one else 'have'} {name} {value}"
+    return f"{has}, which rank {like} lacks" if usual is None else f"{has} where rank {like} has {usual}"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        if is_lost(error):
+            raise PeerLostError("another rank has ended, and did not come to initialize(): its own output says why") from error
+        raise
+    return values

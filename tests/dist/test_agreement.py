@@ -1,0 +1,120 @@
+"""Ranks that begin with different configs, models, optimizers or versions are told so, each of them, and in the same words."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import slipstream
+from tests import toy
+from tests.pool import distributed
+
+
+def refused(odd: int, **blocks: Any) -> str:
+    """What `initialize` says where one rank has other blocks in its config."""
+    return told(lambda rank: toy.make(toy.seeded(toy.Net), 1, **(blocks if rank == odd else {})))
+
+
+def told(make: Callable[[int], Any]) -> str:
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match="the ranks of this engine differ: ") as raised:
+        make(rank)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, str(raised.value))
+    assert len(set(everyone)) == 1
+    return re.fullmatch(r"the ranks of this engine differ: (.*)\. Give every rank .*", everyone[0])[1]
+
+
+@distributed(world_size=3)
+def test_a_config_that_differs() -> None:
+    """The ranks that are fewer are named, also where the first is one of them."""
+    assert refused(1, gradient_clipping=0.5) == "rank 1 has gradient_clipping 0.5 where rank 0 has 0.0"
+    assert refused(0, slipstream={"seed": 3}) == "rank 0 has slipstream.seed 3 where rank 1 has 0"
+    rate = {"type": "AdamW", "params": {"lr": 1e-2 + 1e-9}}
+    assert refused(2, optimizer=rate).startswith("rank 2 has optimizer.params.lr 0.010000001 where rank 0 has 0.01")
+    batch = refused(1, train_micro_batch_size_per_gpu=4)
+    assert "train_batch_size 12 where rank 0 has 6; rank 1 has train_micro_batch_size_per_gpu 4 where rank 0 has 2" in batch
+    assert "bf16.enabled True where rank 0 has False" in refused(1, bf16={"enabled": True})
+    assert "zero_optimization.mics_shard_size 1 where" in refused(1, zero_optimization={"stage": 3, "mics_shard_size": 1})
+    assert "rank 1 refuses its config (unknown config key zero" in refused(1, zero=1)
+    scattered = told(lambda rank: toy.make(toy.seeded(toy.Net), rank))
+    assert "rank 1 has zero_optimization.stage 1 where rank 0 has 0; rank 2 has zero_optimization.stage 2 where" in scattered
+
+
+class Tailed(nn.Module):
+    """One layer; `change` may be made to it."""
+
+    def __init__(self, change: Callable[[nn.Module], Any] | None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        if change is not None:
+            change(self)
+
+
+def drop_bias(model: Any) -> None:
+    model.layer.bias = None
+
+
+def reorder(model: Any) -> None:
+    model.layer._parameters = dict(reversed(model.layer._parameters.items()))
+
+
+@distributed(world_size=2)
+def test_a_model_that_differs() -> None:
+    def of(change: Callable[[Any], Any]) -> str:
+        return told(lambda rank: toy.make(Tailed(change if rank else None), 3))
+
+    assert of(drop_bias) == "rank 1 lacks parameter 'layer.bias', (8,) float32 on rank 0"
+    assert "rank 1 has parameter 'layer.weight' (8, 8) float64 where rank 0 has (8, 8) float32" in of(nn.Module.double)
+    assert of(lambda model: model.layer.bias.requires_grad_(False)) == (
+        "rank 1 has parameter 'layer.bias' (8,) float32 frozen where rank 0 has (8,) float32"
+    )
+    extra = of(lambda model: model.register_buffer("mean", torch.zeros(3)))
+    assert extra == "rank 1 has buffer 'mean' (3,) float32, which rank 0 lacks"
+    assert of(reorder) == "their parameters or buffers have another order"
+    assert of(rename).endswith("; and 1 more")
+
+
+def rename(model: Any) -> None:
+    model.stack = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    del model.layer
+
+
+@distributed(world_size=2)
+def test_an_optimizer_or_a_version_that_differs() -> None:
+    def with_groups(rank: int) -> Any:
+        model = toy.seeded(toy.Net)
+        params, rest = list(model.parameters())[: 1 + rank], list(model.parameters())[1 + rank :]
+        optimizer = torch.optim.AdamW([{"params": params}, {"params": rest, "lr": 1e-3 * (1 + rank)}], lr=1e-2)
+        return slipstream.initialize(model=model, optimizer=optimizer, config=toy.settings(1, optimizer=None))
+
+    groups = told(with_groups)
+    assert "rank 1 has optimizer group 1 lr 0.002 where rank 0 has 0.001" in groups
+    assert "rank 1 has optimizer group of 'inp.bias' 0 where rank 0 has 1" in groups
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(slipstream, "__version__", "0.0.7")
+        assert "rank 1 has slipstream's version 0.0.7 where" in told(lambda rank: toy.make(toy.seeded(toy.Net), 1))
+
+
+@pytest.mark.disk
+@distributed(world_size=2)
+def test_what_a_rank_may_have_for_itself(tmp_path: Path) -> None:
+    """Disk paths and how they are driven, prints, time-outs, torch's seed, first values: the first rank's weights count."""
+    rank = dist.get_rank()
+    folder = tmp_path / str(rank)
+    folder.mkdir()
+    engine = toy.make(
+        toy.seeded(toy.Net, seed=rank),
+        1,
+        zero_optimization={"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}},
+        aio={"queue_depth": 8 + rank},
+        steps_per_print=1 + rank,
+        slipstream={"timeout_s": 20 + rank},
+    )
+    engine.destroy()
