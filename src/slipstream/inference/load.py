@@ -7,7 +7,6 @@ missing or damaged file is one sentence; `UnsupportedModel` among them means tha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.config import huggingface
 from slipstream.inference.config import DecoderConfig
 from slipstream.inference.gguf_file import GgufFile, matrix, read_gguf
 from slipstream.inference.models import UnsupportedModel, from_hf, from_state, outline
@@ -142,22 +142,12 @@ def _folder(path: Path, kind: str) -> Loaded:
         return _finish(config, state, kind, _stored(state), path=path)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has neither config.json nor metadata.json: it is no Hugging Face folder and no checkpoint")
-    config = from_hf(_json(path / "config.json"))
-    if (path / "generation_config.json").is_file():
-        config = _with_ends(config, _json(path / "generation_config.json").get("eos_token_id"))
+    huggingface.check_folder(path)  # what is wrong is not handed to transformers
+    config = from_hf(huggingface.read_config(path / "config.json"))
+    config = _with_ends(config, huggingface.read_generation(path / "generation_config.json").get("eos_token_id"))
     state = _safetensors(path)
     tokenizer = {name: path / name for name in _TOKENIZER if (path / name).is_file()}
     return _finish(config, state, kind, _stored(state), path=path, tokenizer_files=tokenizer)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
@@ -168,14 +158,14 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     if (path / "model.safetensors").is_file():
         names = ["model.safetensors"]
     elif index.is_file():
-        names = sorted(set(_json(index).get("weight_map", {}).values()))
+        names = huggingface.read_index(index)
     else:
         pickled = next(path.glob("*.bin"), None)
         hint = f" ({pickled.name} is pickle, which is never read: save it with safe_serialization=True)" if pickled else ""
         raise ValueError(f"{path} has neither model.safetensors nor {index.name}{hint}")
     state: dict[str, Tensor] = {}
     for name in names:
-        if Path(name).name != name or not (path / name).is_file():
+        if not (path / name).is_file():
             raise ValueError(f"{path} lacks {name}, which its index names")
         try:
             with safe_open(path / name, framework="pt") as file:
@@ -260,25 +250,25 @@ def _gguf_config(path: Path, file: GgufFile) -> DecoderConfig:
         scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
     end = file.metadata.get("tokenizer.ggml.eos_token_id")
     turn = file.metadata.get("tokenizer.ggml.eot_token_id")
-    config = from_hf(
-        {
-            "model_type": family,
-            "vocab_size": file.tensors["token_embd.weight"].shape[0],
-            "hidden_size": get("embedding_length"),
-            "intermediate_size": get("feed_forward_length"),
-            "num_hidden_layers": get("block_count"),
-            "num_attention_heads": get("attention.head_count"),
-            "num_key_value_heads": get("attention.head_count_kv"),
-            "head_dim": get("attention.key_length"),
-            "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-5),
-            "max_position_embeddings": get("context_length", 2048),
-            "rope_parameters": {**scaling, "rope_theta": get("rope.freq_base", 10000.0)},
-            "tie_word_embeddings": "output.weight" not in file.tensors,
-            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-            "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": [token for token in (end, turn) if token is not None],
-        }
-    )
+    given = {
+        "model_type": family,
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": get("embedding_length"),
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": get("attention.head_count"),
+        "num_key_value_heads": get("attention.head_count_kv"),
+        "head_dim": get("attention.key_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-5),
+        "max_position_embeddings": get("context_length", 2048),
+        "rope_parameters": {**scaling, "rope_theta": get("rope.freq_base", 10000.0)},
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": [token for token in (end, turn) if token is not None],
+    }
+    huggingface.check_config(given, path)
+    config = from_hf(given)
     if get("rope.dimension_count", config.head_dim) != config.head_dim:
         raise UnsupportedModel(f"{path} turns {get('rope.dimension_count')} of {config.head_dim} numbers of a head")
     if "rope_freqs.weight" not in file.tensors:

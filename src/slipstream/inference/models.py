@@ -84,6 +84,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {**_GEMMA, "max_position_embeddings": 131072, "num_key_value_heads": 4, "rope_theta": 1e6},
 }
+_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_SAME = (*_SIZES, "num_attention_heads", "num_key_value_heads")  # in all layers; other families have lists of them
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What only names of one layout of experts end with (`_expert_mlps`): one by one as a dense MLP, transformers 5's stacks, Mixtral's
@@ -100,6 +102,8 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     if missing := [key for key in needed if config.get(key) is None]:
         raise UnsupportedModel(f"the configuration of this {family} model lacks {', '.join(missing)}")
     c: dict[str, Any] = {**_COMMON, **_FAMILIES[family], **config}
+    if by_layer := [key for key in _SAME if isinstance(c.get(key), list)]:
+        raise UnsupportedModel(f"{', '.join(by_layer)} of this {family} model differ from layer to layer")
     _refuse(family, c)
     gemma = family.startswith("gemma")
     heads = c["num_attention_heads"]
@@ -144,6 +148,8 @@ def _refuse(family: str, c: Mapping[str, Any]) -> None:
         raise UnsupportedModel(f"weights quantized by {method} are not read; give the unquantized model, with dtype int8 or int4")
     if c.get("use_bidirectional_attention"):
         raise UnsupportedModel(f"this {family} model attends in both directions (use_bidirectional_attention): it cannot generate")
+    if (c.get("head_dim") or 0) % 2:
+        raise UnsupportedModel(f"head_dim is {c['head_dim']}; a rotary embedding turns pairs, so it has to be even")
     if _activation(family, c) not in _ACTIVATIONS:
         raise UnsupportedModel(f"activation {_activation(family, c)!r} is none of {', '.join(_ACTIVATIONS)}")
     if c["num_attention_heads"] % (c.get("num_key_value_heads") or c["num_attention_heads"]):
@@ -170,7 +176,8 @@ def _attention_kinds(family: str, c: Mapping[str, Any]) -> tuple[list[str], list
     if family in ("mistral", "mixtral", "qwen3_moe"):  # one window for all layers, whatever they are called
         return [_FULL] * num, [window] * num
     kinds = list(c.get("layer_types") or (_SLIDING if _slides(family, c, i) else _FULL for i in range(num)))
-    if len(kinds) != num or (other := set(kinds) - {_FULL, _SLIDING}):
+    other = set(kinds) - {_FULL, _SLIDING}
+    if len(kinds) != num or other:
         raise UnsupportedModel(f"layer_types ({', '.join(map(str, other or kinds))}) have to be {num} of {_FULL} and {_SLIDING}")
     return kinds, [window if kind == _SLIDING else 0 for kind in kinds]
 
