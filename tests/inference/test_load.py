@@ -148,7 +148,7 @@ def test_refused_in_one_sentence(tmp_path: Path) -> None:
             load(source, **options)
 
     model = model_of("llama")
-    refused("dtype 'int3' is none of auto, float32", dtype="int3")
+    refused("dtype is 'int3'; it has to be fp32, bf16", dtype="int3")
     refused("there is no .*nowhere; give", tmp_path / "nowhere")
     refused("has neither config.json nor metadata.json")
     refused("dict is no model", {})

@@ -8,7 +8,7 @@ and can still be served the generic way.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -343,16 +343,20 @@ class _Outline:
 
 
 class _State:
-    """Hands out weights of a file or model; knows what was never asked for."""
+    """Hands out weights of a file or model, matrices as `made` of them; knows what was never asked for."""
 
-    def __init__(self, state: Mapping[str, Matrix]):
+    def __init__(self, state: Mapping[str, Matrix], made: Callable[[str, Matrix], Matrix] | None = None):
         self.state = state
+        self.made = made or (lambda name, m: m)
         self.taken: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self.state
 
     def matrix(self, name: str, *shape: int) -> Matrix:
+        return self.made(name, self._checked(name, shape))
+
+    def _checked(self, name: str, shape: tuple[int, ...]) -> Matrix:
         if name not in self.state:
             raise ValueError(f"the weights lack {name} {list(shape)}")
         m = self.state[name]
@@ -362,7 +366,7 @@ class _State:
         return m
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        m = self.matrix(name, *shape)
+        m = self._checked(name, shape)
         if not isinstance(m, Tensor):
             raise ValueError(f"weight {name} is quantized; only matrices can be")
         return m
@@ -371,9 +375,13 @@ class _State:
         return sorted(set(self.state) - self.taken)
 
 
-def from_state(config: DecoderConfig, state: Mapping[str, Matrix]) -> DecoderWeights:
-    """Hugging Face's names -> roles; nothing is copied. ValueError names a weight that is missing, surplus or misshapen."""
-    take = _State(state)
+def from_state(
+    config: DecoderConfig, state: Mapping[str, Matrix], made: Callable[[str, Matrix], Matrix] | None = None
+) -> DecoderWeights:
+    """Hugging Face's names -> roles; nothing is copied. made: from a matrix's name and numbers, what is kept of it.
+
+    Raises ValueError for a weight that is missing, surplus or misshapen, by its name."""
+    take = _State(state, made)
     weights = _weights(config, take)
     surplus = [name for name in take.surplus() if not is_surplus(config, name)]
     if surplus:
