@@ -5,13 +5,18 @@
 
 One tensor at a time is in the shared memory: the receiver has put it to use before the next is asked of the trainer. No file is
 written, and nothing that arrives is executed: a message is a name, a dtype and a shape. Only the same user's processes can connect.
+
+The memory is a memfd sealed against shrinking, and the receiver takes no other: reading a mapping whose file was cut short would
+end the process with SIGBUS.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
+import math
 import mmap
 import os
 import socket
@@ -65,7 +70,9 @@ def send(tensors: Iterable[tuple[str, Tensor]], to: str | os.PathLike[str] | Non
 
 
 def _send(tensors: Iterator[tuple[str, Tensor]], to: Path, timeout_s: float) -> None:
-    with socket.socket(socket.AF_UNIX) as connection, _Room(os.memfd_create("slipstream-weights")) as room:
+    memory = os.memfd_create("slipstream-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with socket.socket(socket.AF_UNIX) as connection, _Room(memory) as room:
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         connection.settimeout(timeout_s)
         connection.connect(os.fspath(to))
         socket.send_fds(connection, [_HELLO], [room.descriptor])
@@ -136,9 +143,12 @@ class Receiver:
             connection.settimeout(self.timeout_s)
             if not hello and not descriptors:  # another server asked whether there is one (`_listening`)
                 return
-            with _Room(*descriptors) as room:
+            if not descriptors:
+                raise HandoverError("the sender's first message has no descriptor of shared memory")
+            with _Room(descriptors[0]) as room:
                 if hello != _HELLO:
-                    raise HandoverError(f"the sender speaks another language: {hello!r}")
+                    raise HandoverError(f"the sender speaks another protocol: {hello!r}, not {_HELLO!r}")
+                _check_seal(room.descriptor)
                 self.server.update_weights(_received(connection, room))
             _tell(connection, {"taken": True})
         except Exception as error:  # whatever it is, the sender must hear of it, and the next one may do better
@@ -176,12 +186,33 @@ def _answers(path: Path) -> bool:
         return True
 
 
+def _check_seal(descriptor: int) -> None:
+    """Refuse memory that the sender could cut short while it is read here."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:  # no memfd: files and devices have no seals
+        seals = 0
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise HandoverError("the sender's memory is not a memfd with F_SEAL_SHRINK, so it could shrink while it is read")
+
+
 def _received(connection: socket.socket, room: _Room) -> Iterator[tuple[str, Tensor]]:
     while message := _hear(connection):
-        name, dtype, shape = message["name"], _DTYPES[message["dtype"]], [int(size) for size in message["shape"]]
-        room.grow(os.fstat(room.descriptor).st_size)
+        name, dtype, shape = _announced(message)
+        nbytes, size = math.prod(shape) * dtype.itemsize, os.fstat(room.descriptor).st_size
+        if nbytes > size:
+            raise HandoverError(f"{name!r} of {dtype} {shape} has {nbytes:,} bytes; the sender's memory has {size:,}")
+        room.grow(nbytes)
         yield name, room.view(dtype, shape)
         _tell(connection, {"taken": True})
+
+
+def _announced(message: dict[str, Any]) -> tuple[str, torch.dtype, list[int]]:
+    name, dtype, shape = message.get("name"), _DTYPES.get(str(message.get("dtype"))), message.get("shape")
+    sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if isinstance(name, str) and dtype is not None and shape is not None and sizes:
+        return name, dtype, shape
+    raise HandoverError(f"the sender announced {message!r:.200}; it has to be a name, one of {', '.join(_DTYPES)}, and a shape")
 
 
 class _Room:
@@ -219,7 +250,12 @@ def _hear(connection: socket.socket) -> dict[str, Any]:
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
     if length > _MOST:
         raise HandoverError(f"a message of {length:,} bytes; none has more than {_MOST:,}")
-    message: dict[str, Any] = json.loads(_read(connection, length))
+    try:
+        message = json.loads(_read(connection, length))
+    except (ValueError, RecursionError) as error:
+        raise HandoverError(f"a message is not JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise HandoverError(f"a message is {message!r:.100}; it has to be a JSON object")
     return message
 
 

@@ -148,7 +148,6 @@ def by_surgery(kind: str) -> None:
 
 def the_page() -> None:
     """docs/QUANTIZED.md's snippet, from beginning to end."""
-    source()
     os.chdir(FOLDER)
     (snippet,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     scope: dict[str, Any] = {}

@@ -96,6 +96,7 @@ class FakeEngine:
 
     model_name = "fake/model"
     max_context = 4096
+    sampling: Mapping[str, Any] = {}
     tokenizer = FakeTokenizer()
 
     def __init__(self, tick: float = 0.0005) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import slipstream
+from slipstream.extras import MissingPackageError
 from slipstream.inference.gguf_file import open_gguf
 from slipstream.inference.models import UnsupportedModel
 from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, tiny
@@ -150,4 +151,7 @@ def test_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     refused("m.gguf: GGUF model with architecture starcoder9 is not supported yet")
     real = builtins.__import__
     monkeypatch.setattr(builtins, "__import__", lambda name, *a, **k: real("no_" * (name == "gguf") + name, *a, **k))
-    refused("m.gguf is read by transformers with the package gguf: pip install gguf")
+    with pytest.raises(
+        MissingPackageError, match=r"m\.gguf needs the package no_gguf, which is not installed: pip install '\.\[serve\]'"
+    ):
+        open_gguf(path, torch.float32)

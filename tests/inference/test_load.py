@@ -148,7 +148,7 @@ def test_refused_in_one_sentence(tmp_path: Path) -> None:
             load(source, **options)
 
     model = model_of("llama")
-    refused("dtype 'int3' is none of auto, float32", dtype="int3")
+    refused("dtype is 'int3'; it has to be fp32, bf16", dtype="int3")
     refused("there is no .*nowhere; give", tmp_path / "nowhere")
     refused("has neither config.json nor metadata.json")
     refused("dict is no model", {})
@@ -166,7 +166,7 @@ def test_refused_in_one_sentence(tmp_path: Path) -> None:
     refused("pytorch_model.bin is no model: give", tmp_path / "pytorch_model.bin")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
-    refused("lacks ../a.safetensors, which its index names")
+    refused("weight_map names '../a.safetensors'; it has to name files in this folder")
     index.unlink()
     model.save_pretrained(tmp_path)
     whole = (tmp_path / "model.safetensors").read_bytes()

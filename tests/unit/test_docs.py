@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -26,6 +27,7 @@ TRAIN, SERVE, CLIENT = re.findall(r"```python\n(.*?)```", README, re.S)
 (LEARNING,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "RL.md").read_text(), re.S)
 COMING = (ROOT / "docs" / "COMING_FROM_DEEPSPEED.md").read_text()
 FSDP, LIGHTNING = re.findall(r"```python\n(.*?)```", COMING, re.S)
+(QUANTIZED,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "QUANTIZED.md").read_text(), re.S)
 (ACTIVATIONS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ACTIVATIONS.md").read_text(), re.S)
 PARAMETERS = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "PARAMETERS.md").read_text(), re.S))
 
@@ -109,6 +111,45 @@ def test_parameters_by_hand_run(tmp_path: Path) -> None:
     check += "assert engine.optimizer_state('4.weight')['exp_avg'].any() and rows.shape == (50, 8)\n"
     script.write_text(PARAMETERS + check)
     run(script)
+
+
+# What QUANTIZED.md's code asks of PEFT, where PEFT is not installed; tests/clients runs it with the real one.
+PEFT = """
+import torch
+
+def LoraConfig(task_type, r, target_modules):
+    return r
+
+class Lora(torch.nn.Module):
+    def __init__(self, base, r):
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = torch.nn.Linear(base.in_features, r, bias=False)
+        self.lora_B = torch.nn.Linear(r, base.out_features, bias=False)
+        torch.nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+def get_peft_model(model, r):
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "QuantizedLinear":
+            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], Lora(module, r))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return model
+"""
+
+
+def test_adapters_on_a_quantized_base_run(tmp_path: Path) -> None:
+    """Each loss is below the one before: what is trained are the adapters."""
+    script = tmp_path / "script.py"
+    script.write_text(QUANTIZED + "\nassert {m.form.bits for m in engine.module.modules() if hasattr(m, 'form')} == {4}\n")
+    if importlib.util.find_spec("peft") is None:
+        (tmp_path / "peft.py").write_text(PEFT)
+    losses = [float(line) for line in run(script).split()]
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True) and losses[0] - losses[-1] > 0.01
+    assert (tmp_path / "adapters" / "latest").is_file()
 
 
 def test_learning_from_answers_runs(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "slipstream"
 
-BASE = ("brief", "config", "mesh", "ops", "discover", "distributed", "handover")
+BASE = ("brief", "config", "mesh", "ops", "discover", "distributed", "extras", "handover")
 CORE = (*BASE, "zero", "optim")
 FEATURES = (*CORE, "parallel", "checkpoint", "checkpointing", "tiled", "attention", "compression")
 OUTSIDE = ("launch", "observe")

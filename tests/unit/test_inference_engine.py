@@ -723,7 +723,8 @@ def test_a_conversation_in_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
     assert told.out.split() == ["zzzzzzzz"] * 3
     notes = [line.partition(":")[0] for line in told.err.splitlines() if "failed" not in line or "slipstream" in line]
     cut = "(cut after 8 tokens"
-    expected = ["Ctrl-C stops an answer", "Ctrl-C stops an answer", "there is no /nope here", cut, "slipstream chat"]
+    sampled = "answers are sampled with temperature 0.7"
+    expected = [sampled, "Ctrl-C stops an answer", "Ctrl-C stops an answer", "there is no /nope here", cut, "slipstream chat"]
     assert [note.partition(",")[0] for note in notes] == [
         *expected,
         "(the context of 80 tokens is full",

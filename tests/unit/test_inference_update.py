@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import threading
@@ -181,7 +182,8 @@ def stalled(path: Path) -> socket.socket:
     """A sender that has said hello and then nothing."""
     sender = socket.socket(socket.AF_UNIX)
     sender.connect(str(path))
-    memory = os.memfd_create("test")
+    memory = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     socket.send_fds(sender, [handover._HELLO], [memory])
     os.close(memory)
     return sender

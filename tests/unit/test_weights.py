@@ -52,8 +52,17 @@ def test_what_does_not_fit_is_named(tensors: dict[str, Tensor], message: str, tm
     [
         ({}, "neither model.safetensors.index.json nor model.safetensors in"),
         ({"model.safetensors": b"\x80\x02}q\x00.........."}, r"no whole safetensors file \(pickled weights are never read\)"),
-        ({"model.safetensors.index.json": b"[]"}, "is no index of safetensors files"),
-        ({"model.safetensors.index.json": json.dumps({"weight_map": {"a": "../a"}}).encode()}, "files elsewhere"),
+        ({"model.safetensors.index.json": b"[]"}, "index.json holds a list, not an object"),
+        ({"model.safetensors.index.json": b"{}"}, "index.json has no weight_map"),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": null}'},
+            "weight_map is null; it has to be an object, each value a text",
+        ),
+        ({"model.safetensors.index.json": b'{"weight_map": {"w": 3}}'}, 'weight_map is {"w": 3}; it has to be an object'),
+        (
+            {"model.safetensors.index.json": b'{"weight_map": {"w": "../a"}}'},
+            "weight_map names '../a'; it has to name files in this",
+        ),
         ({"model.safetensors.index.json": json.dumps({"weight_map": {"a": "gone"}}).encode()}, "there is no .*gone"),
     ],
 )

@@ -26,6 +26,7 @@ from slipstream.checkpoint.ranges import Folder
 from slipstream.checkpoint.save import save
 from slipstream.checkpoint.values import decode, encode
 from slipstream.checkpoint.weights import DTYPES, INDEX, SINGLE, files_of
+from slipstream.config.huggingface import read_config
 
 Kind = Literal["hf", "slipstream", "deepspeed"]
 _LIKE = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
@@ -86,7 +87,7 @@ def _of_hf(folder: Path) -> Document:
                 if tensors.setdefault(f"model.{name}", entry) is not entry:
                     raise ValueError(f"{name!r} is in two of its files")
         config = folder / "config.json"
-        known = json.loads(config.read_text("utf-8")) if config.is_file() else None
+        known = read_config(config) if config.is_file() else None
         shared, _ = encode({"contents": "weights", "client": {}, "model_config": known}, "config.json", "$shared")
     except CheckpointError:
         raise

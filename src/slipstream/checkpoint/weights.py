@@ -7,7 +7,6 @@ stored tensor's name is turned into the model's by `rename`; parameters that are
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.checkpoint.flat_slice import Shape, boxes
+from slipstream.config.huggingface import read_index
 from slipstream.ops.rows import RowForm, quantize_rows
 
 DTYPES = {
@@ -159,13 +159,7 @@ def files_of(path: Any) -> list[Path]:
     if not folder.is_dir():
         return [folder]
     if (folder / INDEX).is_file():
-        try:
-            names = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
-            if any(Path(name).name != name for name in names):
-                raise ValueError("it names files elsewhere")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{folder / INDEX} is no index of safetensors files: {error}") from None
-        return [folder / name for name in names]
+        return [folder / name for name in read_index(folder / INDEX)]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     raise ValueError(f"there is neither {INDEX} nor {SINGLE} in {folder}; name the .safetensors files themselves")

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.extras import needs
 from slipstream.inference.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -31,13 +32,11 @@ MAX_KEPT = 1_000_000  # characters of all schemas that are kept compiled, which 
 
 
 class Grammars:
-    """Compiled schemas of one tokenizer, the latest used kept. Raises ValueError without llguidance."""
+    """Compiled schemas of one tokenizer, the latest used kept. Raises MissingPackageError without llguidance."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, keep: int = 128) -> None:
-        try:
+        with needs("output of a JSON schema", extra="serve"):
             import llguidance
-        except ImportError as error:
-            raise ValueError("output of a JSON schema needs llguidance: pip install llguidance") from error
         if not tokenizer.end_ids:
             raise ValueError("output of a JSON schema needs an end token, and this model's files name none (eos_token_id)")
         self._matcher = llguidance.LLMatcher

@@ -16,7 +16,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -162,9 +162,11 @@ class Engine:
         split: bool = True,
         end_ids: Iterable[int] = (),
         model_name: str = "model",
+        sampling: Mapping[str, Any] | None = None,
         lacking: str = "",
     ) -> None:
         """`end_ids` are the model's, beside the tokenizer's. Without a tokenizer, prompts are token ids and there is no text.
+        sampling: what the model's makers recommend, by the names of SamplingParams; for who asks (`recommended`).
         lacking: what keeps the model from being served until a pause has ended well. The other options are the scheduler's."""
         if token_budget < max_running:
             raise ValueError(
@@ -175,6 +177,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.end_ids = frozenset(end_ids) | (frozenset() if tokenizer is None else tokenizer.end_ids)
         self.model_name = model_name
+        self.sampling = dict(sampling or {})
         self._scheduler = Scheduler(
             BlockPool(runner.num_blocks, runner.block_size, prefix_caching),
             token_budget=token_budget,

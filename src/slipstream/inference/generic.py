@@ -50,8 +50,12 @@ def open_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
 
     try:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"transformers cannot open {path} as a causal language model: {error}") from error
+    except Exception as error:  # what it raises for a folder that is wrong is not told
+        raise UnsupportedModel(f"transformers cannot open {path} as a causal language model: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 @torch.inference_mode()
@@ -62,8 +66,11 @@ def cache_shapes(model: Any) -> list[HeadShape]:
     name = type(model).__name__
     if model.config.is_encoder_decoder or "past_key_values" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModel(f"{name} is no decoder with a cache of keys and values, so it cannot be served")
-    cache = DynamicCache(config=model.config)
-    model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
+    try:
+        cache = DynamicCache(config=model.config)
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
+    except Exception as error:  # its own, or transformers', of any kind
+        raise UnsupportedModel(f"{name} fails on its first token: {_one_line(error)}") from error
     shapes = []
     for i, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)

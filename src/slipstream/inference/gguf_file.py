@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.extras import needs
 from slipstream.inference.models import UnsupportedModel
 from slipstream.inference.quantize import dequantize
 from slipstream.inference.weights import Int4, Matrix
@@ -138,12 +139,20 @@ def _nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
     return numel // per_block * block_bytes
 
 
+def is_block(stored: Stored) -> bool:
+    """Whether its numbers are quantized."""
+    return stored.kind not in _PLAIN
+
+
+def is_block4(stored: Stored) -> bool:
+    """Whether `matrix` can keep it as Int4."""
+    return stored.kind in (_Q4_0, _Q4_1) and len(stored.shape) == 2
+
+
 def _rare(path: Path, name: str, kind: int) -> tuple[tuple[int, int], Callable[[Tensor], Tensor]]:
     """Block size and dequantization of a kind, from the `gguf` package; bytes [rows, row bytes] -> fp32 [rows, in]."""
-    try:
+    with needs(f"{path}: {name} of ggml type {kind}", extra="serve"):
         import gguf
-    except ImportError:
-        raise ValueError(f"{path}: {name} has ggml type {kind}; pip install gguf, which reads it") from None
     try:
         quant = gguf.GGMLQuantizationType(kind)
         return gguf.GGML_QUANT_SIZES[quant], lambda rows: torch.from_numpy(gguf.quants.dequantize(rows.numpy(), quant))
@@ -158,7 +167,7 @@ def matrix(path: Path, name: str, stored: Stored, *, keep: bool, dtype: torch.dt
         return data.view(_PLAIN[kind]).view(shape).to(dtype)
     if kind in (_Q4_0, _Q4_1):
         q4 = _int4(kind, shape, data)
-        return q4 if keep and len(shape) == 2 else dequantize(q4).view(shape).to(dtype)
+        return q4 if keep and is_block4(stored) else dequantize(q4).view(shape).to(dtype)
     if kind == _Q8_0:
         out = torch.empty(math.prod(shape) // 32, 32, dtype=dtype)
         for part, blocks in zip(out.split(_AT_ONCE), data.view(-1, 34).split(_AT_ONCE), strict=True):
@@ -189,10 +198,8 @@ def _int4(kind: int, shape: tuple[int, ...], data: Tensor) -> Int4:
 
 def open_gguf(path: Path, dtype: torch.dtype) -> Any:
     """The file as a live transformers model, dequantized. Raises UnsupportedModel."""
-    try:
+    with needs(str(path), extra="serve"):
         import gguf  # noqa: F401 (transformers reads with it)
-    except ImportError:
-        raise UnsupportedModel(f"{path} is read by transformers with the package gguf: pip install gguf") from None
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # from_pretrained wants accelerate for the same
 

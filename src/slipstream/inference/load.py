@@ -7,25 +7,26 @@ missing or damaged file is one sentence; `UnsupportedModel` among them means tha
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.config import huggingface
 from slipstream.inference.config import DecoderConfig
-from slipstream.inference.gguf_file import GgufFile, matrix, read_gguf
+from slipstream.inference.gguf_file import GgufFile, Stored, is_block, is_block4, matrix, read_gguf
 from slipstream.inference.models import UnsupportedModel, from_hf, from_state, outline
-from slipstream.inference.quantize import dequantize, quantize
+from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, chosen, named
+from slipstream.inference.quantize import dequantize, quantize, to_kind
 from slipstream.inference.trained import find
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 
-FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-QUANTIZED = ("int8", "int4")
-DTYPES = ("auto", *FLOATS, *QUANTIZED)
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -34,25 +35,25 @@ class Loaded:
     config: DecoderConfig
     weights: DecoderWeights
     dtype: torch.dtype  # to compute in, and of every weight that is not quantized
+    opening: Opening
     path: Path | None = None  # None: a live model
     tokenizer_files: Mapping[str, Path] = field(default_factory=dict)  # those of a folder that are there, by name
     gguf: Mapping[str, Any] = field(default_factory=dict)  # a GGUF file's metadata: tokenizer.ggml.*, tokenizer.chat_template
 
 
 def load(
-    source: str | Path | Any, *, dtype: str | torch.dtype = "auto", group_size: int = 32, device: torch.device | str = "cpu"
+    source: str | Path | Any, *, dtype: str | torch.dtype = "stored", group_size: int = 32, device: torch.device | str = "cpu"
 ) -> Loaded:
     """Reads a model, and puts its weights onto `device`.
 
-    dtype: float32, bfloat16 or float16 (quantized blocks of a file are dequantized); "auto", the stored one (GGUF: bfloat16
-    and its 4-bit blocks as they are); "int8" or "int4", quantized here, computed in bfloat16 (4-bit blocks of a file are
-    kept by "int4", dequantized for "int8"). group_size: weights that share a scale in int4.
+    dtype: float32, bfloat16 or float16 (quantized blocks of a file are dequantized); "stored", as the file has it (GGUF: its 4-bit
+    blocks as they are, bfloat16 for the rest); "int8" or "int4", quantized here, computed in bfloat16 (4-bit blocks of a file are
+    kept by "int4", dequantized for "int8"); "auto", "stored" but for GGUF files of quantized blocks, for which `precision`
+    has a rule. group_size: weights that share a scale in int4.
     """
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
-    loaded = _read(source, name)
-    weights = quantize(loaded.weights, name, group_size) if name in QUANTIZED else loaded.weights
+    loaded = _read(source, named(dtype), group_size, torch.device(device))
+    kind = loaded.opening.kind
+    weights = quantize(loaded.weights, kind, group_size) if kind in QUANTIZED else loaded.weights
 
     def place(m: Matrix) -> Matrix:
         if isinstance(m, Tensor):
@@ -62,26 +63,54 @@ def load(
     return replace(loaded, weights=_each(weights, place))
 
 
-def _read(source: str | Path | Any, name: str) -> Loaded:
-    """As it is stored, but for the layout."""
+def _read(source: str | Path | Any, kind: str, group: int, device: torch.device) -> Loaded:
+    """As it is stored, but for the layout, and for layers' matrices that are quantized here."""
+    path = Path(source) if isinstance(source, str | Path) else None
+    if path is not None and path.suffix == ".gguf" and path.is_file():
+        return _gguf(path, kind, group, device)
+    opening = Opening("stored" if kind == "auto" else kind)
     if is_config(source):
-        return _blank(source, name)
-    if not isinstance(source, str | Path):
-        return _live(source, name)
-    path = Path(source)
+        return _blank(source, opening)
+    if path is None:
+        return _live(source, opening, group)
     if path.is_dir():
-        return _folder(path, name)
-    if path.suffix == ".gguf" and path.is_file():
-        return _gguf(path, name)
+        return _folder(path, opening, group)
     if path.is_file():
         raise ValueError(f"{path} is no model: give a Hugging Face folder or a .gguf file (pickled weights are never read)")
     known = "a Hugging Face folder, a .gguf file, a Slipstream checkpoint or a live model"
     raise ValueError(f"there is no {path}; give {known} (nothing is downloaded)")
 
 
-def _finish(config: DecoderConfig, state: Mapping[str, Matrix], kind: str, stored: torch.dtype, **rest: Any) -> Loaded:
+def _finish(
+    config: DecoderConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype, **rest: Any
+) -> Loaded:
+    kind = opening.kind
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind, stored)
-    return Loaded(config=config, weights=from_state(config, state), dtype=dtype, **rest)
+
+    def made(name: str, m: Matrix) -> Matrix:
+        """A layer's matrix, quantized before the next one is read."""
+        return to_kind(m, kind, group) if kind in QUANTIZED and isinstance(m, Tensor) and name != "lm_head.weight" else m
+
+    return Loaded(config=config, weights=from_state(config, state, made), dtype=dtype, opening=opening, **rest)
+
+
+class _Unread(Mapping[str, Matrix]):
+    """Weights by name, each read when it is asked for, and not kept."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], Matrix]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> Matrix:
+        return self._readers[name]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._readers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
 
 
 def _each(part: Any, change: Callable[[Matrix], Matrix]) -> Any:
@@ -97,14 +126,14 @@ def _each(part: Any, change: Callable[[Matrix], Matrix]) -> Any:
             return part
 
 
-def _live(model: Any, kind: str) -> Loaded:
+def _live(model: Any, opening: Opening, group: int) -> Loaded:
     """A PreTrainedModel, by what is asked of it: `.config.to_dict()` and `.state_dict()`. Its storage is shared."""
     if not hasattr(model, "state_dict") or not hasattr(getattr(model, "config", None), "to_dict"):
         raise ValueError(f"{type(model).__name__} is no model: give a Hugging Face folder, a .gguf file or a PreTrainedModel")
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     generation = getattr(model, "generation_config", None)
     config = _with_ends(from_hf(model.config.to_dict()), getattr(generation, "eos_token_id", None))
-    return _finish(config, state, kind, _stored(state))
+    return _finish(config, state, opening, group, _stored(state))
 
 
 def is_config(source: Any) -> bool:
@@ -112,19 +141,20 @@ def is_config(source: Any) -> bool:
     return hasattr(source, "model_type") and hasattr(source, "to_dict") and not isinstance(source, torch.nn.Module)
 
 
-def _blank(source: Any, kind: str) -> Loaded:
+def _blank(source: Any, opening: Opening) -> Loaded:
     """Zeros, of which there is one in memory until they are packed."""
     given = source.to_dict()
     config, stored = from_hf(given), str(given.get("dtype") or given.get("torch_dtype") or "float32").removeprefix("torch.")
+    kind = opening.kind
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind) or FLOATS.get(stored, torch.float32)
     zero = torch.zeros((), dtype=dtype)
     weights = _each(outline(config), lambda blank: zero.expand(blank.shape))  # type: ignore[union-attr]
-    return Loaded(config=config, weights=weights, dtype=dtype)
+    return Loaded(config=config, weights=weights, dtype=dtype, opening=opening)
 
 
-def _stored(state: Mapping[str, Tensor]) -> torch.dtype:
-    dtype = next(iter(state.values())).dtype if state else torch.float32
-    return dtype if dtype in FLOATS.values() else torch.float32
+def _stored(state: Mapping[str, Matrix]) -> torch.dtype:
+    first = next(iter(state.values()), None)
+    return first.dtype if isinstance(first, Tensor) and first.dtype in FLOATS.values() else torch.float32
 
 
 def _with_ends(config: DecoderConfig, ends: Any) -> DecoderConfig:
@@ -136,53 +166,61 @@ def _with_ends(config: DecoderConfig, ends: Any) -> DecoderConfig:
 # -- A folder --------------------------------------------------------------------------------------------------------------
 
 
-def _folder(path: Path, kind: str) -> Loaded:
+def _folder(path: Path, opening: Opening, group: int) -> Loaded:
     if (trained := find(path)) is not None:
-        config, state = from_hf(trained.config), trained.state()
-        return _finish(config, state, kind, _stored(state), path=path)
+        held = trained.state()
+        return _finish(from_hf(trained.config), held, opening, group, _stored(held), path=path)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has neither config.json nor metadata.json: it is no Hugging Face folder and no checkpoint")
-    config = from_hf(_json(path / "config.json"))
-    if (path / "generation_config.json").is_file():
-        config = _with_ends(config, _json(path / "generation_config.json").get("eos_token_id"))
-    state = _safetensors(path)
+    huggingface.check_folder(path)  # what is wrong is not handed to transformers
+    config = from_hf(huggingface.read_config(path / "config.json"))
+    config = _with_ends(config, huggingface.read_generation(path / "generation_config.json").get("eos_token_id"))
+    state = _safetensors(path, keep=opening.kind not in QUANTIZED)
     tokenizer = {name: path / name for name in _TOKENIZER if (path / name).is_file()}
-    return _finish(config, state, kind, _stored(state), path=path, tokenizer_files=tokenizer)
+    return _finish(config, state, opening, group, _stored(state), path=path, tokenizer_files=tokenizer)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
+def _safetensors(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
+    """model.safetensors, or the shards that its index names. Each tensor is a view of its mapped file.
 
-
-def _safetensors(path: Path) -> dict[str, Tensor]:
-    """model.safetensors, or the shards that its index names. Each tensor is a view of its mapped file."""
-    from safetensors import SafetensorError, safe_open
-
+    keep: as long as the tensors; else each is mapped when it is asked for, so that what was read of others is not in memory.
+    """
     index = path / "model.safetensors.index.json"
     if (path / "model.safetensors").is_file():
         names = ["model.safetensors"]
     elif index.is_file():
-        names = sorted(set(_json(index).get("weight_map", {}).values()))
+        names = huggingface.read_index(index)
     else:
         pickled = next(path.glob("*.bin"), None)
         hint = f" ({pickled.name} is pickle, which is never read: save it with safe_serialization=True)" if pickled else ""
         raise ValueError(f"{path} has neither model.safetensors nor {index.name}{hint}")
     state: dict[str, Tensor] = {}
+    readers: dict[str, Callable[[], Matrix]] = {}
     for name in names:
-        if Path(name).name != name or not (path / name).is_file():
+        if not (path / name).is_file():
             raise ValueError(f"{path} lacks {name}, which its index names")
-        try:
-            with safe_open(path / name, framework="pt") as file:
-                state |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path / name} is damaged or cut off: {error}") from None
-    return state
+        with _opened(path / name) as file:
+            for key in file.keys():  # noqa: SIM118 (not a mapping)
+                readers[key] = partial(_tensor, path / name, key)
+                if keep:
+                    state[key] = file.get_tensor(key)
+    return state if keep else _Unread(readers)
+
+
+def _tensor(file: Path, key: str) -> Tensor:
+    with _opened(file) as opened:
+        return opened.get_tensor(key)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is damaged or cut off: {error}") from None
 
 
 # -- GGUF ------------------------------------------------------------------------------------------------------------------
@@ -206,22 +244,25 @@ _GGUF_NAMES = {
 }
 
 
-def _gguf(path: Path, kind: str) -> Loaded:
+def _gguf(path: Path, kind: str, group: int, device: torch.device) -> Loaded:
     file = read_gguf(path)
     config = _gguf_config(path, file)
-    keep = kind in ("auto", "int4")
-    wide = torch.float32 if kind in QUANTIZED else FLOATS.get(kind, torch.bfloat16)
-    state: dict[str, Matrix] = {}
-    for name, stored in file.tensors.items():
-        if name == "rope_freqs.weight":
-            continue
+    opening = Opening("stored" if kind == "auto" else kind)
+    if kind == "auto" and any(is_block(stored) for stored in file.tensors.values()):
+        num_weights = sum(math.prod(stored.shape) for stored in file.tensors.values())
+        opening = chosen(num_weights, any(is_block4(stored) for stored in file.tensors.values()), device)
+    keep = opening.kind in ("stored", "int4")
+    wide = torch.float32 if opening.kind in QUANTIZED else FLOATS.get(opening.kind, torch.bfloat16)
+    llama = file.metadata["general.architecture"] == "llama"
+
+    def read(name: str, stored: Stored) -> Matrix:
         m = matrix(path, name, stored, keep=keep and name not in ("token_embd.weight", "output.weight"), dtype=wide)
-        if file.metadata["general.architecture"] == "llama":
-            part = name.split(".")[-2]
-            heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(part)
-            m = m if heads is None else _unpermute(m, heads)
-        state[_hf_name(name)] = m
-    return _finish(config, state, kind, torch.bfloat16, path=path, gguf=file.metadata)
+        part = name.split(".")[-2]
+        heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(part) if llama else None
+        return m if heads is None else _unpermute(m, heads)
+
+    readers = {_hf_name(name): partial(read, name, stored) for name, stored in file.tensors.items() if name != "rope_freqs.weight"}
+    return _finish(config, _Unread(readers), opening, group, torch.bfloat16, path=path, gguf=file.metadata)
 
 
 def _hf_name(name: str) -> str:
@@ -260,25 +301,25 @@ def _gguf_config(path: Path, file: GgufFile) -> DecoderConfig:
         scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
     end = file.metadata.get("tokenizer.ggml.eos_token_id")
     turn = file.metadata.get("tokenizer.ggml.eot_token_id")
-    config = from_hf(
-        {
-            "model_type": family,
-            "vocab_size": file.tensors["token_embd.weight"].shape[0],
-            "hidden_size": get("embedding_length"),
-            "intermediate_size": get("feed_forward_length"),
-            "num_hidden_layers": get("block_count"),
-            "num_attention_heads": get("attention.head_count"),
-            "num_key_value_heads": get("attention.head_count_kv"),
-            "head_dim": get("attention.key_length"),
-            "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-5),
-            "max_position_embeddings": get("context_length", 2048),
-            "rope_parameters": {**scaling, "rope_theta": get("rope.freq_base", 10000.0)},
-            "tie_word_embeddings": "output.weight" not in file.tensors,
-            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-            "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": [token for token in (end, turn) if token is not None],
-        }
-    )
+    given = {
+        "model_type": family,
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": get("embedding_length"),
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": get("attention.head_count"),
+        "num_key_value_heads": get("attention.head_count_kv"),
+        "head_dim": get("attention.key_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon", 1e-5),
+        "max_position_embeddings": get("context_length", 2048),
+        "rope_parameters": {**scaling, "rope_theta": get("rope.freq_base", 10000.0)},
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": [token for token in (end, turn) if token is not None],
+    }
+    huggingface.check_config(given, path)
+    config = from_hf(given)
     if get("rope.dimension_count", config.head_dim) != config.head_dim:
         raise UnsupportedModel(f"{path} turns {get('rope.dimension_count')} of {config.head_dim} numbers of a head")
     if "rope_freqs.weight" not in file.tensors:

@@ -8,7 +8,7 @@ and can still be served the generic way.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +84,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {**_GEMMA, "max_position_embeddings": 131072, "num_key_value_heads": 4, "rope_theta": 1e6},
 }
+_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_SAME = (*_SIZES, "num_attention_heads", "num_key_value_heads")  # in all layers; other families have lists of them
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What only names of one layout of experts end with (`_expert_mlps`): one by one as a dense MLP, transformers 5's stacks, Mixtral's
@@ -100,6 +102,8 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     if missing := [key for key in needed if config.get(key) is None]:
         raise UnsupportedModel(f"the configuration of this {family} model lacks {', '.join(missing)}")
     c: dict[str, Any] = {**_COMMON, **_FAMILIES[family], **config}
+    if by_layer := [key for key in _SAME if isinstance(c.get(key), list)]:
+        raise UnsupportedModel(f"{', '.join(by_layer)} of this {family} model differ from layer to layer")
     _refuse(family, c)
     gemma = family.startswith("gemma")
     heads = c["num_attention_heads"]
@@ -144,6 +148,8 @@ def _refuse(family: str, c: Mapping[str, Any]) -> None:
         raise UnsupportedModel(f"weights quantized by {method} are not read; give the unquantized model, with dtype int8 or int4")
     if c.get("use_bidirectional_attention"):
         raise UnsupportedModel(f"this {family} model attends in both directions (use_bidirectional_attention): it cannot generate")
+    if (c.get("head_dim") or 0) % 2:
+        raise UnsupportedModel(f"head_dim is {c['head_dim']}; a rotary embedding turns pairs, so it has to be even")
     if _activation(family, c) not in _ACTIVATIONS:
         raise UnsupportedModel(f"activation {_activation(family, c)!r} is none of {', '.join(_ACTIVATIONS)}")
     if c["num_attention_heads"] % (c.get("num_key_value_heads") or c["num_attention_heads"]):
@@ -170,7 +176,8 @@ def _attention_kinds(family: str, c: Mapping[str, Any]) -> tuple[list[str], list
     if family in ("mistral", "mixtral", "qwen3_moe"):  # one window for all layers, whatever they are called
         return [_FULL] * num, [window] * num
     kinds = list(c.get("layer_types") or (_SLIDING if _slides(family, c, i) else _FULL for i in range(num)))
-    if len(kinds) != num or (other := set(kinds) - {_FULL, _SLIDING}):
+    other = set(kinds) - {_FULL, _SLIDING}
+    if len(kinds) != num or other:
         raise UnsupportedModel(f"layer_types ({', '.join(map(str, other or kinds))}) have to be {num} of {_FULL} and {_SLIDING}")
     return kinds, [window if kind == _SLIDING else 0 for kind in kinds]
 
@@ -336,16 +343,20 @@ class _Outline:
 
 
 class _State:
-    """Hands out weights of a file or model; knows what was never asked for."""
+    """Hands out weights of a file or model, matrices as `made` of them; knows what was never asked for."""
 
-    def __init__(self, state: Mapping[str, Matrix]):
+    def __init__(self, state: Mapping[str, Matrix], made: Callable[[str, Matrix], Matrix] | None = None):
         self.state = state
+        self.made = made or (lambda name, m: m)
         self.taken: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self.state
 
     def matrix(self, name: str, *shape: int) -> Matrix:
+        return self.made(name, self._checked(name, shape))
+
+    def _checked(self, name: str, shape: tuple[int, ...]) -> Matrix:
         if name not in self.state:
             raise ValueError(f"the weights lack {name} {list(shape)}")
         m = self.state[name]
@@ -355,7 +366,7 @@ class _State:
         return m
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        m = self.matrix(name, *shape)
+        m = self._checked(name, shape)
         if not isinstance(m, Tensor):
             raise ValueError(f"weight {name} is quantized; only matrices can be")
         return m
@@ -364,9 +375,13 @@ class _State:
         return sorted(set(self.state) - self.taken)
 
 
-def from_state(config: DecoderConfig, state: Mapping[str, Matrix]) -> DecoderWeights:
-    """Hugging Face's names -> roles; nothing is copied. ValueError names a weight that is missing, surplus or misshapen."""
-    take = _State(state)
+def from_state(
+    config: DecoderConfig, state: Mapping[str, Matrix], made: Callable[[str, Matrix], Matrix] | None = None
+) -> DecoderWeights:
+    """Hugging Face's names -> roles; nothing is copied. made: from a matrix's name and numbers, what is kept of it.
+
+    Raises ValueError for a weight that is missing, surplus or misshapen, by its name."""
+    take = _State(state, made)
     weights = _weights(config, take)
     surplus = [name for name in take.surplus() if not is_surplus(config, name)]
     if surplus:

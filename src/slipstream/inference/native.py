@@ -359,8 +359,8 @@ class NativeDecoder:
         return record
 
     def _turns(self, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, fp32 [max_context, rotary_dim / 2]."""
-        positions = torch.arange(self.max_context, dtype=torch.float32)
+        """Cosine and sine, fp32 [positions, rotary_dim / 2], of as many positions as the context and the cache have."""
+        positions = torch.arange(min(self.max_context, self.num_blocks * PANEL), dtype=torch.float32)
         angles = positions[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float32)
         return (angles.cos() * rope.scale).contiguous(), (angles.sin() * rope.scale).contiguous()
 

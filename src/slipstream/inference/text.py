@@ -14,8 +14,12 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from slipstream.config import huggingface
+from slipstream.extras import needs
+
+with needs("text", extra="serve"):
+    import tokenizers
+    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 if TYPE_CHECKING:
     import jinja2
@@ -53,15 +57,15 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json; write one with transformers: "
                 f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
             )
-        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        config, generation, model = (
-            _read_json(folder / name) for name in ("tokenizer_config.json", "generation_config.json", "config.json")
-        )
+        backend = _backend(folder / "tokenizer.json")
+        config = huggingface.read_tokenizer_config(folder / "tokenizer_config.json")
+        generation = huggingface.read_generation(folder / "generation_config.json")
+        model = huggingface.read_config(folder / "config.json") if (folder / "config.json").is_file() else {}
         backend.no_truncation()  # of training; a prompt that is too long is refused, not cut
         backend.no_padding()
         for token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
             if backend.token_to_id(token[1]["content"]) is None:
-                added = AddedToken(**{k: v for k, v in token[1].items() if k != "__type"})
+                added = AddedToken(**{key: value for key, value in token[1].items() if key in huggingface.TOKEN})
                 (backend.add_special_tokens if added.special else backend.add_tokens)([added])
         special = {}
         for role in ROLES:
@@ -157,7 +161,8 @@ class Tokenizer:
     @cached_property
     def tells_tools(self) -> bool:
         """Whether the model hears of the tools that `chat` is given: many templates never read them."""
-        from jinja2 import meta
+        with needs("a chat template", extra="serve"):
+            from jinja2 import meta
 
         template = _environment().parse(self.templates[self._template_name(True)])
         return "tools" in meta.find_undeclared_variables(template)
@@ -173,7 +178,8 @@ class Tokenizer:
 
         Raises ValueError when there is no template, when it refuses (its own words) or when it fails.
         """
-        import jinja2
+        with needs("a chat template", extra="serve"):
+            import jinja2
 
         name = self._template_name(bool(tools))
         if name not in self.templates:
@@ -306,8 +312,11 @@ def _borders(text: str) -> tuple[int, ...]:
     return tuple(borders)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+def _backend(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises nothing more exact
+        raise ValueError(f"{file} is no tokenizer that the package tokenizers reads: {error}") from None
 
 
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream import checkpoint
+from slipstream.config.huggingface import check_config
 from slipstream.inference.models import UnsupportedModel
 
 
@@ -50,6 +51,7 @@ def find(path: Path) -> Trained | None:
             f"{metadata.path} does not say what model its weights are of: only of transformers models the configuration is kept. "
             "Load it into its model (engine.load_checkpoint) and give that, or model.save_pretrained's folder"
         )
+    check_config(config, metadata.path)
     return Trained(directory, tag, metadata.tensors, config)
 
 

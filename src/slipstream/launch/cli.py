@@ -237,7 +237,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     """MODEL, and how it is loaded."""
     parser.add_argument("model", type=_model, metavar="MODEL", help=_MODELS)
     group = parser.add_argument_group("model")
-    group.add_argument("--dtype", metavar="TYPE", help="bf16, fp16, fp32, int8 or int4; default: the file's own")
+    group.add_argument(
+        "--dtype", metavar="TYPE", help="bf16, fp16, fp32, int8, int4 or stored; default: the file's own, or by rule"
+    )
     group.add_argument("--group-size", type=int, choices=(32, 64, 128), metavar="N", help="int4 weights of a scale; default 32")
     group.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; default: cuda where there is one")
     group.add_argument("--threads", type=_positive, metavar="N", help="of the CPU, 1 to 64; default: torch's (OMP_NUM_THREADS)")
@@ -255,7 +257,9 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=_positive, metavar="N", help="of an answer, at most; default 256")
     group.add_argument("--min-tokens", type=_count, metavar="N", help="of an answer, at least; default 0")
-    group.add_argument("--temperature", type=float, metavar="T", help="default 0: the likeliest token each time")
+    group.add_argument(
+        "--temperature", type=float, metavar="T", help="0: the likeliest token each time; default 0, of chat the model's own"
+    )
     group.add_argument("--top-k", type=_count, metavar="K", help="only the K likeliest; 0: all")
     group.add_argument("--top-p", type=float, metavar="P", help="only the likeliest that make up P")
     group.add_argument("--min-p", type=float, metavar="P", help="only those of at least P of the likeliest's")

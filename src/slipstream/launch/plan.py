@@ -130,12 +130,18 @@ def build_on_meta(where: str) -> torch.nn.Module:
         with torch.device("meta"):
             model = load("--model", where)()
     else:
-        try:
+        from slipstream.config import huggingface
+        from slipstream.extras import needs
+
+        with needs(f"--model {where}", extra="hf"):
             from transformers import AutoConfig, AutoModelForCausalLM
-        except ImportError:
-            raise ValueError(f"--model {where}: a config.json is read by transformers; pip install transformers") from None
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, local_files_only=True))
+        huggingface.read_config(Path(where) / "config.json")
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, local_files_only=True))
+        except Exception as error:  # what it raises for a configuration that is wrong is not told
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"--model {where}: transformers cannot build it: {said:.300}") from error
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"--model {where} returned {type(model).__name__}; it has to return a torch.nn.Module")
     return model

@@ -88,12 +88,15 @@ def generate(options: argparse.Namespace) -> int:
 
 def chat(options: argparse.Namespace) -> int:
     """A conversation in the terminal. What goes wrong in one turn leaves the conversation as it was."""
-    from slipstream.inference import GenerationError
+    from slipstream.inference import GenerationError, recommended
 
     with suppress(ImportError):
         import readline  # noqa: F401  # gives input() its line editing and history
-    sampling = _sampling(options)
+    given = _sampling(options)
     with _engine(options) as engine:
+        usual = engine.engine.sampling or recommended.UNSTATED
+        sampling = {**usual, **given}
+        _note(f"answers are sampled with {recommended.said({name: sampling[name] for name in usual})}")
         messages = _system(options)
         engine.chat_prompt([*messages, _said("Hello")])  # a template that is missing, or refuses, says so now
         _note(_HELP)
@@ -124,11 +127,13 @@ def serve(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         sockets = _bound(options.host, options.port, stack)
         from slipstream import handover
-        from slipstream.inference import server
+        from slipstream.inference import recommended, server
 
         engine = stack.enter_context(_engine(options))
         if options.weights_socket is not None:
             stack.enter_context(handover.Receiver(engine, options.weights_socket))
+        if engine.engine.sampling:
+            _note(f"chats are sampled with {recommended.said(engine.engine.sampling)} unless a request says otherwise")
         for one in sockets:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # to listen beside connections of the last server
         try:

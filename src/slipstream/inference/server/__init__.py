@@ -1,6 +1,9 @@
 """HTTP in front of an engine: OpenAI's API, metrics and the chat page. Read `app` first."""
 
-from slipstream.inference.server.app import create_app
-from slipstream.inference.server.run import DeadEngineError, serve
+from slipstream.extras import needs
+
+with needs("serving over HTTP", extra="serve"):
+    from slipstream.inference.server.app import create_app
+    from slipstream.inference.server.run import DeadEngineError, serve
 
 __all__ = ["DeadEngineError", "create_app", "serve"]

@@ -97,6 +97,7 @@ def create_app(
             "created": created,
             "owned_by": "slipstream",
             "max_model_len": engine.max_context,
+            "sampling": dict(engine.sampling),
         }
 
     def check_model(name: str) -> None:
@@ -173,7 +174,7 @@ def create_app(
         prompt = await asyncio.to_thread(tokenizer.encode, text, special=False)
         limit = max_tokens([prompt], ask.max_completion_tokens or ask.max_tokens, engine.max_context)
         logprobs = (ask.top_logprobs or 0) if ask.logprobs else None
-        params = ask.sampling(max_tokens=limit, logprobs=logprobs, json_schema=ask.output_schema())
+        params = ask.sampling(max_tokens=limit, logprobs=logprobs, json_schema=ask.output_schema(), usual=engine.sampling)
         free = () if ask.output_schema() else tuple(tool.function.name for tool in ask.told())
         form = ChatFormat(
             ask.model,

@@ -8,6 +8,7 @@ Answers are typed dicts: one is made for each token, where a model costs ten tim
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, WrapValidator, model_validator
@@ -125,13 +126,15 @@ class Sampled(Strict):
             raise ValueError("stream_options is only for stream: true")
         return self
 
-    def sampling(self, *, max_tokens: int, logprobs: int | None, json_schema: str | None) -> SamplingParams:
-        """Raises RequestError."""
+    def sampling(
+        self, *, max_tokens: int, logprobs: int | None, json_schema: str | None, usual: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
+        """usual: what holds where the request does not say. Raises RequestError."""
         names = (
             *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"),
             *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
         )
-        given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given: dict[str, Any] = dict(usual or {}) | {name: value for name in names if (value := getattr(self, name)) is not None}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         if self.min_tokens is not None and self.min_tokens > max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({max_tokens})", param="min_tokens")
@@ -495,6 +498,7 @@ class ModelBody(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    sampling: dict[str, float]  # a chat's, where its request does not say
 
 
 class ModelList(TypedDict):

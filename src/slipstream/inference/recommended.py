@@ -1,0 +1,58 @@
+"""Sampling as a model's makers recommend it: what `slipstream chat` and /v1/chat/completions take where nobody says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import huggingface
+from slipstream.inference.core import SamplingParams
+
+UNSTATED: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}  # of a conversation with a model that says nothing
+
+_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GGUF = {  # llama.cpp's keys
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+_CARDS: dict[tuple[str, str], Mapping[str, Any]] = {  # by general.basename and .organization: of files that leave it to their card
+    ("smollm2", "HuggingFaceTB"): {"temperature": 0.2, "top_p": 0.9}
+}
+
+
+def of_generation(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Of generation_config.json; {} where it says nothing, or that nothing is to be sampled."""
+    if generation.get("do_sample") is False:
+        return {}
+    return {name: value for name in _FIELDS if (value := generation.get(name)) is not None}
+
+
+def of_folder(path: Path) -> dict[str, Any]:
+    return of_generation(huggingface.read_generation(path / "generation_config.json"))
+
+
+def of_gguf(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises ValueError for a value that cannot be sampled with."""
+    stated = {name: metadata[key] for key, name in _GGUF.items() if key in metadata}
+    try:
+        SamplingParams(**stated)
+    except ValueError as error:
+        raise ValueError(f"the GGUF file's general.sampling: {error}") from None
+    if stated or "tokenizer.chat_template" not in metadata:
+        return stated
+    return _CARDS.get((metadata.get("general.basename", ""), metadata.get("general.organization", "")), {})
+
+
+def of_model(model: Any) -> dict[str, Any]:
+    """Of a live transformers model."""
+    generation = getattr(model, "generation_config", None)
+    return {} if generation is None else of_generation(generation.to_diff_dict())
+
+
+def said(sampling: Mapping[str, Any]) -> str:
+    """For people."""
+    return ", ".join(f"{name} {value:g}" for name, value in sampling.items())
