@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import re
 import shlex
@@ -10,11 +12,14 @@ import signal
 import subprocess
 import sys
 import tarfile
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.config import keys
+from tests.pool import run as run_on_ranks
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,13 +146,22 @@ def get_peft_model(model, r):
 """
 
 
+def quantized_page(folder: Path) -> list[float]:
+    """The losses that its code prints."""
+    scope: dict[str, Any] = {}
+    if importlib.util.find_spec("peft") is None:
+        sys.modules["peft"] = types.ModuleType("peft")
+        exec(PEFT, vars(sys.modules["peft"]))
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(QUANTIZED, scope)
+    assert {module.form.bits for module in scope["engine"].module.modules() if hasattr(module, "form")} == {4}
+    scope["engine"].destroy()
+    return [float(line) for line in said.getvalue().split()]
+
+
 def test_adapters_on_a_quantized_base_run(tmp_path: Path) -> None:
     """Each loss is below the one before: what is trained are the adapters."""
-    script = tmp_path / "script.py"
-    script.write_text(QUANTIZED + "\nassert {m.form.bits for m in engine.module.modules() if hasattr(m, 'form')} == {4}\n")
-    if importlib.util.find_spec("peft") is None:
-        (tmp_path / "peft.py").write_text(PEFT)
-    losses = [float(line) for line in run(script).split()]
+    (losses,) = run_on_ranks(1, quantized_page, tmp_path)
     assert len(losses) == 4 and losses == sorted(losses, reverse=True) and losses[0] - losses[-1] > 0.01
     assert (tmp_path / "adapters" / "latest").is_file()
 

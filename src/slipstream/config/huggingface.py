@@ -12,7 +12,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["check_config", "check_folder", "read_config", "read_generation", "read_index", "read_object", "read_tokenizer_config"]
+__all__ = [
+    "TOKEN",
+    "check_config",
+    "check_folder",
+    "read_config",
+    "read_generation",
+    "read_index",
+    "read_object",
+    "read_tokenizer_config",
+]
 
 
 class Rule(NamedTuple):
