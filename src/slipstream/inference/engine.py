@@ -233,8 +233,11 @@ class Engine:
             raise ValueError("the prompt is text, and this engine has no tokenizer; give token ids, or open it with one")
         return self.tokenizer.encode(prompt)
 
-    def submit(self, prompt: str | Sequence[int], params: SamplingParams, *, sink: Sink, n: int = 1, priority: int = 0) -> Handle:
-        """Queue a prompt for `n` answers, and return. Lower `priority` goes first.
+    def submit(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, sink: Sink, n: int = 1, priority: int = 0, salt: str = ""
+    ) -> Handle:
+        """Queue a prompt for `n` answers, and return. Lower `priority` goes first. Only requests of the same `salt` share what the
+        prefix cache holds.
 
         Raises ValueError for what can never be served, QueueFullError if the queue is full, ClosedError if nothing is taken."""
         ids = self.encode(prompt)
@@ -255,6 +258,7 @@ class Engine:
                 params=params,
                 end_ids=ends,
                 priority=priority,
+                salt=salt,
                 arrival=now,
                 seed=seed + index,
             )
@@ -324,6 +328,17 @@ class Engine:
         """Raise AssertionError unless every block is accounted for. For tests, while no step runs."""
         with self._lock:
             self._scheduler.pool.check(request.blocks for request in self._scheduler.running)
+
+    def prepare(self) -> None:
+        """Make now what first requests would wait for, and the others with them: the tokenizer's tables, the vocabulary of JSON
+        schemas."""
+        if self.tokenizer is None:
+            return
+        self.tokenizer.prepare()
+        try:
+            self._constraint('{"type": "object"}')
+        except ValueError as error:
+            logger.info("no JSON schemas: %s", error)
 
     def _constraint(self, schema: str) -> Constraint:
         with self._grammars_lock:
