@@ -40,7 +40,7 @@ class Output(NamedTuple):
 class FakeTokenizer:
     tells_tools = True
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
         return list(text.encode())
 
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
@@ -112,8 +112,11 @@ class FakeEngine:
         self.running: list[Handle] = []
         threading.Thread(target=self._run, daemon=True).start()
 
+    def prepare(self) -> None:
+        pass
+
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, sink: Callable[[Any], None]
+        self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, salt: str, sink: Callable[[Any], None]
     ) -> Handle:
         if wrong := [token for token in prompt if token >= VOCAB]:
             raise ValueError(f"the prompt has token {wrong[0]}; this model's tokens are 0 to {VOCAB - 1}")

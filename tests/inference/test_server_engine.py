@@ -29,13 +29,15 @@ LENGTH = 12
 
 
 @contextmanager
-def served(before: Callable[[Batch], None] = lambda batch: None, **options: Any) -> Iterator[tuple[Engine, str]]:
+def served(
+    before: Callable[[Batch], None] = lambda batch: None, server: dict[str, Any] | None = None, **options: Any
+) -> Iterator[tuple[Engine, str]]:
     runner = HashRunner(num_blocks=96)
     runner.before = before
     engine = Engine(runner, byte_tokenizer(), **{"token_budget": 64, "max_running": 32, "num_draft": 2, **options})
     engine.start()
     try:
-        with serving(engine) as address:  # type: ignore[arg-type]
+        with serving(engine, **(server or {})) as address:  # type: ignore[arg-type]
             yield engine, address
             until(lambda: engine.stats().running + engine.stats().waiting == 0)
     finally:
@@ -100,7 +102,7 @@ def test_a_loop_that_is_closed_leaves_nothing_running(caplog: pytest.LogCaptureF
         async def receive() -> Any:
             await asyncio.Event().wait()
 
-        run = generation(engine, Work(prompts=[b"x"], params=params, n=2, priority=0), receive, Compiling(1))  # type: ignore[arg-type]
+        run = generation(engine, Work(prompts=[b"x"], params=params, n=2, priority=0, salt=""), receive, Compiling(1))  # type: ignore[arg-type]
         async for _ in await run.__aenter__():
             return run
 

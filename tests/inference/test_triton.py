@@ -460,3 +460,16 @@ def test_what_it_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not(weights, torch.device(DEVICE)) == "int4 in groups of 48; the kernels take groups of 32, 64, 128"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert why_not(weights, torch.device("cuda")) == "compute capability 7.5; the kernels need 8.0"
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_value_that_is_not_finite_reaches_only_who_sees_it(value: float) -> None:
+    keys, values, q = (noise(2, 16, 1, 24), noise(2, 16, 1, 24), noise(20, 2, 24))
+    numbers = ([0, 16], [16, 4], [0, 0], [0, 1])  # tiles of rows 0 to 15 and 16 to 19; both blocks
+    tiles = attention.Tiles(*(torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in numbers), lanes=64, context=32)
+    positions = torch.arange(20, dtype=torch.int32, device=DEVICE)
+    options: Any = {"scale": 0.3, "cap": 0.0, "window": 0}
+    wanted = attention.attend(q, keys, values, positions, tiles, **options)
+    values[0, 9, 0, 3] = value
+    got = attention.attend(q, keys, values, positions, tiles, **options)
+    assert got[:9].equal(wanted[:9]) and not got[9:].isfinite().any()

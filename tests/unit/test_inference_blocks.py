@@ -199,3 +199,17 @@ def test_check_sees_tables_that_are_wrong() -> None:
         pool.check([table, table])
     with pytest.raises(AssertionError, match="holds a block twice"):
         pool.check([table + table])
+
+
+def test_prefixes_of_one_salt_are_not_found_under_another() -> None:
+    pool = BlockPool(8, 2)
+    tokens = [1, 2, 3, 4, 5]
+    tables = {salt: list[int]() for salt in ("", "a", "b")}
+    for salt, table in tables.items():
+        assert pool.match(tokens, salt) == []
+        pool.reserve(table, 0, 4)
+        pool.publish(table, tokens, 0, 4, salt)
+    for salt, table in tables.items():
+        assert pool.match(tokens, salt) == table
+    assert len({block for table in tables.values() for block in table}) == 6, "nobody's blocks are another's"
+    pool.check(tables.values())

@@ -246,21 +246,43 @@ def test_an_engine_that_computes_nothing_any_more_is_dead() -> None:
     runner = HashRunner()
 
     def fail(batch: Batch) -> None:
+        raise RuntimeError("device lost")
+
+    with running(runner) as engine:
+        done(ask(engine, "fine"))
+        runner.before = fail
+        for _ in range(MAX_FAILURES):
+            answer = done(ask(engine, "fine", n=2))
+            assert [answer.last(index).finish for index in range(2)] == [Finish.ERROR] * 2
+            assert answer.last(1).error == "the forward failed: RuntimeError: device lost"
+        while engine.healthy:  # the last is told before the probe is computed
+            time.sleep(0.001)
+        assert not engine.stats().healthy
+        with pytest.raises(
+            ClosedError, match="is dead: 3 forwards in a row failed, and that of a single token after them: Runtime"
+        ):
+            engine.submit("x", GREEDY, sink=Answer())
+
+
+@pytest.mark.parametrize("ever", [False, True])
+def test_requests_that_fail_alone_in_a_row_end_nobody_else(ever: bool) -> None:
+    """`ever`: whether anything was computed before them."""
+    runner = HashRunner()
+
+    def fail(batch: Batch) -> None:
         if any("fatal" in bytes(chunk.request.tokens).decode() for chunk in batch.chunks):
             raise RuntimeError("out of memory")
 
-    with running(runner) as engine:
-        runner.before = fail
-        answer = done(ask(engine, "fatal", n=2))
-        assert [answer.last(index).finish for index in range(2)] == [Finish.ERROR] * 2
-        assert answer.last(1).error == "the forward failed: RuntimeError: out of memory"
-        assert engine.healthy and done(ask(engine, "fine")).last().finish in (Finish.STOP, Finish.LENGTH)
-        for _ in range(MAX_FAILURES):
-            last = done(ask(engine, "fatal")).last()
-        assert "3 forwards in a row" in str(last.error)
-        assert not engine.healthy and not engine.stats().healthy
-        with pytest.raises(ClosedError, match="is dead: 3 forwards in a row failed, the last with RuntimeError: out of memory"):
-            engine.submit("x", GREEDY, sink=Answer())
+    runner.before = fail
+    with running(max_running=1) as engine:
+        wanted = done(ask(engine, "fine")).ids()
+    with running(runner, max_running=1) as engine:
+        first = [ask(engine, "fine")] * ever
+        fatal = [ask(engine, "fatal") for _ in range(3 * MAX_FAILURES)]
+        bystanders = [*first, *(ask(engine, "fine") for _ in range(9))]
+        assert {done(answer).last().error for answer in fatal} == {"the forward failed: RuntimeError: out of memory"}
+        assert all(done(answer).ids() == wanted for answer in bystanders)
+        assert engine.healthy
 
 
 def test_a_failure_that_does_not_come_again_ends_nobody() -> None:

@@ -11,10 +11,11 @@ it is in. Every block is in one of three states:
 [Note: Finding a prefix]
 Once all positions of a block are computed, it is *published*: found from then on under (block before it, its tokens).
 The block before stands for everything before, because that one is published too, so equal keys mean equal prefixes;
-a dict compares whole keys, so a collision of hashes can serve nothing wrong. There is never a second block under a key:
-who computes the same content again gives its copy back and takes the published block. Therefore a table holds the
-predecessors of each of its published blocks, and since `free` lets go of the last block first, an idle block is always
-older than its predecessor: the oldest idle block has no successor, and evicting it leaves no key without its block.
+a dict compares whole keys, so a collision of hashes can serve nothing wrong. Before the first block stands a salt: prefixes of
+one salt are not found under another, so that clients can be kept from learning what others have asked. There is never a second
+block under a key: who computes the same content again gives its copy back and takes the published block. Therefore a table holds
+the predecessors of each of its published blocks, and since `free` lets go of the last block first, an idle block is always older
+than its predecessor: the oldest idle block has no successor, and evicting it leaves no key without its block.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-Key = tuple[int, tuple[int, ...]]  # the block before (ROOT: none) and the tokens
-
-ROOT = -1
+Key = tuple[int | str, tuple[int, ...]]  # the block before, of a first block the salt; and the tokens
 
 
 class BlockPool:
@@ -57,10 +56,11 @@ class BlockPool:
         """Blocks that hold so many positions."""
         return -(-num_tokens // self.block_size)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
+    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """The published blocks that `tokens` begin with, without at least the last token, which is always computed:
         its logits are wanted. Changes nothing; `fork` takes them into a table."""
-        size, found, before = self.block_size, [], ROOT
+        size, found = self.block_size, list[int]()
+        before: int | str = salt
         for begin in range(0, len(tokens) - size, size):
             block = self._published.get((before, tuple(tokens[begin : begin + size])))
             if block is None:
@@ -95,14 +95,14 @@ class BlockPool:
                 copies.append((shared, table[index]))
         return copies
 
-    def publish(self, table: list[int], tokens: Sequence[int], start: int, stop: int) -> None:
+    def publish(self, table: list[int], tokens: Sequence[int], start: int, stop: int, salt: str = "") -> None:
         """Positions [start, stop) have just been computed, and all before them: publish the blocks that they complete.
         May put another block of equal content into the table (see the note)."""
         if not self.prefix_caching:
             return
         size = self.block_size
         for index in range(start // size, stop // size):
-            key = (table[index - 1] if index else ROOT, tuple(tokens[index * size : (index + 1) * size]))
+            key = (table[index - 1] if index else salt, tuple(tokens[index * size : (index + 1) * size]))
             mine = table[index]
             table[index] = self._published.setdefault(key, mine)
             if table[index] == mine:
@@ -172,7 +172,7 @@ class BlockPool:
         age = {block: position for position, block in enumerate(self._idle)}
         for block, (before, tokens) in self._keys.items():
             _check(len(tokens) == self.block_size, f"block {block} is published with {len(tokens)} of {self.block_size} tokens")
-            if before != ROOT:
+            if not isinstance(before, str):
                 _check(before in self._keys, f"block {block} is published after block {before}, which is not")
                 _check(block in age or before in used, f"block {block} is used, block {before} before it is not")
                 _check(before in used or age[block] < age[before], f"block {before} is evicted before block {block} after it")

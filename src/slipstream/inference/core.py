@@ -93,6 +93,7 @@ class Request:
     params: SamplingParams
     end_ids: frozenset[int] = frozenset()  # tokens that end it: the model's (unless ignore_eos) and stop_token_ids
     priority: int = 0  # lower goes first
+    salt: str = ""  # shares cached prefixes with requests of the same salt only
     arrival: float = 0.0  # seconds, of one clock
     seed: int = 0  # params.seed, or the one that was drawn
     siblings: list[Request] = field(default_factory=list)  # the other n - 1 of this prompt, admitted when it is computed

@@ -218,10 +218,17 @@ def visible(start: int, num_queries: int, first_key: int, window: int, device: t
 
 
 def attend(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask_TS: Tensor, *, scale: float, cap: float) -> Tensor:
-    """Softmax attention with grouped heads (query head h reads kv head h // G): [T, H, D]."""
+    """Softmax attention with grouped heads (query head h reads kv head h // G): [T, H, D].
+
+    [Note: Values that are not finite] A masked position counts for nothing whatever its value is, though 0 times NaN is NaN: a
+    request's later tokens must not reach earlier positions, whose blocks others find as their prefix. Who sees such a value gets
+    NaN."""
     num_kv_heads = k_SKD.shape[1]
+    broken_KS = ~v_SKD.isfinite().all(-1).T
+    broken_K1T1 = (mask_TS & broken_KS[:, None]).any(-1)[:, None, :, None]
+    v_SKD = v_SKD.nan_to_num(0.0, 0.0, 0.0)
     q_KGTD = q_THD.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     k_K1SD, v_K1SD = k_SKD.transpose(0, 1)[:, None], v_SKD.transpose(0, 1)[:, None]
     scores = soft_cap((q_KGTD @ k_K1SD.transpose(2, 3)).float() * scale, cap)
     probabilities = scores.masked_fill(~mask_TS, -torch.inf).softmax(-1).to(v_SKD.dtype)
-    return (probabilities @ v_K1SD).permute(2, 0, 1, 3).flatten(1, 2)
+    return (probabilities @ v_K1SD).masked_fill(broken_K1T1, torch.nan).permute(2, 0, 1, 3).flatten(1, 2)

@@ -36,7 +36,7 @@ __all__ = ["ClosedError", "Engine", "Handle", "Logprob", "Output", "Sink", "Usag
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # batches in a row of which no part could be computed; an error of CUDA, say, stays for the rest of the process
+MAX_FAILURES = 3  # batches in a row of which no part could be computed; then a token that has worked shows whose fault it is
 
 
 class ClosedError(RuntimeError):
@@ -200,6 +200,7 @@ class Engine:
         self._cancelled: list[Handle] = []  # since the last forward
         self._outbox: list[tuple[_Sequence, Output]] = []  # to be told, without the lock
         self._failures = 0  # batches in a row
+        self._proven = 0  # a token of the last batch that was computed
         self._lacking = lacking
         self._pause = threading.Lock()  # one at a time
         self._meters = Meters()
@@ -232,8 +233,11 @@ class Engine:
             raise ValueError("the prompt is text, and this engine has no tokenizer; give token ids, or open it with one")
         return self.tokenizer.encode(prompt)
 
-    def submit(self, prompt: str | Sequence[int], params: SamplingParams, *, sink: Sink, n: int = 1, priority: int = 0) -> Handle:
-        """Queue a prompt for `n` answers, and return. Lower `priority` goes first.
+    def submit(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, sink: Sink, n: int = 1, priority: int = 0, salt: str = ""
+    ) -> Handle:
+        """Queue a prompt for `n` answers, and return. Lower `priority` goes first. Only requests of the same `salt` share what the
+        prefix cache holds.
 
         Raises ValueError for what can never be served, QueueFullError if the queue is full, ClosedError if nothing is taken."""
         ids = self.encode(prompt)
@@ -254,6 +258,7 @@ class Engine:
                 params=params,
                 end_ids=ends,
                 priority=priority,
+                salt=salt,
                 arrival=now,
                 seed=seed + index,
             )
@@ -324,6 +329,17 @@ class Engine:
         with self._lock:
             self._scheduler.pool.check(request.blocks for request in self._scheduler.running)
 
+    def prepare(self) -> None:
+        """Make now what first requests would wait for, and the others with them: the tokenizer's tables, the vocabulary of JSON
+        schemas."""
+        if self.tokenizer is None:
+            return
+        self.tokenizer.prepare()
+        try:
+            self._constraint('{"type": "object"}')
+        except ValueError as error:
+            logger.info("no JSON schemas: %s", error)
+
     def _constraint(self, schema: str) -> Constraint:
         with self._grammars_lock:
             return self._grammars.constraint(schema)
@@ -392,9 +408,8 @@ class Engine:
         batch = self._schedule()
         if batch is None:
             return False
-        why = self._compute(batch)
-        if why is not None:
-            self._compute_apart(batch, why)
+        if self._compute(batch) is not None:
+            self._compute_apart(batch)
         self._tell()
         self._scheduler.pace.add(batch.num_tokens, time.perf_counter() - start)
         return True
@@ -447,14 +462,15 @@ class Engine:
         self._commit(batch, drawn)
         return None
 
-    def _compute_apart(self, batch: Batch, why: str) -> None:
+    def _compute_apart(self, batch: Batch) -> None:
         """[Note: A forward that fails]
 
         One request must not end another's, nor change it. Nothing of a failed batch was committed, and to compute positions again
         writes the same keys and values, so the batch is tried again, then its halves, down to single requests and their halves:
-        what was too much for the memory at once is computed in parts. A request ends if it fails alone with one token. Where no
-        part can be computed, the fault is the device's or the model's, and after MAX_FAILURES such batches in a row the engine is
-        dead."""
+        what was too much for the memory at once is computed in parts. A request ends if it fails alone with one token. After
+        MAX_FAILURES batches in a row of which no part could be computed, a token that has worked before is computed alone: if it
+        works, the requests were at fault, and the engine goes on; if it fails, the fault is the device's (an error of CUDA stays
+        for the rest of the process), and the engine is dead."""
         self._failures += 1  # `_commit` sets it to 0
         with self._lock:
             chunks = self._scheduler.chunks_again(batch)
@@ -466,16 +482,35 @@ class Engine:
                 continue
             error = self._compute(Batch(chunks, ()))
             if error is not None:
-                why, smaller = error, _smaller(chunks)
+                smaller = _smaller(chunks)
                 parts += reversed(smaller)
                 if not smaller:
                     failed[chunks[0].request] = error
-        if self._failures == MAX_FAILURES:
-            self._shut(Finish.ERROR, f"{MAX_FAILURES} forwards in a row failed, the last with {why}")
-            return
         with self._lock:
             for request, error in failed.items():
                 self._end([self._sequences[request]], Finish.ERROR, f"the forward failed: {error}")
+        if self._failures == MAX_FAILURES:
+            self._failures = 0
+            if (error := self._probe()) is not None:
+                why = f"{MAX_FAILURES} forwards in a row failed, and that of a single token after them: {error}"
+                self._shut(Finish.ERROR, why)
+
+    def _probe(self) -> str | None:
+        """Computes one token that has worked, in a block of its own; None, or why that fails."""
+        pool = self._scheduler.pool
+        probe = Request(id="probe", tokens=[self._proven], params=SamplingParams())
+        with self._lock:
+            if not pool.num_free:
+                return None  # others hold all blocks: there was a forward that worked
+            pool.reserve(probe.blocks, 0, 1)
+        try:
+            self.runner.forward(Batch((Chunk(probe, 0, 1),), ()))
+        except Exception as error:  # as in `_compute`
+            return _text(error)
+        finally:
+            with self._lock:
+                pool.free(probe.blocks)
+        return None
 
     def _sample(self, batch: Batch, logits: Any) -> dict[Request, list[Sampled] | str]:
         """What each request that draws from the batch goes on with (guesses that came true and one more), or why it cannot."""
@@ -523,6 +558,7 @@ class Engine:
         now = time.perf_counter()
         with self._lock:
             self._failures = 0
+            self._proven = batch.chunks[0].request.tokens[batch.chunks[0].start]
             computed = sum(max(0, min(chunk.stop, chunk.request.num_prompt) - chunk.start) for chunk in batch.chunks)
             for request, why in drawn.items():
                 if isinstance(why, str) and request in self._sequences:  # not ended with its siblings

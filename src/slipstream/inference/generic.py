@@ -158,8 +158,18 @@ class GenericDecoder:
         parts = []
         for span in inputs.spans:
             rows = inputs.rows[(inputs.rows >= span.begin) & (inputs.rows < span.end)] - span.begin
-            parts.append(self._logits(inputs.tokens[span.begin : span.end], rows, _caches(self.cache, span)))
+            logits = self._logits(inputs.tokens[span.begin : span.end], rows, _caches(self.cache, span))
+            parts.append(logits if self.cache.is_finite(span.slots[span.start :]) else self._token_by_token(inputs, span, rows))
         return torch.cat(parts)
+
+    def _token_by_token(self, inputs: Inputs, span: Span, rows: Tensor) -> Tensor:
+        """A span again where no token sees a later one: see [Note: Values that are not finite] in `decoder`."""
+        steps = [
+            Span(at, at + 1, span.start + i, span.slots[: span.start + i + 1]) for i, at in enumerate(range(span.begin, span.end))
+        ]
+        one = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
+        logits = [self._logits(inputs.tokens[step.begin : step.end], one, _caches(self.cache, step)) for step in steps]
+        return torch.cat(logits)[rows]
 
     def _logits(self, tokens: Tensor, rows: Tensor, cache: Any, **more: Any) -> Tensor:
         keep = {"logits_to_keep": rows} if self._keeps else {}

@@ -69,6 +69,10 @@ class KVCache:
         """Keys and values [tokens, kv_heads, head_dim] of slots [tokens]; a gathered copy."""
         return self.keys[layer].flatten(0, 1)[slots], self.values[layer].flatten(0, 1)[slots]
 
+    def is_finite(self, slots: Tensor) -> bool:
+        """Whether all keys and values of slots [tokens] are numbers."""
+        return all(bool(layer.flatten(0, 1)[slots].isfinite().all()) for layer in (*self.keys, *self.values))
+
 
 def bytes_per_block(shapes: Sequence[HeadShape], block_size: int, dtype: torch.dtype) -> int:
     """Keys and values of all layers."""

@@ -197,7 +197,7 @@ class Scheduler:
                 self._learn(chunk, len(sampled[request]) - 1)
             takers = receivers(chunk)
             request.num_computed = chunk.stop
-            self.pool.publish(request.blocks, request.tokens, chunk.start, chunk.stop)
+            self.pool.publish(request.blocks, request.tokens, chunk.start, chunk.stop, request.salt)
             for sibling in takers[1:]:
                 self._begin(sibling, request)
             for taker in takers:
@@ -248,7 +248,7 @@ class Scheduler:
             request = next((one for one in self.waiting if self._entries[one].admitted or not self.pausing), None)
             if request is None:
                 break
-            found = self.pool.fork(self.pool.match(request.tokens))
+            found = self.pool.fork(self.pool.match(request.tokens, request.salt))
             hits = len(found) * self.pool.block_size
             lacking = self.pool.num_needed(len(request.tokens)) - len(found)
             too_long = not self.split and len(request.tokens) - hits > plan.budget
@@ -348,7 +348,7 @@ class Scheduler:
             if reason:
                 break
         request.num_computed = len(request.tokens) - 1
-        self.pool.publish(request.blocks, request.tokens, before, request.num_computed)
+        self.pool.publish(request.blocks, request.tokens, before, request.num_computed, request.salt)
         new = tuple(request.tokens[before:])
         if reason:
             self.finish(request, reason)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -28,7 +30,17 @@ logger = logging.getLogger(__name__)
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no whole character
 LONGEST_PART = 3  # bytes that may still become a character: UTF-8 has at most 4
+LONG = 2_000  # characters from which on encoding is worth a thread without the interpreter's lock
+SLICE = 1 << 16  # characters that are encoded at once to see whether a text is too long
+DENSE = 8  # characters for each token of the limit; a text of fewer is encoded as a whole
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+class TooLongError(ValueError):
+    """A text has more tokens than it may have."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"the text has more than {most} tokens")
 
 
 class Tokenizer:
@@ -46,7 +58,9 @@ class Tokenizer:
         self.special = dict(special or {})
         self.end_ids = frozenset(end_ids)  # generation stops at these
         self.templates = dict(templates or {})
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids may have gaps
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocab.values(), default=-1) + 1  # ids may have gaps
+        self._reach = _reach(backend, vocab)
         self._compiled: dict[str, jinja2.Template] = {}
 
     @classmethod
@@ -131,9 +145,39 @@ class Tokenizer:
     def _added(self) -> dict[int, AddedToken]:
         return dict(self.backend.get_added_tokens_decoder())
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """`special`: with the tokens that begin every text (BOS). Not for `chat`'s text: templates write them themselves."""
-        return list(self.backend.encode(text, add_special_tokens=special).ids)
+    def prepare(self) -> None:
+        """Compute now what is kept for later calls."""
+        import jinja2
+
+        _ = self.hidden, self._is_byte_level
+        for name in self.templates:
+            with suppress(jinja2.TemplateError):  # `chat` says what is wrong with it
+                self._template(name)
+
+    def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
+        """`special`: with the tokens that begin every text (BOS). Not for `chat`'s text: templates write them themselves.
+
+        Raises TooLongError, without encoding all of it, for a text that has many more than `most` tokens; one that has a few more
+        is returned. A long text is encoded without the interpreter's lock."""
+        if most is not None and self._exceeds(text, most):
+            raise TooLongError(most)
+        if len(text) < LONG:
+            return list(self.backend.encode(text, add_special_tokens=special).ids)
+        return list(self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+
+    def _exceeds(self, text: str, most: int) -> bool:
+        """Slices have the whole text's tokens and a few more where they are cut, so twice the limit is over it. (Spaces that a
+        special token takes up, count: nobody's prompt has thousands of them.)"""
+        if len(text) > most * self._reach:
+            return True
+        if len(text) <= max(SLICE, DENSE * most):
+            return False
+        count = 0
+        for begin in range(0, len(text), SLICE):
+            count += len(self.backend.encode_batch_fast([text[begin : begin + SLICE]], add_special_tokens=False)[0])
+            if count > 2 * most:
+                return True
+        return False
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
@@ -153,10 +197,15 @@ class Tokenizer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        return '"ByteLevel"' in json.dumps(json.loads(self.backend.to_str()).get("decoder"))
+        return self.backend.decoder is not None and b'"ByteLevel"' in self.backend.decoder.__getstate__()
 
     def _template_name(self, with_tools: bool) -> str:
         return "tool_use" if with_tools and "tool_use" in self.templates else "default"
+
+    def _template(self, name: str) -> jinja2.Template:
+        if name not in self._compiled:
+            self._compiled[name] = _environment().from_string(self.templates[name])
+        return self._compiled[name]
 
     @cached_property
     def tells_tools(self) -> bool:
@@ -186,9 +235,7 @@ class Tokenizer:
             raise ValueError("this model has no chat template; use plain completions, or a folder with chat_template.jinja")
         messages = [_plain_message(message) for message in messages]
         try:
-            if name not in self._compiled:
-                self._compiled[name] = _environment().from_string(self.templates[name])
-            return self._compiled[name].render(
+            return self._template(name).render(
                 **{**self.special, **variables},
                 messages=messages,
                 tools=None if tools is None else list(tools),
@@ -317,6 +364,20 @@ def _backend(file: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises nothing more exact
         raise ValueError(f"{file} is no tokenizer that the package tokenizers reads: {error}") from None
+
+
+def _reach(backend: tokenizers.Tokenizer, vocab: Iterable[str]) -> float:
+    """Characters of a text that one token stands for at most; infinity where there may be any number: unknown ones that become one
+    token or none, spaces that a special token takes, a normalizer that drops some."""
+    known, split, normalizer = set(vocab), backend.pre_tokenizer, backend.normalizer
+    how = b"" if split is None else split.__getstate__()
+    by_bytes = b'"ByteLevel"' in how and known >= BYTE_OF.keys() and not any(word in how for word in (b"Removed", b"Whitespace"))
+    falls_back = isinstance(split, (type(None), pre_tokenizers.Metaspace)) and "<0xFF>" in known
+    whole = isinstance(backend.model, models.BPE) and (by_bytes or (falls_back and backend.model.byte_fallback))
+    takes = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    if not whole or takes or not isinstance(normalizer, (type(None), normalizers.NFC)):
+        return math.inf
+    return max(map(len, known), default=1) * (1 if normalizer is None else 4)  # NFC makes one character of four at most
 
 
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -301,6 +301,9 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--api-key", type=_key, action="append", default=[], metavar="KEY", help="clients must send it; may be given several times"
     )
     group.add_argument("--api-key-file", metavar="FILE", help="a key in each line; as SLIPSTREAM_API_KEYS=A,B it is not seen in ps")
+    group.add_argument(
+        "--share-prefixes", action="store_true", help="between API keys too: clients can then tell what others have asked"
+    )
     group.add_argument("--max-body-bytes", type=_bytes, default=4 << 20, metavar="SIZE", help="default 4M")
     group.add_argument("--max-output-tokens", type=_positive, metavar="N", help="per answer; default: the context")
     group.add_argument("--request-timeout", type=_above_zero, default=600.0, metavar="SECONDS", help="default 600")

@@ -141,6 +141,7 @@ def serve(options: argparse.Namespace) -> int:
                 engine.engine,
                 sockets=sockets,
                 api_keys=keys,
+                share_prefixes=options.share_prefixes,
                 max_body_bytes=options.max_body_bytes,
                 max_output_tokens=options.max_output_tokens,
                 request_timeout_s=options.request_timeout,

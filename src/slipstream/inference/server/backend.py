@@ -47,7 +47,9 @@ class Output(Protocol):
 
 
 class Tokenizer(Protocol):
-    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
+        """May raise text.TooLongError for a text of more than `most` tokens, and should where it takes long to encode."""
+        ...
 
     @property
     def tells_tools(self) -> bool:
@@ -77,9 +79,15 @@ class Engine(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None: ...
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, sink: Callable[[Any], None]) -> Any:
+    def prepare(self) -> None:
+        """Called before the first request: makes what that would wait for."""
+        ...
+
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, salt: str, sink: Callable[[Any], None]
+    ) -> Any:
         """Returns a handle without waiting for a forward; `sink` gets an `Output` at a time, from the engine's thread. If it
-        raises, the request is cancelled.
+        raises, the request is cancelled. Requests of different `salt` share nothing of the prefix cache.
 
         Raises ValueError for what the client can mend, QueueFullError when the queue is full, and RuntimeError when the engine
         takes no more requests.

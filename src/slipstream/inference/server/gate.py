@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import logging
@@ -36,7 +37,7 @@ def refusal(error: RequestError) -> Response:
 class Gate:
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], traffic: Traffic) -> None:
         self.app = app
-        self.keys = [key.encode() for key in api_keys]
+        self.keys = {key.encode(): hashlib.sha256(key.encode()).hexdigest() for key in api_keys}
         self.traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,7 +69,9 @@ class Gate:
             self.traffic.active -= generates
 
     def _refused(self, scope: Scope, generates: bool) -> Response | None:
-        if self.keys and scope["path"] not in _OPEN and not self._has_key(Headers(scope=scope).get("authorization", "")):
+        tenant = self._tenant(Headers(scope=scope).get("authorization", "")) if self.keys else ""
+        scope.setdefault("state", {})["tenant"] = tenant
+        if tenant is None and scope["path"] not in _OPEN:
             error = RequestError("a valid API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
             error.headers["WWW-Authenticate"] = "Bearer"
             return refusal(error)
@@ -76,8 +79,10 @@ class Gate:
             return refusal(RequestError("the server is shutting down", status=503, code="draining", retry_after=5))
         return None
 
-    def _has_key(self, header: str) -> bool:
+    def _tenant(self, header: str) -> str | None:
+        """Who has the key: a digest of it. None: nobody."""
         scheme, _, given = header.partition(" ")
         # Every key is compared, each in constant time, so that the time taken says nothing of them.
-        right = [hmac.compare_digest(given.strip().encode("latin-1", "replace"), key) for key in self.keys]
-        return scheme.lower() == "bearer" and any(right)
+        pairs = self.keys.items()
+        right = [tenant for key, tenant in pairs if hmac.compare_digest(given.strip().encode("latin-1", "replace"), key)]
+        return right[0] if right and scheme.lower() == "bearer" else None

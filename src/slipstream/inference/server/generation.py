@@ -47,6 +47,7 @@ class Work:
     params: SamplingParams
     n: int
     priority: int
+    salt: str
 
 
 class Deadlines:
@@ -117,7 +118,7 @@ async def running(engine: Engine, work: Work, receive: Receive, compiling: Compi
             if not over:
                 loop.call_soon_threadsafe(mailbox.put_nowait, (first + output.index, output))
 
-        return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink)
+        return engine.submit(prompt, work.params, n=work.n, priority=work.priority, salt=work.salt, sink=sink)
 
     def started(prompt: Sequence[int], first: int) -> asyncio.Future[Any]:
         """In another thread; to be shielded, so that its handle is never lost."""

@@ -18,6 +18,8 @@ from typing_extensions import TypedDict
 from slipstream.inference.core import MAX_STOP, SamplingParams
 
 MAX_SEQUENCES = 128  # of one request: prompts times n
+MAX_MESSAGES = 4096  # of a chat
+MAX_SALT = 256  # characters
 
 
 class RequestError(Exception):
@@ -119,6 +121,7 @@ class Sampled(Strict):
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # 10 s of waiting each: nobody can starve the others
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None  # who shares its cached prefixes
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Sampled:
@@ -259,7 +262,7 @@ class ResponseFormat(Strict):
 
 
 class ChatRequest(Sampled):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

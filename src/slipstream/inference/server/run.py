@@ -30,6 +30,9 @@ HEADER_TIMEOUT = 30.0  # seconds from a connection, or its last answer, to the e
 MAX_CONNECTIONS = 4096
 READING_TIME = 2.0  # seconds, at the server's end, for clients to read what is left of their answers
 OTHER_FILES = 64  # that a process has open beside connections
+SWITCH_INTERVAL = (
+    0.001  # seconds that a thread which prepares requests may let the streams' threads wait, each time; Python's is 0.005
+)
 
 
 class DeadEngineError(RuntimeError):
@@ -136,6 +139,7 @@ def serve(
     port: int = 8000,
     sockets: Sequence[socket.socket] | None = None,
     api_keys: Sequence[str] = (),
+    share_prefixes: bool = False,
     max_body_bytes: int = 4 << 20,
     max_output_tokens: int | None = None,
     request_timeout_s: float = 600.0,
@@ -145,9 +149,12 @@ def serve(
     `sockets` are bound ones, to listen on in place of host and port.
 
     Raises DeadEngineError when the engine is dead and everybody who waited for it has been told."""
+    engine.prepare()
+    sys.setswitchinterval(SWITCH_INTERVAL)
     app = create_app(
         engine,
         api_keys=api_keys,
+        share_prefixes=share_prefixes,
         max_body_bytes=max_body_bytes,
         max_output_tokens=max_output_tokens,
         request_timeout_s=request_timeout_s,

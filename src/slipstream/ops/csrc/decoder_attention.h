@@ -115,8 +115,11 @@ INLINE void attend_block(const int count, const struct decoder *model, const str
     const int64_t dim = model->head_dim;
     float weights[ROWS][PANEL];
     vec scores[ROWS];
-    for (int i = 0; i < count; ++i)
+    int causal = 0; /* some query does not see all that others of the tile see */
+    for (int i = 0; i < count; ++i) {
         scores[i] = vec_zero();
+        causal |= queries->last[i] - position + 1 < seen;
+    }
     for (int64_t d = 0; d < dim; ++d) {
         const int64_t at = d * PANEL * weight_size(type);
         const vec key = load_weight(type, keys + at);
@@ -158,7 +161,8 @@ INLINE void attend_block(const int count, const struct decoder *model, const str
         for (int64_t at = 0; at < seen; ++at) {
             const vec value = load_weight(type, values + (at * dim + d) * weight_size(type));
             for (int i = 0; i < count; ++i)
-                sums[i] = vec_fma(vec_set(weights[i][at]), value, sums[i]);
+                if (!causal || position + at <= queries->last[i]) /* 0 times a later NaN would be NaN, and shared with the prefix */
+                    sums[i] = vec_fma(vec_set(weights[i][at]), value, sums[i]);
         }
         for (int i = 0; i < count; ++i)
             store_f32(out + i * out_stride + d, sums[i], 0);

@@ -101,6 +101,11 @@ def _attend(
             shrink = tl.exp(most - above)
             weight = weight * shrink + tl.sum(weight_SL, 0)
             v_SD = tl.load(values + at[:, None] + d[None, :], mask=mask, other=0.0).to(q.dtype.element_ty)
+            # 0 times NaN is NaN: only who sees a value that is not finite gets NaN ([Note: Values that are not finite]).
+            finite_SD = v_SD - v_SD == 0
+            broken_S = tl.min(finite_SD.to(tl.int32), 1) == 0
+            v_SD = tl.where(finite_SD, v_SD, 0.0)
+            weight_SL = tl.where(seen & broken_S[:, None], float("nan"), weight_SL)
             sum_DL = multiply(tl.trans(v_SD), weight_SL.to(q.dtype.element_ty), sum_DL * shrink[None, :])
             most = above
         to = line * num_ranges + part
