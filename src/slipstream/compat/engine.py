@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -297,6 +297,17 @@ class DeepSpeedEngine(Engine):
         return True
 
     save_fp16_model = save_16bit_model
+
+    def sleep(self, include: Iterable[str] | None = None, device: str = "cpu", path: str | None = None) -> int:
+        zero.hide_ranges(self)
+        try:
+            return super().sleep(include, device, path)
+        finally:
+            zero.show_ranges(self)
+
+    def wake(self) -> None:
+        super().wake()
+        zero.show_ranges(self)
 
     def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
         """`Engine.sleep`, by DeepSpeed's names of states."""
