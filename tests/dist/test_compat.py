@@ -235,3 +235,58 @@ def test_a_surgery_keeps_deepspeed_s_attributes_true() -> None:
             assert fragments.safe_get_full_optimizer_state(new, "exp_avg") is not None
         engine.destroy()
         assert not any(hasattr(param, name) for param in params for name in marks)
+
+
+@distributed(world_size=2)
+def test_deepspeeds_assertions(tmp_path: Path) -> None:
+    """Tags that differ under tag_validation "Fail", and the first unused parameter, raise AssertionError on all ranks."""
+    zero_block = {"stage": 2, "ignore_unused_parameters": False}
+    config = toy.settings(2, zero_optimization=zero_block, checkpoint={"tag_validation": "Fail"})
+    engine, *_ = initialize(model=toy.seeded(toy.Lm), config=config)
+    for behind in (engine.rank, engine.rank == 0 or None):
+        with pytest.raises(AssertionError, match="tags differ"):
+            engine.save_checkpoint(str(tmp_path), tag=behind)
+    engine.save_checkpoint(str(tmp_path), tag=7)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "latest"]
+    engine.backward(engine.module.head.weight.square().sum() + engine(toy.tokens(engine.rank, 0)) * 0)
+    engine.step()
+    engine.backward(engine.module.embedding(toy.tokens(engine.rank, 0)).square().sum())
+    with pytest.raises(AssertionError, match=r"'head.weight' got no gradient .*ignore_unused_parameters"):
+        engine.step()
+    engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_one_reduction_of_several_backwards(transport: str) -> None:
+    """Inside, a gradient is this rank's own, as summed up so far; the step takes the mean over ranks, as without."""
+    for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp16")):
+        ours, theirs = (
+            initialize(model=toy.seeded(toy.Lm), config=toy.settings(stage, transport, dtype=dtype))[0] for _ in range(2)
+        )
+        alone = toy.seeded(toy.Lm)
+        weight = ours.module.blocks[1].up.weight
+        with ours.coalesce_grad_reduction():
+            assert fragments.safe_get_full_grad(weight) is None
+            for i in range(2):
+                batch = toy.tokens(ours.rank, i)
+                ours.backward(ours(batch))
+                theirs.backward(theirs(batch))
+                alone(batch).backward()
+                own, mean = fragments.safe_get_full_grad(weight), alone.blocks[1].up.weight.grad
+                torch.testing.assert_close(own.float(), mean, rtol=0.1, atol=1e-3)
+                assert own.dtype is {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float32}[dtype]
+            others: list[Any] = [None, None]
+            dist.all_gather_object(others, own)
+            assert not torch.equal(*others), "nothing is reduced yet"
+            for call in (ours.step, ours.no_sync().__enter__, ours.coalesce_grad_reduction().__enter__):
+                with pytest.raises(AssertionError, match="no_sync"):
+                    call()
+        reduced = fragments.safe_get_full_grad(weight)
+        torch.testing.assert_close(reduced, (others[0].float() + others[1].float()) / 2, rtol=1e-2, atol=1e-4)
+        ours.step()
+        theirs.step()
+        assert abs(ours.global_grad_norm - theirs.global_grad_norm) < 1e-2 * theirs.global_grad_norm
+        with ours.no_sync(), pytest.raises(AssertionError, match="nested inside no_sync"):
+            ours.coalesce_grad_reduction().__enter__()
+        ours.destroy()
+        theirs.destroy()

@@ -331,6 +331,22 @@ def test_a_schedule_without_an_optimizer_is_left_out(deepspeed: Any) -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_a_folder_that_is_none_is_refused(deepspeed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = make(deepspeed)
+    for call, name in (
+        (engine.save_checkpoint, "save_dir"),
+        (engine.load_checkpoint, "load_dir"),
+        (engine.save_pretrained, "save"),
+    ):
+        for folder in (None, ""):
+            with pytest.raises(ValueError, match=rf"{name}\w*=\) is {folder!r}: give the path"):
+                call(folder)
+    assert os.listdir(tmp_path) == []
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
 def test_checkpoint_tags(deepspeed: Any, tmp_path: Path) -> None:
     engine = make(deepspeed)
     step(engine)

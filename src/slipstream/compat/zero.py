@@ -562,8 +562,8 @@ def _save_some(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return None
 
 
-def engine_of(param: nn.Parameter) -> tuple[Engine, str]:
-    """The engine that a parameter belongs to, and its name there. Raises ValueError where there is none."""
+def engine_of(param: nn.Parameter) -> tuple[Any, str]:
+    """The DeepSpeedEngine that a parameter belongs to, and its name there. Raises ValueError where there is none."""
     for unit, indices in access.units_of([param]).items():
         for engine in _engines:
             if unit in engine.units:

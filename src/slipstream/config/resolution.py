@@ -317,8 +317,10 @@ def _precision(values: _Values) -> PrecisionPlan:
     if accumulated is None and master is not torch.float32 and not stochastic:
         values.sources["data_types.grad_accum_dtype"] = "derived: master_weights_and_grads"
     comm = values.take("communication_data_type")
+    buffers = values.take("data_types.buffer_dtype")
     return PrecisionPlan(
         param_dtype=param,
+        buffer_dtype=DTYPES[buffers] if buffers else None,
         master_dtype=master,
         state_dtype=states,
         stochastic_rounding=stochastic,
@@ -364,7 +366,11 @@ def _zero(values: _Values, world: DataWorld) -> ZeroPlan:
             f"data-parallel ranks; use one of {', '.join(map(str, sizes))}"
         )
     return ZeroPlan(
-        stage=stage, shard_size=shard, transport=values.take("slipstream.transport"), reduce_op=values.take("gradient_allreduce_op")
+        stage=stage,
+        shard_size=shard,
+        transport=values.take("slipstream.transport"),
+        reduce_op=values.take("gradient_allreduce_op"),
+        ignore_unused=values.take("zero_optimization.ignore_unused_parameters"),
     )
 
 

@@ -256,8 +256,7 @@ def _engine(
     if tiers.weights is Tier.DISK and comms.data.rank == 0:
         kept = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)
         say_what_stays(plan.offload, plan.sources, sum(unit.weights.numel for unit in units), kept)
-    if recipe.weights_dtype is not None:
-        convert_buffers(model, recipe.weights_dtype)
+    convert_buffers(model, recipe.weights_dtype, precision.buffer_dtype)
     steps: ShardedSteps | None = None
     if inner is not None and rule is not None:
         steps = NativeSteps(inner, units, rule, form, chunk_numel=plan.offload.chunk_numel, num_buffers=plan.offload.num_buffers)

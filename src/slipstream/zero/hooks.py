@@ -169,6 +169,7 @@ class Hooks:
         self.lands = True  # gradients of parameters, in the backward that runs; not in one of torch.func's transforms
         self.keep = False  # a graph of a graph is alive: weights stay until the step
         self.backwards = 0  # since the last step
+        self.landed: set[tuple[int, int]] | None = None  # (unit index, parameter) with a gradient since then; None: nobody asks
         self.graph: weakref.ref[Any] | None = None  # lives as long as the last forward's graph, until its backward
         # What came after the n-th gathering of a phase (n, its unit), last time. A wrong guess costs a gather, never a result.
         # The place counts because the root comes first and last: by unit alone, it would fetch the first block twice.
@@ -371,6 +372,8 @@ class Hooks:
 
     def _on_grad(self, unit: Unit, i: int) -> None:
         self._enter_backward()
+        if self.landed is not None:
+            self.landed.add((unit.index, i))
         if torch.is_grad_enabled():  # a graph of this backward is being made, in which moving its results has no place
             with torch.no_grad():
                 self._take_gradient(unit, i)
@@ -443,7 +446,13 @@ class Hooks:
             self.keep = False
             for unit in self.units:
                 unit.release()
+        self.forget_backwards()
+
+    def forget_backwards(self) -> None:
+        """Their gradients have been used or dropped."""
         self.backwards = 0
+        if self.landed is not None:
+            self.landed.clear()
 
     def watch_phase(self, phase: Phase) -> Phase:
         self.watch.phase, self.watch.unit = phase.value, ""
