@@ -143,6 +143,19 @@ def _checkpoint(values: _Values, offload: OffloadPlan) -> CheckpointPlan:
     )
 
 
+def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides for an engine without optimizer: parameters are offloaded at every stage.
+
+    Below stage 3, where each rank has all weights, that is stage 3 over groups of one rank: weights rest where `offload_param` says,
+    are brought in block by block, and no rank waits for another.
+    """
+    from slipstream.config.parse import parse
+
+    zero = parse(raw).config.zero_optimization
+    offloaded = zero.cpu_offload_param or (zero.offload_param is not None and zero.offload_param.device != "none")
+    return {"zero_optimization.stage": 3, "zero_optimization.mics_shard_size": 1} if offloaded and zero.stage < 3 else {}
+
+
 class _Values:
     """Reads a parsed config key by key, resolves "auto" and remembers where each value came from."""
 

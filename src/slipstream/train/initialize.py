@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.compression import row_forms
-from slipstream.config import DataWorld, ModelFacts, Plan, load_config, resolve
+from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, load_config, resolve
 from slipstream.distributed import init_distributed, local_device
 from slipstream.mesh import Mesh, data_mesh
 from slipstream.optim import Resolved, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
@@ -89,9 +89,13 @@ def initialize(
     device = local_device()
     group = mpu.get_data_parallel_group() if mpu is not None else None
     size = dist.get_world_size(group) if dist.is_initialized() else 1
-    plan = resolve(raw, world=DataWorld(data_parallel=size), facts=_facts(model, device, optimizer, training_data))
+    overrides = {} if optimizer is not None or raw.get("optimizer") else for_inference(raw)
+    facts = _facts(model, device, optimizer, training_data)
+    plan = resolve(raw, world=DataWorld(data_parallel=size), facts=facts, overrides=overrides)
     if size == 1 or dist.get_rank(group) == 0:
         introduce(plan)
+        if overrides:
+            logger.info("no optimizer: offload_param works as in stage 3, over groups of one rank, whatever stage the config gives")
     mesh = data_mesh(plan.zero.shard_size, group)
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     if optimizer is not None and plan.optimizer and mesh.data.index == 0:
