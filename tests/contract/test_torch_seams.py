@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream import checkpointing
-from slipstream.zero import comm, hooks, parameter, unit
+from slipstream.zero import comm, hooks, parameter, transforms, unit
 
 
 def test_a_class_swap_keeps_the_object_and_its_graph() -> None:
@@ -241,3 +241,23 @@ def test_a_mode_sees_factories_and_questions_of_tensors() -> None:
     assert seen == [torch.Tensor.is_meta.__get__, torch.empty]  # type: ignore[attr-defined]
     assert {torch.empty, torch.arange, torch.tensor, torch.randn} <= _device_constructors()
     assert torch.Tag.nondeterministic_seeded in torch.ops.aten.normal_.default.tags
+
+
+def test_transforms_show_their_levels_and_can_be_stepped_out_of() -> None:
+    """zero/transforms.py: of torch.func."""
+    weight, other = nn.Parameter(torch.ones(2)), torch.ones(2)
+    seen: list[tuple[bool, list[int]]] = []
+
+    def write() -> None:
+        other.mul_(2)
+
+    def loss(x: Tensor) -> Tensor:
+        y = (x * weight).sum()
+        seen.append((transforms.differentiates(), [level for level, _ in transforms.in_graphs(y)]))
+        transforms.outside(write)()
+        return y
+
+    x = torch.ones(3, 2)
+    assert not transforms.is_active() and torch.func.vmap(loss)(x).tolist() == [2.0] * 3
+    assert torch.func.grad(loss)(x[0]).tolist() == [1.0, 1.0] and other.tolist() == [4.0, 4.0]
+    assert seen == [(False, [-1]), (True, [1, -1])]

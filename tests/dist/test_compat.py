@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,6 @@ def test_a_model_in_ranges_trains_as_one_that_was_whole() -> None:
             weight.data.fill_(0.25)
     with zero.GatheredParameters(weight):
         assert weight.eq(0.25).all() and weight.ds_status is zero.ZeroParamStatus.AVAILABLE
-        weight.data.zero_()
     ours, theirs = (initialize(model=each, config=toy.settings(3))[0] for each in (model, plain))
     for name, value in theirs.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=0, msg=name)
@@ -68,6 +68,24 @@ def test_a_ranks_own_part_of_a_state() -> None:
     engine.destroy()
 
 
+@pytest.mark.disk
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_ds_tensor_is_what_a_rank_keeps(transport: str, tmp_path: Path) -> None:
+    engine, *_ = initialize(model=toy.seeded(toy.Lm), config=toy.settings(3, transport))
+    weight = engine.module.blocks[1].down.weight
+    for _ in range(2):  # in place: a step changes it
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        pieces: list[Any] = [None, None]
+        dist.all_gather_object(pieces, weight.ds_tensor)
+        assert torch.cat(pieces).equal(engine.state_dict()["blocks.1.down.weight"].view(-1))
+        assert weight.ds_tensor.ds_numel == weight.ds_tensor.numel() and weight.ds_persist is False
+        engine.sleep(device="disk", path=str(tmp_path))
+        assert not hasattr(weight, "ds_tensor")
+        engine.wake()
+    engine.destroy()
+    assert not hasattr(weight, "ds_tensor")
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
 @distributed(world_size=2)
 def test_a_model_in_ranges_takes_a_block_more_than_they_do() -> None:
@@ -82,6 +100,63 @@ def test_a_model_in_ranges_takes_a_block_more_than_they_do() -> None:
     firsts = torch.stack([value.view(-1)[engine.rank * value.numel() // 2] for value in state.values()])
     assert torch.equal(firsts, before)
     engine.destroy()
+
+
+@torch.no_grad()
+def change(param: Any, how: str) -> None:
+    if how == "in place":
+        param[-1, -1] = param[-1, -1]  # is a write, whatever it writes
+    elif how == ".data":
+        param.data[0, 0] += 0.5
+    elif how == ".data =":
+        param.data = param.data + 0.5
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_a_change_without_modifier_rank_raises_on_all_ranks(transport: str) -> None:
+    """Of a model in ranges and of an engine's, made on one rank; the values stay, and what was taken back is no change."""
+    with zero.Init():
+        model = toy.seeded(toy.Lm)
+    engines = {stage: initialize(model=toy.seeded(toy.Lm), config=toy.settings(stage, transport))[0] for stage in (0, 3)}
+    for holder in (model, *(engine.module for engine in engines.values())):
+        weight, params = holder.blocks[1].up.weight, list(holder.parameters())
+        with zero.GatheredParameters(weight):
+            before = weight.detach().clone()
+        for rank, how in enumerate(("in place", ".data", ".data =")):
+            said = "shape \\(32, 16\\)" if holder is model else "'blocks.1.up.weight'"
+            with pytest.raises(RuntimeError, match=f"{said} was changed inside GatheredParameters.*modifier_rank=0"):
+                with zero.GatheredParameters(params):
+                    change(weight, how if dist.get_rank() == rank % 2 or how == ".data" else "")
+        with zero.GatheredParameters(params):
+            for sign in (1, -1):  # as PEFT merges an adapter and takes it out again
+                weight.data += sign * 0.3 * torch.ones(32, 16)
+        with zero.GatheredParameters(params, modifier_rank=0):
+            change(weight, ".data")
+            with zero.GatheredParameters(params):  # which the outer one shows
+                assert weight[0, 0] == before[0, 0] + 0.5
+            weight.data.copy_(before)
+        with zero.GatheredParameters(weight):
+            assert torch.equal(weight, before)
+    for engine in engines.values():
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        engine.destroy()
+
+
+class Positions(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.zeros(4, 4))
+        self.inner = torch.nn.Linear(4, 4)
+        with zero.GatheredParameters(self.inner.weight, modifier_rank=None):  # transformers' PatchTST
+            self.inner.weight.data.fill_(dist.get_rank() + 1.0)
+
+
+@distributed(world_size=2)
+def test_a_constructor_writes_without_modifier_rank() -> None:
+    with zero.Init():
+        model = Positions()
+    with zero.GatheredParameters(model.inner.weight):
+        assert model.inner.weight.eq(1.0).all(), "the first rank's values count"
 
 
 class Saved(toy.Lm):
@@ -122,7 +197,7 @@ def test_an_engine_that_cannot_be_made_leaves_the_model_in_ranges() -> None:
 @distributed(world_size=2)
 def test_a_surgery_keeps_deepspeed_s_attributes_true() -> None:
     """Of what is new, resized and removed; a module that was built in ranges inside brings its values."""
-    marks = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules")
+    marks = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules", "ds_tensor", "ds_persist")
     for stage in range(4):
         engine, *_ = initialize(model=toy.seeded(Saved), config=toy.settings(stage))
         model, gone = engine.module, engine.module.blocks[2]
@@ -137,8 +212,8 @@ def test_a_surgery_keeps_deepspeed_s_attributes_true() -> None:
                 model.held = torch.nn.Linear(4, 4)
         params = list(model.parameters())
         for param in params:
-            assert [hasattr(param, name) for name in marks] == [stage == 3] * 5
-        assert not any(hasattr(param, name) for param in gone.parameters() for name in (*marks, "ds_tensor"))
+            assert [hasattr(param, name) for name in marks] == [stage == 3] * len(marks)
+        assert not any(hasattr(param, name) for param in gone.parameters() for name in marks)
         if stage == 3:
             assert len({param.ds_id for param in params}) == len(params) and weight.ds_id == known
             assert weight.ds_shape == (60, 16) and all(param.ds_numel == param.numel() for param in params)
@@ -160,3 +235,58 @@ def test_a_surgery_keeps_deepspeed_s_attributes_true() -> None:
             assert fragments.safe_get_full_optimizer_state(new, "exp_avg") is not None
         engine.destroy()
         assert not any(hasattr(param, name) for param in params for name in marks)
+
+
+@distributed(world_size=2)
+def test_deepspeeds_assertions(tmp_path: Path) -> None:
+    """Tags that differ under tag_validation "Fail", and the first unused parameter, raise AssertionError on all ranks."""
+    zero_block = {"stage": 2, "ignore_unused_parameters": False}
+    config = toy.settings(2, zero_optimization=zero_block, checkpoint={"tag_validation": "Fail"})
+    engine, *_ = initialize(model=toy.seeded(toy.Lm), config=config)
+    for behind in (engine.rank, engine.rank == 0 or None):
+        with pytest.raises(AssertionError, match="tags differ"):
+            engine.save_checkpoint(str(tmp_path), tag=behind)
+    engine.save_checkpoint(str(tmp_path), tag=7)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "latest"]
+    engine.backward(engine.module.head.weight.square().sum() + engine(toy.tokens(engine.rank, 0)) * 0)
+    engine.step()
+    engine.backward(engine.module.embedding(toy.tokens(engine.rank, 0)).square().sum())
+    with pytest.raises(AssertionError, match=r"'head.weight' got no gradient .*ignore_unused_parameters"):
+        engine.step()
+    engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_one_reduction_of_several_backwards(transport: str) -> None:
+    """Inside, a gradient is this rank's own, as summed up so far; the step takes the mean over ranks, as without."""
+    for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp16")):
+        ours, theirs = (
+            initialize(model=toy.seeded(toy.Lm), config=toy.settings(stage, transport, dtype=dtype))[0] for _ in range(2)
+        )
+        alone = toy.seeded(toy.Lm)
+        weight = ours.module.blocks[1].up.weight
+        with ours.coalesce_grad_reduction():
+            assert fragments.safe_get_full_grad(weight) is None
+            for i in range(2):
+                batch = toy.tokens(ours.rank, i)
+                ours.backward(ours(batch))
+                theirs.backward(theirs(batch))
+                alone(batch).backward()
+                own, mean = fragments.safe_get_full_grad(weight), alone.blocks[1].up.weight.grad
+                torch.testing.assert_close(own.float(), mean, rtol=0.1, atol=1e-3)
+                assert own.dtype is {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float32}[dtype]
+            others: list[Any] = [None, None]
+            dist.all_gather_object(others, own)
+            assert not torch.equal(*others), "nothing is reduced yet"
+            for call in (ours.step, ours.no_sync().__enter__, ours.coalesce_grad_reduction().__enter__):
+                with pytest.raises(AssertionError, match="no_sync"):
+                    call()
+        reduced = fragments.safe_get_full_grad(weight)
+        torch.testing.assert_close(reduced, (others[0].float() + others[1].float()) / 2, rtol=1e-2, atol=1e-4)
+        ours.step()
+        theirs.step()
+        assert abs(ours.global_grad_norm - theirs.global_grad_norm) < 1e-2 * theirs.global_grad_norm
+        with ours.no_sync(), pytest.raises(AssertionError, match="nested inside no_sync"):
+            ours.coalesce_grad_reduction().__enter__()
+        ours.destroy()
+        theirs.destroy()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.checkpoint import CheckpointError
+from slipstream.train.step import UnusedParameterError
 from slipstream.zero import build
 from slipstream.zero.shared import SharedComm
 from slipstream.zero.watch import PeerError
@@ -105,6 +106,41 @@ def test_gradient_allreduce_op() -> None:
             toy.step(engine, torch.full((1,), 1.0 + engine.rank))
             assert engine.global_grad_norm == expected, f"stage {stage}, {op}"
             assert engine.state_dict()["weight"].item() == 1 - expected
+            engine.destroy()
+
+
+class Branching(toy.Net):
+    def forward(self, x: torch.Tensor, skip: int = -1) -> torch.Tensor:
+        h = self.inp(x)
+        for k, block in enumerate(self.blocks):
+            h = h if k == skip else block(h)
+        out: torch.Tensor = self.out(h)
+        return out
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_ignore_unused_parameters(transport: str) -> None:
+    """Where one rank does not use a block, all raise, before anything is updated; the engine goes on."""
+    for stage in cases.stages(transport):
+        for ignore in (True, False):
+            zero = {"stage": stage, "ignore_unused_parameters": ignore}
+            engine = toy.make(toy.seeded(Branching), stage, transport, zero_optimization=zero, gradient_accumulation_steps=2)
+            engine.module.out.bias.requires_grad_(False)  # nothing is asked of what is frozen
+            before = toy.checksum(engine)
+            skips = engine.rank == 1 or (stage == 3 and transport == "gloo")  # where ranks take the same way
+            for i in range(2):
+                engine.backward(engine(toy.floats(engine.rank, i), skip=1 if skips else -1).square().mean())
+                if i == 1 and not ignore:
+                    with pytest.raises(UnusedParameterError, match=r"'blocks.1.norm.weight' got no gradient .*rank.*ignore_unused"):
+                        engine.step()
+                    engine.zero_grad()
+                    assert toy.checksum(engine) == before
+                else:
+                    engine.step()
+            for i in range(2):  # both together use all
+                engine.backward(engine(toy.floats(engine.rank, i), skip=i).square().mean())
+                engine.step()
+            assert toy.checksum(engine) != before
             engine.destroy()
 
 

@@ -336,6 +336,28 @@ def test_offload_param_device(tmp_path: Path) -> None:
     engine.destroy()
 
 
+@distributed(world_size=2)
+def test_an_engine_for_inference_offloads_at_every_stage(tmp_path: Path) -> None:
+    """Below stage 3 each rank has all weights, in its own file, and computes without the others."""
+    plain = model()
+    for stage in range(4):
+        block = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
+        engine = toy.make(model(), stage, optimizer=None, zero_optimization={"offload_param": block})
+        for i in range(1 if stage == 3 or engine.rank == 0 else 3):
+            with torch.no_grad():
+                assert torch.equal(engine(toy.tokens(engine.rank, i)), plain(toy.tokens(engine.rank, i)))
+        assert [resident(unit.pages.memory) for unit in engine.units] == [0] * len(engine.units)
+        state = engine.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+        engine.save_checkpoint(str(tmp_path / str(stage)))
+        engine.destroy()
+    whole = toy.make(toy.seeded(lambda: toy.Lm(DIM, 2), seed=1), 1, optimizer=None)
+    for stage in range(4):
+        whole.load_checkpoint(str(tmp_path / str(stage)), load_optimizer_states=False)
+        assert torch.equal(whole.state_dict()["head.weight"], plain.head.weight)
+    whole.destroy()
+
+
 def test_weights_that_stay_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for given, told in (({}, True), ({"max_in_cpu": 0}, False), ({"max_in_cpu": 10**9}, False)):
         caplog.clear()

@@ -331,6 +331,22 @@ def test_a_schedule_without_an_optimizer_is_left_out(deepspeed: Any) -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_a_folder_that_is_none_is_refused(deepspeed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = make(deepspeed)
+    for call, name in (
+        (engine.save_checkpoint, "save_dir"),
+        (engine.load_checkpoint, "load_dir"),
+        (engine.save_pretrained, "save"),
+    ):
+        for folder in (None, ""):
+            with pytest.raises(ValueError, match=rf"{name}\w*=\) is {folder!r}: give the path"):
+                call(folder)
+    assert os.listdir(tmp_path) == []
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
 def test_checkpoint_tags(deepspeed: Any, tmp_path: Path) -> None:
     engine = make(deepspeed)
     step(engine)
@@ -460,7 +476,6 @@ def test_states_of_a_parameter(deepspeed: Any) -> None:
     utils.safe_set_local_fp32_param(weight, utils.safe_get_local_fp32_param(weight) * 3)
     with deepspeed.zero.GatheredParameters(weight):
         assert weight.ds_status is deepspeed.zero.ZeroParamStatus.AVAILABLE and weight.eq(3).all()
-        weight.data.zero_()  # dropped: no modifier_rank
     with deepspeed.zero.GatheredParameters([weight, None], modifier_rank=0):
         assert weight.eq(3).all()
         weight.data.fill_(7)
@@ -489,7 +504,7 @@ def test_marks_of_parameters_follow_the_model(deepspeed: Any) -> None:
     """TRL reads `ds_status` of any parameter of a model under stage 3, and transformers `ds_numel`."""
     engine = make(deepspeed)
     model, head, released = engine.module, engine.module.head.weight, deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE
-    assert head.numel() == head.ds_numel > 0 and not hasattr(head, "ds_tensor")
+    assert head.numel() == head.ds_numel > 0 and head.ds_tensor.numel() == head.numel()  # of one rank
     known = {id(param): param.ds_id for param in model.parameters()}
     with engine.surgery():
         model.extra, model.head = torch.nn.Linear(4, 4), torch.nn.Linear(*reversed(head.shape))
@@ -635,7 +650,6 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
         weight.data.mul_(2)
     with zero.GatheredParameters(model.parameters()):
         torch.testing.assert_close(weight, plain.head.weight * 2)
-        weight.data.zero_()
     with zero.GatheredParameters([model.embedding.weight], modifier_rank=0):
         model.embedding.weight.data.fill_(0.5)
     model.extra = torch.nn.Linear(2, 2)  # an adapter, beside parameters in ranges
@@ -645,7 +659,7 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
     state = engine.state_dict()
     torch.testing.assert_close(state["head.weight"], plain.head.weight * 2)
     torch.testing.assert_close(state["blocks.1.up.weight"], plain.blocks[1].up.weight)
-    assert state["embedding.weight"].eq(0.5).all() and not hasattr(weight, "ds_tensor")
+    assert state["embedding.weight"].eq(0.5).all() and weight.ds_tensor.untyped_storage().nbytes() > weight.ds_tensor.nbytes
     step(engine)
     engine.destroy()
 
@@ -689,10 +703,33 @@ def test_checkpointing_is_configured_or_says_what_a_call_cannot_do(
 def test_leaf_modules_are_marked_and_returned(deepspeed: Any) -> None:
     utils, model = deepspeed.utils, toy.Lm()
     assert utils.set_z3_leaf_modules(model, [toy.Block]) == list(model.blocks) == utils.get_z3_leaf_modules(model)
-    assert utils.set_z3_leaf_modules_by_name(model, ["head"]) == [model.head]
-    assert utils.unset_z3_leaf_modules(model, [toy.Block]) and utils.get_z3_leaf_modules(model) == [model.head]
+    assert utils.set_z3_leaf_modules_by_name(model, ["head"]) == ([model.head], [])
+    assert utils.unset_z3_leaf_modules(model, ["Block"]) and utils.get_z3_leaf_modules(model) == [model.head]
+    for mark, wanted in ((utils.set_z3_leaf_modules_by_name, "blocks.1.up"), (utils.set_z3_leaf_modules_by_suffix, "s.1.up")):
+        up = model.blocks[1].up
+        assert mark(model, [wanted, "none", wanted], raise_if_not_found=False) == ([up], ["none"]) and utils.z3_leaf_module(up)
+        assert mark(model, [wanted], flag=False)[0] == [up] and not utils.z3_leaf_module(up)
+        with pytest.raises(ValueError, match=r"no module of Lm is .* 'none'"):
+            mark(model, [wanted, "none"])
     with pytest.raises(ValueError, match="no module of Lm is of class"):
         utils.set_z3_leaf_modules(model, ["Experts"])
+    assert utils.set_z3_leaf_modules(model, ["Experts"], raise_if_not_found=False) == []
+    assert utils.unset_z3_leaf_modules(model, ["Experts"], raise_if_not_found=False) == []
+
+
+def test_z3_leaf_module_is_a_module_and_a_function(deepspeed: Any, group: None) -> None:
+    from deepspeed.utils import z3_leaf_module, z3_leaf_parameter  # type: ignore[import-not-found]
+    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module  # type: ignore[import-not-found]
+
+    module = importlib.import_module("deepspeed.utils.z3_leaf_module")
+    assert isinstance(module, ModuleType) and module.z3_leaf_module is z3_leaf_module is deepspeed.utils.z3_leaf_module
+    model = toy.seeded(toy.Lm)
+    set_z3_leaf_module(model.blocks[0], True)
+    assert z3_leaf_module(model.blocks[0]) and not z3_leaf_module(model.head)
+    engine = make(deepspeed, model=model)
+    assert z3_leaf_parameter(model.blocks[0].up.weight) and not z3_leaf_parameter(model.head.weight)
+    engine.destroy()
+    assert not z3_leaf_parameter(model.blocks[0].up.weight)
 
 
 @pytest.mark.parametrize(

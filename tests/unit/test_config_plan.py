@@ -508,6 +508,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "torch_autocast.dtype": dtypes,
     "data_types.grad_accum_dtype": dtypes,
     "data_types.param_dtype": dtypes,
+    "data_types.buffer_dtype": dtypes,
+    "zero_optimization.ignore_unused_parameters": st.booleans(),
     "zero_optimization.stage": st.integers(0, 3),
     "zero_optimization.mics_shard_size": st.sampled_from([-1, 1, 2, 3]),
     "zero_optimization.offload_optimizer.device": st.sampled_from(["none", "cpu", "NVMe"]),

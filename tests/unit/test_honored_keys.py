@@ -308,6 +308,39 @@ def test_data_types_param_dtype() -> None:
         assert engine.module.dtypes[0][0] is dtype
 
 
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("saved", torch.full((4,), 0.1))
+        self.register_buffer("derived", torch.full((4,), 0.1), persistent=False)
+        self.register_buffer("number", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("codes", torch.zeros(4, dtype=torch.float8_e4m3fn))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).float().square().mean()
+
+
+def test_data_types_buffer_dtype() -> None:
+    """All buffers of numbers; without the key, saved ones follow the weights."""
+    narrow, wide = torch.bfloat16, torch.float32
+    for weights, stated, expected in (
+        ("bf16", None, (narrow, wide)),
+        ("bf16", "fp32", (wide, wide)),
+        ("bf16", "bf16", (narrow, narrow)),
+        ("fp32", "fp16", (torch.float16,) * 2),
+        ("fp32", None, (wide, wide)),
+    ):
+        engine = toy.make(Buffered(), 3, dtype=weights, data_types={"buffer_dtype": stated})
+        model = engine.module
+        assert (model.saved.dtype, model.derived.dtype) == expected
+        assert model.number.dtype is torch.int64 and model.codes.dtype is torch.float8_e4m3fn
+        with engine.surgery():
+            model.register_buffer("late", torch.ones(2))
+        assert model.late.dtype is expected[0]
+        engine.destroy()
+
+
 # ---- activations
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -161,7 +161,7 @@ def _begin(
 
     def begin() -> tuple[str, str]:
         nonlocal draft
-        draft = Draft(parent, _one_tag([given for given, _ in told], tag_validation))
+        draft = Draft(parent, one_tag([given for given, _ in told], tag_validation))
         return draft.tag, draft.folder.name
 
     try:
@@ -213,7 +213,8 @@ def check_entry(name: str, held: FlatSlice | Tensor) -> None:
         )
 
 
-def _one_tag(tags: list[str], validation: TagValidation) -> str:
+def one_tag(tags: Sequence[str], validation: TagValidation) -> str:
+    """Rank 0's of the ranks' tags. Raises CheckpointError, or warns, where they differ."""
     others = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
     if others and validation != "Ignore":
         rank, tag = next(iter(others.items()))

@@ -6,8 +6,8 @@ import base64
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,8 @@ import torch.nn as nn
 from torch import Tensor
 
 import slipstream
-from slipstream.checkpoint.errors import Ranks
+from slipstream.checkpoint.errors import CheckpointError, Ranks
+from slipstream.checkpoint.save import one_tag
 from slipstream.compat import zero
 from slipstream.compat.names import CONFIG_GETTERS, MISSING_METHODS
 from slipstream.compat.weights import consolidated, write_weights
@@ -26,6 +27,8 @@ from slipstream.config.plan import Plan, plan_values
 from slipstream.distributed import local_rank
 from slipstream.train.data import distributed_loader
 from slipstream.train.engine import Engine
+from slipstream.train.step import UnusedParameterError
+from slipstream.zero.comm import gather_objects
 
 T = TypeVar("T")
 DeepSpeedConfigError = ValueError  # what Slipstream raises for everything that a user can mend
@@ -53,6 +56,7 @@ class DeepSpeedEngine(Engine):
     """Made by `initialize` below, from a Slipstream engine. What it does not have, it looks for in the model."""
 
     config: Any  # as the user gave it, read: a dict
+    coalesces = False  # inside coalesce_grad_reduction()
 
     # -- the loop --
 
@@ -62,7 +66,9 @@ class DeepSpeedEngine(Engine):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         if lr_kwargs:
             raise ValueError(f"engine.step(lr_kwargs={dict(lr_kwargs)}): schedules step by themselves; set their values before")
-        super().step()
+        assert not self.coalesces, "engine.step() inside coalesce_grad_reduction(), which is a no_sync() too: step after it"
+        with _asserting(UnusedParameterError):
+            super().step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return self.at_boundary
@@ -76,9 +82,26 @@ class DeepSpeedEngine(Engine):
     def get_global_grad_norm(self) -> float | None:
         return self.global_grad_norm
 
-    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Gradients of the backward passes inside are reduced once; here as in `no_sync`, with the next pass or step."""
-        return self.no_sync()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        assert not self.coalesces, "no_sync() inside coalesce_grad_reduction(), which does the same: leave one of them out"
+        with super().no_sync():
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """The backward passes of one step: their gradients are reduced once, with `step()` or when they are asked for after it.
+
+        Inside, `safe_get_full_grad` gives what this rank has summed up; `step()`, `no_sync()` and a second context raise
+        AssertionError.
+        """
+        assert self.hooks.sync, "coalesce_grad_reduction() cannot be nested inside no_sync() or another one: use one of them"
+        self.coalesces = True
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self.coalesces = False
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """From the next window on, by more or fewer micro-batches."""
@@ -244,8 +267,13 @@ class DeepSpeedEngine(Engine):
         exclude_frozen_parameters: bool = False,
         contents: Any = "all",
     ) -> bool:
-        """`tag` may be a step or a loss: what names the folder is its text."""
+        """`tag` may be a step or a loss: what names the folder is its text. With tag_validation "Fail", tags that differ raise
+        AssertionError.
+        """
         name = None if tag is None else str(tag)
+        if save_dir and self.plan.checkpoint.tag_validation == "fail":
+            with self.together("save_checkpoint"), _asserting(CheckpointError):
+                one_tag(gather_objects(name or "", self.mesh.data), "Fail")
         return super().save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters, contents)
 
     def load_checkpoint(
@@ -297,6 +325,17 @@ class DeepSpeedEngine(Engine):
         return True
 
     save_fp16_model = save_16bit_model
+
+    def sleep(self, include: Iterable[str] | None = None, device: str = "cpu", path: str | None = None) -> int:
+        zero.hide_ranges(self)
+        try:
+            return super().sleep(include, device, path)
+        finally:
+            zero.show_ranges(self)
+
+    def wake(self) -> None:
+        super().wake()
+        zero.show_ranges(self)
 
     def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
         """`Engine.sleep`, by DeepSpeed's names of states."""
@@ -350,6 +389,15 @@ class DeepSpeedEngine(Engine):
             if module is None or not hasattr(module, name):
                 raise
             return getattr(module, name)
+
+
+@contextmanager
+def _asserting(kind: type[Exception]) -> Iterator[None]:
+    """An error of Slipstream's as the AssertionError that DeepSpeed raises."""
+    try:
+        yield
+    except kind as error:
+        raise AssertionError(str(error)) from None
 
 
 def _configured(engine: DeepSpeedEngine, key: str) -> Any:

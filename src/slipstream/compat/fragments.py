@@ -41,9 +41,24 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The mean over ranks so far, unscaled, in fp32; None for frozen parameters and where no backward has been."""
+    """The mean over ranks so far, unscaled, in fp32; None for frozen parameters and where no backward has been.
+
+    Inside `engine.coalesce_grad_reduction()`: what this rank has summed up, in the dtype of its sum (fp32 in fp16, without the
+    loss scale). Not collective there.
+    """
     engine, name = engine_of(param)
+    if engine.coalesces:
+        return _unreduced(engine, param)
     return engine.gradient(name) if param.requires_grad and engine.hooks.backwards else None
+
+
+def _unreduced(engine: Any, param: nn.Parameter) -> Tensor | None:
+    ((unit, (i,)),) = access.units_of([param]).items()
+    grad, local, slot = unit.unreduced(i), unit.memory.local, unit.layout.slots[i]
+    if local is not None and i in unit.filled:
+        grad = local.tensor[slice(*slot.span)].view(slot.shape)
+    divisor = engine.averaged_over * engine.precision.loss_scale
+    return grad if grad is None else grad.clone() if divisor == 1 else grad.float() / divisor  # which fp16 could not hold
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:

@@ -88,6 +88,11 @@ def _fill(module: ModuleType) -> None:
     found.__getattr__ = partial(_find, module)
     found.__dir__ = lambda: sorted({*vars(module), *names, *below})
     found.__all__ = names
+    for name in sorted(
+        {*names} & {*below}
+    ):  # `deepspeed.utils.z3_leaf_module` is a module to `import`, and a function as attribute
+        importlib.import_module(f"{module.__name__}.{name}")
+        delattr(module, name)
 
 
 def _why_not(module: str, name: str) -> str | None:

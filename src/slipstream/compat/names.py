@@ -45,7 +45,8 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.utils": {
         "slipstream.compat.utils": "OnDevice get_z3_leaf_modules log_dist logger set_log_level_from_string set_z3_leaf_module "
-        "set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules",
+        "set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module "
+        "z3_leaf_parameter",
         "slipstream.compat.fragments": "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
         "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
         "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
@@ -110,7 +111,8 @@ DIFFERS: Mapping[str, str] = {
     "deepspeed.init_inference": "returns Slipstream's InferenceEngine, with `generate`; one device, transformers' decoders",
     "deepspeed.DeepSpeedConfigError": "is ValueError; batch sizes that disagree raise it, too, in place of AssertionError",
     "deepspeed.zero.Init": "a parameter keeps its shape, and reads as NaN; ranges are kept in host memory",
-    "deepspeed.zero.GatheredParameters": "at every stage, not 3 only",
+    "deepspeed.zero.GatheredParameters": "gathers at every stage, not only 3; without `modifier_rank` a changed parameter always "
+    "raises, with and without `enable_sanity_checks`, and a write to `.data` is a change, too",
     "deepspeed.utils.safe_get_local_*, safe_set_local_*": "collective",
     "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "make torch's or Slipstream's class, stepped by Slipstream's kernels",
     "deepspeed.ops.lamb.FusedLamb": "corrects the bias before it takes the norm, as the paper does",
@@ -123,8 +125,8 @@ DIFFERS: Mapping[str, str] = {
     "is without effect here",
     "engine.save_16bit_model": "writes at every stage, whatever stage3_gather_16bit_weights_on_model_save says",
     "a parameter under stage 3": "keeps shape, numel() and identity: no code that asks for an empty tensor takes it for released. "
-    "`ds_shape`, `ds_numel`, `ds_id`, `ds_active_sub_modules` are there; `ds_status` is AVAILABLE inside GatheredParameters only; "
-    "`ds_tensor` is not: safe_get_local_fp32_param gives a rank's part. `.data` outside of both says how to read it",
+    "`ds_status` is AVAILABLE inside GatheredParameters only; `ds_tensor` is a rank's own part without padding, and empty where it "
+    "rests on disk; `ds_persist` is False. `.data` outside of both says how to read it",
     "engine.destroy": "collective; the model's parameters become ordinary whole ones",
     "engine.no_sync": "at every stage",
     "engine.offload_states, reload_states": "are `Engine.sleep` and `wake`; on a CPU there is only the disk to move to",

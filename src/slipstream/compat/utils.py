@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -85,30 +85,38 @@ class OnDevice:
 # -- leaf modules: Slipstream gathers whole blocks, so every module inside one is a leaf already; the marks are for who asks --
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type | str]) -> list[nn.Module]:
-    """Returns the modules of these classes. Raises ValueError where there is none."""
-    wanted = list(leaf_module_classes)
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules of these classes, given as classes or by name, and return them.
 
-    def chosen(name: str, module: nn.Module) -> bool:
-        kind = type(module)
-        names = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-        return any(each in names if isinstance(each, str) else isinstance(module, each) for each in wanted)
-
-    return _mark(model, chosen, True, f"of class {wanted}")
+    Raises ValueError where there is none and `raise_if_not_found`.
+    """
+    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type]) -> list[nn.Module]:
-    wanted = tuple(leaf_module_classes)
-    return _mark(model, lambda name, module: isinstance(module, wanted), False, f"of class {wanted}")
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """As `set_z3_leaf_modules`, and takes the marks away."""
+    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
-def set_z3_leaf_modules_by_name(model: nn.Module, module_names: Sequence[str]) -> list[nn.Module]:
-    return _mark(model, lambda name, module: name in module_names, True, f"named {list(module_names)}")
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their names in `model.named_modules()`; returns them, and the names that the model does not have.
+
+    Raises ValueError where there are such names and `raise_if_not_found`.
+    """
+    return _mark_names(model, module_names, str.__eq__, flag, raise_if_not_found)
 
 
-def set_z3_leaf_modules_by_suffix(model: nn.Module, module_name_suffixes: Sequence[str]) -> list[nn.Module]:
-    suffixes = tuple(module_name_suffixes)
-    return _mark(model, lambda name, module: name.endswith(suffixes), True, f"with a name that ends in {suffixes}")
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """As `set_z3_leaf_modules_by_name`, by how the names end."""
+    return _mark_names(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -123,10 +131,36 @@ def z3_leaf_module(model: nn.Module) -> bool:
     return bool(vars(model).get("_z3_leaf", False))
 
 
-def _mark(model: nn.Module, chosen: Any, flag: bool, what: str) -> list[nn.Module]:
-    found = [module for name, module in model.named_modules() if chosen(name, module)]
-    if not found:
-        raise ValueError(f"no module of {type(model).__name__} is {what}")
-    for module in found:
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    """Whether the parameter, of a stage 3 engine, is inside a marked module."""
+    return hasattr(model, "ds_z3_leaf_module")
+
+
+def _mark_classes(model: nn.Module, classes: Iterable[type | str], flag: bool, must_be_there: bool) -> list[nn.Module]:
+    wanted = list(classes)
+    types = tuple(each for each in wanted if isinstance(each, type))
+
+    def is_chosen(module: nn.Module) -> bool:
+        kind = type(module)
+        return isinstance(module, types) or kind.__name__ in wanted or f"{kind.__module__}.{kind.__qualname__}" in wanted
+
+    chosen = [module for module in model.modules() if is_chosen(module)]
+    if not chosen and must_be_there:
+        raise ValueError(f"no module of {type(model).__name__} is of class {wanted}")
+    for module in chosen:
         set_z3_leaf_module(module, flag)
-    return found
+    return chosen
+
+
+def _mark_names(
+    model: nn.Module, names: Sequence[str], fits: Callable[[str, str], bool], flag: bool, must_be_there: bool
+) -> tuple[list[nn.Module], list[str]]:
+    by_name = {wanted: [module for name, module in model.named_modules() if fits(name, wanted)] for wanted in names}
+    chosen = list(dict.fromkeys(module for modules in by_name.values() for module in modules))
+    for module in chosen:
+        set_z3_leaf_module(module, flag)
+    missing = [wanted for wanted, modules in by_name.items() if not modules]
+    if missing and must_be_there:
+        how = "named" if fits is str.__eq__ else "with a name that ends in"
+        raise ValueError(f"no module of {type(model).__name__} is {how} {', '.join(map(repr, missing))}")
+    return chosen, missing

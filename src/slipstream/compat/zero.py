@@ -24,11 +24,14 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
+from slipstream.compat.utils import z3_leaf_module
 from slipstream.distributed import init_distributed
 from slipstream.train.engine import Engine
 from slipstream.zero import access
+from slipstream.zero.comm import Comm
 from slipstream.zero.hooks import Phase
 from slipstream.zero.init import asked, forget, supply
+from slipstream.zero.layout import overlap
 from slipstream.zero.unit import State, Unit
 
 
@@ -47,7 +50,7 @@ class ZeroParamStatus(enum.Enum):
 _ids = itertools.count()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _DATA: Any = torch.Tensor.data  # the slot of param.data
-_MARKS = ("ds_tensor", "ds_process_group", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules")
+_MARKS = ("tensor", "persist", "process_group", "id", "shape", "numel", "status", "active_sub_modules", "z3_leaf_module")
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16"})
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_", "__get__"})
 
@@ -164,7 +167,7 @@ def _hold(param: Any, group: Any, source: int = 0) -> None:
     param.ds_tensor = _deal(param, param.data, group, source)
     param.ds_process_group, param.ds_id = group, next(_ids)
     param.ds_shape, param.ds_numel = param.shape, param.numel()
-    param.ds_active_sub_modules = set()
+    param.ds_active_sub_modules, param.ds_persist = set(), False
     _hide(param)
 
 
@@ -264,8 +267,9 @@ MiCS_Init = Init  # over how many ranks a parameter is sharded is the config's m
 class GatheredParameters:
     """`with deepspeed.zero.GatheredParameters(params, modifier_rank=0):` parameters whole, before and after `initialize`.
 
-    With `modifier_rank` what that rank (of all ranks) writes counts on all; without it what is written inside is dropped.
-    Collective. Parameters that are in no shards stay as they are. `fwd_module` has no effect: a forward gathers what it reads.
+    With `modifier_rank` what that rank (of all ranks) writes counts on all. Without it parameters are to be read: the exit raises
+    RuntimeError on all ranks where some rank has changed one, and nothing of that is kept. In a constructor inside `Init` what the
+    first rank writes counts then, as everywhere in `Init`. Collective. `fwd_module` has no effect: a forward gathers what it reads.
     """
 
     def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True) -> None:
@@ -277,6 +281,7 @@ class GatheredParameters:
         self.held: list[Any] = sorted((param for param in chosen.values() if is_held(param)), key=lambda param: param.ds_id)
         self.ours: list[Any] = [param for param in chosen.values() if isinstance(param, nn.Parameter) and not is_held(param)]
         self.modifier_rank = modifier_rank
+        self._read: list[_Read] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
@@ -285,7 +290,7 @@ class GatheredParameters:
             param.__class__ = nn.Parameter
             param.data = values
             param.ds_status = ZeroParamStatus.AVAILABLE
-        chosen = access.units_of(self.ours)
+        chosen, shown = access.units_of(self.ours), []
         if chosen:
             rank = self.modifier_rank
             if rank is not None:
@@ -293,16 +298,85 @@ class GatheredParameters:
             self._stack.enter_context(_shown([unit.params[i] for unit, which in chosen.items() for i in which]))
             if rank is None:
                 chosen = {unit: which for unit, which in chosen.items() if not _is_computing(unit)}
+                shown = [(unit, i) for unit, which in chosen.items() for i in which if i not in unit.lent]
             self._stack.enter_context(access.gathered_units(chosen, rank, write=rank is not None))
+        if self.modifier_rank is None:
+            self._read = [_Read(param, None, 0) for param in self.held if not Init.is_open()]
+            self._read += [_Read(unit.params[i], unit, i) for unit, i in shown]  # not what a context around this one shows
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        changed = _first_changed(self._read) if kind is None else ""
+        source = 0 if self.modifier_rank is None and Init.is_open() else self.modifier_rank
         for param in self.held:
-            if kind is None and self.modifier_rank is not None:
+            if kind is None and source is not None:
                 group = param.ds_process_group
-                source = dist.get_group_rank(group, self.modifier_rank) if group is not None else self.modifier_rank
-                param.ds_tensor = _deal(param, param.data, group, source)
+                first = dist.get_group_rank(group, source) if group is not None and self.modifier_rank is not None else source
+                param.ds_tensor = _deal(param, param.data, group, first)
             _hide(param)
         self._stack.__exit__(kind, error, traceback)
+        if changed:
+            raise RuntimeError(
+                f"{changed} was changed inside GatheredParameters(modifier_rank=None), so nothing of it was kept: with "
+                f"modifier_rank=0, what rank 0 writes is kept on all ranks"
+            )
+
+
+class _Read:
+    """A parameter that is shown to be read: as it is when the context begins. unit: None for one that is held."""
+
+    def __init__(self, param: Any, unit: Unit | None, i: int) -> None:
+        self.param, self.unit, self.i = param, unit, i
+        self.version = param._version
+
+    def __str__(self) -> str:
+        return f"a parameter of shape {tuple(self.param.shape)}" if self.unit is None else f"parameter {self.unit.names[self.i]!r}"
+
+    def was_changed(self) -> bool:
+        """Written in place, or in this rank's range other than where it rests (a write to `.data` leaves no other trace)."""
+        if self.param._version != self.version:
+            return True
+        if self.unit is None:
+            rank, size = _group_rank(self.param.ds_process_group)
+            start = min(rank * _chunk(self.param, size), self.param.ds_numel)
+            at_rest = self.param.ds_tensor[: self.param.ds_numel - start]
+        else:
+            slot, base = self.unit.layout.slots[self.i], self.unit.span[0]
+            first, last = overlap(slot.span, self.unit.span)
+            start, at_rest = first - slot.offset, self.unit.weights.get(first - base, last - base) if last > first else None
+        if at_rest is None or not at_rest.numel():
+            return False
+        return _differ(at_rest, self.param.data.reshape(-1)[start : start + at_rest.numel()])
+
+
+def _differ(before: Tensor, after: Tensor) -> bool:
+    """By more than the rounding of a change that was taken back, such as an adapter that was merged and unmerged."""
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return True
+    if not before.is_floating_point():
+        return not torch.equal(before, after.to(before.device))
+    wide = torch.promote_types(before.dtype, torch.float32)
+    numbers, eps = before.to(wide), torch.finfo(before.dtype).eps
+    slack = 4 * eps * float(numbers.abs().max())
+    return not bool(torch.isclose(after.to(before.device, wide), numbers, rtol=0, atol=slack, equal_nan=True).all())
+
+
+def _first_changed(read: Sequence[_Read]) -> str:
+    """Which of them some rank has changed, in words; "" for none. Collective."""
+    together: dict[Comm | None, list[_Read]] = {}  # by who decides
+    for each in read:
+        together.setdefault(None if each.unit is None else each.unit.comms.data, []).append(each)
+    for data, mine in together.items():
+        first = next((float(k) for k, each in enumerate(mine) if each.was_changed()), float("inf"))
+        if data is not None:
+            first = float(data.exchange(torch.tensor([first], dtype=torch.float64)).min())
+        elif dist.is_initialized():
+            group = mine[0].param.ds_process_group
+            least = torch.tensor([first], device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+            first = float(least)
+        if first < len(mine):
+            return str(mine[int(first)])
+    return ""
 
 
 def _is_computing(unit: Unit) -> bool:
@@ -433,11 +507,37 @@ def mark(engine: Any, before: Iterable[nn.Parameter]) -> None:
         marked: Any = param
         if not hasattr(marked, "ds_id"):
             marked.ds_id, marked.ds_status, marked.ds_active_sub_modules = next(_ids), ZeroParamStatus.NOT_AVAILABLE, set()
-        marked.ds_shape, marked.ds_numel = param.shape, param.numel()
+        marked.ds_shape, marked.ds_numel, marked.ds_persist = param.shape, param.numel(), False
     if now:
+        show_ranges(engine)
+        for leaf in filter(z3_leaf_module, engine.module.modules()):
+            for held in leaf.parameters():
+                vars(held).setdefault("ds_z3_leaf_module", leaf)
         _spare_others(engine.module)
     if now and engine.optimizer is not None:
         engine.optimizer.parameter_offload = ParameterOffload(engine.module)
+
+
+def show_ranges(engine: Engine) -> None:
+    """Let `ds_tensor` be the elements of a parameter that this rank keeps, 1D and in place; empty where they rest on disk.
+
+    A quantized parameter, which is several tensors, has none, nor has one whose weights are away.
+    """
+    for unit in (unit for unit in engine.units if not unit.asleep):
+        for i, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True)):
+            if unit.placement.weights and unit.wholes[i] is param:
+                start, stop = overlap(slot.span, unit.span)
+                own = unit.weights.view(start - unit.span[0], stop - unit.span[0]) if stop > start else None
+                marked: Any = param
+                marked.ds_tensor = torch.empty(0, dtype=unit.weights.dtype) if own is None else own.detach()
+                marked.ds_tensor.ds_numel = stop - start
+
+
+def hide_ranges(engine: Engine) -> None:
+    """No `ds_tensor` keeps memory that the engine gives back."""
+    for unit in engine.units:
+        for param in unit.params:
+            vars(param).pop("ds_tensor", None)
 
 
 def unmark(params: Iterable[nn.Parameter], but: Iterable[nn.Parameter] = ()) -> None:
@@ -445,7 +545,7 @@ def unmark(params: Iterable[nn.Parameter], but: Iterable[nn.Parameter] = ()) -> 
     kept = set(map(id, but))
     for param in params:
         for name in _MARKS if id(param) not in kept else ():
-            vars(param).pop(name, None)
+            vars(param).pop(f"ds_{name}", None)
 
 
 def _spare_others(module: Any) -> None:
@@ -462,8 +562,8 @@ def _save_some(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return None
 
 
-def engine_of(param: nn.Parameter) -> tuple[Engine, str]:
-    """The engine that a parameter belongs to, and its name there. Raises ValueError where there is none."""
+def engine_of(param: nn.Parameter) -> tuple[Any, str]:
+    """The DeepSpeedEngine that a parameter belongs to, and its name there. Raises ValueError where there is none."""
     for unit, indices in access.units_of([param]).items():
         for engine in _engines:
             if unit in engine.units:

@@ -20,7 +20,7 @@ from slipstream.config.plan import (
     ZeroPlan,
     describe,
 )
-from slipstream.config.resolution import resolve
+from slipstream.config.resolution import for_inference, resolve
 
 __all__ = [
     "BatchPlan",
@@ -37,6 +37,7 @@ __all__ = [
     "ZeroPlan",
     "add_config_arguments",
     "describe",
+    "for_inference",
     "load_config",
     "resolve",
 ]

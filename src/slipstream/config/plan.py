@@ -52,6 +52,7 @@ class ZeroPlan:
     shard_size: int | None  # MiCS: ranks that share one copy of the states; None = all data-parallel ranks
     transport: Literal["auto", "shared", "gloo"]
     reduce_op: Literal["mean", "sum"]
+    ignore_unused: bool  # parameters without a gradient; otherwise they stop the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,7 @@ class LossScalePlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPlan:
     param_dtype: torch.dtype
+    buffer_dtype: torch.dtype | None  # None = saved buffers follow the weights, others keep their own
     master_dtype: torch.dtype
     state_dtype: torch.dtype  # int8: codes of 8 bits
     stochastic_rounding: bool  # of bf16 weights that have no master
@@ -182,11 +184,13 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "managed_gradient_accumulation": batch.managed,
         "zero_optimization.stage": zero.stage,
         "zero_optimization.mics_shard_size": zero.shard_size,
+        "zero_optimization.ignore_unused_parameters": zero.ignore_unused,
         "gradient_allreduce_op": zero.reduce_op,
         "communication_data_type": precision.comm_dtype,
         "fp16.enabled": half[torch.float16],
         "bf16.enabled": half[torch.bfloat16],
         "data_types.param_dtype": precision.param_dtype,
+        "data_types.buffer_dtype": precision.buffer_dtype,
         "data_types.grad_accum_dtype": precision.grad_accum_dtype,
         "fp16.fp16_master_weights_and_grads": precision.master_dtype is torch.float16,
         "bf16.bf16_master_weights_and_grads": precision.master_dtype is torch.bfloat16,

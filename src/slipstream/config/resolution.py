@@ -144,6 +144,19 @@ def _checkpoint(values: _Values, offload: OffloadPlan) -> CheckpointPlan:
     )
 
 
+def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides for an engine without optimizer: parameters are offloaded at every stage.
+
+    Below stage 3, where each rank has all weights, that is stage 3 over groups of one rank: weights rest where `offload_param` says,
+    are brought in block by block, and no rank waits for another.
+    """
+    from slipstream.config.parse import parse
+
+    zero = parse(raw).config.zero_optimization
+    offloaded = zero.cpu_offload_param or (zero.offload_param is not None and zero.offload_param.device != "none")
+    return {"zero_optimization.stage": 3, "zero_optimization.mics_shard_size": 1} if offloaded and zero.stage < 3 else {}
+
+
 class _Values:
     """Reads a parsed config key by key, resolves "auto" and remembers where each value came from."""
 
@@ -318,8 +331,10 @@ def _precision(values: _Values) -> PrecisionPlan:
     if accumulated is None and master is not torch.float32 and not stochastic:
         values.sources["data_types.grad_accum_dtype"] = "derived: master_weights_and_grads"
     comm = values.take("communication_data_type")
+    buffers = values.take("data_types.buffer_dtype")
     return PrecisionPlan(
         param_dtype=param,
+        buffer_dtype=DTYPES[buffers] if buffers else None,
         master_dtype=master,
         state_dtype=states,
         stochastic_rounding=stochastic,
@@ -365,7 +380,11 @@ def _zero(values: _Values, world: DataWorld) -> ZeroPlan:
             f"data-parallel ranks; use one of {', '.join(map(str, sizes))}"
         )
     return ZeroPlan(
-        stage=stage, shard_size=shard, transport=values.take("slipstream.transport"), reduce_op=values.take("gradient_allreduce_op")
+        stage=stage,
+        shard_size=shard,
+        transport=values.take("slipstream.transport"),
+        reduce_op=values.take("gradient_allreduce_op"),
+        ignore_unused=values.take("zero_optimization.ignore_unused_parameters"),
     )
 
 

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from slipstream.config.plan import Plan
 from slipstream.train.precision import Precision, map_tensors
 from slipstream.train.predict import Moment, Profile, Work
+from slipstream.zero.build import buffer_dtypes
 from slipstream.zero.hooks import tensors_in
 from slipstream.zero.leaves import named_leaves
 from slipstream.zero.wrap import repeated_blocks, wrap
@@ -134,13 +135,8 @@ def _ghost(model: nn.Module, plan: Plan) -> nn.Module:
             with torch._C.DisableTorchFunctionSubclass():  # released parameters have shapes
                 fake = torch.empty(tuple(param.shape), dtype=param.dtype if leaf.exact else half or param.dtype, device="cpu")
                 memo.setdefault(id(param), nn.Parameter(fake, requires_grad=param.requires_grad))
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                saved = buffer.is_floating_point() and name not in module._non_persistent_buffers_set
-                memo[id(buffer)] = torch.empty(
-                    buffer.shape, dtype=half if saved and half is not None else buffer.dtype, device="cpu"
-                )
+    for _, _, buffer, dtype in buffer_dtypes(model, half, plan.precision.buffer_dtype):
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=dtype, device="cpu")
     ghost = copy.deepcopy(model, memo)
     for module in ghost.modules():
         vars(module).pop("forward", None)  # whatever shadows it is the original's

@@ -84,6 +84,13 @@ def _weak(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def _folder(argument: str, given: object) -> str:
+    """Raises ValueError where a folder was computed and is none: "" is the current one, and str(None) is a name."""
+    if given is None or not str(given):
+        raise ValueError(f"engine.{argument} is {given!r}: give the path of a folder")
+    return str(given)
+
+
 class Engine(nn.Module):
     """A model, its sharded states and its optimizer. Made by `slipstream.initialize`."""
 
@@ -130,6 +137,7 @@ class Engine(nn.Module):
             self.precision.outputs,
             unfreeze=lambda unit: unfreeze(unit, recipe, slots),
         )
+        self.hooks.landed = None if self.plan.zero.ignore_unused else set()
         self.hooks.handles += activation.apply(
             self.plan.activations, self.module, [unit.full for unit in self.units], self.progress.timing, speaks=self.rank == 0
         )
@@ -226,6 +234,8 @@ class Engine(nn.Module):
                 unit.check_writes()
         if self.hooks.phase is Phase.BACKWARD:
             self.hooks.abandon_backward()
+        if self.hooks.landed is not None:
+            window.refuse_unused(self.units, self.hooks.landed, self.comms)
         if any(unit.placement.grads for unit in self.units if unit.trainable):
             window.reduce_leftovers(self.units, self.hooks, self.comms)
         window.settle(self.units, self.alpha, self.slots)
@@ -309,11 +319,16 @@ class Engine(nn.Module):
         return not self.plan.batch.managed or (self.micro_steps + 1) % self.plan.batch.accumulation == 0
 
     @property
-    def alpha(self) -> float:
-        """What summed gradients are multiplied with: the mean over ranks and, unless the caller did, over micro-batches."""
+    def averaged_over(self) -> int:
+        """Over how many micro-batches summed gradients are averaged: 1 where the caller divides the losses."""
         divided = self._scaled_by_accumulation is False or not self.plan.batch.managed
+        return 1 if divided else self.plan.batch.accumulation
+
+    @property
+    def alpha(self) -> float:
+        """What summed gradients are multiplied with: the mean over ranks and micro-batches."""
         mean = self.world_size if self.plan.zero.reduce_op == "mean" else 1
-        return 1.0 / (mean * (1 if divided else self.plan.batch.accumulation))
+        return 1.0 / (mean * self.averaged_over)
 
     def _divide(self, scale: bool | None) -> None:
         if self._scaled_by_accumulation not in (None, scale) and scale is not None:
@@ -338,7 +353,7 @@ class Engine(nn.Module):
         """Drop all gradients accumulated since the last step."""
         for unit in self.units:
             unit.forget_gradients()
-        self.hooks.backwards = 0
+        self.hooks.forget_backwards()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the fp16 loss scale: for losses of parameters that do not pass through the engine's outputs."""
@@ -425,9 +440,10 @@ class Engine(nn.Module):
 
         if contents not in ("all", "without_optimizer", "weights", "adapters"):
             raise ValueError(f"contents {contents!r}: it is all, without_optimizer, weights or adapters")
+        folder = _folder("save_checkpoint(save_dir=)", save_dir)
         with self.together("save_checkpoint"):
             self._refuse_unknown()
-            persist.save(self, str(save_dir), tag, client_state, save_latest, exclude_frozen_parameters, contents)
+            persist.save(self, folder, tag, client_state, save_latest, exclude_frozen_parameters, contents)
         return True
 
     def finish_save(self) -> None:
@@ -454,9 +470,10 @@ class Engine(nn.Module):
         from slipstream.train import folder
 
         wanted, nbytes = dtype_of(dtype), num_bytes(max_shard_size)
+        place = _folder("save_pretrained(save_directory=)", save_directory)
         with self.together("save_pretrained"):
             self._refuse_unknown()
-            folder.save_pretrained(self, str(save_directory), wanted, nbytes, only_trainable)
+            folder.save_pretrained(self, place, wanted, nbytes, only_trainable)
 
     def load_checkpoint(
         self,
@@ -475,10 +492,11 @@ class Engine(nn.Module):
         """
         from slipstream.train import restore
 
+        folder = _folder("load_checkpoint(load_dir=)", load_dir)
         with self.together("load_checkpoint"):
             return restore.load(
                 self,
-                str(load_dir),
+                folder,
                 tag,
                 strict=load_module_strict,
                 optimizer=load_optimizer_states,

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.compression import row_forms
-from slipstream.config import DataWorld, ModelFacts, Plan, load_config, resolve
+from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, load_config, resolve
 from slipstream.distributed import init_distributed, local_device
 from slipstream.mesh import Mesh, data_mesh
 from slipstream.optim import Resolved, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
@@ -91,14 +91,18 @@ def initialize(
     device = local_device()
     group = mpu.get_data_parallel_group() if mpu is not None else None
     size = dist.get_world_size(group) if dist.is_initialized() else 1
+    overrides = {} if optimizer is not None or raw.get("optimizer") else for_inference(raw)
     try:
-        plan = resolve(raw, world=DataWorld(data_parallel=size), facts=_facts(model, device, optimizer, training_data))
+        facts = _facts(model, device, optimizer, training_data)
+        plan = resolve(raw, world=DataWorld(data_parallel=size), facts=facts, overrides=overrides)
     except ValueError as error:
         check_alike(fact_of_refusal(error), group)
         raise
     check_alike(facts_of_run(plan, model, device), group)
     if size == 1 or dist.get_rank(group) == 0:
         introduce(plan)
+        if overrides:
+            logger.info("no optimizer: offload_param works as in stage 3, over groups of one rank, whatever stage the config gives")
     mesh = data_mesh(plan.zero.shard_size, group)
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     if optimizer is not None and plan.optimizer and mesh.data.index == 0:
@@ -265,8 +269,7 @@ def _engine(
     if tiers.weights is Tier.DISK and comms.data.rank == 0:
         kept = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)
         say_what_stays(plan.offload, plan.sources, sum(unit.weights.numel for unit in units), kept)
-    if recipe.weights_dtype is not None:
-        convert_buffers(model, recipe.weights_dtype)
+    convert_buffers(model, recipe.weights_dtype, precision.buffer_dtype)
     steps: ShardedSteps | None = None
     if inner is not None and rule is not None:
         steps = NativeSteps(inner, units, rule, form, chunk_numel=plan.offload.chunk_numel, num_buffers=plan.offload.num_buffers)

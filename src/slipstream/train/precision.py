@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config.plan import LossScalePlan, PrecisionPlan
+from slipstream.zero import transforms
 
 MAX_SKIPPED = 50  # of a scale that cannot fall: a dynamic one gets from 2**32 to 1 in fewer
 
@@ -80,9 +81,14 @@ class LossScaler:
 class _Scale(torch.autograd.Function):
     """Identity forward; backward multiplies the gradient by `factor()` in fp32."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: Callable[[], float]) -> Tensor:
-        ctx.factor, ctx.dtype = factor, tensor.dtype
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Callable[[], float]], output: Tensor) -> None:
+        ctx.dtype, ctx.factor = inputs[0].dtype, inputs[1]
+
+    @staticmethod
+    def forward(tensor: Tensor, factor: Callable[[], float]) -> Tensor:
         return tensor.view_as(tensor) if tensor.dim() else tensor.clone()  # a loss may be multiplied in place (Trainer)
 
     @staticmethod
@@ -110,7 +116,7 @@ class Precision:
 
     def _input(self, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
-            if tensor.requires_grad and torch.is_grad_enabled():
+            if self._is_scaled(tensor) and torch.is_grad_enabled():
                 tensor = _Scale.apply(tensor, lambda: 1.0 / self.scaler.scale)
             if self.plan.auto_cast_inputs:
                 tensor = tensor.to(self.plan.param_dtype)
@@ -125,7 +131,12 @@ class Precision:
     def _output(self, tensor: Tensor) -> Tensor:
         if tensor.dtype is torch.float16:
             tensor = tensor.float()
-        return _Scale.apply(tensor, lambda: self.scaler.scale) if tensor.requires_grad else tensor
+        return _Scale.apply(tensor, lambda: self.scaler.scale) if self._is_scaled(tensor) else tensor
+
+    @staticmethod
+    def _is_scaled(tensor: Tensor) -> bool:
+        """Inside torch.func's derivatives nothing is: they give gradients to the caller, of whatever the caller asks for."""
+        return not transforms.differentiates() and any(transforms.in_graphs(tensor))
 
     def autocast(self) -> Any:
         """The context the forward runs in."""

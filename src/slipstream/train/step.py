@@ -14,6 +14,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -39,6 +40,25 @@ class Verdict(NamedTuple):
     norm: float  # global L2 norm of the mean gradient, unscaled, before clipping
     finite: bool
     scale: float  # what the optimizer multiplies gradients with: unscale and clip in one factor
+
+
+class UnusedParameterError(RuntimeError):
+    """A trainable parameter got no gradient, where the config says that each must."""
+
+
+def refuse_unused(units: Sequence[Unit], landed: AbstractSet[tuple[int, int]], comms: Comms) -> None:
+    """Raises UnusedParameterError on all ranks for the first trainable parameter that some rank has not in `landed`. Collective."""
+    places = [(unit, i) for unit in units if unit.trainable for i, param in enumerate(unit.params) if param.requires_grad]
+    mine = next((float(k) for k, (unit, i) in enumerate(places) if (unit.index, i) not in landed), math.inf)
+    firsts = comms.data.exchange(torch.tensor([mine], dtype=torch.float64))[:, 0].tolist()
+    first = min(firsts)
+    if first < math.inf:
+        unit, i = places[int(first)]
+        rank = comms.data.axis.ranks[firsts.index(first)]
+        raise UnusedParameterError(
+            f"parameter {unit.names[i]!r} got no gradient on rank {rank} since the last step, and ignore_unused_parameters of "
+            f"zero_optimization is false: use the parameter in the loss, freeze it, or set the key to true"
+        )
 
 
 def reduce_leftovers(units: Sequence[Unit], hooks: Hooks, comms: Comms) -> None:

@@ -401,8 +401,7 @@ class Change:
             steps.renumber(known)
         engine.units[:] = units  # the updater's too
         self._refit_ring()
-        if engine.recipe.weights_dtype is not None:
-            convert_buffers(self.model, engine.recipe.weights_dtype)
+        convert_buffers(self.model, engine.recipe.weights_dtype, engine.plan.precision.buffer_dtype)
 
     def _take_writes(self) -> None:
         """Values of units that stay: the first rank's."""

@@ -6,7 +6,7 @@ laid out, so that a refusal costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -262,10 +262,23 @@ def ring_of(comm: Comm, longest: Mapping[torch.dtype, int]) -> dict[torch.dtype,
     return {dtype: comm.allocate([(numel, dtype)] * _NUM_SLOTS) for dtype, numel in longest.items()}
 
 
-def convert_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Buffers that are saved follow the weights' dtype, as in `model.to(dtype)`; derived ones (rotary frequencies, made with
-    persistent=False) keep the precision they were made in."""
+def buffer_dtypes(
+    model: nn.Module, weights: torch.dtype | None, stated: torch.dtype | None
+) -> Iterator[tuple[nn.Module, str, torch.Tensor, torch.dtype]]:
+    """Each buffer with its module and name, and its dtype in an engine: `stated`, if that is not None.
+
+    Otherwise buffers that are saved follow the dtype of the weights, as in `model.to(dtype)`, and derived ones (rotary frequencies,
+    made with persistent=False) keep theirs. Integers and floats of 8 bits or less, which are codes, stay as they are.
+    """
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                setattr(module, name, buffer.to(dtype))
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            is_saved = name not in module._non_persistent_buffers_set
+            dtype = (stated or (weights if is_saved else None)) if buffer.is_floating_point() and buffer.itemsize > 1 else None
+            yield module, name, buffer, dtype or buffer.dtype
+
+
+def convert_buffers(model: nn.Module, weights: torch.dtype | None, stated: torch.dtype | None) -> None:
+    """Give the model's buffers the dtypes of `buffer_dtypes`."""
+    for module, name, buffer, dtype in list(buffer_dtypes(model, weights, stated)):
+        if buffer.dtype is not dtype:
+            setattr(module, name, buffer.to(dtype))

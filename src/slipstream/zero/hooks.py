@@ -27,6 +27,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from slipstream.zero import transforms
 from slipstream.zero.comm import Buffer, Pending
 from slipstream.zero.leaves import say_trainable
 from slipstream.zero.unit import State, Unit
@@ -93,9 +94,9 @@ class Reducer:
         self.in_flight: deque[tuple[Unit, Pending[None]]] = deque()
         self.on_reduced: Callable[[Unit], None] = lambda unit: None
 
-    def begin(self) -> None:
-        """A backward starts."""
-        self.order = [unit for unit in reversed(self.units) if unit.trainable and unit.placement.grads]
+    def begin(self, units: Sequence[Unit]) -> None:
+        """A backward starts in which gradients of `units` may land."""
+        self.order = [unit for unit in reversed(units) if unit.trainable and unit.placement.grads]
         with torch._C.DisableTorchFunctionSubclass():
             self.missing = {unit.index: {i for i, param in enumerate(unit.params) if param.requires_grad} for unit in self.order}
         self.expected = {index: len(params) for index, params in self.missing.items()}
@@ -165,8 +166,10 @@ class Hooks:
         self.phase = Phase.IDLE
         self.sync = True  # False inside no_sync()
         self.asleep = False  # buffers of gradients are away: nothing may be differentiated
+        self.lands = True  # gradients of parameters, in the backward that runs; not in one of torch.func's transforms
         self.keep = False  # a graph of a graph is alive: weights stay until the step
         self.backwards = 0  # since the last step
+        self.landed: set[tuple[int, int]] | None = None  # (unit index, parameter) with a gradient since then; None: nobody asks
         self.graph: weakref.ref[Any] | None = None  # lives as long as the last forward's graph, until its backward
         # What came after the n-th gathering of a phase (n, its unit), last time. A wrong guess costs a gather, never a result.
         # The place counts because the root comes first and last: by unit alone, it would fetch the first block twice.
@@ -279,9 +282,8 @@ class Hooks:
         if torch.is_grad_enabled():
             hook = self._on_output_grad  # one object, which only the graph keeps
             self.graph = weakref.ref(hook)
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(hook)
+            for _, tensor in _in_graphs(output):
+                tensor.register_hook(hook)
         return output
 
     def _block_pre(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -306,14 +308,14 @@ class Hooks:
             return
         units, grad = self.users[module], torch.is_grad_enabled()
         if grad and output is not None:
-            call = _Call(units, [unit for unit in units if unit.block is module])
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(_Bound(self._on_block_grad, call))
-            inputs = (tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad and tensor.grad_fn is not None)
-            for tensor in inputs:
-                tensor.register_hook(_Bound(self._on_input_grad, call))
-                break
+            own = [unit for unit in units if unit.block is module]
+            calls: dict[int, _Call] = {}  # by the level of the graph
+            for level, tensor in _in_graphs(output):
+                call = calls.setdefault(level, _Call(units, own))
+                tensor.register_hook(_Bound(self._on_block_grad, call))
+            for level, tensor in _in_graphs((args, kwargs)):
+                if tensor.grad_fn is not None and level in calls:  # the first one tells the end
+                    tensor.register_hook(_Bound(self._on_input_grad, calls.pop(level)))
         if self.phase is Phase.BACKWARD or self.keep:
             return
         for unit in units:
@@ -333,7 +335,8 @@ class Hooks:
         if self.phase is Phase.IDLE:
             self.phase = self.watch_phase(Phase.BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            self.reducer.begin()
+            self.lands = not transforms.is_active()
+            self.reducer.begin(self.units if self.lands else ())
             self.active.clear()
             for unit in self.units:
                 unit.may_gather_on_demand = True
@@ -369,6 +372,8 @@ class Hooks:
 
     def _on_grad(self, unit: Unit, i: int) -> None:
         self._enter_backward()
+        if self.landed is not None:
+            self.landed.add((unit.index, i))
         if torch.is_grad_enabled():  # a graph of this backward is being made, in which moving its results has no place
             with torch.no_grad():
                 self._take_gradient(unit, i)
@@ -395,7 +400,7 @@ class Hooks:
             self.watch.unit = "end of backward"
             with torch.no_grad():
                 self.reducer.flush()
-        self.backwards += 1
+        self.backwards += self.lands
         self._close_backward()
 
     def _close_backward(self) -> None:
@@ -441,7 +446,13 @@ class Hooks:
             self.keep = False
             for unit in self.units:
                 unit.release()
+        self.forget_backwards()
+
+    def forget_backwards(self) -> None:
+        """Their gradients have been used or dropped."""
         self.backwards = 0
+        if self.landed is not None:
+            self.landed.clear()
 
     def watch_phase(self, phase: Phase) -> Phase:
         self.watch.phase, self.watch.unit = phase.value, ""
@@ -499,6 +510,12 @@ def _grad_hook(param: nn.Parameter, hooks: Hooks, unit: Unit, i: int) -> Any:
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _in_graphs(value: Any) -> Iterator[tuple[int, Tensor]]:
+    """Every tensor inside `value` that requires a gradient, and the level of its graph (zero/transforms.py)."""
+    for tensor in tensors_in(value):
+        yield from transforms.in_graphs(tensor)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

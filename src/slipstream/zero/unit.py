@@ -38,6 +38,7 @@ from slipstream.zero.parameter import drop_grad, parameter_classes, raw_grad
 from slipstream.zero.placement import Placement, Tier
 from slipstream.zero.shared import give_back_pages
 from slipstream.zero.store import GRAIN, DiskStore, HostStore, MemoryStore, Store, copy_store, fill_zero, range_nbytes
+from slipstream.zero.transforms import outside
 
 _preserve_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 (torch exports it to no one)
 
@@ -276,6 +277,7 @@ class Unit:
             self.updating = None
             self.owned.settle()
 
+    @outside
     def prefetch(self) -> None:
         """Start gathering, where that moves bytes. Advisory: `gather` and `release` are right with and without it."""
         if self.state is not State.RELEASED or self.arriving is not None or self.memory.common:
@@ -298,6 +300,7 @@ class Unit:
         with _preserve_version(self.full):
             return self.homes.gather(self.weights, self.pages, self.full, self.comms.dp, self.cuts)
 
+    @outside
     def gather(self) -> None:
         """Make the weights readable. Safe to call when they are."""
         if self.state is State.GATHERED:
@@ -323,6 +326,7 @@ class Unit:
             if i not in self.lent:
                 param.data = view
 
+    @outside
     def release(self) -> None:
         """Give the full weights back where they are sharded. Safe to call when they are."""
         if self.arriving is not None:  # prefetched and not used

@@ -1,0 +1,56 @@
+"""torch.func's transforms (grad, vjp, vmap) as hooks and units see them. No other file touches functorch's private functions.
+
+level   of a transform: 1 for the outermost. A tensor inside is a wrapper per level around an ordinary tensor; a graph belongs to
+        one level, and a hook on a wrapper fires in the backward of its level only.
+
+A transform refuses in-place writes to tensors that it has not made, such as gathered weights: `outside` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_functorch: Any = torch._C._functorch
+_DERIVATIVES = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
+
+
+def is_active() -> bool:
+    """Whether a transform runs. No gradient of a parameter lands in its backward: torch refuses `loss.backward()` there."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def differentiates() -> bool:
+    """Whether one of the transforms that run computes derivatives; vmap alone does not."""
+    return is_active() and any(level.key() in _DERIVATIVES for level in _functorch.get_interpreter_stack())
+
+
+def outside(method: Callable[P, T]) -> Callable[P, T]:
+    """The same method, run on ordinary tensors although transforms are active."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not is_active():
+            return method(*args, **kwargs)
+        with temporarily_clear_interpreter_stack():
+            return method(*args, **kwargs)
+
+    return call
+
+
+def in_graphs(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The tensor and those that it wraps, each with its level, where they require gradients; ordinary tensors have level -1."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.requires_grad:
+            yield _functorch.maybe_get_level(tensor), tensor
+        tensor = _functorch.get_unwrapped(tensor)
+    if tensor.requires_grad:
+        yield -1, tensor
