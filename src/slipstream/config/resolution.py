@@ -147,8 +147,8 @@ def _checkpoint(values: _Values, offload: OffloadPlan) -> CheckpointPlan:
 def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Overrides for an engine without optimizer: parameters are offloaded at every stage.
 
-    Below stage 3, where each rank has all weights, that is stage 3 over groups of one rank: weights rest where `offload_param` says,
-    are brought in block by block, and no rank waits for another.
+    Below stage 3 each rank has all weights. That is stage 3 over groups of one rank: weights rest where `offload_param` says, each
+    block's come in for its forward, and no rank waits for another.
     """
     from slipstream.config.parse import parse
 
