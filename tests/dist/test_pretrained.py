@@ -374,13 +374,3 @@ def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the checksum of tensor"):
         convert(tmp_path / "saved", tmp_path / "hf", "hf")
     assert not (tmp_path / "hf").exists() and not list(tmp_path.glob("*.tmp-*"))
-
-
-@distributed(world_size=1)
-def test_an_index_with_a_wrong_value_is_named(tmp_path: Path) -> None:
-    """zero.load reads it by the rules that all folders are read by (tests/unit/test_huggingface.py)."""
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"weight": 3}}')
-    model = torch.nn.Linear(2, 2)
-    slipstream.zero.load(model, tmp_path)
-    with pytest.raises(ValueError, match=r'index\.json: weight_map is {"weight": 3}; it has to be an object, each value a text'):
-        toy.make(model, 3)

@@ -1,11 +1,13 @@
 """Hugging Face folders with wrong values: one sentence with file, key and value, whoever reads them."""
 
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +17,8 @@ pytest.importorskip("tokenizers", reason="needs Hugging Face folders")
 import slipstream
 from slipstream.checkpoint import CheckpointError, convert
 from slipstream.launch.cli import main
-from tests import tiny_chat
-from tests.ports import free_port
+from tests import tiny_chat, toy
+from tests.pool import run
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "threads": 1, "max_running": 2, "kv_cache_bytes": "1M"}
 INDEX = "model.safetensors.index.json"
@@ -118,13 +120,25 @@ def test_files_that_are_no_objects_are_said(folder: Path) -> None:
         (folder / file).write_bytes(before)
 
 
+def load_for_training(folder: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    slipstream.zero.load(model, folder)
+    with pytest.raises(ValueError, match=r"weight_map is .*; it has to be an object, each value a text"):
+        toy.make(model, 3)
+
+
 def test_whoever_reads_a_folder_says_it(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Changed(folder, INDEX, "weight_map", {"w": 3}):
+        run(1, load_for_training, folder)
     plan = tmp_path / "config.json"
     plan.write_text('{"train_batch_size": 2}')
     with Changed(folder, "config.json", "hidden_size", "wide"):
         with pytest.raises(CheckpointError, match=r'config\.json: hidden_size is "wide"; it has to be a whole number'):
             convert(folder, tmp_path / "converted", "slipstream")
-        served = (["generate", str(folder), "x"], ["chat", str(folder)], ["serve", str(folder), "--port", str(free_port())])
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        served = (["generate", str(folder), "x"], ["chat", str(folder)], ["serve", str(folder), "--port", port])
         for command in (*served, ["plan", str(plan), "--model", str(folder)]):
             capsys.readouterr()
             assert main(command) == 2

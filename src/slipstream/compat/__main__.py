@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 
+from slipstream.compat.constants import TABLES
 from slipstream.compat.names import ALIASES, DIFFERS, MISSING, MISSING_METHODS, SERVED
 
 
 def tables() -> str:
     served = ((f"`{module}`", _names(" ".join(homes.values()).split())) for module, homes in SERVED.items())
+    constants = ((f"`{module}`", f"{len(table)}, such as {_names(list(table)[:3])}") for module, table in TABLES.items())
     also = ((f"`{alias}`", f"`{module}`") for alias, module in ALIASES.items())
     missing = (
         (f"`{module}`: {_names(n for n in names if n != '*') or 'all other names, and the modules below'}", why)
@@ -21,6 +23,11 @@ def tables() -> str:
     return "\n\n".join(
         [
             _table("Served", ("module", "names"), served),
+            _table(
+                "Constants, as values: that a key has a name does not mean that its feature is built",
+                ("module", "how many"),
+                constants,
+            ),
             _table("The same under another path", ("module", "is"), also),
             _table("Served, and differs", ("name", "how"), differs),
             _table("Missing: using one says why", ("name", "why, and what to do"), [*missing, *methods]),

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +21,12 @@ import slipstream
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.save import one_tag
 from slipstream.compat import zero
+from slipstream.compat.handles import carries_scale, serve_optimizer
 from slipstream.compat.names import CONFIG_GETTERS, MISSING_METHODS
+from slipstream.compat.schedules import serve_schedule, with_known_warmup
 from slipstream.compat.weights import consolidated, write_weights
 from slipstream.config import load_config
-from slipstream.config.plan import Plan, plan_values
+from slipstream.config.plan import Plan
 from slipstream.distributed import local_rank
 from slipstream.train.data import distributed_loader
 from slipstream.train.engine import Engine
@@ -58,7 +61,18 @@ class DeepSpeedEngine(Engine):
     config: Any  # as the user gave it, read: a dict
     coalesces = False  # inside coalesce_grad_reduction()
 
+    @cached_property
+    def _config(self) -> Any:
+        """The config as a `DeepSpeedConfig`."""
+        from slipstream.compat.config import DeepSpeedConfig
+
+        return DeepSpeedConfig.of_engine(self)
+
     # -- the loop --
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the fp16 loss scale, as it is where it comes of the engine's outputs, whose backward scales."""
+        return loss if carries_scale(loss) else super().scale(loss)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Tensor:
         return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas, **kwargs)
@@ -175,10 +189,10 @@ class DeepSpeedEngine(Engine):
     get_data_types = _of(lambda plan: (plan.precision.param_dtype, plan.precision.grad_accum_dtype or plan.precision.param_dtype))
 
     def postscale_gradients(self) -> bool:
-        return not _configured(self, "prescale_gradients")
+        return not self._config.prescale_gradients
 
     def initial_dynamic_scale(self) -> float:
-        return float(2 ** _configured(self, "fp16.initial_scale_power"))
+        return float(self._config.float16_config.initial_dynamic_scale())
 
     def checkpoint_writer_enabled(self) -> bool:
         return bool(self.config.get("checkpoint", {}).get("writer"))
@@ -400,24 +414,8 @@ def _asserting(kind: type[Exception]) -> Iterator[None]:
         raise AssertionError(str(error)) from None
 
 
-def _configured(engine: DeepSpeedEngine, key: str) -> Any:
-    """What the config says of a key: the plan's value where it was "auto", DeepSpeed's default where it was not given. A block is
-    an object with its keys as attributes, and None where DeepSpeed's is."""
-    from slipstream.config.parse import parse, schema_keys
-
-    parsed = parse(engine.config)
-    if key in parsed.autos:
-        return plan_values(engine.plan).get(key, schema_keys()[key])
-    found: Any = parsed.config
-    for part in key.split("."):
-        if found is None:  # a block that was not given
-            return schema_keys()[key]
-        found = getattr(found, part)
-    return found
-
-
 def _getter(key: str) -> Callable[[DeepSpeedEngine], Any]:
-    return lambda self: _configured(self, key)
+    return lambda self: self._config._read.value(key)
 
 
 for _name, _key in CONFIG_GETTERS.items():
@@ -443,10 +441,10 @@ def initialize(
 
     config   also as base64 of JSON; "zero_optimization.x" at its top level means x in the block, where that does not say it
     """
-    raw = _unfold(load_config(config=_decode(config), config_params=_decode(config_params), args=args))
-    used = raw
+    raw = read_config(config, config_params, args)
+    used = with_known_warmup(raw)
     if optimizer is None and "optimizer" not in raw:  # DeepSpeed, too, makes no schedule then; Trainer evaluates this way
-        used, lr_scheduler = {name: value for name, value in raw.items() if name != "scheduler"}, None
+        used, lr_scheduler = {name: value for name, value in used.items() if name != "scheduler"}, None
     with zero.held_values(model):
         engine, handle, loader, scheduler = slipstream.initialize(
             model=model,
@@ -467,8 +465,15 @@ def initialize(
     engine.config = raw
     if lr_scheduler is None and scheduler is not None:
         scheduler.optimizer = handle  # the config's own gets the returned one, a caller's the one that it was made of
+    serve_schedule(scheduler)
+    serve_optimizer(handle)
     zero.adopt(engine)
     return engine, handle, loader, scheduler
+
+
+def read_config(config: Any, config_params: Any = None, args: Any = None) -> dict[str, Any]:
+    """The dictionary that a path, a dictionary, base64 of JSON or the flags of a script stand for."""
+    return _unfold(load_config(config=_decode(config), config_params=_decode(config_params), args=args))
 
 
 def _decode(config: Any) -> Any:

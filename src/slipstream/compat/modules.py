@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from slipstream.compat.constants import TABLES
 from slipstream.compat.names import ALIASES, BEYOND, MISSING, RUN, SERVED
 
 OURS = frozenset({"__init__.py", "__pycache__"})
@@ -27,7 +28,7 @@ def _with_parents(names: Iterable[str]) -> frozenset[str]:
     return frozenset(".".join(part[:i]) for part in parts for i in range(1, len(part) + 1))
 
 
-MODULES = _with_parents([*SERVED, *MISSING, *ALIASES])
+MODULES = _with_parents([*SERVED, *TABLES, *MISSING, *ALIASES])
 
 
 def serve(package: str) -> None:
@@ -81,8 +82,8 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def _fill(module: ModuleType) -> None:
-    homes = SERVED.get(_real(module.__name__), {})
-    names = [name for listed in homes.values() for name in listed.split()]
+    real = _real(module.__name__)
+    names = [*(name for listed in SERVED.get(real, {}).values() for name in listed.split()), *TABLES.get(real, {})]
     below = [name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == module.__name__]
     found: Any = module
     found.__getattr__ = partial(_find, module)
@@ -109,6 +110,8 @@ def _real(name: str) -> str:
 
 def _find(module: ModuleType, name: str) -> Any:
     real = _real(module.__name__)
+    if name in TABLES.get(real, {}):
+        return TABLES[real][name]
     for home, listed in SERVED.get(real, {}).items():
         if name in listed.split():
             value = getattr(importlib.import_module(home), name)

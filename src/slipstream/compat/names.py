@@ -13,10 +13,50 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.compat.engine": "DeepSpeedConfigError DeepSpeedEngine initialize",
         "slipstream.compat.comm": "init_distributed",
         "slipstream.compat.accelerator": "get_accelerator",
+        "slipstream.compat.config": "DeepSpeedConfig",
+        "slipstream.compat.handles": "DeepSpeedOptimizer",
         "slipstream.compat.utils": "OnDevice log_dist logger",
+        "slipstream.compat.versions": "git_branch git_hash",
         "slipstream": "InferenceEngine add_config_arguments init_inference",
     },
-    "deepspeed.runtime.config": {"slipstream.compat.engine": "DeepSpeedConfigError"},
+    "deepspeed.runtime": {"slipstream.compat.handles": "DeepSpeedOptimizer ZeROOptimizer"},
+    "deepspeed.runtime.base_optimizer": {"slipstream.compat.handles": "DeepSpeedOptimizer ZeROOptimizer"},
+    "deepspeed.runtime.config": {
+        "slipstream.compat.engine": "DeepSpeedConfigError",
+        "slipstream.compat.config": "DeepSpeedConfig DeepSpeedConfigModel DtypeEnum HybridEngineConfig "
+        "get_checkpoint_parallel_write_pipeline get_checkpoint_params get_checkpoint_tag_validation_mode "
+        "get_communication_data_type get_data_efficiency_config get_data_efficiency_enabled get_data_types_params "
+        "get_dataloader_drop_last get_disable_allgather get_disable_python_gc get_dump_state get_expert_data_topo_config "
+        "get_gradient_accumulation_steps get_gradient_allreduce_op get_gradient_clipping get_gradient_predivide_factor "
+        "get_hybrid_engine_config get_log_level get_lower_precision_safe_modules get_managed_gradient_accumulation "
+        "get_memory_breakdown get_optimizer_gradient_clipping get_optimizer_legacy_fusion get_optimizer_name "
+        "get_optimizer_params get_pipeline_config get_prescale_gradients get_scheduler_name get_scheduler_params "
+        "get_steps_per_print get_torch_autocast_dtype get_torch_autocast_enabled get_train_batch_size "
+        "get_train_micro_batch_size_per_gpu get_wall_clock_breakdown get_zero_allow_untested_optimizer "
+        "get_zero_force_ds_cpu_optimizer",
+    },
+    "deepspeed.runtime.config_utils": {
+        "slipstream.compat.config": "DeepSpeedConfigModel DeepSpeedConfigObject ScientificNotationEncoder "
+        "dict_raise_error_on_duplicate_keys get_config_default get_dict_param get_list_param get_scalar_param pp_int"
+    },
+    "deepspeed.runtime.precision_config": {
+        "slipstream.compat.config": "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config get_float16_config"
+    },
+    "deepspeed.runtime.zero.config": {
+        "slipstream.compat.config": "DeepSpeedZeroConfig DeepSpeedZeroLeafModuleConfig DeepSpeedZeroOffloadOptimizerConfig "
+        "DeepSpeedZeroOffloadParamConfig ZeroStageEnum get_zero_config",
+        "slipstream.compat.enums": "OffloadDeviceEnum",
+    },
+    "deepspeed.runtime.zero.leaf_module_config": {"slipstream.compat.config": "DeepSpeedZeroLeafModuleConfig"},
+    "deepspeed.runtime.swap_tensor.aio_config": {"slipstream.compat.config": "get_aio_config"},
+    "deepspeed.runtime.activation_checkpointing.config": {"slipstream.compat.config": "DeepSpeedActivationCheckpointingConfig"},
+    "deepspeed.profiling.config": {"slipstream.compat.config": "DeepSpeedFlopsProfilerConfig"},
+    "deepspeed.comm.config": {"slipstream.compat.config": "CommsLoggerConfig DeepSpeedCommsConfig"},
+    "deepspeed.compile.config": {"slipstream.compat.config": "CompileConfig"},
+    "deepspeed.monitor.config": {
+        "slipstream.compat.config": "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config"
+    },
+    "deepspeed.utils.config": {"slipstream.compat.config": "DeepSpeedThroughputTimerConfig get_timers_config"},
     "deepspeed.runtime.engine": {"slipstream.compat.engine": "DeepSpeedEngine"},
     "deepspeed.runtime.zero": {
         "slipstream.compat.zero": "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "
@@ -27,13 +67,34 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
         "zero_wrapper_for_fp_tensor_constructor"
     },
-    "deepspeed.runtime.zero.offload_config": {"slipstream.compat.enums": "OffloadDeviceEnum OffloadStateTypeEnum"},
+    "deepspeed.runtime.zero.offload_config": {
+        "slipstream.compat.enums": "OffloadDeviceEnum OffloadStateTypeEnum",
+        "slipstream.compat.config": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig",
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {"slipstream.compat.handles": "DeepSpeedZeroOptimizer"},
+    "deepspeed.runtime.zero.stage3": {
+        "slipstream.compat.handles": "DeepSpeedZeroOptimizer_Stage3",
+        "slipstream.compat.zero": "unwrap_model_for_generation",
+    },
+    "deepspeed.runtime.bf16_optimizer": {"slipstream.compat.handles": "BF16_Optimizer"},
+    "deepspeed.runtime.fp16.fused_optimizer": {"slipstream.compat.handles": "FP16_Optimizer"},
+    "deepspeed.runtime.fp16.unfused_optimizer": {"slipstream.compat.handles": "FP16_UnfusedOptimizer"},
     "deepspeed.runtime.lr_schedules": {
-        "slipstream.compat.schedules": "LRRangeTest ONE_CYCLE OneCycle LR_RANGE_TEST VALID_LR_SCHEDULES WARMUP_COSINE_LR "
-        "WARMUP_DECAY_LR WARMUP_LR WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments"
+        "slipstream.compat.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments "
+        "get_config_from_args get_lr_from_config get_torch_optimizer override_1cycle_params override_lr_range_test_params "
+        "override_params override_warmupCosineLR_params override_warmupLR_params parse_arguments update_lr"
     },
     "deepspeed.runtime.dataloader": {"slipstream": "RepeatingLoader"},
-    "deepspeed.runtime.utils": {"slipstream.compat.utils": "move_to_device see_memory_usage set_random_seed"},
+    "deepspeed.runtime.utils": {
+        "slipstream.compat.utils": "move_to_device see_memory_usage set_random_seed",
+        "slipstream.compat.runtime_utils": "CheckOverflow DummyOptim PartitionedTensor align_dense_tensors call_to_str "
+        "clip_grad_norm_ clip_tensors_by_global_norm combine_grad_norm_groups compare_tensors_in_structures copy_to_device "
+        "empty_cache ensure_directory_exists filter_empty_parameters get_checkpoint_folder_size get_flattened_grad_norm "
+        "get_global_norm get_global_norm_of_tensors get_grad_zeros get_inactive_params get_ma_status get_only_unique_item "
+        "get_tensor_bytes get_weight_norm has_inf_or_nan is_invalid_grad_norm is_model_parallel_parameter is_optimized_parameter "
+        "mask_nan_or_inf_with_val_inplace maybe_loss_for_backward noop_context noop_decorator partition_balanced "
+        "partition_uniform prefix_sum_inc",
+    },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "slipstream.compat.checkpointing": "checkpoint configure is_configured model_parallel_cuda_manual_seed "
         "non_reentrant_checkpoint reset"
@@ -53,6 +114,12 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "safe_update_full_grad_vectorized",
         "slipstream": "RepeatingLoader",
     },
+    "deepspeed.utils.torch": {
+        "slipstream.compat.versions": "is_functorch_transforming jit_script_compat register_grad_hook required_torch_version"
+    },
+    "deepspeed.git_version_info": {
+        "slipstream.compat.versions": "accelerator_name git_branch git_hash installed_ops torch_info version"
+    },
     "deepspeed.utils.logging": {"slipstream.compat.utils": "log_dist logger set_log_level_from_string"},
     "deepspeed.utils.groups": {
         "slipstream.compat.groups": "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
@@ -71,7 +138,17 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.ops.adagrad": {"slipstream.compat.optimizers": "DeepSpeedCPUAdagrad"},
     "deepspeed.ops.lion": {"slipstream.compat.optimizers": "DeepSpeedCPULion FusedLion"},
     "deepspeed.ops.lamb": {"slipstream.compat.optimizers": "FusedLamb"},
-    "deepspeed.accelerator": {"slipstream.compat.accelerator": "get_accelerator"},
+    "deepspeed.ops": {"slipstream.compat.op_builders": "__compatible_ops__"},
+    "deepspeed.ops.op_builder": {
+        "slipstream.compat.op_builders": "ALL_OPS AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder "
+        "CUDAOpBuilder DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder "
+        "FusedLionBuilder GDSBuilder InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder NotImplementedBuilder OpBuilder "
+        "PinMemoryBuilder QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder "
+        "SparseAttnBuilder SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder UtilsBuilder"
+    },
+    "deepspeed.accelerator": {
+        "slipstream.compat.accelerator": "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator"
+    },
     "deepspeed.launcher.runner": {"slipstream.compat.launcher": "DEEPSPEED_ENVIRONMENT_NAME main"},
     "deepspeed.env_report": {"slipstream.compat.launcher": "report"},
 }
@@ -93,11 +170,14 @@ ALIASES: Mapping[str, str] = {
     "deepspeed.ops.lamb.fused_lamb": "deepspeed.ops.lamb",
     "deepspeed.ops.lion.cpu_lion": "deepspeed.ops.lion",
     "deepspeed.ops.adagrad.cpu_adagrad": "deepspeed.ops.adagrad",
+    "deepspeed.accelerator.abstract_accelerator": "deepspeed.accelerator",
     "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator",
+    "deepspeed.ops.op_builder.all_ops": "deepspeed.ops.op_builder",
+    "deepspeed.ops.op_builder.builder": "deepspeed.ops.op_builder",
+    "deepspeed.ops.op_builder.cpu": "deepspeed.ops.op_builder",
     "deepspeed.utils.tensor_fragment": "deepspeed.utils",
     "deepspeed.utils.z3_leaf_module": "deepspeed.utils",
     "deepspeed.utils.init_on_device": "deepspeed.utils",
-    "deepspeed.runtime.zero.stage3": "deepspeed.runtime.zero",
     "deepspeed.runtime.zero.tiling": "deepspeed.runtime.zero",
     "deepspeed.runtime.zero.mics": "deepspeed.runtime.zero",
 }
@@ -110,6 +190,15 @@ DIFFERS: Mapping[str, str] = {
     "deepspeed.initialize": "an unknown key of the config is an error with the nearest known one; `mesh_param` is refused",
     "deepspeed.init_inference": "returns Slipstream's InferenceEngine, with `generate`; one device, transformers' decoders",
     "deepspeed.DeepSpeedConfigError": "is ValueError; batch sizes that disagree raise it, too, in place of AssertionError",
+    "deepspeed.DeepSpeedConfig": "to be read: what an engine does is in engine.plan; batch sizes that disagree raise an error that "
+    "is ValueError and AssertionError",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3, ZeROOptimizer, FP16_Optimizer, ...": "are there for isinstance, "
+    "which asks the engine's stage and precision; one class serves all stages",
+    "optimizer.needs_scaler, engine.scale": "the gradients that pass an engine's outputs are scaled in any backward; "
+    "`engine.scale` leaves a loss of such outputs as it is",
+    "deepspeed.ops.op_builder.*Builder": "nothing is compiled: the ops of Adam, Adagrad, Lion and flatten load Slipstream's "
+    "kernels and torch's functions; the others raise ImportError with what to use",
+    "get_accelerator().current_device": "on a CPU the device itself, where DeepSpeed gives LOCAL_RANK, which is no device to torch",
     "deepspeed.zero.Init": "a parameter keeps its shape, and reads as NaN; ranges are kept in host memory",
     "deepspeed.zero.GatheredParameters": "gathers at every stage, not only 3; without `modifier_rank` a changed parameter always "
     "raises, with and without `enable_sanity_checks`, and a write to `.data` is a change, too",
@@ -142,19 +231,18 @@ _ONE_BIT = "compressed communication; use Adam or LAMB"
 _ATTENTION = "block-sparse attention; FlexAttention of torch takes block masks"
 _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
 _BUILDERS = "DeepSpeed's builders of C++ code; Slipstream's kernels are built when it is installed"
-_CONFIG = "the config as an object; engine.config is the dictionary, and the engine's methods say what became of it"
 _DROPPING = "progressive layer dropping, which DeepSpeed 0.19.8 has dropped too; drop layers in the model's own forward"
 _MOQ = "quantization during training (MoQ), which DeepSpeed 0.19.8 has dropped too; torchao quantizes in training (QAT)"
 _SPARSE = "sparse gradients, which DeepSpeed 0.19.8 has dropped too; dense reduction gives the same numbers"
 _ELASTIC = "elastic batch sizes, which DeepSpeed 0.19.8 has dropped too; every checkpoint loads at any number of ranks"
 _MICS = "MiCS as classes of its own; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
-_OPTIMIZER = "an optimizer per stage, as one class serves all; ask engine.zero_optimization_stage()"
+_SCALER = "a loss scaler of its own; the engine scales by itself, and optimizer.loss_scale_config says how"
+_INSIDE = "a part of DeepSpeed's inside (its flat groups, experts and hooks); engine.explain() and engine.units show Slipstream's"
 _ESTIMATE = "`slipstream plan` and engine.explain() give the bytes, activations too"
 
 # module of DeepSpeed -> {name, or * for all others: why, and what to do}
 MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
-        "DeepSpeedConfig": _CONFIG,
         "tp_model_init": "tensor parallelism; set autotp_size to 0 or 1, and ZeRO stage 3 shards the weights as well",
         "PipelineModule": _PIPELINE,
         "PipelineEngine": _PIPELINE,
@@ -167,19 +255,17 @@ MISSING: Mapping[str, Mapping[str, str]] = {
         "TiledLinearReturnBias": "a tiled layer that returns its bias; TiledLinear adds it",
         "estimate_zero3_model_states_mem_needs_all_live": _ESTIMATE,
         "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATE,
-        "DeepSpeedZeroOptimizer_Stage3": _OPTIMIZER,
         "MiCS_Optimizer": _MICS,
         "MiCS_Offload": _MICS,
     },
-    "deepspeed.runtime.config": {"DeepSpeedConfig": _CONFIG},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "get_cuda_rng_tracker": "random states per model-parallel rank, as there is no tensor parallelism; use torch's"
     },
-    "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": _OPTIMIZER, "*": _ESTIMATE},
+    "deepspeed.runtime.zero.stage_1_and_2": {"*": _ESTIMATE},
+    "deepspeed.runtime.zero.stage3": {"*": _ESTIMATE},
     "deepspeed.runtime.zero.mics_utils": {"*": _MICS},
-    "deepspeed.runtime.bf16_optimizer": {"*": _OPTIMIZER},
-    "deepspeed.runtime.fp16.fused_optimizer": {"*": _OPTIMIZER},
-    "deepspeed.runtime.fp16.unfused_optimizer": {"*": _OPTIMIZER},
+    "deepspeed.runtime.fp16.loss_scaler": {"*": _SCALER},
+    "deepspeed.runtime.utils": {"*": _INSIDE},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {"*": _SEQUENCE},
     "deepspeed.sequence": {"*": _SEQUENCE},
     "deepspeed.runtime.fp16.onebit": {"*": _ONE_BIT},

@@ -1,44 +1,221 @@
-"""`deepspeed.runtime.lr_schedules`: Slipstream's schedules, which have DeepSpeed's names, arguments and formulas."""
+"""`deepspeed.runtime.lr_schedules`: Slipstream's schedules, which have DeepSpeed's formulas, with DeepSpeed's attributes.
+
+`serve_schedule` gives the attributes to a schedule that the JSON has made. They are read only: what shapes a schedule are its
+arguments.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from slipstream.train.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+import torch
 
-__all__ = ["VALID_LR_SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "add_tuning_arguments"]
+from slipstream.train import schedules
 
-LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
-WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupDecayLR", "WarmupCosineLR"
-VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+logger = logging.getLogger("slipstream")
 
-_TUNING: dict[str, tuple[type, object]] = {
-    "lr_schedule": (str, None),
-    "lr_range_test_min_lr": (float, 0.001),
-    "lr_range_test_step_rate": (float, 1.0),
-    "lr_range_test_step_size": (int, 1000),
-    "lr_range_test_staircase": (bool, False),
-    "cycle_first_step_size": (int, 1000),
-    "cycle_first_stair_count": (int, -1),
-    "cycle_second_step_size": (int, -1),
-    "cycle_second_stair_count": (int, -1),
-    "decay_step_size": (int, 1000),
-    "cycle_min_lr": (float, 0.01),
-    "cycle_max_lr": (float, 0.1),
-    "decay_lr_rate": (float, 0.0),
-    "cycle_min_mom": (float, 0.8),
-    "cycle_max_mom": (float, 0.9),
-    "decay_mom_rate": (float, 0.0),
-    "warmup_min_lr": (float, 0.0),
-    "warmup_max_lr": (float, 0.001),
-    "warmup_num_steps": (int, 1000),
-    "warmup_type": (str, "log"),
+_WARMUPS = ("log", "linear")
+
+
+def _known_warmup(warmup_type: Any) -> str:
+    if warmup_type in _WARMUPS:
+        return str(warmup_type)
+    logger.warning("warmup_type %r is none of %s; the rate warms up by the logarithm, as in DeepSpeed", warmup_type, _WARMUPS)
+    return "log"
+
+
+def with_known_warmup(config: dict[str, Any]) -> dict[str, Any]:
+    """The config, where a `warmup_type` that no schedule knows has become "log", with a warning."""
+    block: Any = config.get("scheduler")
+    params = block.get("params") if isinstance(block, Mapping) else None
+    if not isinstance(params, Mapping) or params.get("warmup_type", "auto") in (*_WARMUPS, "auto", None):
+        return config
+    return {**config, "scheduler": {**block, "params": {**params, "warmup_type": _known_warmup(params["warmup_type"])}}}
+
+
+def _per_group(name: str) -> Callable[[Any], list[float]]:
+    return lambda self: schedules._each(self.optimizer, name, getattr(self, name))
+
+
+def _momenta(name: str) -> Callable[[Any], list[tuple[float, float]]]:
+    return lambda self: [(value, self.BETA2) for value in _per_group(name)(self)]
+
+
+def _with_attributes(kind: Any, attributes: Mapping[str, Callable[[Any], Any]], **methods: Any) -> Any:
+    """A subclass of a schedule of the same name, whose attributes, computed from it, have DeepSpeed's names."""
+
+    @functools.wraps(kind.__init__)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(kind.__init__).bind(self, *args, **kwargs)
+        if "warmup_type" in given.arguments:
+            given.arguments["warmup_type"] = _known_warmup(given.arguments["warmup_type"])
+        kind.__init__(*given.args, **given.kwargs)
+
+    properties = {name: property(read) for name, read in attributes.items()}
+    return type(kind.__name__, (kind,), {"__init__": construct, "__doc__": kind.__doc__, **properties, **methods})
+
+
+def _get_mom(self: Any) -> list[tuple[float, float]] | None:
+    """The betas of each parameter group at `last_batch_iteration`, or None where the momentum is not cycled."""
+    return [new["betas"] for new in self._values() if "betas" in new] if self.cycle_momentum else None
+
+
+_BOUNDS: Mapping[str, Callable[[Any], Any]] = {"min_lrs": _per_group("min_lr"), "max_lrs": _per_group("max_lr")}
+_RAMP: Mapping[str, Callable[[Any], Any]] = {
+    "warmup_num_steps": lambda self: self.ramp.steps,
+    "warmup_type": lambda self: _WARMUPS[not self.ramp.logarithmic],
+    "inverse_log_warm_up": lambda self: 1.0 / math.log(self.ramp.steps),
+}
+_WARMUP: Mapping[str, Callable[[Any], Any]] = {
+    **_RAMP,
+    **_BOUNDS,
+    "delta_lrs": lambda self: [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)],
+}
+_CYCLE: Mapping[str, Callable[[Any], Any]] = {
+    **_BOUNDS,
+    "min_moms": _momenta("min_mom"),
+    "max_moms": _momenta("max_mom"),
+    "total_size": lambda self: self.first_size + self.second_size,
+    "step_ratio": lambda self: self.first_size / (self.first_size + self.second_size),
+    "first_step_size": lambda self: self.first_size,
+    "second_step_size": lambda self: self.second_size,
+    "first_stair_count": lambda self: self.first_stairs,
+    "second_stair_count": lambda self: self.second_stairs,
+    "skip_lr_decay": lambda self: math.isclose(self.decay_step_size, 0) or math.isclose(self.decay_lr_rate, 0),
+    "skip_mom_decay": lambda self: math.isclose(self.decay_step_size, 0) or math.isclose(self.decay_mom_rate, 0),
+}
+
+LRRangeTest = _with_attributes(schedules.LRRangeTest, {})
+OneCycle = _with_attributes(schedules.OneCycle, _CYCLE, get_mom=_get_mom)
+WarmupLR = _with_attributes(schedules.WarmupLR, _WARMUP)
+WarmupDecayLR = _with_attributes(schedules.WarmupDecayLR, _WARMUP)
+WarmupCosineLR = _with_attributes(
+    schedules.WarmupCosineLR, {**_RAMP, "org_lrs": lambda self: list(self.base_lrs)}, get_lr_ratio=schedules.WarmupCosineLR._ratio
+)
+_SERVED = {kind.__base__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+
+
+def serve_schedule(scheduler: Any) -> None:
+    """Let a schedule of the JSON be of the class that scripts import here. It has no state that the other has not."""
+    if type(scheduler) in _SERVED:
+        scheduler.__class__ = _SERVED[type(scheduler)]
+
+
+# -- flags of the command line: schedule -> {argument: its type and default}; WarmupDecayLR takes WarmupLR's --
+
+_STEPS = (
+    "cycle_first_step_size",
+    "cycle_first_stair_count",
+    "cycle_second_step_size",
+    "cycle_second_stair_count",
+    "decay_step_size",
+)
+_TUNING: Mapping[str, Mapping[str, tuple[type, Any]]] = {
+    "LRRangeTest": {
+        "lr_range_test_min_lr": (float, 0.001),
+        "lr_range_test_step_rate": (float, 1.0),
+        "lr_range_test_step_size": (int, 1000),
+        "lr_range_test_staircase": (bool, False),
+    },
+    "OneCycle": {
+        **{name: (int, default) for name, default in zip(_STEPS, (1000, -1, -1, -1, 1000), strict=True)},
+        **{name: (float, default) for name, default in (("cycle_min_lr", 0.01), ("cycle_max_lr", 0.1), ("decay_lr_rate", 0.0))},
+        **{name: (float, default) for name, default in (("cycle_min_mom", 0.8), ("cycle_max_mom", 0.9), ("decay_mom_rate", 0.0))},
+    },
+    "WarmupLR": {
+        "warmup_min_lr": (float, 0.0),
+        "warmup_max_lr": (float, 0.001),
+        "warmup_num_steps": (int, 1000),
+        "warmup_type": (str, "log"),
+    },
+    "WarmupCosineLR": {
+        "warmup_num_steps": (int, 1000),
+        "warmup_type": (str, "log"),
+        "warmup_min_ratio": (float, 0.01),
+        "cos_min_ratio": (float, 0.01),
+    },
 }
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Flags for scripts that read them; nothing of Slipstream does."""
+    """Flags for scripts that read them (`get_config_from_args` does); nothing else of Slipstream does."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
-    for name, (kind, default) in _TUNING.items():
-        group.add_argument(f"--{name}", type=kind, default=default)
+    group.add_argument("--lr_schedule", type=str, default=None)
+    flags = {name: value for arguments in _TUNING.values() for name, value in arguments.items()}
+    for name, (kind, default) in {**flags, "cycle_momentum": (bool, False)}.items():
+        if kind is bool:
+            group.add_argument(f"--{name}", action="store_true", default=default)
+        else:
+            group.add_argument(f"--{name}", type=kind, default=default)
     return parser
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The flags of this process's command line, and what is left of it."""
+    return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
+
+
+def _override(schedule: str, args: Any, params: dict[str, Any]) -> None:
+    """The arguments of a schedule that the flags give, into `params`."""
+    given = {name: getattr(args, name, None) for name in _TUNING[schedule]}
+    params.update({name: value for name, value in given.items() if value is not None})
+
+
+override_lr_range_test_params = functools.partial(_override, "LRRangeTest")
+override_1cycle_params = functools.partial(_override, "OneCycle")
+override_warmupLR_params = functools.partial(_override, "WarmupLR")
+override_warmupCosineLR_params = functools.partial(_override, "WarmupCosineLR")
+
+
+def override_params(args: Any, params: dict[str, Any]) -> None:
+    for schedule in _TUNING:
+        _override(schedule, args, params)
+
+
+def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
+    """The block `scheduler` that the flags describe, and None; or None, and why there is none."""
+    name = getattr(args, "lr_schedule", None)
+    if name is None:
+        return None, "--lr_schedule not specified on command line"
+    if name not in schedules.VALID:
+        return None, f"{name} is not supported LR schedule"
+    params: dict[str, Any] = {}
+    _override(name if name in _TUNING else "WarmupLR", args, params)
+    return {"type": name, "params": params}, None
+
+
+def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
+    """The rate that a block `scheduler` names (the highest; a range test's lowest), and ""; or None, and why there is none."""
+    missing = next((key for key in ("type", "params") if key not in config), None)
+    if missing is not None:
+        return None, f"LR schedule {missing} not defined in config"
+    name, params = config["type"], config["params"]
+    if name not in schedules.VALID:
+        return None, f"{name} is not a valid LR schedule"
+    if name == "WarmupCosineLR":
+        return None, f"{name} scales the optimizer's own rate, so its params define none"
+    return params[{"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}.get(name, "warmup_max_lr")], ""
+
+
+def update_lr(param_groups: list[dict[str, Any]], lrs: list[Any]) -> list[Any]:
+    """Set each group's rate, in place where it is a tensor. Returns the rates."""
+    for group, lr in zip(param_groups, lrs, strict=False):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(float(lr))
+        else:
+            group["lr"] = lr
+    return [group["lr"] for group in param_groups]
+
+
+def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer, or the one inside it. Raises TypeError where neither is torch's."""
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(candidate, torch.optim.Optimizer):
+            return candidate
+    raise TypeError(f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer")

@@ -50,8 +50,8 @@ def set_random_seed(seed: int) -> None:
     import numpy
 
     random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)  # it takes no more
+    torch.manual_seed(seed % 2**63)
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:

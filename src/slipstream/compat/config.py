@@ -1,0 +1,486 @@
+"""`deepspeed.runtime.config` and its like: the configuration as objects to read, with DeepSpeed's classes and attributes.
+
+Blocks are pydantic classes made from Slipstream's own schema, so keys, types and defaults are written down once. An object says
+what the config says; what the engine makes of it is told by `engine.plan`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Annotated, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_serializer, model_validator
+
+from slipstream.compat.constants import TABLES, ValidationMode
+from slipstream.compat.engine import read_config
+from slipstream.compat.utils import logger
+from slipstream.config import features, schema
+from slipstream.config.parse import Parsed, parse, schema_keys
+from slipstream.config.plan import plan_values
+from slipstream.config.resolution import triad
+from slipstream.config.values import Block, Names
+
+# -- deepspeed.runtime.config_utils --
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """A block of the JSON: "auto" means not given (unless `strict`), unknown keys are refused.
+
+    A field whose `json_schema_extra` has `deprecated` warns when it is given. Its value, passed through `new_param_fn`, is then the
+    value of the field `new_param`, unless `set_new_param` is False; to give both raises AssertionError.
+    """
+
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        auto = () if strict else [key for key, value in data.items() if isinstance(value, str) and value == "auto"]
+        super().__init__(**{key: value for key, value in data.items() if key not in auto or key == "replace_method"})
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and extra.get("deprecated") and name in self.model_fields_set:
+                self._replace(name, extra)
+
+    def _replace(self, name: str, extra: Mapping[str, Any]) -> None:
+        target: str = extra.get("new_param", "")
+        hint = ". ".join(filter(None, (f" use {target} instead" if target else "", extra.get("deprecated_msg"))))
+        logger.warning("Config parameter %s is deprecated%s", name, hint)
+        if not target or not extra.get("set_new_param", True):
+            return
+        value = extra.get("new_param_fn", lambda same: same)(getattr(self, name))
+        *blocks, last = target.split(".")
+        owner = functools.reduce(getattr, blocks, self)
+        if last in owner.model_fields_set:
+            raise AssertionError(f"Cannot provide deprecated parameter '{name}' and replacing parameter '{target}' together")
+        delattr(self, name)
+        setattr(owner, last, value)
+
+    @field_serializer("dtype", check_fields=False)
+    def _dtype(self, dtype: Any) -> str:
+        return str(dtype)
+
+
+class DeepSpeedConfigObject:
+    """Attributes that print as JSON."""
+
+    def repr(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __repr__(self) -> str:
+        return json.dumps(self.__dict__, sort_keys=True, indent=4, cls=ScientificNotationEncoder)
+
+
+class ScientificNotationEncoder(json.JSONEncoder):
+    """json.dumps(cls=): numbers above 1000 as 1.000000e+03, and four blanks for each level where no `indent` is given."""
+
+    def iterencode(self, o: Any, _one_shot: bool = False, level: int = 1) -> Iterator[str]:
+        line = "\n" + " " * (self.indent if isinstance(self.indent, int) else 4) * level
+        if isinstance(o, Mapping):
+            items = ("".join((line, json.dumps(key), ": ", *self.iterencode(value, level=level + 1))) for key, value in o.items())
+            yield f"{{{', '.join(items)}{line[: 1 + (len(line) - 1) * (level - 1) // level]}}}"
+        elif isinstance(o, Sequence) and not isinstance(o, str):
+            yield f"[{', '.join(''.join(self.iterencode(value, level=level)) for value in o)}]"
+        elif isinstance(o, (int, float)) and not isinstance(o, bool) and o > 1e3:
+            yield f"{o:e}"
+        else:
+            yield json.dumps(o, default=str)
+
+
+class pp_int(int):
+    """An integer that prints as "1,000", or as `custom_print_str`."""
+
+    custom_print_str: str | None
+
+    def __new__(cls, val: Any, custom_print_str: str | None = None) -> pp_int:
+        made = super().__new__(cls, val)
+        made.custom_print_str = custom_print_str
+        return made
+
+    def __repr__(self) -> str:
+        return self.custom_print_str or f"{int(self):,}"
+
+
+def get_config_default(config: type[BaseModel], field_name: str) -> Any:
+    """The default of a field. Raises AssertionError where there is no such field, or no default."""
+    field = config.model_fields.get(field_name)
+    if field is None or field.is_required():
+        raise AssertionError(f"'{field_name}' of {config.__name__} is {'required' if field else 'no field'}, so it has no default")
+    return field.get_default(call_default_factory=True)
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    return param_dict.get(param_name, param_default_value)
+
+
+get_list_param = get_dict_param = get_scalar_param
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` of json.load that raises ValueError where a key is given twice."""
+    pairs = list(ordered_pairs)
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}")
+    return dict(pairs)
+
+
+# -- the blocks --
+
+
+def _mirror(name: str, block: type[Block], base: type[DeepSpeedConfigModel] = DeepSpeedConfigModel, **changed: Any) -> Any:
+    """A class with the block's keys; `stage3_x` is written so in the JSON and read as `x`."""
+    fields: dict[str, Any] = {}
+    for key, field in block.model_fields.items():
+        short = key.removeprefix("stage3_")
+        kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+        alias = key if short != key else None
+        default = field.get_default(call_default_factory=True)
+        fields[short] = changed.get(short) or (kind, Field(default, alias=alias))
+    fields.update({key: field for key, field in changed.items() if key not in fields})
+    return create_model(name, __base__=base, __module__=__name__, **fields)
+
+
+class _Fp16(DeepSpeedConfigModel):
+    def initial_dynamic_scale(self) -> float:
+        return 2**self.initial_scale_power  # type: ignore[attr-defined]
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        keys = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+        values = {key: getattr(self, key) for key in keys}
+        values["initial_scale_power"] = self.initial_dynamic_scale()
+        return dict(zip(TABLES["deepspeed.runtime.fp16.loss_scaler"].values(), values.values(), strict=True))
+
+
+class _OffloadOptimizer(DeepSpeedConfigModel):
+    @property
+    def pipeline(self) -> bool:
+        return bool(self.pipeline_read or self.pipeline_write)  # type: ignore[attr-defined]
+
+
+class _Zero(DeepSpeedConfigModel):
+    @model_validator(mode="after")
+    def _overlap(self) -> _Zero:
+        values = self.__dict__
+        if values["overlap_comm"] is None:
+            values["overlap_comm"] = values["stage"] == 3
+        return self
+
+
+class _Monitors(DeepSpeedConfigModel):
+    @property
+    def enabled(self) -> bool:
+        return any(getattr(self, name).enabled for name in type(self).model_fields)
+
+
+class ZeroStageEnum(int, Enum):
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3  # noqa: PIE796 (another name of the same)
+
+
+def _deprecated(target: str, make: Callable[[Any], Any] | None) -> Any:
+    extra: Any = {"deprecated": True, "new_param": target, "set_new_param": make is not None, "new_param_fn": make}
+    return (bool | None, Field(None, json_schema_extra=extra))
+
+
+DeepSpeedZeroOffloadParamConfig = _mirror("DeepSpeedZeroOffloadParamConfig", schema.OffloadParam)
+DeepSpeedZeroOffloadOptimizerConfig = _mirror("DeepSpeedZeroOffloadOptimizerConfig", schema.OffloadOptimizer, _OffloadOptimizer)
+_LEAF_CLASSES = TABLES["deepspeed.runtime.zero.leaf_module_config"]["DEFAULT_LEAF_MODULE_CLASSES"]
+DeepSpeedZeroLeafModuleConfig = _mirror(
+    "DeepSpeedZeroLeafModuleConfig", schema.LeafModule, classes=(Names, Field(default_factory=_LEAF_CLASSES.copy))
+)
+DeepSpeedZeroConfig = _mirror(
+    "DeepSpeedZeroConfig",
+    schema.ZeroOptimization,
+    _Zero,
+    offload_param=(DeepSpeedZeroOffloadParamConfig | None, None),
+    offload_optimizer=(DeepSpeedZeroOffloadOptimizerConfig | None, None),
+    leaf_module=(DeepSpeedZeroLeafModuleConfig, Field(default_factory=DeepSpeedZeroLeafModuleConfig)),
+    cpu_offload=_deprecated("offload_optimizer", lambda on: DeepSpeedZeroOffloadOptimizerConfig(device="cpu") if on else None),
+    cpu_offload_param=_deprecated("offload_param", lambda on: DeepSpeedZeroOffloadParamConfig(device="cpu") if on else None),
+    cpu_offload_use_pin_memory=_deprecated("offload_param or offload_optimizer", None),
+    stage3_gather_fp16_weights_on_model_save=_deprecated("gather_16bit_weights_on_model_save", bool),
+)
+DeepSpeedFP16Config = _mirror("DeepSpeedFP16Config", schema.Fp16, _Fp16)
+DeepSpeedBF16Config = _mirror("DeepSpeedBF16Config", schema.Bf16)
+HybridEngineConfig = _mirror("HybridEngineConfig", features.HybridEngine)
+CompileConfig = _mirror("CompileConfig", features.Compile)
+CommsLoggerConfig = _mirror("CommsLoggerConfig", features.CommsLogger)
+TensorBoardConfig = _mirror("TensorBoardConfig", features.Tensorboard)
+WandbConfig = _mirror("WandbConfig", features.Wandb)
+CSVConfig = _mirror("CSVConfig", features.CsvMonitor)
+CometConfig = _mirror("CometConfig", features.Comet)
+DeepSpeedThroughputTimerConfig = _mirror("DeepSpeedThroughputTimerConfig", features.ThroughputTimer)
+DeepSpeedMonitorConfig = _mirror(
+    "DeepSpeedMonitorConfig",
+    Block,
+    _Monitors,
+    tensorboard=(TensorBoardConfig, Field(default_factory=TensorBoardConfig)),
+    comet=(CometConfig, Field(default_factory=CometConfig)),
+    wandb=(WandbConfig, Field(default_factory=WandbConfig)),
+    csv_monitor=(CSVConfig, Field(default_factory=CSVConfig)),
+)
+
+
+class _Section(DeepSpeedConfigObject):
+    """A block that its class takes out of the whole config."""
+
+    block: ClassVar[type[Block]]
+    key: ClassVar[str]
+
+    def __init__(self, param_dict: Mapping[str, Any]) -> None:
+        vars(self).update(self.block.model_validate(param_dict.get(self.key) or {}).model_dump())
+
+
+class DeepSpeedActivationCheckpointingConfig(_Section):
+    block, key = features.ActivationCheckpointing, "activation_checkpointing"
+
+
+class DeepSpeedFlopsProfilerConfig(_Section):
+    block, key = features.FlopsProfiler, "flops_profiler"
+
+
+class DeepSpeedCommsConfig(DeepSpeedConfigObject):
+    """`comms_logger` is there where the config has the block."""
+
+    def __init__(self, ds_config: Mapping[str, Any]) -> None:
+        self.comms_logger_enabled = "comms_logger" in ds_config
+        if self.comms_logger_enabled:
+            self.comms_logger = CommsLoggerConfig(**ds_config["comms_logger"])
+
+
+class DtypeEnum(Enum):
+    """A dtype, by itself or by any of its names: DtypeEnum("half").value is torch.float16."""
+
+    fp16 = torch.float16
+    fp32 = torch.float32
+    int8 = torch.int8
+    bf16 = torch.bfloat16
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        short = {"half": "float16", "float": "float32"}.get(str(value), str(value).removeprefix("torch."))
+        return next((each for each in cls if short in (each.name, str(each.value).removeprefix("torch."))), None)
+
+
+# -- the whole --
+
+
+class _Read:
+    """A parsed config. Of an engine, what was "auto" and what has changed since is read from its plan."""
+
+    def __init__(self, given: Mapping[str, Any], engine: Any = None) -> None:
+        self.given, self.engine = given, engine
+        self.parsed: Parsed = parse(given)
+
+    def value(self, key: str) -> Any:
+        """What holds for a key: DeepSpeed's default where it was not given. A block is an object, and None where DeepSpeed's is."""
+        default = schema_keys().get(key)
+        if self.engine is not None and (key in self.parsed.autos or key in _BATCH):
+            return plan_values(self.engine.plan).get(key, default)
+        value: Any = self.parsed.config
+        for part in key.split("."):
+            if value is None:  # a block that was not given
+                return default
+            value = getattr(value, part)
+        return value
+
+    def block(self, key: str) -> dict[str, Any]:
+        """As it was given."""
+        block = self.given.get(key)
+        return dict(block) if isinstance(block, Mapping) else {}
+
+    def dtype(self, key: str) -> torch.dtype | None:
+        value = self.value(key)
+        return value if value is None or isinstance(value, torch.dtype) else DtypeEnum(value).value
+
+    def optimizer_name(self) -> str | None:
+        name = self.value("optimizer.type")
+        return name.lower() if name and name.lower() in TABLES["deepspeed.runtime.config"]["DEEPSPEED_OPTIMIZERS"] else name
+
+    def zero_config(self) -> Any:
+        """In today's spelling: `"zero_optimization": true` is stage 1."""
+        block = self.given.get("zero_optimization") or {}
+        return DeepSpeedZeroConfig(
+            **({"stage": 1} if block is True else {key: value for key, value in block.items() if value is not None})
+        )
+
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_SAME = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation steps_per_print
+dump_state disable_python_gc disable_allgather prescale_gradients gradient_predivide_factor gradient_allreduce_op gradient_clipping
+zero_allow_untested_optimizer zero_force_ds_cpu_optimizer memory_breakdown dataloader_drop_last log_level"""
+_OTHER = {
+    "zero_optimization_stage": "zero_optimization.stage",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
+    "scheduler_name": "scheduler.type",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "checkpoint_parallel_write_pipeline": "checkpoint.parallel_write.pipeline_stage",
+    **{key: f"data_types.{key}" for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype")},
+    "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
+    "compile_config": "compile",
+    "tensor_parallel_config": "tensor_parallel",
+    "expert_parallel_config": "expert_parallel",
+    "autotuning_config": "autotuning",
+    "checkpoint_config": "checkpoint",
+    "weight_quantization_config": "weight_quantization",
+}
+
+
+def _at(key: str) -> Callable[[_Read], Any]:
+    return lambda read: read.value(key)
+
+
+def _tag_validation(read: _Read) -> str:
+    return str(read.value("checkpoint.tag_validation")).upper()
+
+
+# attribute of DeepSpeedConfig -> what it reads
+_ATTRIBUTES: Mapping[str, Callable[[_Read], Any]] = {
+    **{name: _at(name) for name in _SAME.split()},
+    **{name: _at(key) for name, key in _OTHER.items()},
+    "communication_data_type": lambda read: read.dtype("communication_data_type"),
+    "seq_parallel_communication_data_type": lambda read: read.dtype("seq_parallel_communication_data_type"),
+    "torch_autocast_dtype": lambda read: read.dtype("torch_autocast.dtype") if "dtype" in read.block("torch_autocast") else None,
+    "zero_config": _Read.zero_config,
+    "zero_enabled": lambda read: read.value("zero_optimization.stage") > 0,
+    "float16_config": lambda read: DeepSpeedFP16Config(**read.block("fp16")),
+    "bfloat16_config": lambda read: DeepSpeedBF16Config(**(read.block("bf16") or read.block("bfloat16"))),
+    "keep_in_fp32_modules": lambda read: read.value("data_types.keep_in_fp32_modules") or "auto",
+    "optimizer_name": _Read.optimizer_name,
+    "optimizer_params": lambda read: read.block("optimizer").get("params"),
+    "scheduler_params": lambda read: read.block("scheduler").get("params"),
+    "wall_clock_breakdown": lambda read: read.value("wall_clock_breakdown") or read.value("flops_profiler.enabled"),
+    "activation_checkpointing_config": lambda read: DeepSpeedActivationCheckpointingConfig(read.given),
+    "flops_profiler_config": lambda read: DeepSpeedFlopsProfilerConfig(read.given),
+    "comms_config": lambda read: DeepSpeedCommsConfig(read.given),
+    "monitor_config": lambda read: DeepSpeedMonitorConfig(**{key: read.block(key) for key in DeepSpeedMonitorConfig.model_fields}),
+    "hybrid_engine": lambda read: HybridEngineConfig(**read.block("hybrid_engine")),
+    "timers_config": lambda read: DeepSpeedThroughputTimerConfig(**read.block("timers").get("throughput", {})),
+    "pipeline": lambda read: read.value("pipeline").model_dump(),
+    "data_efficiency_config": lambda read: read.value("data_efficiency").model_dump(),
+    "aio_config": lambda read: read.value("aio").model_dump(),
+    "checkpoint_tag_validation_enabled": lambda read: _tag_validation(read) != ValidationMode.IGNORE,
+    "checkpoint_tag_validation_fail": lambda read: _tag_validation(read) == ValidationMode.FAIL,
+}
+
+
+class BatchSizesError(ValueError, AssertionError):
+    """Batch sizes that disagree: DeepSpeed raises AssertionError, Slipstream ValueError."""
+
+
+class DeepSpeedConfig:
+    """A configuration to be read: a path, a dictionary, or base64 of JSON.
+
+    `mpu` (or `mesh_device`, by its dimension "data_parallel") says how many ranks share a batch; without them all do. Missing ones
+    of the batch's three sizes are derived. Raises ValueError for what no config may say, BatchSizesError where the sizes disagree.
+    """
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        self._param_dict = read_config(config)
+        self._read = _Read(self._param_dict)
+        self.mpu, self.global_rank, self.world_size = mpu, *_ranks(self._read, mpu, mesh_device)
+        try:
+            train, micro, accumulation = (self._read.value(key) for key in _BATCH)
+            sizes = triad(train, micro, accumulation, self.world_size)
+        except ValueError as error:
+            raise BatchSizesError(str(error)) from None
+        vars(self).update(zip(_BATCH, sizes, strict=True))
+
+    @classmethod
+    def of_engine(cls, engine: Any) -> DeepSpeedConfig:
+        made = cls.__new__(cls)
+        made._param_dict, made._read = engine.config, _Read(engine.config, engine)
+        made.mpu, made.global_rank, made.world_size = None, engine.global_rank, engine.world_size
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ATTRIBUTES:
+            return _ATTRIBUTES[name](self._read)
+        raise AttributeError(f"DeepSpeedConfig has no {name!r}; it has {', '.join(sorted(_ATTRIBUTES))}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_ATTRIBUTES})
+
+    def print_user_config(self) -> None:
+        logger.info("  json = %s", json.dumps(self._param_dict, sort_keys=True, indent=4, cls=ScientificNotationEncoder))
+
+    def print(self, name: str) -> None:
+        """Logs every attribute, then the JSON, at level INFO."""
+        logger.info("%s:", name)
+        for attribute in sorted({*_ATTRIBUTES, "global_rank", "world_size"}):
+            logger.info("  %s %s %s", attribute, "." * (29 - len(attribute)), getattr(self, attribute))
+        self.print_user_config()
+
+
+def _ranks(read: _Read, mpu: Any, mesh_device: Any) -> tuple[int, int]:
+    """This rank, and how many share a batch."""
+    if not dist.is_initialized():
+        return 0, 1
+    rank, count = dist.get_rank(), dist.get_world_size()
+    if hasattr(mpu, "get_data_parallel_world_size"):
+        return rank, mpu.get_data_parallel_world_size()
+    if mpu is not None:
+        return rank, count // mpu.get_sequence_parallel_world_size()
+    if mesh_device is not None:
+        return rank, dist.get_world_size(mesh_device.get_group(mesh_dim="data_parallel"))
+    return rank, count // read.value("sequence_parallel_size")
+
+
+# -- get_x(param_dict), which DeepSpeed has for most attributes --
+
+_GETTERS = {
+    "get_lower_precision_safe_modules": "torch_autocast_lower_precision_safe_modules",
+    "get_expert_data_topo_config": "use_data_before_expert_parallel_",
+    "get_float16_config": "float16_config",
+    "get_bfloat16_config": "bfloat16_config",
+    "get_hybrid_engine_config": "hybrid_engine",
+    "get_pipeline_config": "pipeline",
+    **{f"get_{name}": name for name in _ATTRIBUTES},
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _GETTERS:
+        read = _ATTRIBUTES[_GETTERS[name]]
+        return lambda param_dict: read(_Read(param_dict))
+    raise AttributeError(f"module {__name__!r} has no {name!r}")
+
+
+def get_optimizer_gradient_clipping(param_dict: Mapping[str, Any]) -> float | None:
+    return (_Read(param_dict).value("optimizer.params") or {}).get("max_grad_norm")
+
+
+def get_checkpoint_params(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return _Read(param_dict).block("checkpoint")
+
+
+def get_data_types_params(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return _Read(param_dict).block("data_types")
+
+
+def get_checkpoint_tag_validation_mode(checkpoint_params: Mapping[str, Any]) -> str:
+    return _tag_validation(_Read({"checkpoint": checkpoint_params}))
+
+
+def get_checkpoint_parallel_write_pipeline(checkpoint_params: Mapping[str, Any]) -> bool:
+    return bool(_Read({"checkpoint": checkpoint_params}).value("checkpoint.parallel_write.pipeline_stage"))

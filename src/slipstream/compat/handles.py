@@ -1,0 +1,158 @@
+"""The optimizer that `deepspeed.initialize` returns: Slipstream's handle with DeepSpeed's attributes, and the classes that scripts
+ask it for by `isinstance`.
+
+A DeepSpeed optimizer class says which stage and precision an engine has; here it answers that, and nothing can be made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.config.plan import Plan
+from slipstream.train.handle import OptimizerHandle
+from slipstream.train.precision import _Scale
+
+
+class LossScaleConfig(NamedTuple):
+    """The loss scaling as it is now. What is None belongs to a dynamic scale only."""
+
+    use_grad_scaling: bool
+    dynamic_loss_scale: bool
+    cur_iter: int
+    cur_scale: float
+    last_overflow_iter: int | None = None
+    scale_factor: float | None = None
+    scale_window: int | None = None
+    min_loss_scale: float | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        return self.cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        return self.dynamic_loss_scale
+
+
+class DeepSpeedOptimizerHandle(OptimizerHandle):
+    custom_loss_scaler = False  # the engine scales by itself
+    external_loss_scale = torch_autocast_gradscaler = None
+
+    def needs_scaler(self) -> bool:
+        """Whether the loss scale is dynamic: then DeepSpeed's callers pass `engine.scale(loss)` to a backward of their own."""
+        return self.dynamic_loss_scale
+
+    def scale_if_loss(self, value: Any) -> Any:
+        is_loss = isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
+        return self.engine.scale(value) if is_loss else value
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.engine.precision.scaler.dynamic
+
+    @property
+    def cur_scale(self) -> float:
+        return self.engine.precision.loss_scale
+
+    @property
+    def cur_iter(self) -> int:
+        return self.engine.global_steps
+
+    @property
+    def loss_scale_config(self) -> LossScaleConfig:
+        scaler = self.engine.precision.scaler
+        now = LossScaleConfig(self.engine.precision.scales, scaler.dynamic, self.cur_iter, self.cur_scale)
+        if not scaler.dynamic or scaler.plan is None:
+            return now
+        return now._replace(
+            last_overflow_iter=self.cur_iter - scaler.clean_steps - 1,
+            scale_factor=2.0,
+            scale_window=scaler.plan.window,
+            min_loss_scale=scaler.plan.minimum,
+        )
+
+    loss_scaler = loss_scale_config
+
+    @property
+    def clip_grad(self) -> float:
+        return self.engine.plan.gradient_clipping
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that are computed with."""
+        return self.engine.plan.precision.param_dtype
+
+    @property
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.engine.at_boundary
+
+    def get_lr(self) -> Any:
+        return self.param_groups[0]["lr"]
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = lr
+
+
+def serve_optimizer(handle: Any) -> None:
+    """Let a new engine's handle have DeepSpeed's attributes. The class has no state of its own."""
+    if type(handle) is OptimizerHandle:
+        handle.__class__ = DeepSpeedOptimizerHandle
+
+
+def carries_scale(loss: Tensor) -> bool:
+    """Whether an engine's outputs, which scale the gradients that pass them, are in the loss's graph."""
+    open_nodes: list[Any] = [loss.grad_fn]
+    seen = set()
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, _Scale._backward_cls):
+            return True
+        seen.add(node)
+        open_nodes.extend(below for below, _ in node.next_functions)
+    return False
+
+
+class _AsksThePlan(type):
+    """`isinstance(handle, cls)` is what `cls.is_of` says of the engine's plan; for other objects, and subclasses, Python's own."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        is_of: Callable[[Plan], bool] | None = vars(cls).get("is_of")
+        if is_of is not None and isinstance(instance, OptimizerHandle):
+            return is_of(instance.engine.plan)
+        return super().__instancecheck__(instance)
+
+
+class DeepSpeedOptimizer(metaclass=_AsksThePlan):
+    """A base class for a script's own, and what every engine's optimizer is."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if "is_of" in vars(cls):
+            raise TypeError(f"{cls.__name__} is there for isinstance; deepspeed.initialize() makes an engine's optimizer")
+        return super().__new__(cls)
+
+    @staticmethod
+    def is_of(plan: Plan) -> bool:
+        return True
+
+
+def _made(name: str, base: type, is_of: Callable[[Plan], bool]) -> Any:
+    return _AsksThePlan(name, (base,), {"is_of": staticmethod(is_of), "__module__": __name__})
+
+
+def _plain(dtype: torch.dtype) -> Callable[[Plan], bool]:
+    return lambda plan: plan.zero.stage == 0 and plan.precision.param_dtype is dtype
+
+
+ZeROOptimizer = _made("ZeROOptimizer", DeepSpeedOptimizer, lambda plan: plan.zero.stage > 0)
+DeepSpeedZeroOptimizer = _made("DeepSpeedZeroOptimizer", ZeROOptimizer, lambda plan: plan.zero.stage in (1, 2))
+DeepSpeedZeroOptimizer_Stage3 = _made("DeepSpeedZeroOptimizer_Stage3", ZeROOptimizer, lambda plan: plan.zero.stage == 3)
+BF16_Optimizer = _made("BF16_Optimizer", DeepSpeedOptimizer, _plain(torch.bfloat16))
+FP16_Optimizer = _made("FP16_Optimizer", DeepSpeedOptimizer, _plain(torch.float16))
+FP16_UnfusedOptimizer = _made("FP16_UnfusedOptimizer", DeepSpeedOptimizer, _plain(torch.float16))

@@ -1,0 +1,726 @@
+"""What DeepSpeed's names mean: constants, configuration objects, schedules, builders, utilities. Engines here are of one rank."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.compat.constants import TABLES
+from slipstream.config.parse import schema_keys
+from tests import toy
+from tests.unit.test_compat import deepspeed, group, make  # noqa: F401 (fixtures)
+
+pytestmark = pytest.mark.usefixtures("deepspeed")
+NAN, INF = math.nan, math.inf
+
+
+def load(module: str) -> Any:
+    return importlib.import_module(f"deepspeed.{module}")
+
+
+# -- constants --
+
+CONSTANTS = """
+runtime.constants TRAIN_BATCH_SIZE "train_batch_size"
+runtime.constants TRAIN_BATCH_SIZE_DEFAULT null
+runtime.constants GRADIENT_CLIPPING_DEFAULT 1.0
+runtime.constants FP16_LOSS_SCALE "loss_scale"
+runtime.constants FP16_INITIAL_SCALE_POWER_DEFAULT 16
+runtime.constants BFLOAT16 "bf16"
+runtime.constants DDP_BFLOAT16 "ddp_bf16"
+runtime.constants ROUTE_EVAL "eval"
+runtime.constants OPTIMIZER_TYPE_DEFAULT null
+runtime.constants SCHEDULER_PARAMS "params"
+runtime.constants PIPE_REPLICATED "ds_pipe_replicated"
+runtime.constants GRADIENT_ALLREDUCE_OP_SUPPORTED ["mean", "sum"]
+runtime.constants CHECKPOINT_TAG_VALIDATION_DEFAULT "WARN"
+runtime.constants GRADIENT_CLIPPING_FORMAT "\\"gradient_clipping\\": 1.0"
+runtime.config ADAM_OPTIMIZER "adam"
+runtime.config LAMB_OPTIMIZER "lamb"
+runtime.config TORCH_ADAM_PARAM "torch_adam"
+runtime.config ADAM_W_MODE_DEFAULT true
+runtime.config MAX_GRAD_NORM "max_grad_norm"
+runtime.config CURRICULUM_LEARNING_SCHEDULE_FIXED_ROOT "fixed_root"
+runtime.lr_schedules WARMUP_NUM_STEPS "warmup_num_steps"
+runtime.lr_schedules ONE_CYCLE "OneCycle"
+runtime.lr_schedules LR_RANGE_TEST_STAIRCASE "lr_range_test_staircase"
+runtime.lr_schedules EDGE_VALUE "edge_value"
+runtime.lr_schedules WARMUP_LOG_RATE "log"
+runtime.fp16.loss_scaler INITIAL_LOSS_SCALE "init_scale"
+runtime.fp16.loss_scaler MIN_LOSS_SCALE "min_scale"
+runtime.zero.config ZERO_OPTIMIZATION "zero_optimization"
+runtime.activation_checkpointing.config ACT_CHKPT_PROFILE_DEFAULT false
+runtime.swap_tensor.constants AIO_BLOCK_SIZE_DEFAULT 1048576
+runtime.data_pipeline.constants DATA_EFFICIENCY_SEED_DEFAULT 1234
+profiling.constants FLOPS_PROFILER_MODULE_DEPTH_DEFAULT -1
+comm.constants NCCL_BACKEND "nccl"
+checkpoint.constants ZERO_FILE_PREFIX "zero_pp_rank_"
+checkpoint.constants UNIVERSAL_CHECKPOINT_VERSION_VALUE 0.4
+constants TORCH_DISTRIBUTED_DEFAULT_PORT 29500
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", CONSTANTS)
+def test_a_constant(line: str) -> None:
+    module, name, value = line.split(" ", 2)
+    found = getattr(load(module), name)
+    assert (list(found) if isinstance(found, tuple) else found) == json.loads(value)
+
+
+def test_defaults_are_those_of_the_schema() -> None:
+    """Two of DeepSpeed's own constants are older than its models, and are kept as they are."""
+    table = TABLES["deepspeed.runtime.constants"]
+    blocks = {"FP16": "fp16.", "BFLOAT16": "bf16.", "TORCH_AUTOCAST": "torch_autocast.", "CHECKPOINT": "checkpoint."}
+    keys, compared = schema_keys(), 0
+    for name, key in table.items():
+        block = next((path for prefix, path in blocks.items() if name.startswith(f"{prefix}_")), "")
+        if f"{name}_DEFAULT" in table and f"{block}{key}" in keys:
+            ours, theirs = keys[f"{block}{key}"], table[f"{name}_DEFAULT"]
+            same = str(ours).lower() == str(theirs).lower() or ours == theirs
+            assert same is not (name in ("BFLOAT16_IMMEDIATE_GRAD_UPDATE", "KEEP_IN_FP32_MODULES")), name
+            compared += 1
+    assert compared > 35
+
+
+def test_a_star_brings_all_constants() -> None:
+    names: dict[str, Any] = {}
+    exec("from deepspeed.runtime.config import *\nfrom deepspeed.runtime.lr_schedules import *", names)
+    assert names["ADAM_OPTIMIZER"] in names["DEEPSPEED_OPTIMIZERS"] and names["TRAIN_BATCH_SIZE"] == "train_batch_size"
+    assert {*TABLES["deepspeed.runtime.constants"], *TABLES["deepspeed.runtime.lr_schedules"]} <= names.keys()
+    for module, table in TABLES.items():
+        assert {name: getattr(importlib.import_module(module), name) for name in table} == table
+
+
+# -- the accelerator, versions, builders --
+
+
+def test_a_cpu_as_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = load("accelerator").get_accelerator()
+    assert load("accelerator").is_current_accelerator_supported()
+    assert isinstance(accelerator, load("accelerator.abstract_accelerator").DeepSpeedAccelerator)
+    assert torch.tensor([1], device=accelerator.current_device()).device.type == "cpu"
+    assert accelerator.device_count() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert accelerator.device_count() == 2
+    monkeypatch.setenv("LOCAL_SIZE", "3")
+    assert accelerator.device_count() == 3
+    assert accelerator.FloatTensor([1.0]).dtype is torch.float32 and accelerator.BFloat16Tensor([1.0]).dtype is torch.bfloat16
+    state = accelerator.get_rng_state()
+    first = torch.rand(2)
+    accelerator.set_rng_state(state)
+    assert torch.equal(torch.rand(2), first)
+    with accelerator.stream(accelerator.current_stream()):
+        assert accelerator.lazy_call(lambda: 7) == 7
+    stats = accelerator.memory_stats()
+    assert 0 < stats["allocated_bytes.all.current"] <= stats["allocated_bytes.all.peak"]
+    env: dict[str, str] = {}
+    accelerator.set_visible_devices_envs(env, [0, 2])
+    assert env == {"CUDA_VISIBLE_DEVICES": "0,2"}
+    assert accelerator.create_op_builder("CPUAdamBuilder").name == "cpu_adam"
+    assert accelerator.get_op_builder("Unheard") is load("ops.op_builder").NotImplementedBuilder
+    assert accelerator.use_host_timers() and not accelerator.is_triton_supported()
+    accelerator.set_compile_backend("eager")
+    assert accelerator.get_compile_backend() == "eager"
+    accelerator.set_compile_backend("inductor")
+    with pytest.raises(ValueError, match=r"'no such'.*inductor"):
+        accelerator.set_compile_backend("no such")
+    with pytest.raises(AssertionError, match="dict is not a subclass"):
+        load("accelerator").set_accelerator({})
+
+
+def test_versions() -> None:
+    info = load("git_version_info")
+    assert info.version == importlib.import_module("deepspeed").__version__
+    assert torch.__version__.startswith(f"{info.torch_info['version']}.") and info.torch_info["cuda_version"] == "0.0"
+    assert set(info.installed_ops) == set(load("ops").__compatible_ops__) and not any(info.installed_ops.values())
+    assert (info.accelerator_name, info.git_hash, info.git_branch) == ("cpu", "[none]", "[none]")
+    required = load("utils.torch").required_torch_version
+    assert required(min_version=2.1) and required(min_version="2.11", max_version="9") and required(max_version="9.0")
+    assert not required(min_version="9.0") and not required(max_version=1.13)
+    with pytest.raises(AssertionError, match="min_version"):
+        required()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch.compile imports it
+def test_hooks_of_torch() -> None:
+    tools, weight, seen = load("utils.torch"), torch.nn.Parameter(torch.ones(2)), []
+    handle = tools.register_grad_hook(weight, lambda param: seen.append(param.grad.clone()))
+    (weight * 3).sum().backward()
+    handle.remove()
+    weight.sum().backward()
+    assert len(seen) == 1 and seen[0].tolist() == [3.0, 3.0]
+    inside = []
+    torch.func.grad(lambda x: inside.append(tools.is_functorch_transforming()) or x)(torch.tensor(1.0))
+    double = lambda x: x * 2  # noqa: E731
+    assert tools.jit_script_compat(double)._torchdynamo_orig_callable is double  # compiled when it is called
+    assert inside == [True] and not tools.is_functorch_transforming()
+
+
+def test_a_builder_loads_or_says_what_to_use() -> None:
+    module, compatible = load("ops.op_builder"), load("ops").__compatible_ops__
+    builders = [
+        getattr(module, name) for name in module.__all__ if name.endswith("Builder") and name not in ("OpBuilder", "CUDAOpBuilder")
+    ]
+    assert len({builder.NAME for builder in builders}) == len(builders) == len(compatible) >= 26
+    for builder in builders:
+        made = builder()
+        assert compatible[builder.NAME] is made.is_compatible() and isinstance(made, module.OpBuilder)
+        if made.is_compatible():
+            assert all(map(callable, vars(made.load()).values()))
+        else:
+            with pytest.raises(ImportError, match=rf"{builder.__name__}.load\(\): Slipstream has no '{made.name}' op; \w"):
+                made.load()
+    assert compatible["cpu_adam"] and not compatible["deepspeed_not_implemented"]
+    assert load("ops.op_builder.all_ops").ALL_OPS["cpu_lion"].NAME == "cpu_lion"
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_loaded_steps_are_torchs(decoupled: bool) -> None:
+    module, hyper = load("ops.op_builder"), {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.1}
+    weights, grads = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+
+    def expected(kind: Any, **arguments: Any) -> torch.Tensor:
+        param = torch.nn.Parameter(weights[0].clone())
+        optimizer = kind([param], **hyper, **arguments)
+        for grad in grads:
+            param.grad = grad.clone()
+            optimizer.step()
+        return param.detach()
+
+    adam, adagrad, fused = (module.CPUAdamBuilder().load(), module.CPUAdagradBuilder().load(), module.FusedAdamBuilder().load())
+    mine, lists, squares = weights[0].clone(), weights[0].clone(), weights[0].clone()
+    states, more, total = torch.zeros(2, 3, 5), torch.zeros(2, 3, 5), torch.zeros(3, 5)
+    adam.create_adam(0, 0.1, 0.9, 0.999, 1e-8, 0.1, decoupled, False)
+    for step, grad in enumerate(grads, 1):
+        adam.adam_update(0, step, 0.1, 0.9, 0.999, 1e-8, 0.1, True, mine, grad, *states)
+        tensors = [[grad], [lists], [more[0]], [more[1]]]
+        fused.multi_tensor_adam(2048, torch.zeros(1), tensors, 0.1, 0.9, 0.999, 1e-8, step, decoupled, True, 0.1)
+        adagrad.adagrad_update(0, step, 0.1, 1e-8, 0.1, squares, grad, total)
+    torch.testing.assert_close(mine, expected(torch.optim.AdamW if decoupled else torch.optim.Adam))
+    torch.testing.assert_close(squares, expected(torch.optim.Adagrad))
+    assert torch.equal(lists, mine)
+    fused.multi_tensor_adam(2048, torch.ones(1), tensors, 0.1, 0.9, 0.999, 1e-8, 3, decoupled, True, 0.1)
+    assert torch.equal(lists, mine)  # an overflow was found before
+
+
+def test_loaded_lion_and_utils() -> None:
+    module, lion = load("ops.op_builder"), load("ops.op_builder").CPULionBuilder().load()
+    weight, grad, moment = torch.ones(2, 2), torch.tensor([[1.0, -1.0], [2.0, 0.5]]), torch.zeros(2, 2)
+    lion.lion_update(0, 1, 0.1, 0.9, 0.99, 0.0, weight, grad, moment)
+    torch.testing.assert_close(weight, 1 - 0.1 * grad.sign())
+    torch.testing.assert_close(moment, 0.01 * grad)
+    again, fused = torch.ones(2, 2), module.FusedLionBuilder().load()
+    fused.multi_tensor_lion(2048, torch.zeros(1), [[grad], [again], [torch.zeros(2, 2)]], 0.1, 0.9, 0.99, 1, 0.0)
+    assert torch.equal(again, weight)
+    tools = module.UtilsBuilder().load()
+    parts = tools.unflatten(tools.flatten([weight, grad[0]]), [weight, grad[0]])
+    assert torch.equal(parts[0], weight) and torch.equal(parts[1], grad[0])
+
+
+# -- the configuration --
+
+
+def test_a_zero_config_reads_as_deepspeeds() -> None:
+    zero = load("runtime.zero.config")
+    config = zero.DeepSpeedZeroConfig(stage=3, stage3_prefetch_bucket_size=7, max_live_parameters=8, reduce_bucket_size="auto")
+    assert (config.prefetch_bucket_size, config.max_live_parameters, config.reduce_bucket_size) == (7, 8, 500_000_000)
+    assert config.stage == zero.ZeroStageEnum.weights and config.overlap_comm is True
+    assert zero.DeepSpeedZeroConfig(stage=2).overlap_comm is False and config.offload_param is None
+    old = zero.DeepSpeedZeroConfig(cpu_offload=True, cpu_offload_param=True, stage3_gather_fp16_weights_on_model_save=True)
+    assert isinstance(old.offload_optimizer, zero.DeepSpeedZeroOffloadOptimizerConfig) and old.offload_param.device == "cpu"
+    assert old.gather_16bit_weights_on_model_save and not hasattr(old, "cpu_offload")
+    assert zero.DeepSpeedZeroOffloadOptimizerConfig(pipeline_read=True).pipeline and not old.offload_optimizer.pipeline
+    assert len(zero.DeepSpeedZeroLeafModuleConfig().classes) == 3
+    assert zero.get_zero_config({"zero_optimization": True}).stage == 1 and zero.get_zero_config({}).stage == 0
+    for wrong in ({"stage": 4}, {"stagee": 1}, {"sub_group_size": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            zero.DeepSpeedZeroConfig(**wrong)
+
+
+GIVEN = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "max_grad_norm": 2.0}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "communication_data_type": "fp16",
+    "checkpoint": {"tag_validation": "Fail"},
+    "flops_profiler": {"profile_step": 5},
+    "comms_logger": {"prof_all": False},
+    "torch_autocast": {"dtype": "half"},
+}
+READ = {
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "zero_enabled": True,
+    "zero_optimization_stage": 2,
+    "zero_config.offload_optimizer.device": "cpu",
+    "bfloat16_config.enabled": True,
+    "float16_config.initial_dynamic_scale()": 65536,
+    "float16_config.dynamic_loss_scale_args()['scale_window']": 1000,
+    "optimizer_name": "adamw",
+    "optimizer_params['lr']": 0.1,
+    "scheduler_name": None,
+    "scheduler_params": None,
+    "communication_data_type": torch.float16,
+    "torch_autocast_dtype": torch.float16,
+    "checkpoint_tag_validation_fail": True,
+    "flops_profiler_config.profile_step": 5,
+    "flops_profiler_config.top_modules": 1,
+    "activation_checkpointing_config.profile": False,
+    "comms_config.comms_logger.prof_all": False,
+    "monitor_config.enabled": False,
+    "aio_config['queue_depth']": 8,
+    "pipeline['stages']": "auto",
+    "hybrid_engine.max_out_tokens": 512,
+    "timers_config.synchronized": True,
+    "keep_in_fp32_modules": "auto",
+    "wall_clock_breakdown": False,
+    "compile_config.deepcompile": False,
+    "world_size": 1,
+}
+
+
+def test_a_config_as_an_object(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(GIVEN))
+    for source in (GIVEN, str(file)):
+        config = load("runtime.config").DeepSpeedConfig(source)
+        assert {key: eval(f"config.{key}", {"config": config}) for key in READ} == READ
+    assert all(name in dir(config) for name in ("zero_config", "train_batch_size"))
+    with caplog.at_level(logging.INFO, "slipstream"):
+        config.print("the config")
+    assert "gradient_clipping" in caplog.text and '"max_grad_norm": 2.0' in caplog.text
+    with pytest.raises(AttributeError, match="zero_config"):
+        config.unheard  # noqa: B018
+    for error in (ValueError, AssertionError):
+        with pytest.raises(error, match="Check batch related parameters"):
+            load("runtime.config").DeepSpeedConfig({**GIVEN, "gradient_accumulation_steps": 3})
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("get_gradient_clipping({})", 1.0),
+        ("get_train_batch_size({'train_batch_size': 3})", 3),
+        ("get_train_batch_size({})", None),
+        ("get_optimizer_name({'optimizer': {'type': 'Lion'}})", "lion"),
+        ("get_optimizer_gradient_clipping({'optimizer': {'type': 'Lion', 'params': {'max_grad_norm': 2}}})", 2),
+        ("get_scheduler_params({})", None),
+        ("get_communication_data_type({'communication_data_type': 'bf16'})", torch.bfloat16),
+        ("get_expert_data_topo_config({})", False),
+        ("get_checkpoint_tag_validation_mode({'tag_validation': 'Ignore'})", "IGNORE"),
+        ("get_checkpoint_parallel_write_pipeline({})", False),
+        ("get_data_types_params({'data_types': {'grad_accum_dtype': 'fp32'}})", {"grad_accum_dtype": "fp32"}),
+        ("get_pipeline_config({})['partition']", "best"),
+        ("HybridEngineConfig(enabled=True).inference_tp_size", 1),
+        ("DtypeEnum('half').value", torch.float16),
+        ("DtypeEnum(torch.bfloat16).name", "bf16"),
+        ("DtypeEnum('torch.int8').value", torch.int8),
+    ],
+)
+def test_a_getter_of_the_config(call: str, expected: Any) -> None:
+    module = load("runtime.config")
+    assert eval(call, {name: getattr(module, name) for name in module.__all__} | {"torch": torch}) == expected
+
+
+def test_every_getter_of_one_key_gives_deepspeeds_default() -> None:
+    module, keys, compared = load("runtime.config"), schema_keys(), 0
+    for name in module.__all__:
+        key = name.removeprefix("get_")
+        if key != name and key in keys and key != "seq_parallel_communication_data_type":
+            assert getattr(module, name)({}) == keys[key], name
+            compared += 1
+    assert compared >= 18
+
+
+@pytest.mark.parametrize(
+    ("path", "call", "expected"),
+    [
+        ("monitor.config", "get_monitor_config({'wandb': {'enabled': True}}).enabled", True),
+        ("monitor.config", "DeepSpeedMonitorConfig().enabled", False),
+        ("monitor.config", "TensorBoardConfig().job_name", "DeepSpeedJobName"),
+        ("monitor.config", "CSVConfig(output_path='x').output_path", "x"),
+        ("monitor.config", "WandbConfig().project", "deepspeed"),
+        ("monitor.config", "CometConfig().samples_log_interval", 100),
+        ("utils.config", "get_timers_config({'timers': {'throughput': {'enabled': False}}}).enabled", False),
+        ("utils.config", "DeepSpeedThroughputTimerConfig().synchronized", True),
+        ("compile.config", "CompileConfig(deepcompile=True).double_buffer", True),
+        ("comm.config", "CommsLoggerConfig().prof_all", True),
+        ("comm.config", "hasattr(DeepSpeedCommsConfig({}), 'comms_logger')", False),
+        ("profiling.config", "DeepSpeedFlopsProfilerConfig({}).module_depth", -1),
+        ("runtime.activation_checkpointing.config", "DeepSpeedActivationCheckpointingConfig({}).number_checkpoints", None),
+        ("runtime.swap_tensor.aio_config", "get_aio_config({'aio': {'queue_depth': 3}})['queue_depth']", 3),
+        ("runtime.zero.leaf_module_config", "DeepSpeedZeroLeafModuleConfig(names='x').names", ["x"]),
+        ("runtime.zero.config", "ZeroStageEnum(2).name", "gradients"),
+        ("runtime.zero.config", "OffloadDeviceEnum.cpu == 'cpu'", True),
+        ("runtime.precision_config", "DeepSpeedFP16Config(initial_scale_power=3).initial_dynamic_scale()", 8),
+        ("runtime.precision_config", "get_float16_config({'fp16': {'loss_scale': 2}}).loss_scale", 2.0),
+        ("runtime.precision_config", "DeepSpeedBF16Config().check_grad_overflow", True),
+    ],
+)
+def test_a_block_as_an_object(path: str, call: str, expected: Any) -> None:
+    module = load(path)
+    assert eval(call, {name: getattr(module, name) for name in module.__all__}) == expected
+
+
+@pytest.mark.parametrize("key", ["bf16", "bfloat16"])
+def test_older_spelling_of_bf16(key: str) -> None:
+    assert load("runtime.precision_config").get_bfloat16_config({key: {"enabled": True}}).enabled
+
+
+def test_models_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:
+    from pydantic import Field
+
+    tools = load("runtime.config_utils")
+
+    class Inner(tools.DeepSpeedConfigModel):  # type: ignore[misc, name-defined]
+        size: int = 1
+
+    class Own(tools.DeepSpeedConfigModel):  # type: ignore[misc, name-defined]
+        number: int = 0
+        old: str | None = Field(
+            None, json_schema_extra={"deprecated": True, "new_param": "new", "new_param_fn": lambda value: [value]}
+        )
+        old_size: int | None = Field(None, json_schema_extra={"deprecated": True, "new_param": "inner.size"})
+        new: list[str] | None = None
+        aliased: int = Field(0, alias="another")
+        inner: Inner = Field(default_factory=Inner)
+        needed: int
+
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        own = Own(old="x", old_size=3, another=2, number="auto", needed=1)
+    assert (own.new, own.inner.size, own.aliased, own.number) == (["x"], 3, 2, 0)
+    assert Own(aliased=3, needed=1).aliased == 3 and "old is deprecated use new instead" in caplog.text
+    with pytest.raises(AssertionError, match="'old' and replacing parameter 'new'"):
+        Own(old="x", new=["y"], needed=1)
+    for wrong in ({"number": "x"}, {"num_ber": 1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Own(**wrong, needed=1)
+    assert tools.get_config_default(Own, "number") == 0
+    for name in ("needed", "unheard"):
+        with pytest.raises(AssertionError, match=name):
+            tools.get_config_default(Own, name)
+
+
+def test_helpers_of_the_config() -> None:
+    tools = load("runtime.config_utils")
+    assert repr(tools.pp_int(1e5)) == "100,000" and repr(tools.pp_int(7, "seven")) == "seven" and tools.pp_int(5) + 1 == 6
+    assert tools.get_scalar_param({"a": 1}, "a", 2) == 1 and tools.get_list_param({}, "a", [2]) == [2]
+    text = json.dumps({"a": 5e8, "b": [True, None, {"c": 3}], "d": "x"}, cls=tools.ScientificNotationEncoder)
+    assert "5.000000e+08" in text and json.loads(text) == {"a": 5e8, "b": [True, None, {"c": 3}], "d": "x"}
+    with pytest.raises(ValueError, match=r"Duplicate keys.*'a'"):
+        json.loads('{"a": 1, "a": 2}', object_pairs_hook=tools.dict_raise_error_on_duplicate_keys)
+
+
+@pytest.mark.usefixtures("group")
+def test_an_engines_config_follows_the_engine(deepspeed: Any) -> None:  # noqa: F811
+    config = toy.settings(2, gradient_clipping=0.5, zero_optimization={"reduce_bucket_size": "auto"})
+    engine, *_ = deepspeed.initialize(model=toy.seeded(toy.Lm), config=config, dist_init_required=False)
+    assert isinstance(engine._config, deepspeed.DeepSpeedConfig) and engine.config["gradient_clipping"] == 0.5
+    assert engine._config.zero_config.stage == 2 and engine._config.zero_config.reduce_bucket_size == 500_000_000
+    assert (engine._config.train_batch_size, engine._config.gradient_accumulation_steps) == (2, 1)
+    engine.set_train_batch_size(6)
+    assert (engine._config.train_batch_size, engine._config.gradient_accumulation_steps) == (6, 3)
+    assert engine._config._param_dict == engine.config and engine._config.world_size == 1
+    engine.destroy()
+
+
+# -- schedules --
+
+
+def optimizer(*rates: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.ones(2))], "lr": rate} for rate in rates or (0.1,)])
+
+
+def test_attributes_of_schedules() -> None:
+    module = load("runtime.lr_schedules")
+    cycle = module.OneCycle(optimizer(0.1, 0.2), 0.01, [0.1, 0.3], cycle_first_step_size=10, cycle_second_step_size=30)
+    assert (cycle.min_lrs, cycle.max_lrs, cycle.step_ratio, cycle.total_size) == ([0.01, 0.01], [0.1, 0.3], 0.25, 40.0)
+    assert (cycle.first_step_size, cycle.second_step_size, cycle.first_stair_count, cycle.second_stair_count) == (10, 30, 0, 0)
+    assert cycle.min_moms == [(0.8, 0.99)] * 2 and cycle.skip_lr_decay and cycle.skip_mom_decay
+    assert cycle.get_mom() == [(0.8, 0.99)] * 2
+    warmup = module.WarmupLR(optimizer(), warmup_min_lr=0.02, warmup_num_steps=10, warmup_type="linear")
+    assert (warmup.min_lrs, warmup.max_lrs, warmup.warmup_num_steps, warmup.warmup_type) == ([0.02], [0.1], 10, "linear")
+    assert warmup.delta_lrs == pytest.approx([0.08]) and warmup.inverse_log_warm_up == pytest.approx(1 / math.log(10))
+    cosine = module.WarmupCosineLR(optimizer(), total_num_steps=20, warmup_num_steps=10, cos_min_ratio=0.1)
+    ratios = [cosine.get_lr_ratio()]
+    for _ in range(22):
+        cosine.step()
+        assert cosine.get_lr() == pytest.approx([0.1 * cosine.get_lr_ratio()])
+        ratios.append(cosine.get_lr_ratio())
+    assert ratios[0] == 0.0 and ratios[10] == pytest.approx(1.0) and ratios[-1] == pytest.approx(0.1) and cosine.org_lrs == [0.1]
+    test = module.LRRangeTest(optimizer(), lr_range_test_min_lr=0.5, lr_range_test_step_size=2)
+    assert (test.min_lr, test.step_size, test.step_rate, test.staircase) == (0.5, 2, 1.0, False)
+
+
+def test_a_warmup_that_nobody_knows_is_logarithmic(caplog: pytest.LogCaptureFixture) -> None:
+    module = load("runtime.lr_schedules")
+    for kind, arguments in ((module.WarmupLR, ()), (module.WarmupDecayLR, (50,)), (module.WarmupCosineLR, (50,))):
+        caplog.clear()
+        odd, log = (kind(optimizer(), *arguments, warmup_num_steps=9, warmup_type=name) for name in ("steep", "log"))
+        assert odd.warmup_type == "log" and [record.levelname for record in caplog.records] == ["WARNING"]
+        for _ in range(4):
+            odd.step()
+            log.step()
+        assert odd.get_lr() == log.get_lr()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_schedule_of_the_json_is_the_one_that_is_imported(deepspeed: Any, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    block = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 5, "warmup_type": "steep"}}
+    engine, _, _, scheduler = deepspeed.initialize(
+        model=toy.seeded(toy.Lm), config=toy.settings(1, scheduler=block), dist_init_required=False
+    )
+    assert isinstance(scheduler, deepspeed.runtime.lr_schedules.WarmupLR) and scheduler.max_lrs == [0.1]
+    assert type(scheduler).__name__ in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+    assert "'steep' is none of" in caplog.text and scheduler.warmup_type == "log"
+    state = scheduler.state_dict()
+    scheduler.step()
+    scheduler.load_state_dict(state)
+    assert scheduler.last_batch_iteration == -1
+    engine.destroy()
+    with pytest.raises(ValueError, match=r"warmup_type 'steep' must be"):
+        toy.make(toy.seeded(toy.Lm), 1, scheduler=block)
+
+
+def test_schedules_from_flags() -> None:
+    import argparse
+
+    module = load("runtime.lr_schedules")
+    parser = module.add_tuning_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--lr_schedule", "LRRangeTest", "--lr_range_test_min_lr", "0.5", "--lr_range_test_staircase"])
+    config, why = module.get_config_from_args(args)
+    assert why is None and config["type"] == "LRRangeTest" and config["params"]["lr_range_test_staircase"] is True
+    assert module.get_lr_from_config(config) == (0.5, "")
+    assert module.LRRangeTest(optimizer(), **config["params"]).get_lr() == [0.5]
+    args = parser.parse_args(["--lr_schedule", "WarmupCosineLR", "--warmup_num_steps", "7", "--cycle_momentum"])
+    config, _ = module.get_config_from_args(args)
+    assert config["params"] == {"warmup_num_steps": 7, "warmup_type": "log", "warmup_min_ratio": 0.01, "cos_min_ratio": 0.01}
+    assert args.cycle_momentum and module.get_lr_from_config(config)[0] is None
+    assert module.get_config_from_args(argparse.Namespace()) == (None, "--lr_schedule not specified on command line")
+    assert module.get_lr_from_config({"type": "WarmupLR"}) == (None, "LR schedule params not defined in config")
+    params: dict[str, Any] = {"kept": 1}
+    module.override_params(argparse.Namespace(warmup_max_lr=0.3, cycle_min_mom=None), params)
+    assert params == {"kept": 1, "warmup_max_lr": 0.3}
+    for name, argument in (
+        ("lr_range_test", "lr_range_test_step_size"),
+        ("1cycle", "decay_step_size"),
+        ("warmupLR", "warmup_type"),
+        ("warmupCosineLR", "cos_min_ratio"),
+    ):
+        taken: dict[str, Any] = {}
+        getattr(module, f"override_{name}_params")(argparse.Namespace(**{argument: 2, "unheard": 3}), taken)
+        assert taken == {argument: 2}
+    groups = [{"lr": 1.0}, {"lr": torch.tensor(1.0)}]
+    tensor = groups[1]["lr"]
+    module.update_lr(groups, [0.5, 0.25])
+    assert groups[0]["lr"] == 0.5 and groups[1]["lr"] is tensor and float(tensor) == 0.25
+    inner = optimizer()
+    assert module.get_torch_optimizer(argparse.Namespace(optimizer=inner)) is inner
+    with pytest.raises(TypeError, match="dict is not a subclass"):
+        module.get_torch_optimizer({})
+
+
+# -- deepspeed.runtime.utils --
+
+
+def params(*grads: list[float]) -> list[torch.nn.Parameter]:
+    made = [torch.nn.Parameter(torch.ones(len(grad))) for grad in grads]
+    for param, grad in zip(made, grads, strict=True):
+        param.grad = torch.tensor(grad)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("prefix_sum_inc([3, 4, 5])", [3, 7, 12]),
+        ("partition_uniform(10, 4)", [0, 3, 6, 8, 10]),
+        ("partition_uniform(2, 4)", [0, 1, 2, 2, 2]),
+        ("partition_balanced([1, 1, 1, 1, 4], 2)", [0, 4, 5]),
+        ("partition_balanced([5, 1, 1, 1, 1, 1], 3)", [0, 1, 4, 6]),
+        ("partition_balanced([9, 9], 3)", [0, 1, 2, 2]),
+        ("call_to_str('base')", "base()"),
+        ("call_to_str('base', 1, x='y')", "base(1, x='y')"),
+        ("get_global_norm([3.0, 4.0])", 5.0),
+        ("get_global_norm([3.0, -1])", INF),
+        ("get_global_norm([NAN])", INF),
+        ("float(combine_grad_norm_groups([3.0, torch.tensor(4.0)]))", 5.0),
+        ("float(combine_grad_norm_groups([3.0, -1.0]))", INF),
+        ("float(get_global_norm_of_tensors([torch.tensor([3.0]), torch.tensor([4.0])]))", 5.0),
+        ("float(get_global_norm_of_tensors([torch.tensor([3.0, -7.0])], norm_type=INF))", 7.0),
+        ("float(get_global_norm_of_tensors([torch.tensor([NAN])]))", -1.0),
+        ("get_flattened_grad_norm(params([3.0, 9.0], [4.0]), grad_norm_mask=[torch.tensor([[1, 2]]), torch.empty(0, 2)])", 5.0),
+        ("get_flattened_grad_norm(params([INF]))", -1.0),
+        ("get_weight_norm(params([0.0] * 4))", 2.0),
+        ("get_grad_zeros(params([0.0, 1.0], [0.0]))", 2.0),
+        ("bool(has_inf_or_nan(torch.tensor([1.0, NAN])))", True),
+        ("bool(has_inf_or_nan(torch.tensor([])))", False),
+        ("bool(has_inf_or_nan(torch.tensor([0.0, INF]).to_sparse()))", True),
+        ("[is_invalid_grad_norm(norm) for norm in (1.0, -1, INF, torch.tensor([1.0, NAN]))]", [False, True, True, True]),
+        ("CheckOverflow([params([1.0, INF])]).check()", True),
+        ("CheckOverflow().check([params([1.0])])", False),
+        ("CheckOverflow().check_using_norm([1.0, -1.0], reduce_overflow=False)", True),
+        ("get_tensor_bytes([torch.ones(3), {'x': torch.ones(2, dtype=torch.int8)}, 'y'])", 14),
+        ("[t.numel() for t in align_dense_tensors([torch.ones(5)], 4)]", [5, 3]),
+        ("len(align_dense_tensors([torch.ones(4)], 4))", 1),
+        (
+            "[len(group['params']) for group in filter_empty_parameters([{'params': params([], [1.0])}, {'params': params([])}])]",
+            [1],
+        ),
+        ("len(filter_empty_parameters(params([], [1.0])))", 1),
+        ("[is_optimized_parameter(param) for param in params([], [1.0])]", [False, True]),
+        ("compare_tensors_in_structures([torch.ones(2), 1], [torch.ones(2), 1])", True),
+        ("compare_tensors_in_structures({'a': torch.ones(2)}, {'a': torch.zeros(2)})", False),
+        ("compare_tensors_in_structures([1], {0: 1})", False),
+        ("maybe_loss_for_backward(params([1.0])[0].sum())", True),
+        ("maybe_loss_for_backward(torch.ones(()))", False),
+        ("get_only_unique_item([2, 2])", 2),
+        ("is_model_parallel_parameter(params([1.0])[0])", False),
+        ("[t.dtype for t in copy_to_device([torch.ones(1), 2.0], torch.float64, torch.is_tensor)[:1]]", [torch.float64]),
+        ("DummyOptim('p').param_groups", [{"params": "p"}]),
+        ("noop_decorator(len)([1])", 1),
+        ("get_inactive_params(params([1.0]))", []),
+    ],
+)
+def test_a_utility(call: str, expected: Any) -> None:
+    module = load("runtime.utils")
+    names = {name: getattr(module, name) for name in module.__all__}
+    assert eval(call, names | {"torch": torch, "params": params, "NAN": NAN, "INF": INF}) == expected
+
+
+def test_utilities_that_change_what_they_get(tmp_path: Path) -> None:
+    module = load("runtime.utils")
+    made = params([3.0], [4.0])
+    assert float(module.clip_grad_norm_(made, 1.0)) == 5.0
+    assert [float(param.grad) for param in made] == pytest.approx([0.6, 0.8])
+    assert float(module.clip_grad_norm_(params([3.0, -8.0]), 1.0, norm_type=INF)) == 8.0
+    tensors = [torch.tensor([3.0]), torch.tensor([4.0])]
+    assert float(module.clip_tensors_by_global_norm(tensors, 10.0)) == 5.0 and tensors[0].tolist() == [3.0]
+    module.clip_tensors_by_global_norm(tensors, 1.0)
+    assert torch.cat(tensors).tolist() == pytest.approx([0.6, 0.8])
+    odd = torch.tensor([1.0, NAN, -INF])
+    module.mask_nan_or_inf_with_val_inplace(odd)
+    assert odd.tolist() == [1.0, -1.0, -1.0]
+    module.ensure_directory_exists(str(tmp_path / "a" / "b" / "file"))
+    (tmp_path / "a" / "b" / "file").write_bytes(bytes(5))
+    assert module.get_checkpoint_folder_size(str(tmp_path), "a", local_rank=0) == 5
+    assert module.get_checkpoint_folder_size(str(tmp_path), "a", local_rank=1) == 0
+    module.set_random_seed(2**40 + 1)  # numpy takes 32 bits
+    first = torch.rand(2)
+    module.set_random_seed(2**40 + 1)
+    assert torch.equal(torch.rand(2), first)
+    with pytest.raises(RuntimeError, match="one unique element"):
+        module.get_only_unique_item([1, 2])
+    with module.noop_context():
+        module.empty_cache()
+    assert module.get_ma_status() > 0
+    with pytest.raises(AssertionError, match="param_groups"):
+        module.CheckOverflow().check()
+    with pytest.raises(AttributeError, match="DeepSpeed's inside"):
+        module.all_gather_dp_groups  # noqa: B018
+
+
+def test_memory_is_told_where_it_is_forced(caplog: pytest.LogCaptureFixture) -> None:
+    see = load("runtime.utils").see_memory_usage
+    see("quiet")
+    assert not caplog.text
+    see("after the model", force=True)
+    assert "after the model: " in caplog.text and "GiB allocated" in caplog.text
+
+
+@pytest.mark.usefixtures("group")
+def test_a_partitioned_tensor_of_one_rank() -> None:
+    import torch.distributed as dist
+
+    whole = torch.arange(6.0).view(2, 3)
+    made = load("runtime.utils").PartitionedTensor(whole, dist.group.WORLD)
+    assert made.full_size() == [2, 3] and made.to_meta().tolist() == [2, 2, 3, 1, 0, 0, 6] and made.local_size() == (6,)
+    again = made.from_meta(made.to_meta(), made.data(), dist.group.WORLD)
+    assert torch.equal(again.full(), whole)
+    meta = made.to_meta()
+    meta[3] = 2
+    with pytest.raises(ValueError, match="part 0 of 2"):
+        made.from_meta(meta, made.data(), dist.group.WORLD)
+
+
+# -- the optimizer --
+
+KINDS = {
+    "runtime.ZeROOptimizer": (1, 2, 3),
+    "runtime.base_optimizer.ZeROOptimizer": (1, 2, 3),
+    "DeepSpeedOptimizer": (0, 1, 2, 3),
+    "runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": (1, 2),
+    "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": (3,),
+    "runtime.bf16_optimizer.BF16_Optimizer": (),
+    "runtime.fp16.fused_optimizer.FP16_Optimizer": (0,),
+    "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": (0,),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_optimizer_is_what_isinstance_looks_for(deepspeed: Any, stage: int) -> None:  # noqa: F811
+    engine = make(deepspeed, stage, fp16={"enabled": True, "initial_scale_power": 4})
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    for path, stages in KINDS.items():
+        module, _, name = f"deepspeed.{path}".rpartition(".")
+        kind = getattr(importlib.import_module(module), name)
+        assert isinstance(engine.optimizer, kind) is (stage in stages) and not isinstance(plain, kind), path
+        with pytest.raises(TypeError, match=f"{name} is there for isinstance"):
+            kind(plain)
+
+        class Own(kind):  # type: ignore[misc, valid-type]
+            def __init__(self, number: int) -> None:
+                self.number = number
+
+        assert isinstance(Own(1), kind) and Own(2).number == 2 and not isinstance(engine.optimizer, Own)
+    assert isinstance(engine.optimizer, torch.optim.Optimizer)
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_the_optimizer_tells_its_loss_scale(deepspeed: Any) -> None:  # noqa: F811
+    engine = make(deepspeed, 2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2})
+    optimizer = engine.optimizer
+    assert optimizer.needs_scaler() and optimizer.dynamic_loss_scale and optimizer.dtype is torch.float16
+    now = optimizer.loss_scale_config
+    assert (optimizer.cur_scale, optimizer.loss_scale, now.cur_scale, optimizer.loss_scaler.loss_scale) == (16.0,) * 4
+    assert (now.last_overflow_iter, now.scale_factor, now.scale_window, now.min_loss_scale, now.cur_iter) == (-1, 2.0, 2, 1.0, 0)
+    for factor in (1.0, INF, 1.0):
+        engine.backward(engine(toy.tokens(0, 0)) * factor)
+        engine.step()
+    now = optimizer.loss_scale_config
+    assert (now.cur_iter, now.cur_scale, now.last_overflow_iter) == (3, 8.0, 1) and not optimizer.overflow
+    engine.destroy()
+    for dtype in ("fp32", "bf16"):
+        engine = make(deepspeed, 2, dtype=dtype)
+        assert not engine.optimizer.needs_scaler() and engine.optimizer.loss_scale_config[:4] == (False, False, 0, 1.0)
+        assert engine.optimizer.clip_grad == 0.0 and engine.optimizer.is_gradient_accumulation_boundary
+        engine.optimizer.set_lr(0.5)
+        assert engine.optimizer.get_lr() == 0.5 == engine.get_lr()[0]
+        engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_loss_is_scaled_once_whoever_scales_it(deepspeed: Any) -> None:  # noqa: F811
+    """DeepSpeed's callers pass `engine.scale(loss)` to a backward of their own; outputs scale by themselves here."""
+    norms = []
+    for scale in (None, "engine.scale", "optimizer.scale_if_loss"):
+        engine = make(deepspeed, 2, fp16={"enabled": True, "initial_scale_power": 6})
+        loss = engine(toy.tokens(0, 0))
+        (loss if scale is None else eval(scale, {"engine": engine, "optimizer": engine.optimizer})(loss)).backward()
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+        penalty = engine.module.head.weight.float().square().sum()  # of no output
+        assert torch.equal(engine.scale(penalty), 64.0 * penalty)
+        engine.destroy()
+    assert norms[0] == norms[1] == norms[2] > 0
