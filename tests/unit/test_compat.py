@@ -639,8 +639,8 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
     with zero.GatheredParameters([model.embedding.weight], modifier_rank=0):
         model.embedding.weight.data.fill_(0.5)
     model.extra = torch.nn.Linear(2, 2)  # an adapter, beside parameters in ranges
-    with pytest.raises(ValueError, match="no_such_key"):
-        deepspeed.initialize(model=model, config={"no_such_key": 1}, dist_init_required=False)
+    with pytest.raises(ValueError, match="train_batch_siz;"):
+        deepspeed.initialize(model=model, config={"train_batch_siz": 1}, dist_init_required=False)
     engine = make(deepspeed, model=model)
     state = engine.state_dict()
     torch.testing.assert_close(state["head.weight"], plain.head.weight * 2)

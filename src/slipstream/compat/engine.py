@@ -21,7 +21,8 @@ from slipstream.checkpoint.errors import Ranks
 from slipstream.compat import zero
 from slipstream.compat.names import CONFIG_GETTERS, MISSING_METHODS
 from slipstream.compat.weights import consolidated, write_weights
-from slipstream.config import load_config
+from slipstream.config import keys
+from slipstream.config.arguments import read_config
 from slipstream.config.plan import Plan, plan_values
 from slipstream.distributed import local_rank
 from slipstream.train.data import distributed_loader
@@ -357,7 +358,7 @@ def _configured(engine: DeepSpeedEngine, key: str) -> Any:
     an object with its keys as attributes, and None where DeepSpeed's is."""
     from slipstream.config.parse import parse, schema_keys
 
-    parsed = parse(engine.config)
+    parsed = parse(_tolerant(engine.config))
     if key in parsed.autos:
         return plan_values(engine.plan).get(key, schema_keys()[key])
     found: Any = parsed.config
@@ -393,12 +394,14 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """`slipstream.initialize`, from what DeepSpeed's callers give; the engine has DeepSpeed's methods.
 
-    config   also as base64 of JSON; "zero_optimization.x" at its top level means x in the block, where that does not say it
+    config   also as base64 of JSON; "zero_optimization.x" at its top level means x in the block, where that does not say it.
+             Unknown top-level keys are ignored, as DeepSpeed does, but logged; those that are near a known key are refused.
     """
-    raw = _unfold(load_config(config=_decode(config), config_params=_decode(config_params), args=args))
-    used = raw
+    loaded = read_config(config=_decode(config), config_params=_decode(config_params), args=args)
+    raw = _unfold(loaded.raw)
+    used = _tolerant(raw)
     if optimizer is None and "optimizer" not in raw:  # DeepSpeed, too, makes no schedule then; Trainer evaluates this way
-        used, lr_scheduler = {name: value for name, value in raw.items() if name != "scheduler"}, None
+        used, lr_scheduler = {name: value for name, value in used.items() if name != "scheduler"}, None
     with zero.held_values(model):
         engine, handle, loader, scheduler = slipstream.initialize(
             model=model,
@@ -417,6 +420,8 @@ def initialize(
     engine.__class__ = DeepSpeedEngine
     assert isinstance(engine, DeepSpeedEngine)
     engine.config = raw
+    if engine.rank == 0:
+        keys.say(loaded.notes)
     if lr_scheduler is None and scheduler is not None:
         scheduler.optimizer = handle  # the config's own gets the returned one, a caller's the one that it was made of
     zero.adopt(engine)
@@ -429,8 +434,13 @@ def _decode(config: Any) -> Any:
         return config
     try:
         return json.loads(base64.urlsafe_b64decode(config).decode())
-    except (ValueError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         return config  # load_config says what is wrong with the path
+
+
+def _tolerant(raw: dict[str, Any]) -> dict[str, Any]:
+    own = raw.get("slipstream", {})
+    return raw | {"slipstream": {"unknown_keys": "warn"} | own} if isinstance(own, dict) else raw
 
 
 def _unfold(raw: dict[str, Any]) -> dict[str, Any]:
