@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from slipstream import initialize
 from slipstream.compat import launcher, modules, names
 from slipstream.compat.__main__ import tables
 from tests import deepspeed_checkpoints as ds
@@ -598,6 +599,24 @@ def test_the_engine_says_what_the_config_says(deepspeed: Any) -> None:
             getattr(engine, name)
     engine.destroy()
     bare.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_unknown_top_level_keys_are_ignored_and_logged(deepspeed: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """As DeepSpeed ignores them; a typo is refused, and natively every unknown key is."""
+    engine = make(deepspeed, model_name="mine", max_epochs=3)
+    (said,) = [record.getMessage() for record in caplog.records if "unknown top-level keys" in record.getMessage()]
+    assert "model_name" in said and "max_epochs" in said
+    assert (
+        engine.config["model_name"] == "mine"
+        and "unknown_keys" not in engine.config["slipstream"]
+        and engine.zero_optimization_stage() == 3
+    )
+    engine.destroy()
+    with pytest.raises(ValueError, match="gradient_cliping; did you mean gradient_clipping"):
+        make(deepspeed, gradient_cliping=1.0)
+    with pytest.raises(ValueError, match="model_name; no key is near it"):
+        initialize(model=torch.nn.Linear(1, 1), config={"train_batch_size": 1, "model_name": "mine"})
 
 
 def test_configs_of_clients(deepspeed: Any) -> None:

@@ -115,7 +115,9 @@ def is_left_out(word: str) -> bool:
     """Whether a lenient reader leaves out an unknown key of the top level: no known key is near it."""
     if is_typo(word, Config):
         return False
-    return not difflib.get_close_matches(word[:100].lower(), _names(Config), n=1, cutoff=0.8)
+    word = word[:100].lower()
+    known = [name for name in _names(Config) if not word.startswith(f"{name}_")]  # tensorboard_dir is a name of its own
+    return not difflib.get_close_matches(word, known, n=1, cutoff=0.8)
 
 
 def _is_lenient(raw: Any) -> bool:
