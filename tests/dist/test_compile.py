@@ -79,6 +79,9 @@ def quiet_tqdm() -> None:
     tqdm.set_lock(threading.RLock())
 
 
+recorded = Recorder("aot_eager")  # which a config names "tests.dist.test_compile.recorded"
+
+
 def check(way: Way, before: bool, transport: str, backend: str, stages: tuple[int, ...] = STAGES, **config: Any) -> None:
     """`config`: more of what the compiled model trains with."""
     quiet_tqdm()
@@ -115,6 +118,44 @@ def test_compiled_before_initialize(way: str, transport: str) -> None:
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
 def test_compiled_after_initialize(way: str, transport: str) -> None:
     check(AFTER[way], False, transport, "aot_eager")
+
+
+def check_config(stage: int, transport: str, backend: str, **config: Any) -> None:
+    quiet_tqdm()
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+    plain = toy.make(toy.seeded(toy.Net), stage, transport, **config)
+    expected = train(plain)
+    plain.destroy()
+    torch._dynamo.reset()
+    model = toy.seeded(toy.Net)
+    compiled = {"enabled": True, "backend": backend, "kwargs": {"fullgraph": True}}
+    engine = toy.make(model, stage, transport, compile=compiled, **config)
+    torch.testing.assert_close(torch.stack(train(engine)), torch.stack(expected), rtol=1e-4, atol=1e-6)
+    engine.destroy()
+    assert not any("forward" in block.__dict__ for block in model.blocks)
+    torch._dynamo.reset()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
+def test_blocks_are_compiled_as_the_config_says(transport: str) -> None:
+    """One graph for all blocks, with the whole block in it; recomputed blocks too."""
+    for stage in cases.stages(transport, (0, 3)):
+        for activations in ("keep", "recompute") if stage == 3 else ("keep",):
+            recorded.graphs.clear()
+            own = {"transport": transport, "activations": activations}
+            check_config(stage, transport, "tests.dist.test_compile.recorded", slipstream=own)
+            (block,) = {" ".join(calls) for calls in recorded.graphs}
+            assert len(recorded.graphs) <= 2, f"stage {stage}: {len(recorded.graphs)} graphs of three alike blocks"
+            assert block.count("linear") >= 2 and "layer_norm" in block and "relu" in block, f"only a part of a block: {block}"
+
+
+@pytest.mark.slow
+@distributed(world_size=2, timeout=240)
+def test_inductor_by_the_config() -> None:
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    warnings.simplefilter("ignore")  # inductor's own
+    check_config(3, "shared", "inductor")
 
 
 @pytest.mark.slow

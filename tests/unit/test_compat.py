@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from slipstream import initialize
 from slipstream.compat import launcher, modules, names
 from slipstream.compat.__main__ import tables
 from tests import deepspeed_checkpoints as ds
@@ -615,6 +616,24 @@ def test_the_engine_says_what_the_config_says(deepspeed: Any) -> None:
     bare.destroy()
 
 
+@pytest.mark.usefixtures("group")
+def test_unknown_top_level_keys_are_ignored_and_logged(deepspeed: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """As DeepSpeed ignores them; a typo is refused, and natively every unknown key is."""
+    engine = make(deepspeed, model_name="mine", max_epochs=3)
+    (said,) = [record.getMessage() for record in caplog.records if "unknown top-level keys" in record.getMessage()]
+    assert "model_name" in said and "max_epochs" in said
+    assert (
+        engine.config["model_name"] == "mine"
+        and "unknown_keys" not in engine.config["slipstream"]
+        and engine.zero_optimization_stage() == 3
+    )
+    engine.destroy()
+    with pytest.raises(ValueError, match="gradient_cliping; did you mean gradient_clipping"):
+        make(deepspeed, gradient_cliping=1.0)
+    with pytest.raises(ValueError, match="model_name; no key is near it"):
+        initialize(model=torch.nn.Linear(1, 1), config={"train_batch_size": 1, "model_name": "mine"})
+
+
 def test_configs_of_clients(deepspeed: Any) -> None:
     """base64 (DeepSpeed's command lines), and TRL's dotted keys, which do not override what the block says."""
     import base64
@@ -653,8 +672,8 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
     with zero.GatheredParameters([model.embedding.weight], modifier_rank=0):
         model.embedding.weight.data.fill_(0.5)
     model.extra = torch.nn.Linear(2, 2)  # an adapter, beside parameters in ranges
-    with pytest.raises(ValueError, match="no_such_key"):
-        deepspeed.initialize(model=model, config={"no_such_key": 1}, dist_init_required=False)
+    with pytest.raises(ValueError, match="train_batch_siz;"):
+        deepspeed.initialize(model=model, config={"train_batch_siz": 1}, dist_init_required=False)
     engine = make(deepspeed, model=model)
     state = engine.state_dict()
     torch.testing.assert_close(state["head.weight"], plain.head.weight * 2)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.config import add_config_arguments, load_config
+from slipstream.config.arguments import read_config
 
 CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
 
@@ -71,8 +75,10 @@ def test_no_config_teaches() -> None:
     ("text", "message"),
     [
         ('{"a": 1, "b": {"stage": 1, "stage": 2}}', "'stage' twice in one object"),
-        ('{"a": 1,}', "is not JSON: .*line 1"),
-        ("// no\n{}", "JSON has no comments"),
+        ('{"a": 1,\n "b" 2}', "is not JSON: .*line 2"),
+        ('// yes\n{"a": 1,\n "b" 2,}', "nor JSON with comments: .*line 3 column 6"),
+        ('{"a": 1 /* no end', "nor JSON with comments"),
+        ('{"a": "no end', "is not JSON"),
         ("[1]", "holds a JSON list"),
         ("", "is not JSON"),
     ],
@@ -95,3 +101,48 @@ def test_infinity_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "inf.json"
     file.write_text('{"steps_per_print": Infinity}')
     assert load_config(file)["steps_per_print"] == float("inf")
+
+
+def test_comments_and_trailing_commas_are_accepted_and_said_once(tmp_path: Path) -> None:
+    """What looks like a comment inside a string stays."""
+    file = tmp_path / "hjson.json"
+    file.write_text(
+        '\ufeff// DeepSpeed reads this\n{"a": "http://x/#1 /* no */, }", # one\n  /* two\n lines */ "b": [1, 2,],\n'
+        '  "c": {"_comment": 1, "_comment": 2, "d": "\\"//",},\n}\n',
+        encoding="utf-8",
+    )
+    raw, notes = read_config(file)
+    assert raw == {"a": "http://x/#1 /* no */, }", "b": [1, 2], "c": {"_comment": 2, "d": '"//'}}
+    (note,) = notes
+    assert str(file) in note and "comments or trailing commas" in note
+    file.write_text(json.dumps(raw))
+    assert read_config(file) == (raw, ())
+
+
+def nested(levels: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {}
+    for _ in range(levels):
+        inner = {"a": inner}
+    return inner
+
+
+def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "deep.json"
+    file.write_text("{" + '"a": {' * 3000 + "}" * 3001)
+    circle: dict[str, Any] = {}
+    circle.update(a=circle, b=circle)
+    configs: tuple[Any, ...] = (file, nested(3000), {"optimizer": {"params": nested(3000)}}, {"train_batch_size": 8, "x": circle})
+    for config in configs:
+        with pytest.raises(ValueError, match=r"nested more than 50 deep; .*remove the inner"):
+            load_config(config)
+    assert load_config(nested(40)) == nested(40)
+
+
+@pytest.mark.parametrize("piece", ['"\\', "/*", "//", ",", '"', "#", "[", ',"a":1'])
+def test_hostile_text_takes_bounded_time(tmp_path: Path, piece: str) -> None:
+    file = tmp_path / "long.json"
+    file.write_text("{" + piece * (200_000 // len(piece)))
+    start = time.process_time()
+    with pytest.raises(ValueError, match=r"long\.json"):
+        load_config(file)
+    assert time.process_time() - start < 2

@@ -20,8 +20,8 @@ WORLD = DataWorld(data_parallel=2)
 FACTS = ModelFacts(device_type="cpu", supports_bf16=True)
 
 
-def resolved(raw: dict[str, Any]) -> Any:
-    return resolve({"train_batch_size": 8} | raw, world=WORLD, facts=FACTS)
+def resolved(raw: dict[str, Any], world: DataWorld = WORLD) -> Any:
+    return resolve({"train_batch_size": 8} | raw, world=world, facts=FACTS)
 
 
 def enumerate_schema(block: type[Block], prefix: str = "") -> list[str]:
@@ -106,7 +106,7 @@ def asking(switch: str, feature: Feature) -> Any:
 @pytest.mark.parametrize(("switch", "feature"), [(s, f) for f in FEATURES for s in f.switches])
 def test_a_feature_that_is_not_built_is_refused(switch: str, feature: Feature) -> None:
     with pytest.raises(ValueError) as error:
-        resolved(nest(switch, asking(switch, feature)))
+        resolved(nest(switch, asking(switch, feature)), DataWorld(data_parallel=2, one_host=False))
     text = str(error.value)
     assert switch in text and feature.what in text and feature.remedy in text and "not built yet" in text
 
@@ -130,6 +130,13 @@ def test_a_block_that_asks_by_being_there() -> None:
         resolved({"datastates_ckpt": {}})
 
 
+def test_node_local_storage_has_no_effect_on_one_host() -> None:
+    raw = {"checkpoint": {"use_node_local_storage": True}}
+    assert resolved(raw).notes == ("checkpoint.use_node_local_storage has no effect here: all ranks share a host, and so its disk",)
+    with pytest.raises(ValueError, match="checkpoints on node-local disks"):
+        resolved(raw, DataWorld(data_parallel=2, one_host=False))
+
+
 def test_settings_of_a_feature_that_is_off_are_quiet() -> None:
     raw = {"flops_profiler": {"enabled": False, "profile_step": 5}, "elasticity": {"max_gpus": 4}}
     assert resolved(raw).notes == ()
@@ -146,7 +153,7 @@ def other(default: Any) -> Any:
         return not default
     if isinstance(default, (int, float)):
         return 3
-    return ["Linear"] if isinstance(default, list) else None
+    return ["Linear"] if isinstance(default, list) else "O1"
 
 
 @pytest.mark.parametrize("key", sorted(NO_EFFECT))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from slipstream.config.keys import HONORED
 from slipstream.config.plan import plan_values
 from slipstream.config.resolution import AUTO, triad
 from slipstream.optim import resolve_optimizer
+from slipstream.train import compiled, rehearse
 from slipstream.train.schedules import build_scheduler
 from tests.unit.test_config_schema import ACCELERATE
 
@@ -447,13 +449,28 @@ def test_every_honored_key_has_a_source() -> None:
 @pytest.mark.parametrize("raw", [FULL, ACCELERATE, {"bf16": {"enabled": True}}], ids=["full", "accelerate", "bf16"])
 def test_describe_shows_every_value_with_its_source(raw: dict[str, Any]) -> None:
     plan = plan_of(raw)
-    lines = describe(plan).splitlines()
+    lines = describe(plan, defaults=True).splitlines()
     assert lines[0].split() == ["key", "value", "source"]
     for key in plan_values(plan):
         assert key in plan.sources, key
         (line,) = [line for line in lines if line.split()[0] == key]
         assert line.endswith(plan.sources[key])
     assert [line for line in lines if line.startswith("note: ")] == [f"note: {note}" for note in plan.notes]
+
+
+def test_describe_begins_with_what_the_config_sets() -> None:
+    plan = plan_of({"steps_per_print": 10, "zero_optimization": {"stage": 2}, "train_batch_size": 8})
+    rows = [line.split()[0] for line in describe(plan).splitlines()[2:]]
+    assert rows[:3] == ["train_batch_size", "zero_optimization.stage", "steps_per_print"]
+    assert "gradient_clipping" in rows and len(rows) < 10, "what has an effect without being set, and not all defaults"
+    everything = describe(plan, defaults=True).splitlines()
+    hidden = len(everything) - 2 - len(rows[:-1])
+    assert f"and {hidden} keys at their defaults" in describe(plan)
+
+
+def test_the_default_of_clipping_is_told() -> None:
+    assert re.search(r"^gradient_clipping +1 +default: DeepSpeed's; .* 0 turns that off$", describe(plan_of({})), re.MULTILINE)
+    assert plan_of({"gradient_clipping": 1.0}).sources["gradient_clipping"] == "config"
 
 
 def test_values_that_a_dtype_switches_off_say_so() -> None:
@@ -465,6 +482,82 @@ def test_values_that_a_dtype_switches_off_say_so() -> None:
 def test_the_plan_prints_numbers_as_people_write_them() -> None:
     text = describe(plan_of(adam(lr=1e-4) | {"steps_per_print": math.inf}))
     assert "0.0001" in text and "train_batch_size" in text
+
+
+# What other configurations ask for
+
+
+def test_compile_disable() -> None:
+    """DeepSpeed's older form is on by `disable` alone; `enabled` decides where it is given; nothing is on by itself."""
+    on = {"backend": "eager", "kwargs": {"dynamic": True}}
+    for block in ({"enabled": True}, {"disable": False}, {"enabled": True, "disable": False}):
+        plan = plan_of({"compile": on | block})
+        assert plan.compile is not None and (plan.compile.backend, plan.compile.kwargs) == ("eager", {"dynamic": True})
+    for block in ({"enabled": False}, {"disable": True}, {"enabled": True, "disable": True}, {"enabled": False, "disable": False}):
+        plan = plan_of({"compile": on | block})
+        assert plan.compile is None and plan.notes == ()
+    (note,) = plan_of({"compile": on}).notes
+    assert "compile.enabled is not set" in note
+    assert plan_of({}).compile is None
+
+
+def test_compile_is_checked_before_anything_runs() -> None:
+    def check(**block: Any) -> None:
+        compiled.check(plan_of({"compile": {"enabled": True, **block}}).compile)
+
+    check(backend="eager", kwargs={"fullgraph": True})
+    with pytest.raises(ValueError, match=r"compile\.backend 'no_such' is no backend of torch\.compile .* use one of .*inductor"):
+        check(backend="no_such")
+    with pytest.raises(ValueError, match=r"compile\.kwargs \{'speed': 1\}.* it takes mode, dynamic, fullgraph and options"):
+        check(backend="eager", kwargs={"speed": 1})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("block", [{"offload_param": {"device": "nvme"}}, {"cpu_offload_param": True}], ids=["nvme", "older"])
+def test_offload_param_below_stage_3_has_no_effect_and_is_said(stage: int, block: dict[str, Any]) -> None:
+    plan = plan_of({"zero_optimization": {"stage": stage, **block}})
+    (note,) = plan.notes
+    assert "offload_param" in note and f"no effect here: at stage {stage} every rank computes with weights of its own" in note
+    assert dataclasses.replace(plan, notes=(), sources={}) == dataclasses.replace(
+        plan_of({"zero_optimization": {"stage": stage}}), notes=(), sources={}
+    )
+
+
+AHEAD = dataclasses.replace(FACTS, ahead=True)
+
+
+def test_what_the_loop_fills_in_does_not_stop_a_plan() -> None:
+    for params, path in (
+        ({"total_num_steps": "auto", "warmup_max_lr": 1e-3}, "scheduler.params.total_num_steps"),
+        ({"total_num_steps": 9, "warmup_max_lr": "auto"}, "scheduler.params.warmup_max_lr"),
+    ):
+        raw: dict[str, Any] = {"train_batch_size": 8, "scheduler": {"type": "WarmupDecayLR", "params": params}}
+        if "lr" not in path:
+            raw |= adam(lr=1e-3)
+        plan = plan_of(raw, facts=AHEAD)
+        assert re.search(rf"^{path} +- +auto: filled in by the training loop$", describe(plan), re.MULTILINE)
+        rehearse(plan)
+        with pytest.raises(ValueError, match=r'is "auto", and .*; give the number'):
+            plan_of(raw)
+        plan_of(raw, facts=dataclasses.replace(FACTS, brings_schedule=True))
+        raw["scheduler"]["params"]["warmup_steps"] = 1
+        with pytest.raises(ValueError, match=r"unknown 'warmup_steps'"):
+            rehearse(plan_of(raw, facts=AHEAD))
+
+
+def test_a_plan_without_batch_sizes_takes_one() -> None:
+    world = DataWorld(data_parallel=2)
+    plan = resolve({}, world=world, facts=AHEAD)
+    assert plan.batch.micro_batch_size == 1 and plan.batch.train_batch_size == 2
+    assert "no batch size is set: planned with a micro-batch of 1; initialize needs" in plan.notes[0]
+    assert resolve({}, world=world, facts=dataclasses.replace(AHEAD, loader_batch_size=4)).batch.micro_batch_size == 4
+    with pytest.raises(ValueError, match="give one of them"):
+        resolve({}, world=world, facts=FACTS)
+
+
+def test_comments_among_the_arguments_of_an_optimizer() -> None:
+    plan = plan_of(adam(lr=1e-3, _comment="small"))
+    assert plan.optimizer is not None and plan.optimizer.params == {"lr": 1e-3}
 
 
 # Random configs: a plan that holds together, or a ValueError that says why
@@ -535,6 +628,11 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "activation_checkpointing.cpu_checkpointing": flags,
     "activation_checkpointing.synchronize_checkpoint_boundary": flags,
     "activation_checkpointing.profile": flags,
+    "compile.enabled": flags,
+    "compile.disable": flags,
+    "compile.backend": st.sampled_from(["eager", "inductor"]),
+    "compile.kwargs": st.just({"dynamic": False}),
+    "slipstream.unknown_keys": st.sampled_from(["error", "Warn"]),
     "slipstream.activations": st.sampled_from(["keep", "recompute", "Offload"]),
     "slipstream.seed": st.integers(0, 2**63),
     "slipstream.optimizer_states": st.sampled_from(["default", "INT8"]),
@@ -595,4 +693,4 @@ def test_a_random_config_is_a_plan_or_a_reason(data: st.DataObject, ranks: int, 
         plan.seed = 1  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert "auto" not in [value for key, value in plan_values(plan).items() if key != "slipstream.transport"]
-    assert describe(plan)
+    assert describe(plan, defaults=True)

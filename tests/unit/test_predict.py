@@ -127,9 +127,11 @@ def test_the_fastest_that_fits(tmp_path: Path) -> None:
         assert all(proposal.peak.memory <= budget for proposal in found)
         assert found[0].changes["zero_optimization.offload_optimizer"]["device"] == "nvme"
         assert found[0].seconds <= found[-1].seconds
+    (narrow, *_) = fitting(12 << 20)
+    assert narrow.changes["zero_optimization.sub_group_size"] < plan.offload.chunk_numel, "smaller chunks, where larger do not fit"
     refused = fitting(1 << 20)
     assert isinstance(refused, propose.Least)
-    assert "nothing fits into 1.00 MiB: the least is" in str(refused)
+    assert "nothing fits into 1.00 MiB: of " in str(refused)
 
 
 def test_the_command_proposes_a_config_that_resolves(
@@ -175,10 +177,17 @@ def test_the_command_proposes_a_config_that_resolves(
     assert main([*command, "--batch-shape", "4x32", "--memory", "1M", "--json"]) == 1
     machine = json.loads(capsys.readouterr().out)
     assert machine["proposals"] == [] and machine["peak"]["memory_bytes"] > 16 * machine["parameters"]
+    capsys.readouterr()
+    peaks = []
+    for shape in ("4x32", "2x32"):  # the config says how many rows, and its plan is what is printed
+        assert main([*command, "--batch-shape", shape]) == 0
+        text = capsys.readouterr().out
+        assert ("note: --batch-shape has 2 rows, and is taken with 4" in text) == (shape == "2x32")
+        peaks += [line for line in text.splitlines() if line.strip().startswith("peak")]
+    assert len(peaks) == 2 and peaks[0] == peaks[1]
     assert main([*command, "--activations", "10M"]) == 0
     assert "activations are those stated" in capsys.readouterr().out
     for wrong, says in (
-        (["--batch-shape", "3x32"], "write 4x32"),
         (["--batch-shape", "many"], "is not a shape of token ids"),
         (["--memory", "1G"], "--memory needs to know the activations"),
         (["--batch-shape", "4x32", "--rate", "speed=1"], "names are flops"),

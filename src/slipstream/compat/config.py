@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_serializer, model_validator
 
 from slipstream.compat.constants import TABLES, ValidationMode
-from slipstream.compat.engine import read_config
+from slipstream.compat.engine import read_config, tolerant
 from slipstream.compat.utils import logger
 from slipstream.config import features, schema
 from slipstream.config.parse import Parsed, parse, schema_keys
@@ -286,7 +286,7 @@ class _Read:
 
     def __init__(self, given: Mapping[str, Any], engine: Any = None) -> None:
         self.given, self.engine = given, engine
-        self.parsed: Parsed = parse(given)
+        self.parsed: Parsed = parse(tolerant(dict(given)))
 
     def value(self, key: str) -> Any:
         """What holds for a key: DeepSpeed's default where it was not given. A block is an object, and None where DeepSpeed's is."""

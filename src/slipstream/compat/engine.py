@@ -25,7 +25,7 @@ from slipstream.compat.handles import carries_scale, serve_optimizer
 from slipstream.compat.names import CONFIG_GETTERS, MISSING_METHODS
 from slipstream.compat.schedules import serve_schedule, with_known_warmup
 from slipstream.compat.weights import consolidated, write_weights
-from slipstream.config import load_config
+from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
 from slipstream.distributed import local_rank
 from slipstream.train.data import distributed_loader
@@ -439,10 +439,12 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """`slipstream.initialize`, from what DeepSpeed's callers give; the engine has DeepSpeed's methods.
 
-    config   also as base64 of JSON; "zero_optimization.x" at its top level means x in the block, where that does not say it
+    config   also as base64 of JSON; "zero_optimization.x" at its top level means x in the block, where that does not say it.
+             Unknown top-level keys are ignored, as DeepSpeed does, but logged; those that are near a known key are refused.
     """
-    raw = read_config(config, config_params, args)
-    used = with_known_warmup(raw)
+    loaded = arguments.read_config(config=_decode(config), config_params=_decode(config_params), args=args)
+    raw = _unfold(loaded.raw)
+    used = tolerant(with_known_warmup(raw))
     if optimizer is None and "optimizer" not in raw:  # DeepSpeed, too, makes no schedule then; Trainer evaluates this way
         used, lr_scheduler = {name: value for name, value in used.items() if name != "scheduler"}, None
     with zero.held_values(model):
@@ -463,6 +465,8 @@ def initialize(
     engine.__class__ = DeepSpeedEngine
     assert isinstance(engine, DeepSpeedEngine)
     engine.config = raw
+    if engine.rank == 0:
+        keys.say(loaded.notes)
     if lr_scheduler is None and scheduler is not None:
         scheduler.optimizer = handle  # the config's own gets the returned one, a caller's the one that it was made of
     serve_schedule(scheduler)
@@ -473,7 +477,7 @@ def initialize(
 
 def read_config(config: Any, config_params: Any = None, args: Any = None) -> dict[str, Any]:
     """The dictionary that a path, a dictionary, base64 of JSON or the flags of a script stand for."""
-    return _unfold(load_config(config=_decode(config), config_params=_decode(config_params), args=args))
+    return _unfold(arguments.read_config(config=_decode(config), config_params=_decode(config_params), args=args).raw)
 
 
 def _decode(config: Any) -> Any:
@@ -482,8 +486,14 @@ def _decode(config: Any) -> Any:
         return config
     try:
         return json.loads(base64.urlsafe_b64decode(config).decode())
-    except (ValueError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         return config  # load_config says what is wrong with the path
+
+
+def tolerant(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config with unknown top-level keys as warnings, unless it says otherwise."""
+    own = raw.get("slipstream", {})
+    return raw | {"slipstream": {"unknown_keys": "warn"} | own} if isinstance(own, dict) else raw
 
 
 def _unfold(raw: dict[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+from slipstream.config.text import check_depth, read_json
 
 ConfigLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -28,12 +29,22 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
+class Loaded(NamedTuple):
+    raw: dict[str, Any]
+    notes: tuple[str, ...]  # about the file, for one rank to log
+
+
 def load_config(config: ConfigLike | None = None, config_params: ConfigLike | None = None, args: Any = None) -> dict[str, Any]:
     """The config of `initialize(config=, config_params=, args=)` as a dictionary of its own.
 
     Exactly one of the three ways may be used; the same path or an equal dictionary twice is fine.
     Raises ValueError when there is none, when two disagree, and for files that are missing or not JSON.
     """
+    return read_config(config, config_params, args).raw
+
+
+def read_config(config: ConfigLike | None = None, config_params: ConfigLike | None = None, args: Any = None) -> Loaded:
+    """`load_config`, with what there is to say about the file."""
     given: dict[str, ConfigLike] = {}
     for name, value in (("config", config), ("config_params", config_params)):
         if value is not None:
@@ -47,10 +58,11 @@ def load_config(config: ConfigLike | None = None, config_params: ConfigLike | No
             "--deepspeed_config PATH and pass its arguments as initialize(args=)"
         )
     (first, chosen), *others = given.items()
+    loaded = _read(chosen)
     for name, value in others:
         if not _same(chosen, value):
             raise ValueError(f"two configs: {first} is {_brief(chosen)} and {name} is {_brief(value)}; pass one of them")
-    return _read(chosen)
+    return loaded
 
 
 def _flag(args: Any, name: str) -> Any:
@@ -69,26 +81,22 @@ def _brief(config: ConfigLike) -> str:
     return f"a dictionary of {len(config)} keys" if isinstance(config, Mapping) else repr(os.fspath(config))
 
 
-def _read(config: ConfigLike) -> dict[str, Any]:
+def _read(config: ConfigLike) -> Loaded:
     if isinstance(config, Mapping):
-        return copy.deepcopy(dict(config))
+        check_depth(config, "the config")
+        return Loaded(copy.deepcopy(dict(config)), ())
     if not isinstance(config, (str, os.PathLike)):
         raise ValueError(f"a config is a path or a dictionary, got {type(config).__name__}: {config!r}")
     path = Path(config)
     if not path.is_file():
         raise ValueError(f"no config file at {str(path)!r} (working directory {str(Path.cwd())!r})")
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _once(pairs, path))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error} (JSON has no comments and no comma after the last item)") from None
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}; save it as UTF-8") from None
+    loaded, tolerated = read_json(text, str(path))
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} holds a JSON {type(loaded).__name__}; a config is an object: {{...}}")
-    return loaded
-
-
-def _once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{path} has {', '.join(map(repr, twice))} twice in one object; keep one of them")
-    return dict(pairs)
+    return Loaded(
+        loaded, (f"{path} has comments or trailing commas, which plain JSON does not allow; they are ignored",) * tolerated
+    )

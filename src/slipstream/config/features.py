@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from slipstream.config.values import MIB, Block, Count, Dtype, Fraction, Int, Names, Real, Size, lower
+from slipstream.config.values import MIB, Block, Count, Dtype, Fraction, Int, Names, Real, Seed, Size, lower
 
 # Parallelism
 
@@ -127,6 +127,10 @@ class InferenceWeightQuantization(Block):
 
 
 class Compile(Block):
+    enabled: bool = False
+    disable: bool = False
+    backend: str = "inductor"
+    kwargs: dict[str, Any] = {}
     deepcompile: bool = False
     autoep_non_moe: bool = False
     free_activation: bool = False
@@ -281,7 +285,7 @@ class DataRouting(Block):
 
 class DataEfficiency(Block):
     enabled: bool = False
-    seed: Int = 1234
+    seed: Seed = 1234
     data_sampling: DataSampling = DataSampling()
     data_routing: DataRouting = DataRouting()
 

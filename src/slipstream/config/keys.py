@@ -21,6 +21,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from slipstream.config.text import shown
+
 if TYPE_CHECKING:
     from slipstream.config.parse import Leaf
 
@@ -42,6 +44,7 @@ class Feature:
     switches: tuple[str, ...]  # keys; any of them with a value outside `off` asks for the feature
     off: tuple[Any, ...] = (False, None)
     blocks: tuple[str, ...] = ()  # every other key below these belongs to the feature
+    moot_on_one_host: str = ""  # why there is nothing to build where all ranks share a host; it is then said, not refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +121,11 @@ HONORED: Mapping[str, str] = {
     "activation_checkpointing.cpu_checkpointing": "test_cpu_checkpointing",
     "activation_checkpointing.synchronize_checkpoint_boundary": "test_synchronize_checkpoint_boundary",
     "activation_checkpointing.profile": "test_profile",
+    "compile.enabled": "test_blocks_are_compiled_as_the_config_says",
+    "compile.disable": "test_compile_disable",
+    "compile.backend": "test_blocks_are_compiled_as_the_config_says",
+    "compile.kwargs": "test_blocks_are_compiled_as_the_config_says",
+    "slipstream.unknown_keys": "test_unknown_keys_that_are_left_out",
     "slipstream.activations": "test_slipstream_activations",
     "slipstream.keep_checkpoints": "test_slipstream_keep_checkpoints",
     "slipstream.broadcast_buffers": "test_slipstream_broadcast_buffers",
@@ -138,6 +146,7 @@ _STREAMED = "the optimizer always reads chunks ahead and writes them behind"
 _DIRECT = "a unit's weights are read straight into the memory that it is computed from, one unit ahead"
 _SUBMITTED = "blocks go to the disk as soon as the queue has room, and are reaped as they end"
 _WRITER = "every rank writes its own shards into a file of its own, direct to the disk and without pickles"
+_UNSCALED = "bf16 has the range of fp32, so there is no loss scale"
 _ROUNDING = "gradients are summed in fp32 and scaled once at the end, so there is no order of division to choose"
 
 NO_EFFECT: Mapping[str, str] = {
@@ -150,6 +159,12 @@ NO_EFFECT: Mapping[str, str] = {
     "disable_allgather": "DeepSpeed itself never reads it",
     "allgather_size": _UNITS,
     "fp16.fused_mode": "there is one mixed-precision path",
+    "fp16.opt_level": "it is NVIDIA Apex's; weights in fp16 have fp32 masters here",
+    "bf16.loss_scale": _UNSCALED,
+    "bf16.loss_scale_window": _UNSCALED,
+    "bf16.initial_scale_power": _UNSCALED,
+    "bf16.hysteresis": _UNSCALED,
+    "bf16.min_loss_scale": _UNSCALED,
     "bf16.immediate_grad_update": "gradients are always reduced as soon as they are complete",
     "torch_autocast.lower_precision_safe_modules": "torch.autocast decides by operation, not by module",
     "zero_optimization.mics_hierarchical_params_gather": "units are gathered inside the sharding group only",
@@ -203,6 +218,7 @@ NO_EFFECT: Mapping[str, str] = {
     "timers.throughput.synchronized": "times are taken where the step synchronizes anyway",
     "activation_checkpointing.contiguous_memory_optimization": "a kept input is the tensor that the block was given, never a "
     "copy that could be put elsewhere; PYTORCH_ALLOC_CONF=expandable_segments:True keeps CUDA memory in one piece",
+    "activation_checkpointing.partition_activations": "activations are partitioned over tensor-parallel ranks, and there are none",
     "checkpoint.parallel_write.pipeline_stage": _WRITER,
     "checkpoint.checkpoint_serialization": _WRITER,
     "checkpoint.writer.type": _WRITER,
@@ -327,7 +343,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         what="DeepCompile",
-        remedy="set compile.deepcompile to false and call torch.compile on the model or its blocks",
+        remedy='set compile.deepcompile to false; {"compile": {"enabled": true}} is torch.compile of each block',
         switches=("compile.deepcompile",),
         blocks=("compile",),
     ),
@@ -335,11 +351,6 @@ FEATURES: tuple[Feature, ...] = (
         what="graph harvesting",
         remedy='drop the key; torch.compile(mode="reduce-overhead") captures CUDA graphs',
         switches=("graph_harvesting",),
-    ),
-    Feature(
-        what="partitioning of checkpointed activations",
-        remedy="set it to false; it needs tensor parallelism",
-        switches=("activation_checkpointing.partition_activations",),
     ),
     Feature(
         what="block-sparse attention",
@@ -406,6 +417,7 @@ FEATURES: tuple[Feature, ...] = (
         what="checkpoints on node-local disks",
         remedy="set it to false and save to a directory that all nodes see",
         switches=("checkpoint.use_node_local_storage",),
+        moot_on_one_host="all ranks share a host, and so its disk",
     ),
     Feature(
         what="Nebula checkpoints",
@@ -438,13 +450,13 @@ def counts() -> Counts:
     return Counts(*(fates.count(fate) for fate in (Fate.HONORED, Fate.NO_EFFECT, Fate.REFUSED)))
 
 
-def refuse(leaves: Iterable[Leaf]) -> None:
+def refuse(leaves: Iterable[Leaf], *, one_host: bool) -> None:
     """Raise one ValueError that names every feature that is asked for and not built."""
     refusals = []
     for leaf in leaves:
-        feature = _switched_by(leaf.key)
-        if feature is not None and leaf.value not in feature.off:
-            asked = f"{leaf.path} = {leaf.value!r} asks for {feature.what}"
+        feature = _asked(leaf)
+        if feature is not None and not (feature.moot_on_one_host and one_host):
+            asked = f"{leaf.path} = {shown(leaf.value)} asks for {feature.what}"
             refusals.append(f"{asked}, which is not built yet; {feature.remedy}")
     if refusals:
         head = "" if len(refusals) == 1 else "the config asks for features that are not built yet:\n- "
@@ -452,17 +464,25 @@ def refuse(leaves: Iterable[Leaf]) -> None:
 
 
 def without_effect(leaves: Iterable[Leaf]) -> tuple[str, ...]:
-    """One sentence for each reason that makes keys set by the user do nothing here."""
+    """One sentence for each reason that makes keys set by the user do nothing here. For a config that `refuse` has passed."""
     idle: dict[str, list[str]] = {}
     for leaf in leaves:
         if not leaf.given or leaf.value == leaf.default:
             continue
-        key = table()[leaf.key]
+        key, feature = table()[leaf.key], _asked(leaf)
         if key.fate is Fate.NO_EFFECT:
             idle.setdefault(key.reason, []).append(leaf.path)
+        elif feature is not None:
+            idle.setdefault(feature.moot_on_one_host, []).append(leaf.path)
     return tuple(
         f"{', '.join(paths)} {'has' if len(paths) == 1 else 'have'} no effect here: {reason}" for reason, paths in idle.items()
     )
+
+
+def _asked(leaf: Leaf) -> Feature | None:
+    """The feature that a value asks for."""
+    feature = _switched_by(leaf.key)
+    return None if feature is None or leaf.value in feature.off else feature
 
 
 def say(notes: Iterable[str]) -> None:

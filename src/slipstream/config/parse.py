@@ -1,7 +1,9 @@
 """A user's dictionary becomes a `Config`, or an error that names the dotted key, the value and the remedy.
 
-Three things happen before pydantic sees the dictionary, so that the schema stays a plain mirror:
+Five things happen before pydantic sees the dictionary, so that the schema stays a plain mirror:
 
+- a key that starts with `_` is a comment and is dropped;
+- with `"slipstream": {"unknown_keys": "warn"}` a top-level key that is near no known one is dropped, and noted;
 - older spellings are renamed (`RENAMED`), and `"zero_optimization": true` becomes stage 1;
 - `null` means "not set" and is dropped;
 - `"auto"` is taken out and remembered in `Parsed.autos`; `resolution.py` resolves it.
@@ -21,7 +23,11 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from slipstream.config.schema import Child, Config, ZeroOptimization, child
+from slipstream.config.text import check_depth, shown
 from slipstream.config.values import Block
+
+MOST_ERRORS = 20  # in one message
+MOST_UNKNOWN = 100  # top-level keys that are left out; more are no config
 
 # Spellings that DeepSpeed has accepted over the years, or that its documentation uses and its code does not.
 _TOP = {
@@ -65,16 +71,20 @@ class Parsed(NamedTuple):
     config: Config
     leaves: Mapping[str, Leaf]  # by path; blocks that are off by being absent have none
     autos: frozenset[str]  # paths that were "auto"
+    notes: tuple[str, ...]  # about keys that were left out
 
 
 def parse(raw: Mapping[str, Any]) -> Parsed:
-    autos: set[str] = set()
-    clean = _clean(raw, Config, "", autos)
+    """Raises ValueError for unknown keys and bad values, the first `MOST_ERRORS` of them in one message."""
+    check_depth(raw, "the config")
+    cleaning = _Cleaning(lenient=_is_lenient(raw))
+    clean = cleaning.block(raw, Config, "")
     try:
         config = Config.model_validate(clean)
     except ValidationError as error:
         raise ValueError(_explain(error)) from None
-    return Parsed(config, {leaf.path: leaf for leaf in _leaves(config)}, frozenset(autos))
+    leaves = {leaf.path: leaf for leaf in _leaves(config)}
+    return Parsed(config, leaves, frozenset(cleaning.autos), tuple(cleaning.notes()))
 
 
 @cache
@@ -85,48 +95,125 @@ def schema_keys() -> Mapping[str, Any]:
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
     """Up to three of `known` that `word` may have been meant to be, best first, none far behind the best."""
-    scored = [(difflib.SequenceMatcher(None, name, word.lower()).ratio(), name) for name in known]
+    word = word[:100].lower()  # a comparison takes the product of two lengths
+    scored = [(difflib.SequenceMatcher(None, name, word).ratio(), name) for name in known]
     scored.sort(key=lambda pair: (-pair[0], pair[1]))
     return [name for score, name in scored[:3] if score >= max(0.5, scored[0][0] - 0.15)]
 
 
-def _clean(raw: Any, block: type[Block], prefix: str, autos: set[str]) -> Any:
-    """`raw` in today's spelling, without `null` and `"auto"`; pydantic refuses what is no mapping."""
-    if block is ZeroOptimization and isinstance(raw, bool):
-        return {"stage": 1} if raw else {}
-    if not isinstance(raw, Mapping):
-        return raw
-    clean: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for written, value in raw.items():
-        if not isinstance(written, str):
-            raise ValueError(f"config keys are strings, got {written!r} in {prefix.rstrip('.') or 'the top level'}")
-        path = RENAMED.get(prefix + written, prefix + written)
-        name = path.removeprefix(prefix)
-        if name in origin:
+def is_typo(word: str, block: type[Block]) -> bool:
+    """Whether an unknown key of a block is one letter away from a known one: a letter too many, too few, wrong, or swapped."""
+    return not _one_less(word.lower()).isdisjoint(_near(block))
+
+
+def is_comment(word: str, block: type[Block]) -> bool:
+    """`_x`: a comment, or a key that is switched off by its first letter, but not a key whose first letter is mistyped."""
+    return word.startswith("_") and (word[1:] in _names(block) or not is_typo(word, block))
+
+
+def is_left_out(word: str) -> bool:
+    """Whether a lenient reader leaves out an unknown key of the top level: no known key is near it."""
+    if is_typo(word, Config):
+        return False
+    word = word[:100].lower()
+    known = [name for name in _names(Config) if not word.startswith(f"{name}_")]  # tensorboard_dir is a name of its own
+    return not difflib.get_close_matches(word, known, n=1, cutoff=0.8)
+
+
+def _is_lenient(raw: Any) -> bool:
+    own = raw.get("slipstream") if isinstance(raw, Mapping) else None
+    return isinstance(own, Mapping) and str(own.get("unknown_keys")).lower() == "warn"
+
+
+class _Cleaning:
+    """Today's spelling of a config, without `null`, `"auto"` and comments."""
+
+    def __init__(self, *, lenient: bool) -> None:
+        self.lenient = lenient
+        self.autos: set[str] = set()
+        self.left_out: list[str] = []  # unknown keys
+        self.switched_off: list[str] = []  # known ones, behind an underscore
+
+    def notes(self) -> Iterator[str]:
+        if self.left_out:
+            meant = [
+                f"{shown(word)} ({' or '.join(there)}?)" if (there := _elsewhere(word)) else shown(word) for word in self.left_out
+            ]
+            yield f"unknown top-level keys are left out: {', '.join(meant)}"
+        if self.switched_off:
+            paths = ", ".join(map(shown, self.switched_off[:MOST_ERRORS]))
+            yield f"keys that start with an underscore are comments, so these set nothing: {paths}"
+
+    def block(self, raw: Any, block: type[Block], prefix: str) -> Any:
+        """Pydantic refuses what is no mapping."""
+        if block is ZeroOptimization and isinstance(raw, bool):
+            return {"stage": 1} if raw else {}
+        if not isinstance(raw, Mapping):
+            return raw
+        clean: dict[str, Any] = {}
+        origin: dict[str, str] = {}
+        for written, value in raw.items():
+            if not isinstance(written, str):
+                raise ValueError(f"config keys are strings, got {shown(written)} in {prefix.rstrip('.') or 'the top level'}")
+            path = RENAMED.get(prefix + written, prefix + written)
+            name = path.removeprefix(prefix)
+            if name in origin:
+                raise ValueError(
+                    f"{prefix}{origin[name]} and {prefix}{written} are two spellings of one key; keep {path} and drop the other"
+                )
+            field = block.model_fields.get(name)
+            if field is None and self._is_dropped(written, block, prefix):
+                continue
+            origin[name] = written
+            if field is None:
+                clean[name] = value
+            elif isinstance(value, str) and value.lower() == "auto":
+                self.autos.add(path)
+            elif value is not None:
+                below = child(field.annotation)
+                clean[name] = value if below is None else self.below(value, below, path)
+        return clean
+
+    def below(self, value: Any, below: Child, path: str) -> Any:
+        if not below.many:
+            return self.block(value, below.block, f"{path}.")
+        if isinstance(value, Mapping):
+            return {name: self.block(item, below.block, f"{path}.{name}.") for name, item in value.items()}
+        if isinstance(value, list):
+            return [self.block(item, below.block, f"{path}.{i}.") for i, item in enumerate(value)]
+        return value
+
+    def _is_dropped(self, word: str, block: type[Block], prefix: str) -> bool:
+        if is_comment(word, block):
+            if word[1:] in _names(block):
+                self.switched_off.append(prefix + word)
+            return True
+        if prefix or not self.lenient or not is_left_out(word):
+            return False
+        self.left_out.append(word)
+        if len(self.left_out) > MOST_UNKNOWN:
             raise ValueError(
-                f"{prefix}{origin[name]} and {prefix}{written} are two spellings of one key; keep {path} and drop the other"
+                f"more than {MOST_UNKNOWN} unknown top-level keys, among them {', '.join(map(shown, self.left_out[:3]))}: "
+                f"this is no config of DeepSpeed's; give initialize the file that it is in"
             )
-        origin[name] = written
-        field = block.model_fields.get(name)
-        if field is None:
-            clean[name] = value
-        elif isinstance(value, str) and value.lower() == "auto":
-            autos.add(path)
-        elif value is not None:
-            below = child(field.annotation)
-            clean[name] = value if below is None else _clean_below(value, below, path, autos)
-    return clean
+        return True
 
 
-def _clean_below(value: Any, below: Child, path: str, autos: set[str]) -> Any:
-    if not below.many:
-        return _clean(value, below.block, f"{path}.", autos)
-    if isinstance(value, Mapping):
-        return {name: _clean(item, below.block, f"{path}.{name}.", autos) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_clean(item, below.block, f"{path}.{i}.", autos) for i, item in enumerate(value)]
-    return value
+@cache
+def _names(block: type[Block]) -> frozenset[str]:
+    """The keys of a block, and their older spellings."""
+    older = (old.split(".") for old in RENAMED)
+    return frozenset((*block.model_fields, *(name for *parents, name in older if _block_at(parents) is block)))
+
+
+@cache
+def _near(block: type[Block]) -> frozenset[str]:
+    return frozenset().union(*(_one_less(name.lower()) for name in _names(block)))
+
+
+def _one_less(word: str) -> set[str]:
+    """A word, and the word without one of its letters. Two words that are one letter apart have one of these in common."""
+    return {word[:100], *(word[:i] + word[i + 1 : 100] for i in range(min(len(word), 100)))}
 
 
 def _static(block: type[Block], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -154,8 +241,13 @@ def _leaves(block: Block, key: str = "", path: str = "") -> Iterator[Leaf]:
 
 
 def _explain(error: ValidationError) -> str:
-    lines = [_explain_one(tuple(str(part) for part in item["loc"]), item) for item in error.errors()]
-    return lines[0] if len(lines) == 1 else "the config has several errors:\n" + "\n".join(f"- {x}" for x in lines)
+    items = error.errors(include_url=False)
+    lines = [_explain_one(tuple(str(part) for part in item["loc"]), item) for item in items[:MOST_ERRORS]]
+    if len(items) == 1:
+        return lines[0]
+    if len(items) > MOST_ERRORS:
+        lines.append(f"and {len(items) - MOST_ERRORS} more")
+    return "the config has several errors:\n" + "\n".join(f"- {line}" for line in lines)
 
 
 def _explain_one(location: tuple[str, ...], item: Mapping[str, Any]) -> str:
@@ -165,23 +257,32 @@ def _explain_one(location: tuple[str, ...], item: Mapping[str, Any]) -> str:
     if item["type"] == "missing":
         return f"config key {path} is missing: {'.'.join(location[:-1])} needs it"
     if item["type"] == "model_type":
-        return f'config key {path} must be an object such as {{"enabled": true}}, got {item["input"]!r}'
+        return f'config key {path} must be an object such as {{"enabled": true}}, got {shown(item["input"])}'
     text = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return f"config key {path} {text}, got {item['input']!r}"
+    return f"config key {path} {text}, got {shown(item['input'])}"
 
 
 def _unknown(location: tuple[str, ...]) -> str:
     *parents, name = location
     prefix = "".join(f"{parent}." for parent in parents)
-    spellings = [old.removeprefix(prefix) for old in RENAMED if old.startswith(prefix)]
-    siblings = list(_block_at(parents).model_fields)
-    text = f"unknown config key {prefix}{name}"
-    elsewhere = [key for key in (*schema_keys(), *Config.model_fields) if f".{key}".endswith(f".{name}")]
-    close = nearest(name, [*siblings, *(spelling for spelling in spellings if "." not in spelling)])
-    meant = [*(elsewhere if len(elsewhere) <= 3 else ()), *(prefix + near for near in close)]
+    block = _block_at(parents)
+    text = f"unknown config key {prefix}{name[:100]}"
+    elsewhere, close = _elsewhere(name), nearest(name, _names(block))
+    meant = [*elsewhere, *(prefix + near for near in close)]
     if meant:
         return f"{text}; did you mean {' or '.join(dict.fromkeys(meant))}?"
-    return f"{text}; no key is near it" if len(siblings) > 24 else f"{text}; known here: {', '.join(siblings)}"
+    if parents:
+        known = (
+            f"known here: {', '.join(block.model_fields)}" if len(block.model_fields) <= 24 else "no key is near it, so remove it"
+        )
+        return f"{text}; {known}"
+    return f'{text}; no key is near it: remove it, or write "slipstream": {{"unknown_keys": "warn"}} to have such keys left out'
+
+
+def _elsewhere(name: str) -> list[str]:
+    """Where else in a config a key of this name stands, if not in many places."""
+    paths = [key for key in (*schema_keys(), *Config.model_fields) if f".{key}".endswith(f".{name}")]
+    return paths if len(paths) <= 3 else []
 
 
 def _walk(location: Sequence[str]) -> Iterator[tuple[str, type[Block] | None]]:

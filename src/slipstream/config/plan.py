@@ -24,6 +24,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataWorld:
     data_parallel: int  # ranks that a batch is split over
+    one_host: bool = True  # whether all ranks share one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class ModelFacts:
     supports_bf16: bool
     loader_batch_size: int | None = None  # of a DataLoader that the user brought
     optimizer_lr: float | None = None  # of an optimizer that the user brought
+    brings_schedule: bool = False  # so that the config's is not built
+    ahead: bool = False  # of a run that is only planned: what its loop fills in may be missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,14 @@ class ActivationPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompilePlan:
+    """What each repeated block's forward is given to: `torch.compile(forward, backend=backend, **kwargs)`."""
+
+    backend: str  # one that torch knows, or MODULE.FUNCTION
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlan:
     drop_last: bool
 
@@ -150,6 +161,7 @@ class Plan:
     scheduler: SchedulerPlan | None
     gradient_clipping: float  # 0 = off
     activations: ActivationPlan
+    compile: CompilePlan | None
     data: DataPlan
     checkpoint: CheckpointPlan
     broadcast_buffers: bool  # the first rank's to all, before each forward
@@ -163,14 +175,21 @@ class Plan:
     sources: Mapping[str, str]
 
 
-def describe(plan: Plan) -> str:
-    """The plan as a table of key, value and source, one key per line."""
-    rows = [("key", "value", "source")]
-    rows += [(key, _text(value), plan.sources.get(key, "default")) for key, value in plan_values(plan).items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}" for key, value, source in rows]
+def describe(plan: Plan, *, defaults: bool = False) -> str:
+    """The plan as a table of key, value and source, one key per line: what the config sets, then what follows from it.
+
+    defaults  also the keys at their defaults
+    """
+    rows = [(key, _text(value), plan.sources.get(key, "default")) for key, value in plan_values(plan).items()]
+    stated = [row for row in rows if row[2] in ("config", "argument")]
+    derived = [row for row in rows if row[2] not in ("config", "argument", "default")]
+    others = [row for row in rows if row[2] == "default"]
+    chosen = [("key", "value", "source"), *stated, *derived, *(others if defaults else ())]
+    widths = [max(len(row[column]) for row in chosen) for column in range(2)]
+    lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}" for key, value, source in chosen]
     rule = "-" * max(map(len, lines))
-    return "\n".join([lines[0], rule, *lines[1:], *(f"note: {note}" for note in plan.notes)])
+    hidden = [f"and {len(others)} keys at their defaults, which --all shows"] if others and not defaults else []
+    return "\n".join([lines[0], rule, *lines[1:], *hidden, *(f"note: {note}" for note in plan.notes)])
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:
@@ -235,6 +254,8 @@ def plan_values(plan: Plan) -> dict[str, Any]:
             "aio.queue_depth": offload.queue_depth,
             "aio.intra_op_parallelism": offload.threads,
         }
+    if plan.compile is not None:
+        values |= {"compile.enabled": True, "compile.backend": plan.compile.backend, "compile.kwargs": plan.compile.kwargs}
     for name, part in (("optimizer", plan.optimizer), ("scheduler", plan.scheduler)):
         if part is not None:
             values[f"{name}.type"] = part.type

@@ -23,6 +23,7 @@ from slipstream.config.plan import (
     ActivationPlan,
     BatchPlan,
     CheckpointPlan,
+    CompilePlan,
     DataPlan,
     DataWorld,
     DebugPlan,
@@ -87,6 +88,7 @@ AUTO_PARAMS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "warmupcosinelr": {"warmup_min_ratio": 0.0, "warmup_num_steps": 1000, "cos_min_ratio": 0.0001},
     }
 )
+DEFAULT_CLIPPING = "default: DeepSpeed's; gradients of a larger norm are scaled down to it, 0 turns that off"
 _FROM_OPTIMIZER = ("warmup_max_lr", "cycle_max_lr")  # "auto" is the optimizer's learning rate
 _FROM_LOOP = ("total_num_steps",)  # "auto" cannot be known here
 _TUPLES = ("betas", "etas", "step_sizes")
@@ -100,8 +102,9 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
     from slipstream.config.parse import parse  # pydantic takes a while to import
 
     parsed = parse(_overridden(raw, overrides or {}))
-    keys.refuse(parsed.leaves.values())
+    keys.refuse(parsed.leaves.values(), one_host=world.one_host)
     values = _Values(parsed, facts, frozenset(overrides or ()))
+    values.take("slipstream.unknown_keys")  # which `parse` has followed
     batch, offload = _batch(values, world), _offload(values)
     precision = _precision(values)
     optimizer, clipping = _optimizer(values)
@@ -114,6 +117,7 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
         scheduler=_scheduler(values, optimizer),
         gradient_clipping=clipping,
         activations=_activations(values),
+        compile=_compile(values),
         data=DataPlan(drop_last=values.take("dataloader_drop_last")),
         checkpoint=_checkpoint(values, offload),
         broadcast_buffers=values.take("slipstream.broadcast_buffers"),
@@ -123,7 +127,7 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
         log_level=values.take("log_level"),
         seed=values.take("slipstream.seed"),
         debug=DebugPlan(timeout_s=values.take("slipstream.timeout_s"), poison_released=values.take("slipstream.poison_released")),
-        notes=(*keys.without_effect(parsed.leaves.values()), *values.notes),
+        notes=(*parsed.notes, *keys.without_effect(parsed.leaves.values()), *values.notes),
         sources=dict(sorted(values.sources.items())),
     )
 
@@ -220,6 +224,12 @@ def _batch(values: _Values, world: DataWorld) -> BatchPlan:
                 'train_micro_batch_size_per_gpu is "auto" with nothing to go by and became 1; '
                 "give train_batch_size or the micro batch size"
             )
+    elif train is None and micro is None and values.facts.ahead:
+        micro = values.facts.loader_batch_size or 1
+        values.notes.append(
+            f"no batch size is set: planned with a micro-batch of {micro}; initialize needs train_batch_size or "
+            "train_micro_batch_size_per_gpu"
+        )
     batch = triad(train, micro, accumulation, ranks)
     for path, given, formula in (
         ("train_batch_size", train, "micro batch x accumulation x data parallel"),
@@ -390,13 +400,13 @@ def _zero(values: _Values, world: DataWorld) -> ZeroPlan:
 
 def _offload(values: _Values) -> OffloadPlan:
     optimizer, optimizer_path = _tier(values, "offload_optimizer", "cpu_offload")
-    param, param_path = _tier(values, "offload_param", "cpu_offload_param")
     stage = values.take("zero_optimization.stage")
-    if param != "none" and stage != 3:
-        raise ValueError(
-            f"zero_optimization.offload_param is {param}, but at stage {stage} every rank computes with weights of its own; "
-            f"set the stage to 3, or offload_param.device to none"
-        )
+    param, param_path = _tier(
+        values,
+        "offload_param",
+        "cpu_offload_param",
+        f"at stage {stage} every rank computes with weights of its own, and stage 3 shards them" * (stage < 3),
+    )
     on_disk = "nvme" in (optimizer, param)
     block, depth = values.take("aio.block_size"), values.take("aio.queue_depth")
     if on_disk and (block < 4096 or block % 4096 or not 1 <= depth <= 4096):
@@ -434,11 +444,18 @@ def _taken(values: _Values, block: str, key: str, default: Any) -> Any:
     return values.take(path) if path in values.parsed.leaves else default
 
 
-def _tier(values: _Values, block: str, older: str) -> tuple[Any, str | None]:
-    """The device of an offload block, or of its older boolean form, and the folder that the disk needs."""
+def _tier(values: _Values, block: str, older: str, idle: str = "") -> tuple[Any, str | None]:
+    """The device of an offload block, or of its older boolean form, and the folder that the disk needs.
+
+    idle  why nothing can be offloaded
+    """
     device, asked_for_cpu = _taken(values, block, "device", "none"), values.take(f"zero_optimization.{older}")
     if device == "none" and asked_for_cpu:
         device = "cpu"
+    if device != "none" and idle:
+        values.notes.append(f"zero_optimization.{block} ({device}) has no effect here: {idle}")
+        values.idle(f"zero_optimization.{block}", "derived: it has no effect at this stage")
+        return "none", None
     if device == "cpu" and values.facts.device_type == "cpu":
         values.notes.append(f"zero_optimization.{block}: the device is the host, so its states are in host memory already")
     path = _taken(values, block, "nvme_path", None)
@@ -449,6 +466,8 @@ def _tier(values: _Values, block: str, older: str) -> tuple[Any, str | None]:
 
 def _optimizer(values: _Values) -> tuple[OptimizerPlan | None, float]:
     clipping = float(values.take("gradient_clipping"))
+    if values.sources["gradient_clipping"] == "default":
+        values.sources["gradient_clipping"] = DEFAULT_CLIPPING
     if values.parsed.config.optimizer is None:
         return None, clipping
     name = values.take("optimizer.type")
@@ -479,13 +498,18 @@ def _scheduler(values: _Values, optimizer: OptimizerPlan | None) -> SchedulerPla
     for key in (key for key, value in given.items() if _is_auto(value)):
         path = f"scheduler.params.{key}"
         if key in _FROM_OPTIMIZER:
-            rate = _learning_rate(optimizer, values.facts)
-            if rate is None:
-                raise ValueError(f'{path} is "auto", and the learning rate is not known here; give the number')
-            params[key] = rate
+            params[key] = _learning_rate(optimizer, values.facts)
             values.sources[path] = "auto: the optimizer's learning rate"
+            unknown = "the learning rate is not known here; give the number"
         elif key in _FROM_LOOP:
-            raise ValueError(f'{path} is "auto", and only the training loop knows it; give the number of optimizer steps')
+            params[key] = None
+            unknown = "only the training loop knows it; give the number of optimizer steps"
+        else:
+            continue
+        if params[key] is None:
+            if not (values.facts.ahead or values.facts.brings_schedule):
+                raise ValueError(f'{path} is "auto", and {unknown}')
+            values.sources[path] = "auto: filled in by the training loop"
     return SchedulerPlan(type=name, params=params)
 
 
@@ -536,13 +560,26 @@ def _activations(values: _Values) -> ActivationPlan:
     )
 
 
+def _compile(values: _Values) -> CompilePlan | None:
+    """DeepSpeed of 2024 compiled where `enabled` was true, the first versions where `disable` was false; 0.19 knows neither."""
+    names = ("enabled", "disable", "backend", "kwargs")
+    enabled, disable, backend, kwargs = (values.take(f"compile.{name}") for name in names)
+    given = {name for name in names if values.parsed.leaves[f"compile.{name}"].given}
+    if not disable and (enabled or ("disable" in given and "enabled" not in given)):
+        return CompilePlan(backend=backend, kwargs=kwargs)
+    if given and not given & {"enabled", "disable"}:
+        values.notes.append("compile.backend and compile.kwargs have no effect here: compile.enabled is not set to true")
+    values.idle("compile", "derived: nothing is compiled")
+    return None
+
+
 def _params(values: _Values, block: str, name: str) -> dict[str, Any]:
     """The free arguments of an optimizer or scheduler, as Python values, with "auto" by `AUTO_PARAMS`."""
     rules = AUTO_PARAMS.get(name.lower(), {})
     params: dict[str, Any] = {}
     for key, value in values.parsed.leaves[f"{block}.params"].value.items():
         path = f"{block}.params.{key}"
-        if value is None:
+        if value is None or key.startswith("_"):  # a comment
             continue
         if not _is_auto(value):
             params[key] = _plain(key, value)

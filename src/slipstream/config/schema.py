@@ -14,6 +14,8 @@ neither is imported by `import slipstream`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -58,8 +60,11 @@ from slipstream.config.values import (
     Names,
     Positive,
     Real,
+    Scale,
+    Seed,
     Size,
     lower,
+    numeric,
 )
 
 # Optimizer, schedule, precision
@@ -79,14 +84,15 @@ class Scheduler(Block):
 class Fp16(Block):
     enabled: bool = False
     auto_cast: bool = False
-    loss_scale: Annotated[Real, Field(ge=0, allow_inf_nan=False)] = 0.0
+    loss_scale: Annotated[Scale, Field(ge=0)] = 0.0
     initial_scale_power: Annotated[Real, Field(ge=0, le=64)] = 16.0
     loss_scale_window: Count = 1000
     hysteresis: Count = 2
     consecutive_hysteresis: bool = False
-    min_loss_scale: Positive = 1.0
+    min_loss_scale: Annotated[Scale, Field(gt=0)] = 1.0
     fp16_master_weights_and_grads: bool = False
     fused_mode: bool = True
+    opt_level: Any = None
 
 
 class Bf16(Block):
@@ -95,6 +101,11 @@ class Bf16(Block):
     check_grad_overflow: bool = True
     bf16_master_weights_and_grads: bool = False
     bf16_optimizer_states: bool = False
+    loss_scale: Any = None
+    loss_scale_window: Any = None
+    initial_scale_power: Any = None
+    hysteresis: Any = None
+    min_loss_scale: Any = None
 
 
 class Amp(Block):
@@ -234,12 +245,13 @@ class Slipstream(Block):
     """Our own options, in the same file."""
 
     transport: Annotated[Literal["auto", "shared", "gloo"], BeforeValidator(lower)] = "auto"
-    timeout_s: Positive = 1800.0
+    timeout_s: Annotated[float, BeforeValidator(numeric), Field(gt=0)] = 1800.0  # infinity: never
     poison_released: bool = False
     optimizer_states: Annotated[Literal["default", "int8"], BeforeValidator(lower)] = "default"
     stochastic_rounding: bool = False
     update_ahead: bool = False
-    seed: Int = 0
+    seed: Seed = 0
+    unknown_keys: Annotated[Literal["error", "warn"], BeforeValidator(lower)] = "error"
     activations: Annotated[Literal["keep", "recompute", "offload"], BeforeValidator(lower)] = "keep"
     keep_checkpoints: Count | None = None
     broadcast_buffers: bool = False
@@ -319,9 +331,12 @@ class Child(NamedTuple):
     many: bool
 
 
-def child(annotation: Any) -> Child | None:
+def _child(annotation: Any) -> Child | None:
     if isinstance(annotation, type) and issubclass(annotation, Block):
         return Child(annotation, many=False)
     many = get_origin(annotation) in (dict, list)
     below = [found for found in map(child, get_args(annotation)) if found is not None]
     return Child(below[0].block, many=many or below[0].many) if below else None
+
+
+child: Callable[[Any], Child | None] = cache(_child)

@@ -22,7 +22,7 @@ _DTYPES = {
 }
 
 
-def _numeric(value: Any) -> Any:
+def numeric(value: Any) -> Any:
     """Numbers may arrive as text (YAML reads 1e-5 as a string); booleans are never numbers here."""
     if isinstance(value, bool):
         raise ValueError("must be a number")
@@ -35,7 +35,7 @@ def _numeric(value: Any) -> Any:
 
 
 def _integral(value: Any) -> Any:
-    value = _numeric(value)
+    value = numeric(value)
     if isinstance(value, float) and not value.is_integer():
         raise ValueError("must be a whole number")
     return value
@@ -43,7 +43,7 @@ def _integral(value: Any) -> Any:
 
 def _truncated(value: Any) -> Any:
     """Sizes are computed by callers (0.9 * hidden * hidden): a fraction is cut, infinity means no limit."""
-    value = _numeric(value)
+    value = numeric(value)
     if isinstance(value, float):
         return sys.maxsize if math.isinf(value) and value > 0 else int(value) if math.isfinite(value) else value
     return value
@@ -51,7 +51,7 @@ def _truncated(value: Any) -> Any:
 
 def _interval(value: Any) -> Any:
     """Steps between two reports: infinity and 0 both mean never."""
-    value = _numeric(value)
+    value = numeric(value)
     return None if value == 0 or value == math.inf else _integral(value)
 
 
@@ -75,12 +75,14 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Int = Annotated[int, BeforeValidator(_integral)]
-Count = Annotated[int, BeforeValidator(_integral), Field(ge=1)]
-Size = Annotated[int, BeforeValidator(_truncated), Field(ge=0)]
-Real = Annotated[float, BeforeValidator(_numeric)]
-Positive = Annotated[float, BeforeValidator(_numeric), Field(gt=0)]
-Fraction = Annotated[float, BeforeValidator(_numeric), Field(ge=0, le=1)]
+Int = Annotated[int, BeforeValidator(_integral), Field(ge=-sys.maxsize, le=sys.maxsize)]
+Seed = Annotated[int, BeforeValidator(_integral), Field(ge=0, le=1 << 63)]
+Count = Annotated[int, BeforeValidator(_integral), Field(ge=1, le=sys.maxsize)]
+Size = Annotated[int, BeforeValidator(_truncated), Field(ge=0, le=sys.maxsize)]
+Real = Annotated[float, BeforeValidator(numeric), Field(allow_inf_nan=False)]
+Positive = Annotated[float, BeforeValidator(numeric), Field(gt=0, allow_inf_nan=False)]
+Scale = Annotated[float, BeforeValidator(numeric), Field(le=2.0**64, allow_inf_nan=False)]  # of losses: the largest power is 64
+Fraction = Annotated[float, BeforeValidator(numeric), Field(ge=0, le=1)]
 Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_interval)]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
 DtypeOrNone = Annotated[Literal["fp32", "fp16", "bf16"] | None, BeforeValidator(_dtype_or_none)]

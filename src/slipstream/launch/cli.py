@@ -200,6 +200,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument("--world", type=_positive, default=1, metavar="N", help="data-parallel ranks; default 1")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: what this host has")
     parser.add_argument("--json", action="store_true", help="for machines: bytes and seconds")
+    parser.add_argument("--all", action="store_true", help="also the keys that are at their defaults")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--num-params", metavar="N", help="parameters of the model: 7e9, 1.3B, 350M")
     size.add_argument(
@@ -207,7 +208,11 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     run = parser.add_argument_group("a micro-batch, for the peak (nothing is allocated, and no numbers are computed)")
     example = run.add_mutually_exclusive_group()
-    example.add_argument("--batch-shape", metavar="2x128", help="token ids of this shape; 2x128,2x128 for two arguments")
+    example.add_argument(
+        "--batch-shape",
+        metavar="2x128",
+        help="token ids: rows, which the config's micro-batch replaces, and tokens; 2x128,2x128 for two arguments",
+    )
     example.add_argument("--batch", metavar="MODULE:FUNCTION", help="returns what the model is called with: a tuple or a dict")
     example.add_argument("--activations", type=_bytes, metavar="SIZE", help="of a model that cannot run without numbers: 300M")
     limit = parser.add_argument_group("a budget")

@@ -154,8 +154,16 @@ class Batch(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def shapes_of(option: str) -> list[list[int]]:
+    """`2x128` or `2x128,2x128`, as --batch-shape states it."""
+    for text in option.split(","):
+        if not re.fullmatch(r"[1-9][0-9]{0,15}(x[1-9][0-9]{0,15})*", text):
+            raise ValueError(f"--batch-shape {text!r} is not a shape of token ids; write 2x128, or 2x128,2x128 for two arguments")
+    return [[int(number) for number in text.split("x")] for text in option.split(",")]
+
+
 def batch_of(options: argparse.Namespace, plan: Plan) -> Batch | None:
-    """The example batch that the options state: token ids of a shape, or what a function returns."""
+    """The example batch that the options state: token ids of the shape, in rows of the micro-batch, or a function's."""
     import torch
 
     if options.batch:
@@ -165,24 +173,18 @@ def batch_of(options: argparse.Namespace, plan: Plan) -> Batch | None:
         return Batch(tuple(found) if isinstance(found, (tuple, list)) else (found,), {})
     if not options.batch_shape:
         return None
-    tokens = []
-    for text in options.batch_shape.split(","):
-        if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", text):
-            raise ValueError(f"--batch-shape {text!r} is not a shape of token ids; write 2x128, or 2x128,2x128 for two arguments")
-        shape = [int(number) for number in text.split("x")]
-        if shape[0] != plan.batch.micro_batch_size:
-            raise ValueError(
-                f"--batch-shape {text} begins with {shape[0]}, and the micro-batch is {plan.batch.micro_batch_size}; write "
-                f"{'x'.join(map(str, [plan.batch.micro_batch_size, *shape[1:]]))}, or change train_micro_batch_size_per_gpu"
-            )
-        tokens.append(torch.empty(shape, dtype=torch.int64, device="meta"))
+    shapes = [[plan.batch.micro_batch_size, *rest] for _, *rest in shapes_of(options.batch_shape)]
+    tokens = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
     if ":" not in options.model:  # transformers' models compute their own loss
         return Batch((), {"input_ids": tokens[0], "labels": tokens[-1]})
     return Batch(tuple(tokens), {})
 
 
-def facts(device: str | None) -> ModelFacts:
-    """What is known without `initialize`; the device is this host's unless another is named."""
+def facts(device: str | None, rows: int | None = None) -> ModelFacts:
+    """What is known without `initialize`; the device is this host's unless another is named.
+
+    rows  of the example batch: the micro-batch where the config states none
+    """
     import torch
 
     from slipstream.config.plan import ModelFacts
@@ -191,6 +193,8 @@ def facts(device: str | None) -> ModelFacts:
     return ModelFacts(
         device_type=device_type,
         supports_bf16=device_type == "cpu" or not torch.cuda.is_available() or torch.cuda.is_bf16_supported(),
+        loader_batch_size=rows,
+        ahead=True,
     )
 
 
@@ -207,14 +211,18 @@ def rates_of(stated: Sequence[str]) -> dict[str, float]:
 
 def execute(options: argparse.Namespace) -> int:
     from slipstream.config import DataWorld, describe, resolve
-    from slipstream.config.arguments import load_config
+    from slipstream.config.arguments import read_config
     from slipstream.train import rehearse
 
-    raw = load_config(options.config)
-    plan = resolve(raw, world=DataWorld(data_parallel=options.world), facts=facts(options.device))
+    loaded = read_config(options.config)
+    rows = shapes_of(options.batch_shape)[0][0] if options.batch_shape else None
+    plan = resolve(loaded.raw, world=DataWorld(data_parallel=options.world), facts=facts(options.device, rows))
     rehearse(plan)
     if not options.json:
-        print(describe(plan) + "\n")
+        print(describe(plan, defaults=options.all))
+        if rows not in (None, plan.batch.micro_batch_size):
+            print(f"note: --batch-shape has {rows} rows, and is taken with {plan.batch.micro_batch_size}, the config's micro-batch")
+        print("".join(f"note: {note}\n" for note in loaded.notes))
     if options.model:
         return _forecast(options, plan)
     for option in ("memory", "batch_shape", "batch", "activations", "json"):

@@ -27,7 +27,7 @@ from slipstream.config.plan import Plan
 from slipstream.mesh import Mesh
 from slipstream.ops.disk import DiskError
 from slipstream.optim.sharded import ShardedSteps
-from slipstream.train import activation
+from slipstream.train import activation, compiled
 from slipstream.train import step as window
 from slipstream.train.gate import LETS_THROUGH, Block, Gate
 from slipstream.train.precision import Precision
@@ -138,6 +138,7 @@ class Engine(nn.Module):
             unfreeze=lambda unit: unfreeze(unit, recipe, slots),
         )
         self.hooks.landed = None if self.plan.zero.ignore_unused else set()
+        self.hooks.handles += compiled.apply(self.plan.compile, self.module)
         self.hooks.handles += activation.apply(
             self.plan.activations, self.module, [unit.full for unit in self.units], self.progress.timing, speaks=self.rank == 0
         )

@@ -15,13 +15,15 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.compression import row_forms
-from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, load_config, resolve
-from slipstream.distributed import init_distributed, local_device
+from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
+from slipstream.config.arguments import read_config
+from slipstream.distributed import init_distributed, local_device, local_world_size
 from slipstream.mesh import Mesh, data_mesh
 from slipstream.optim import Resolved, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import ShardedSteps, TorchSteps
+from slipstream.train import compiled
 from slipstream.train.agreement import check_alike, fact_of_refusal, facts_of_optimizer, facts_of_run
 from slipstream.train.data import StatefulLoader, distributed_loader
 from slipstream.train.engine import Engine, Parts
@@ -84,22 +86,25 @@ def initialize(
         raise ValueError(f"parameter {unit.names[0]!r} belongs to an engine already; call that engine's destroy() first")
     if mpu is not None:
         _refuse_model_parallel(mpu)
-    raw = load_config(config=config, config_params=config_params, args=args)
+    loaded = read_config(config=config, config_params=config_params, args=args)
     if dist_init_required is not False:
         port: dict[str, Any] = {} if distributed_port is None else {"distributed_port": distributed_port}
         init_distributed(**port)
     device = local_device()
     group = mpu.get_data_parallel_group() if mpu is not None else None
     size = dist.get_world_size(group) if dist.is_initialized() else 1
-    overrides = {} if optimizer is not None or raw.get("optimizer") else for_inference(raw)
+    overrides = {} if optimizer is not None or loaded.raw.get("optimizer") else for_inference(loaded.raw)
     try:
-        facts = _facts(model, device, optimizer, training_data)
-        plan = resolve(raw, world=DataWorld(data_parallel=size), facts=facts, overrides=overrides)
+        world = DataWorld(data_parallel=size, one_host=size <= local_world_size())
+        facts = _facts(model, device, optimizer, training_data, lr_scheduler)
+        plan = resolve(loaded.raw, world=world, facts=facts, overrides=overrides)
+        compiled.check(plan.compile)
     except ValueError as error:
         check_alike(fact_of_refusal(error), group)
         raise
     check_alike(facts_of_run(plan, model, device), group)
     if size == 1 or dist.get_rank(group) == 0:
+        keys.say(loaded.notes)
         introduce(plan)
         if overrides:
             logger.info("no optimizer: offload_param works as in stage 3, over groups of one rank, whatever stage the config gives")
@@ -123,11 +128,16 @@ def initialize(
 
 
 def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
-    """Build the plan's optimizer and scheduler over a model of one layer: refuses what `initialize` would refuse of them."""
+    """Build the plan's optimizer and scheduler over a model of one layer: refuses what `initialize` would refuse of the plan."""
+    compiled.check(plan.compile)
     model = torch.nn.Linear(1, 1)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if plan.optimizer else None
     inner, rule = _optimizer(named, model, None, None)
-    _scheduler(plan, None, inner)
+    if plan.scheduler is not None and None in plan.scheduler.params.values():  # the training loop gives steps or rate, and so both
+        known = {name: 1 << 30 if value is None else value for name, value in plan.scheduler.params.items()}
+        build_scheduler(plan.scheduler.type, known, inner or torch.optim.AdamW(model.parameters()))
+    else:
+        _scheduler(plan, None, inner)
     return inner, rule
 
 
@@ -191,7 +201,7 @@ def _weights(model: nn.Module, mesh: Mesh) -> Reader | None:
     return found[0]
 
 
-def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data: Any) -> ModelFacts:
+def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data: Any, lr_scheduler: Any) -> ModelFacts:
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     rates = {float(group["lr"]) for group in groups if isinstance(group.get("lr"), (int, float, torch.Tensor))}
     return ModelFacts(
@@ -199,6 +209,7 @@ def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data
         supports_bf16=device.type != "cuda" or torch.cuda.is_bf16_supported(),
         loader_batch_size=training_data.batch_size if isinstance(training_data, DataLoader) else None,
         optimizer_lr=rates.pop() if len(rates) == 1 else None,
+        brings_schedule=lr_scheduler is not None,
     )
 
 

@@ -31,7 +31,7 @@ def introduce(plan: Plan) -> None:
         package.setLevel(logging.INFO)
     keys.say(plan.notes)
     if plan.dump_state:
-        logger.info("%s", describe(plan))
+        logger.info("%s", describe(plan, defaults=True))
 
 
 class Progress:

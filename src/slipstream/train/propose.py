@@ -1,12 +1,14 @@
 """Given a budget of memory, the fastest configuration that fits it. Pure but for the dry runs: the same answer every time.
 
-What is varied: the stage, recompute, where optimizer and weights rest and how much of them, and how the global batch is split into
-micro-batches. Everything else is the config's, and none of it changes what is computed beyond rounding.
+What is varied: the stage, recompute, where optimizer and weights rest and how much of them, how the global batch is split into
+micro-batches and, where nothing else fits, the chunks in which the optimizer's states pass through memory. Everything else is the
+config's, and none of it changes what is computed beyond rounding.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -20,6 +22,8 @@ from slipstream.train.predict import Part, Peak, Profile, Rates
 from slipstream.zero.placement import Tier
 
 _SHARES = (1.0, 0.75, 0.5, 0.25)  # of what goes to the disk
+_CHUNKS = ((1 << 19, 4), (1 << 17, 2))  # elements, and buffers of them
+_BUFFERS = 4  # offload_optimizer.buffer_count, where a config does not say it
 _ALIKE = 0.02  # step times that differ by less are one: the smaller change of the config wins
 
 Device = Literal["none", "cpu", "nvme"]
@@ -38,14 +42,15 @@ class Least(NamedTuple):
 
     proposal: Proposal
     budget: int
+    num_tried: int
 
     def __str__(self) -> str:
         peak = self.proposal.peak
         most = sorted((line for line in peak.lines if line.tier is not Tier.DISK), key=lambda line: -line.nbytes)[:3]
         reasons = ", ".join(f"{line.what} {size(line.nbytes)}" for line in most)
         return (
-            f"nothing fits into {size(self.budget)}: the least is {size(_used(self.proposal.forecast, peak))}, because of "
-            f"{reasons} (in {peak.when})"
+            f"nothing fits into {size(self.budget)}: of {self.num_tried} configurations that were tried, the least takes "
+            f"{size(_used(self.proposal.forecast, peak))}, because of {reasons} (in {peak.when})"
         )
 
 
@@ -65,10 +70,11 @@ def propose(
     budget      bytes of memory per rank, beside what the process takes by itself; of the device, where that is not the host
     profile_of  (recompute, micro-batch size) -> what a micro-batch takes
     """
-    fitting, least = [], None
+    fitting, least, num_tried = [], None, 0
     parts: dict[tuple[bool, bool], list[Part]] = {}
     optimizer = optimizer_of(plan)
-    for changes, changed in _variants(plan, model, world, device, folder if optimizer.streams else None):
+
+    def proposed(changed: Plan) -> Proposal:
         key = (changed.zero.stage >= 2, changed.batch.accumulation > 1)  # all that dtypes depend on
         if key not in parts:
             parts[key] = parts_of(model, changed, world, optimizer)
@@ -78,13 +84,19 @@ def propose(
         )
         peak, times = forecast.peak, forecast.times
         assert peak is not None and times is not None, "a profile and rates are given"
-        proposal = Proposal(changes, changed, forecast, peak, times.seconds)
-        if _used(forecast, peak) <= budget:
-            fitting.append(proposal)
-        if least is None or _used(forecast, peak) < _used(least.forecast, least.peak):
-            least = proposal
+        return Proposal(_changes(plan, changed), changed, forecast, peak, times.seconds)
+
+    for variant in _variants(plan, model, world, device, folder if optimizer.streams else None):
+        for changed in _chunks(variant, device):
+            proposal = proposed(changed)
+            num_tried += 1
+            if least is None or _used(proposal.forecast, proposal.peak) < _used(least.forecast, least.peak):
+                least = proposal
+            if _used(proposal.forecast, proposal.peak) <= budget:
+                fitting.append(proposal)
+                break  # smaller chunks are for what does not fit
     assert least is not None, "the config itself is among the variants"
-    return sorted(fitting, key=_rank) or Least(least, budget)
+    return sorted(fitting, key=_rank) or Least(least, budget, num_tried)
 
 
 def _used(forecast: Forecast, peak: Peak) -> int:
@@ -95,8 +107,8 @@ def _rank(proposal: Proposal) -> tuple[int, int, int]:
     return round(math.log(proposal.seconds) / _ALIKE), len(proposal.changes), proposal.peak.memory
 
 
-def _variants(plan: Plan, model: nn.Module, world: int, device: str, folder: str | None) -> Iterator[tuple[dict[str, Any], Plan]]:
-    """The plans to choose from, each with what changes in the config."""
+def _variants(plan: Plan, model: nn.Module, world: int, device: str, folder: str | None) -> Iterator[Plan]:
+    """The plans to choose from, with the chunks of the config."""
     total = plan.batch.train_batch_size // world
     sizes = [size for size in range(1, total + 1) if total % size == 0]
     stages: set[Literal[0, 1, 2, 3]] = {plan.zero.stage}
@@ -110,27 +122,36 @@ def _variants(plan: Plan, model: nn.Module, world: int, device: str, folder: str
         optimizers += [("nvme", share) for share in _SHARES]
     if folder is not None and device == "cpu" and plan.zero.transport != "shared":
         weights += [("nvme", round(numel * (1 - share))) for share in _SHARES]
+    ways: tuple[Literal["keep", "recompute"], ...] = ("keep", "recompute")
     for stage in sorted(stages):
-        for optimizer, ratio in optimizers:
-            for param, kept in weights if stage == 3 else weights[:1]:
-                for way in ("keep", "recompute"):
-                    for micro in sizes:
-                        changed = dataclasses.replace(
-                            plan,
-                            batch=dataclasses.replace(plan.batch, micro_batch_size=micro, accumulation=total // micro),
-                            zero=dataclasses.replace(plan.zero, stage=stage),
-                            activations=dataclasses.replace(plan.activations, way=way),
-                            offload=dataclasses.replace(
-                                plan.offload,
-                                optimizer=optimizer,
-                                optimizer_path=folder,
-                                ratio=ratio,
-                                param=param,
-                                param_path=folder,
-                                max_in_cpu=kept,
-                            ),
-                        )
-                        yield _changes(plan, changed), changed
+        moved = itertools.product(optimizers, weights if stage == 3 else weights[:1])
+        for ((optimizer, ratio), (param, kept)), way, micro in itertools.product(moved, ways, sizes):
+            yield dataclasses.replace(
+                plan,
+                batch=dataclasses.replace(plan.batch, micro_batch_size=micro, accumulation=total // micro),
+                zero=dataclasses.replace(plan.zero, stage=stage),
+                activations=dataclasses.replace(plan.activations, way=way),
+                offload=dataclasses.replace(
+                    plan.offload,
+                    optimizer=optimizer,
+                    optimizer_path=folder,
+                    ratio=ratio,
+                    param=param,
+                    param_path=folder,
+                    max_in_cpu=kept,
+                ),
+            )
+
+
+def _chunks(plan: Plan, device: str) -> Iterator[Plan]:
+    """A plan, and where its optimizer's states stream the same with smaller and smaller chunks."""
+    yield plan
+    offload = plan.offload
+    if offload.optimizer == "nvme" or (offload.optimizer == "cpu" and device != "cpu"):
+        for numel, buffers in _CHUNKS:
+            if numel < offload.chunk_numel:
+                changed = dataclasses.replace(offload, chunk_numel=numel, num_buffers=min(buffers, offload.num_buffers))
+                yield dataclasses.replace(plan, offload=changed)
 
 
 def _changes(plan: Plan, changed: Plan) -> dict[str, Any]:
@@ -139,12 +160,15 @@ def _changes(plan: Plan, changed: Plan) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if changed.zero.stage != plan.zero.stage:
         found["zero_optimization.stage"] = changed.zero.stage
-    if (after.optimizer, after.ratio) != (before.optimizer, before.ratio if before.optimizer == "nvme" else 1.0):
+    ratio = before.ratio if before.optimizer == "nvme" else 1.0
+    if (after.optimizer, after.ratio, after.num_buffers) != (before.optimizer, ratio, before.num_buffers):
         found["zero_optimization.offload_optimizer"] = (
             {"device": "nvme", "nvme_path": after.optimizer_path, "ratio": after.ratio}
             if after.optimizer == "nvme"
             else {"device": after.optimizer}
-        )
+        ) | ({} if after.num_buffers == _BUFFERS else {"buffer_count": after.num_buffers})
+    if after.chunk_numel != before.chunk_numel:
+        found["zero_optimization.sub_group_size"] = after.chunk_numel
     if (after.param, after.max_in_cpu) != (before.param, before.max_in_cpu if before.param == "nvme" else 0):
         found["zero_optimization.offload_param"] = (
             {"device": "nvme", "nvme_path": after.param_path, "max_in_cpu": after.max_in_cpu}
@@ -183,7 +207,7 @@ def _short(key: str, value: Any) -> str:
     name = key.rsplit(".", 1)[-1]
     if not isinstance(value, dict):
         return f"{name} {value}"
-    share = [f"{part} {value[part]:g}" for part in ("ratio", "max_in_cpu") if value.get(part, 1.0) not in (0, 1.0)]
+    share = [f"{part} {value[part]:g}" for part in ("ratio", "max_in_cpu", "buffer_count") if value.get(part, 1.0) not in (0, 1.0)]
     return " ".join([name, value["device"], *share])
 
 

@@ -238,7 +238,7 @@ class Hooks:
         return users
 
     def remove(self) -> None:
-        for handle in self.handles:
+        for handle in reversed(self.handles):  # what was shadowed last is uncovered first
             handle.remove()
         self.handles.clear()
 
