@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.compat.engine import _tolerant
+from slipstream.compat.engine import tolerant
 from slipstream.config import DataWorld, ModelFacts, Plan, resolve
 from slipstream.config.arguments import read_config
 from slipstream.config.text import read_json
@@ -23,7 +23,7 @@ REMEDY = re.compile(r"\b(set|drop|use|give|write|remove|keep|turn|did you mean|k
 def planned(text: str) -> Plan:
     """As `deepspeed.initialize` reads it and `slipstream plan` goes on where a training loop would fill something in."""
     raw = read_json(text, "ds_config.json").value
-    plan = resolve(_tolerant(raw), world=WORLD, facts=FACTS)
+    plan = resolve(tolerant(raw), world=WORLD, facts=FACTS)
     assert plan.batch.train_batch_size > 0
     return plan
 
