@@ -188,7 +188,8 @@ BEYOND: Mapping[str, str] = {"deepspeed.comm": "torch.distributed"}
 # what is served and not the same
 DIFFERS: Mapping[str, str] = {
     "deepspeed.initialize": "an unknown key of the config is an error with the nearest known one; `mesh_param` is refused",
-    "deepspeed.init_inference": "returns Slipstream's InferenceEngine, with `generate`; one device, transformers' decoders",
+    "deepspeed.init_inference": "returns Slipstream's InferenceEngine; one device, transformers' decoders. `generate` runs Slipstream's "
+    "kernels, a call with tensors the model's own forward, without a graph",
     "deepspeed.DeepSpeedConfigError": "is ValueError; batch sizes that disagree raise it, too, in place of AssertionError",
     "deepspeed.DeepSpeedConfig": "to be read: what an engine does is in engine.plan; batch sizes that disagree raise an error that "
     "is ValueError and AssertionError",
