@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(
             f"module 'slipstream' has no attribute {name!r} (DeepSpeed's names are in the package deepspeed that "
-            "`pip install ./compat/deepspeed` brings; docs/COMING_FROM_DEEPSPEED.md has them all)"
+            "`pip install ./compat/deepspeed` brings; docs/DEEPSPEED_KEYS.md has them all)"
         )
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value

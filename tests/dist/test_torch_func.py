@@ -18,6 +18,10 @@ def by_own_parameters(model: nn.Module, x: Tensor) -> Any:
     return grad(lambda given: functional_call(model, given, x).square().sum())(params)
 
 
+def by_its_parameters(model: nn.Module, x: Tensor) -> Any:
+    return grad(lambda given: functional_call(model, given, x).square().sum())(dict(model.named_parameters()))
+
+
 TRANSFORMS: tuple[Callable[[Any, Tensor], Any], ...] = (
     lambda model, x: grad(lambda z: model(z).square().sum())(x),
     lambda model, x: grad_and_value(lambda z: model(z).square().sum())(x),
@@ -26,6 +30,7 @@ TRANSFORMS: tuple[Callable[[Any, Tensor], Any], ...] = (
     lambda model, x: grad(lambda z: grad(lambda y: model(y).tanh().sum())(z).square().sum())(x),
     lambda model, x: vmap(grad(lambda z: model(z).square().sum()))(x),
     lambda model, x: by_own_parameters(getattr(model, "module", model), x),
+    lambda model, x: by_its_parameters(getattr(model, "module", model), x),
 )
 
 

@@ -106,3 +106,46 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     run(1, save, tmp_path)
     with pytest.raises(ValueError, match="global_step0 does not say what model its weights are of"):
         init_inference(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_a_call_with_tensors_gives_the_models_outputs(family: str, tmp_path: Path) -> None:
+    """On the native path and transformers' own, of a live model and a folder; a call with texts or ids generates."""
+    model = tiny(family, **MODELS[family])
+    model.save_pretrained(tmp_path)
+    ids = torch.tensor([PROMPTS[1], PROMPTS[2][:19]])
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    with torch.no_grad():
+        plain = model(**batch)
+    for source in (model, tmp_path):
+        with init_inference(source, device="cpu") as engine:
+            assert torch.equal(engine(ids).logits, model(ids).logits)
+            outputs = engine(**batch, output_hidden_states=True)
+            assert torch.equal(outputs.logits, plain.logits) and torch.equal(outputs.loss, plain.loss)
+            assert len(outputs.hidden_states) == 3 and not outputs.logits.requires_grad
+            assert engine([5, 6, 7], max_new_tokens=2).token_ids == engine.generate([5, 6, 7], max_new_tokens=2).token_ids
+            with pytest.raises(ValueError, match=r"engine\.generate\(tensor, max_new_tokens=\) generates"):
+                engine(ids, max_new_tokens=2)
+        with pytest.raises(ValueError, match=r"the engine is closed"):
+            engine(ids)
+    with init_inference(model, device="cpu", dtype="bf16") as engine:
+        torch.testing.assert_close(engine(ids).logits.float(), model(ids).logits, rtol=0.1, atol=0.1)
+        assert engine(ids).logits.dtype is engine.module.dtype is torch.bfloat16 and model.dtype is torch.float32
+
+
+def test_a_call_with_tensors_says_why_there_are_no_outputs() -> None:
+    model = tiny("Llama", **SIZES)
+    ids = torch.tensor([PROMPTS[0]])
+    with init_inference(model, device="cpu", dtype="int8") as engine:
+        with pytest.raises(ValueError, match=r"kept in int8, .* dtype bf16, .*\. engine\.generate\(\) answers"):
+            engine(ids)
+        assert engine.generate(ids, max_new_tokens=2).shape == (1, 7)
+    with init_inference(model.config, device="cpu") as engine, pytest.raises(ValueError, match="from a configuration"):
+        engine(input_ids=ids)
+    with init_inference(model, device="cpu") as engine:
+        engine(ids)
+        engine.update_weights((name, value + 1) for name, value in model.state_dict().items())
+        with pytest.raises(ValueError, match=r"have been updated .* engine\.generate\(\)"):
+            engine(ids)

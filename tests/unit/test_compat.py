@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from slipstream import initialize
 from slipstream.compat import launcher, modules, names
-from slipstream.compat.__main__ import tables
+from slipstream.compat.__main__ import differences, tables
 from tests import deepspeed_checkpoints as ds
 from tests import probe, toy
 
@@ -94,7 +94,7 @@ def test_a_missing_name_says_why(deepspeed: ModuleType) -> None:
         exec("from deepspeed.moe.layer import MoE")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("deepspeed.nothing")
-    with pytest.raises(AttributeError, match="COMING_FROM_DEEPSPEED"):
+    with pytest.raises(AttributeError, match="DEEPSPEED_KEYS"):
         deepspeed.nothing  # noqa: B018
 
 
@@ -158,9 +158,12 @@ def test_importing_it_imports_neither_the_engine_nor_pydantic() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_the_page_prints_these_tables() -> None:
-    page = (ROOT / "docs" / "COMING_FROM_DEEPSPEED.md").read_text()
-    assert page.endswith(tables() + "\n"), "replace what follows 'Names' by what `python -m slipstream.compat` prints"
+def test_the_pages_have_these_tables() -> None:
+    pages = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("DEEPSPEED_KEYS", "COMING_FROM_DEEPSPEED")}
+    remedy = "replace the tables by what `python -m slipstream.compat` prints"
+    assert pages["DEEPSPEED_KEYS"].endswith(f"tables. `import deepspeed` has no other names.\n\n{tables()}\n"), remedy
+    assert f"## Differences\n\n{differences()}\n\n## Missing" in pages["COMING_FROM_DEEPSPEED"], remedy
+    assert len(pages["COMING_FROM_DEEPSPEED"].splitlines()) <= 250, "a guide"
 
 
 # -- behavior (reference/deepspeed-surface.md, 1.18) --

@@ -1,4 +1,4 @@
-"""`python -m slipstream.compat`: the tables of docs/COMING_FROM_DEEPSPEED.md."""
+"""`python -m slipstream.compat`: differences for docs/COMING_FROM_DEEPSPEED.md, then the names for docs/DEEPSPEED_KEYS.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from slipstream.compat.constants import TABLES
-from slipstream.compat.names import ALIASES, DIFFERS, MISSING, MISSING_METHODS, SERVED
+from slipstream.compat.names import ALIASES, DIFFERS, MISSING, MISSING_METHODS, REFUSED_THERE, SERVED
 
 
 def tables() -> str:
@@ -19,18 +19,25 @@ def tables() -> str:
         for why, names in _by_reason(reasons)
     )
     methods = ((_names(f"engine.{name}" for name in names), why) for why, names in _by_reason(MISSING_METHODS))
-    differs = ((f"`{name}`", how) for name, how in DIFFERS.items())
     return "\n\n".join(
         [
             _table("Served", ("module", "names"), served),
             _table(
-                "Constants, as values: that a key has a name does not mean that its feature is built",
+                "Constants (a constant exists even where its feature is missing)",
                 ("module", "how many"),
                 constants,
             ),
             _table("The same under another path", ("module", "is"), also),
-            _table("Served, and differs", ("name", "how"), differs),
             _table("Missing: using one says why", ("name", "why, and what to do"), [*missing, *methods]),
+        ]
+    )
+
+
+def differences() -> str:
+    return "\n\n".join(
+        [
+            _table("What behaves differently", ("name", "how"), ((f"`{name}`", how) for name, how in DIFFERS.items())),
+            _table("What DeepSpeed refuses", ("call or config", "here"), REFUSED_THERE.items()),
         ]
     )
 
@@ -52,4 +59,4 @@ def _table(title: str, head: tuple[str, str], rows: Iterable[tuple[str, str]]) -
 
 
 if __name__ == "__main__":
-    sys.stdout.write(tables() + "\n")
+    sys.stdout.write(f"{differences()}\n\n{tables()}\n")

@@ -66,7 +66,7 @@ class _Finder(MetaPathFinder, Loader):
         if fullname in MODULES or _why_not(fullname, "*") is not None:
             return ModuleSpec(fullname, self, is_package=True)
         raise ModuleNotFoundError(
-            f"Slipstream's deepspeed has no module {fullname!r}; docs/COMING_FROM_DEEPSPEED.md lists what is served", name=fullname
+            f"Slipstream's deepspeed has no module {fullname!r}; docs/DEEPSPEED_KEYS.md lists what is served", name=fullname
         )
 
     def get_code(self, fullname: str) -> Any:
@@ -128,5 +128,5 @@ def _find(module: ModuleType, name: str) -> Any:
     if real in BEYOND and not name.startswith("_"):
         return getattr(importlib.import_module(BEYOND[real]), name)
     raise AttributeError(
-        f"module {module.__name__!r} of Slipstream has no {name!r}; docs/COMING_FROM_DEEPSPEED.md lists the names that are served"
+        f"module {module.__name__!r} of Slipstream has no {name!r}; docs/DEEPSPEED_KEYS.md lists the names that are served"
     )

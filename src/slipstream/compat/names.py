@@ -1,6 +1,6 @@
 """Which names of DeepSpeed 0.19.8 are served, from where; what differs; what is missing and why.
 
-docs/COMING_FROM_DEEPSPEED.md prints these tables, and a test compares the two and imports every name.
+docs/DEEPSPEED_KEYS.md and docs/COMING_FROM_DEEPSPEED.md have these tables; a test compares them and imports every name.
 """
 
 from __future__ import annotations
@@ -185,41 +185,66 @@ ALIASES: Mapping[str, str] = {
 # modules whose other names are another module's
 BEYOND: Mapping[str, str] = {"deepspeed.comm": "torch.distributed"}
 
-# what is served and not the same
+# name -> what it does differently here
 DIFFERS: Mapping[str, str] = {
-    "deepspeed.initialize": "an unknown key of the config is an error with the nearest known one; `mesh_param` is refused",
-    "deepspeed.init_inference": "returns Slipstream's InferenceEngine, with `generate`; one device, transformers' decoders",
-    "deepspeed.DeepSpeedConfigError": "is ValueError; batch sizes that disagree raise it, too, in place of AssertionError",
-    "deepspeed.DeepSpeedConfig": "to be read: what an engine does is in engine.plan; batch sizes that disagree raise an error that "
-    "is ValueError and AssertionError",
-    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3, ZeROOptimizer, FP16_Optimizer, ...": "are there for isinstance, "
-    "which asks the engine's stage and precision; one class serves all stages",
-    "optimizer.needs_scaler, engine.scale": "the gradients that pass an engine's outputs are scaled in any backward; "
-    "`engine.scale` leaves a loss of such outputs as it is",
-    "deepspeed.ops.op_builder.*Builder": "nothing is compiled: the ops of Adam, Adagrad, Lion and flatten load Slipstream's "
-    "kernels and torch's functions; the others raise ImportError with what to use",
-    "get_accelerator().current_device": "on a CPU the device itself, where DeepSpeed gives LOCAL_RANK, which is no device to torch",
-    "deepspeed.zero.Init": "a parameter keeps its shape, and reads as NaN; ranges are kept in host memory",
-    "deepspeed.zero.GatheredParameters": "gathers at every stage, not only 3; without `modifier_rank` a changed parameter always "
-    "raises, with and without `enable_sanity_checks`, and a write to `.data` is a change, too",
-    "deepspeed.utils.safe_get_local_*, safe_set_local_*": "collective",
-    "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "make torch's or Slipstream's class, stepped by Slipstream's kernels",
-    "deepspeed.ops.lamb.FusedLamb": "corrects the bias before it takes the norm, as the paper does",
-    "deepspeed.utils.zero_to_fp32": "reads Slipstream's checkpoints and DeepSpeed's own; `exclude_frozen_parameters` is refused",
-    "deepspeed.utils.set_z3_leaf_modules": "only marks: blocks are gathered whole, so what is inside one is a leaf already",
-    "deepspeed.utils.logger": "is Slipstream's logger, which says nothing below WARNING unless told",
-    "engine.save_checkpoint": "`client_state` holds numbers, strings, containers, tensors, numpy arrays and `argparse.Namespace`; "
-    "a defaultdict comes back as a dict, and objects of other classes are refused by name, as there is no pickle",
-    "engine.zero_*, flops_profiler_* and other values of the config": "what the config says, or DeepSpeed's default, also where it "
-    "is without effect here",
-    "engine.save_16bit_model": "writes at every stage, whatever stage3_gather_16bit_weights_on_model_save says",
-    "a parameter under stage 3": "keeps shape, numel() and identity: no code that asks for an empty tensor takes it for released. "
-    "`ds_status` is AVAILABLE inside GatheredParameters only; `ds_tensor` is a rank's own part without padding, and empty where it "
-    "rests on disk; `ds_persist` is False. `.data` outside of both says how to read it",
-    "engine.destroy": "collective; the model's parameters become ordinary whole ones",
-    "engine.no_sync": "at every stage",
-    "engine.offload_states, reload_states": "are `Engine.sleep` and `wake`; on a CPU there is only the disk to move to",
-    "optimizer.state_dict, load_state_dict": "collective; whole, in torch's own form",
+    "deepspeed.initialize": "an unknown config key is an error that suggests the nearest known key; at the top level, where no known "
+    "key is near, it is a warning. `mesh_param` is refused",
+    "deepspeed.init_inference": "returns Slipstream's InferenceEngine, for transformers' decoders on one device. `generate` "
+    "runs Slipstream's kernels. A call with tensors runs the model's own forward, without a graph",
+    "deepspeed.DeepSpeedConfigError": "is ValueError. Batch sizes that disagree raise it instead of AssertionError",
+    "deepspeed.DeepSpeedConfig": "is for reading; engine.plan says what an engine does. Batch sizes that disagree raise an error "
+    "that is both ValueError and AssertionError",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3, ZeROOptimizer, FP16_Optimizer, ...": "exist for isinstance, "
+    "which checks the engine's stage and precision; one class serves all stages",
+    "optimizer.needs_scaler, engine.scale": "gradients are scaled at the engine's outputs in every backward, so `engine.scale` "
+    "returns a loss of such outputs unchanged",
+    "deepspeed.ops.op_builder.*Builder": "compile nothing: the ops of Adam, Adagrad, Lion and flatten load Slipstream's kernels "
+    "and torch's functions; the others raise ImportError and say what to use",
+    "get_accelerator().current_device": "on a CPU returns the device; DeepSpeed returns LOCAL_RANK, which torch does not accept",
+    "deepspeed.zero.Init": "a sharded parameter keeps its shape and reads as NaN. Shards stay in host memory until `initialize`",
+    "deepspeed.zero.GatheredParameters": "gathers at every stage, not only 3. Without `modifier_rank` a changed parameter "
+    "always raises, with or without `enable_sanity_checks`, also after a write to `.data`",
+    "deepspeed.utils.safe_get_local_*, safe_set_local_*": "are collective",
+    "deepspeed.utils.safe_get_full_grad": "gives the mean gradient in fp32 without the loss scale, which DeepSpeed's contains",
+    "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "create torch's or Slipstream's class, which Slipstream's kernels step",
+    "deepspeed.ops.lamb.FusedLamb": "corrects the bias before it takes the norm, as in the paper",
+    "deepspeed.utils.zero_to_fp32": "reads checkpoints of Slipstream and of DeepSpeed; `exclude_frozen_parameters` is refused",
+    "deepspeed.utils.set_z3_leaf_modules": "only marks modules. Blocks are gathered whole, so the modules in them are "
+    "leaves anyway",
+    "deepspeed.utils.logger": "is Slipstream's logger, which prints WARNING and above by default",
+    "engine.save_checkpoint": "`client_state` can hold numbers, strings, containers, tensors, numpy arrays and "
+    "`argparse.Namespace`. A defaultdict comes back as a dict. Objects of other classes are refused by name, because "
+    "checkpoints contain no pickle",
+    "engine.zero_*, flops_profiler_* and other config values": "return the config's value or DeepSpeed's default, also of "
+    "keys that have no effect here",
+    "engine.save_16bit_model": "writes at every stage, whatever `stage3_gather_16bit_weights_on_model_save` says",
+    "engine.coalesce_grad_reduction": "reduces with the next `step()`, backward or `safe_get_full_grad`, not when the context ends",
+    "engine.destroy": "is collective. The model's parameters become ordinary complete parameters",
+    "engine.offload_states, reload_states": "are `Engine.sleep` and `wake`. On a CPU, states can only be moved to disk",
+    "optimizer.state_dict, load_state_dict": "are collective; the state is complete and in torch's format",
+    "zero_optimization.ignore_unused_parameters": "`false` is checked at every stage, not only with `offload_optimizer` at "
+    "1 and 2, and the AssertionError names the parameter",
+    "data_types.buffer_dtype": "without it, persistent buffers follow the weights' dtype; DeepSpeed keeps the dtype of all buffers",
+    "param and param.ds_* in stage 3": "keeps shape, numel() and identity, so code that detects a released parameter by its empty "
+    "tensor does not find it. `ds_status` is AVAILABLE only inside GatheredParameters. `ds_tensor` is this rank's part, "
+    "without padding; on disk it is empty. `ds_persist` is False. Reading `.data` elsewhere raises an error with the remedy",
+}
+
+# what DeepSpeed refuses -> what Slipstream does
+REFUSED_THERE: Mapping[str, str] = {
+    "`engine.no_sync()` in stages 2 and 3": "works: gradients stay on their rank until the next backward outside, or the step",
+    "`engine.coalesce_grad_reduction()` in stage 0": "works",
+    "LAMB in stages 1 to 3": "works at every stage; a parameter's norm is taken over all of its shards",
+    "an optimizer outside of DeepSpeed's list, without `zero_allow_untested_optimizer`": "works at every stage, unless it "
+    "is LBFGS or SparseAdam",
+    "`offload_optimizer` with another optimizer than DeepSpeed's CPU ones": "works with device cpu, whatever "
+    "`zero_force_ds_cpu_optimizer` says; device nvme needs an optimizer with a native kernel",
+    '`"gradient_allreduce_op": "sum"` in stage 3': "works",
+    "`loss.backward()` in stage 0": "works",
+    "`torch.func.grad`, `vjp`, `jacrev` and `vmap(grad)` through the engine in stage 3": "work at every stage, also over "
+    "parameters (`functional_call`), but not inside `GatheredParameters` with gradients enabled",
+    "two GatheredParameters contexts over the same parameter, one in the other": "the inner one shows what the outer one shows",
+    "a ZeRO checkpoint at another number of ranks": "loads, at any stage",
 }
 
 _EXPERTS = "expert parallelism; experts train as ordinary parameters at every ZeRO stage"

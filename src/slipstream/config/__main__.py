@@ -1,4 +1,4 @@
-"""`python -m slipstream.config`: the tables of keys in docs/COMING_FROM_DEEPSPEED.md."""
+"""`python -m slipstream.config`: the tables of keys in docs/DEEPSPEED_KEYS.md."""
 
 from __future__ import annotations
 

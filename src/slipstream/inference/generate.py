@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import inspect
 import json
 import operator
 import queue
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -97,10 +99,22 @@ class InferenceEngine:
 
     `close()` (or `with`) gives everything back; so does the end of the last reference to it."""
 
-    def __init__(self, engine: Engine, description: str, target: Target | str = "nothing is known of them") -> None:
-        """`target`: where new weights go, or why they cannot come."""
+    def __init__(
+        self,
+        engine: Engine,
+        description: str,
+        target: Target | str = "nothing is known of them",
+        open_module: Callable[[], torch.nn.Module] | str = "it has no transformers model",
+    ) -> None:
+        """
+        target       where new weights go, or why they cannot come
+        open_module  makes the model that computes outputs of tensors; or why there is none
+        """
         self.engine = engine  # the loop itself: submit, cancel, stats
         self._target = target
+        self._open_module = open_module
+        self._module: torch.nn.Module | None = None
+        self._opening = threading.Lock()
         self.description = description
         self.tokenizer = engine.tokenizer
         engine.start()
@@ -111,7 +125,44 @@ class InferenceEngine:
         return f"<InferenceEngine {self.description}>"
 
     def close(self) -> None:
+        self._forget_module("the engine is closed")
         self._finalizer()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """With tensors, the model's outputs, as in DeepSpeed: `engine(input_ids, attention_mask=mask).logits`. With texts or lists
+        of token ids, answers, as in DeepSpeed-MII: `generate`.
+
+        Outputs are those of transformers' forward of the model, without a graph, in the requested dtype; a batch on the model's
+        device goes in. Raises ValueError where the engine has no such model (see `module`), and for settings of `generate`.
+        """
+        if not any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
+            return self.generate(*args, **kwargs)
+        module = self.module
+        settings = sorted(_settings() & kwargs.keys() - inspect.signature(module.forward).parameters.keys())
+        if settings:
+            raise ValueError(
+                f"engine(tensor, {settings[0]}=) would compute outputs; engine.generate(tensor, {settings[0]}=) generates"
+            )
+        with torch.no_grad():
+            return module(*args, **kwargs)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The transformers model behind outputs, made at first use: of a live model a copy that shares what has the same dtype and
+        device, of a folder or file a second one in memory. Raises ValueError where there is none; generating needs none.
+        """
+        with self._opening:
+            if self._module is None:
+                if isinstance(self._open_module, str):
+                    raise ValueError(
+                        f"this engine computes no outputs of tensors: {self._open_module}. engine.generate() answers prompts"
+                    )
+                self._module = self._open_module().eval()
+            return self._module
+
+    def _forget_module(self, why: str) -> None:
+        with self._opening:
+            self._open_module, self._module = why, None
 
     def __enter__(self) -> InferenceEngine:
         return self
@@ -135,6 +186,7 @@ class InferenceEngine:
         try:
             if isinstance(self._target, str):
                 raise ValueError(f"this engine takes no new weights: {self._target}")
+            self._forget_module("its weights have been updated since it was opened, and those of its transformers model have not")
             with self.engine.paused(otherwise="an update of the weights has not come to its end") as pause:
 
                 def put(role: str, weight: Any) -> None:
@@ -155,6 +207,7 @@ class InferenceEngine:
         if isinstance(self._target, str) or not isinstance(runner, NativeDecoder):
             raise ValueError("only an engine on the native kernels that takes new weights can sleep; close() this one instead")
         asleep = "the engine sleeps: call update_weights()"
+        self._forget_module("its weights have been given back since it was opened")
         with self.engine.paused(otherwise=asleep, then=asleep) as pause:
             pause.changed = True
             runner.give_back()
@@ -190,8 +243,6 @@ class InferenceEngine:
             return deltas
         completions = _joined(deltas, len(batch), n, params)
         return completions[0] if single and n == 1 else completions
-
-    __call__ = generate
 
     async def agenerate(
         self, prompts: Any, params: SamplingParams | None = None, *, n: int = 1, **settings: Any
@@ -325,6 +376,12 @@ class _Feed:
         if self.live:
             for handle in self.handles:
                 self.engine.cancel(handle)
+
+
+def _settings() -> set[str]:
+    """What `generate` takes beside prompts, by all its names."""
+    names = {field.name for field in fields(SamplingParams)}
+    return names | _SAMPLING_ALIASES.keys() | _SAMPLING_NEUTRAL.keys() | {"do_sample"}
 
 
 def _listed(prompts: Any) -> tuple[list[str | TokenIds], bool]:

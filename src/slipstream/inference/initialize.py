@@ -12,7 +12,8 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def _open(
         live = _transformers_model(source, kind, place, group)
         generic.check_context(live, max_context)
         opened, ends = open_generic(live, sizes), _end_ids(live)
-        weights_said = _weights_said(kind, live.dtype)
+        kind_opened, weights_said = kind, _weights_said(kind, live.dtype)
         target: Target | str = _ONCE if kind in precision.QUANTIZED else Target.module(live)
         if isinstance(source, Path) and source.is_file():
             metadata = read_gguf(source).metadata
@@ -214,6 +215,7 @@ def _open(
         blocks = loaded.opening.kind == "stored" and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers)
         if blocks:
             target = _BLOCKS
+        kind_opened = "blocks" if blocks else loaded.opening.kind
         opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads)
         ends, metadata = loaded.config.end_ids, loaded.gguf
         weights_said = "4-bit blocks as stored, else " * blocks + _weights_said(loaded.opening.kind, loaded.dtype)
@@ -226,7 +228,18 @@ def _open(
     )
     room = opened.runner.num_blocks * opened.runner.block_size
     sizes_said = f"cache of {room:,} tokens, context of {engine.max_context:,}"
-    return InferenceEngine(engine, f"{name}: {weights_said}, {opened.forward}, {sizes_said}", target)
+    description = f"{name}: {weights_said}, {opened.forward}, {sizes_said}"
+    return InferenceEngine(engine, description, target, _module(source, kind_opened, place, group))
+
+
+def _module(source: Any, kind: str, place: torch.device, group_size: int) -> Callable[[], torch.nn.Module] | str:
+    """What makes the model that computes outputs of tensors, or why there is none. kind: of `precision.DTYPES`, or "blocks"."""
+    if kind in (*precision.QUANTIZED, "blocks"):
+        form = "4-bit blocks" if kind == "blocks" else kind
+        return f"its weights are kept in {form}, for generating only; open the model with dtype bf16, fp16 or fp32"
+    if is_config(source):
+        return "it was opened from a configuration; open the model or its folder"
+    return partial(_transformers_model, source, kind, place, group_size)
 
 
 def _checked(name: str, value: Any) -> Any:
