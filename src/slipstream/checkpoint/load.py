@@ -10,10 +10,12 @@ is refused on every rank alike, with nothing changed (storage.py says why that c
 from __future__ import annotations
 
 import difflib
+import heapq
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.checkpoint.directory import is_checkpoint, is_deepspeed, locate, read_document, read_latest
-from slipstream.checkpoint.document import Document
+from slipstream.checkpoint.document import Document, ZipRecord
 from slipstream.checkpoint.errors import CheckpointError, Ranks, describe
+from slipstream.checkpoint.files import Files, open_data
 from slipstream.checkpoint.flat_slice import FlatSlice, Shape
 from slipstream.checkpoint.save import check_entry
 from slipstream.checkpoint.values import decode
@@ -135,6 +138,7 @@ def load(
 
     shared = _stand_ins(found, "$shared/", "cpu")
     own = _stand_ins(found, f"$rank/{ranks.rank}/", "cpu") if found.world_size == ranks.size else {}
+    _verify_records(ranks, step, path, found, [*shared, *tensors])
     _read(ranks, step, path, found, {**shared, **own})
     values = _values(found.shared, shared, f"{path}: shared")
     mine = None
@@ -177,16 +181,46 @@ def _check_target(name: str, held: FlatSlice | Tensor, document: Document, conve
 
 def _check_whole(path: Path, document: Document, save_ids: list[str]) -> None:
     """What one rank checks for all: one and the same checkpoint, files whole, values well formed."""
-    from slipstream.checkpoint.storage import open_data
-
     if len(set(save_ids)) > 1:
         other = next(rank for rank, save_id in enumerate(save_ids) if save_id != save_ids[0])
         raise CheckpointError(f"ranks 0 and {other} see different checkpoints there; was it just replaced?")
     for name, size in document.files.items():
         os.close(open_data(path / name, size))
-    _values(document.shared, _stand_ins(document, "$shared/", "meta"), f"{path}: shared")
+    stand_ins: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by whose values they are of, in one pass over all names
+    for name, tensor in _stand_ins(document, "$", "meta").items():
+        stand_ins[name.rpartition("/")[0]][name] = tensor
+    _values(document.shared, stand_ins["$shared"], f"{path}: shared")
     for rank, skeleton in enumerate(document.per_rank):
-        _values(skeleton, _stand_ins(document, f"$rank/{rank}/", "meta"), f"{path}: per_rank[{rank}]")
+        _values(skeleton, stand_ins[f"$rank/{rank}"], f"{path}: per_rank[{rank}]")
+
+
+def _verify_records(ranks: Ranks, step: str, path: Path, document: Document, names: Iterable[str]) -> None:
+    """Each zip record of DeepSpeed's files that any rank needs, on one rank: a sum takes all of a record, a rank a part of it."""
+    if document.world_size:  # ours has a checksum for each block, and verifies those that it reads
+        return
+    needed = {piece.zip_record for name in names for piece in document.tensors[name].pieces}
+    told = ranks.gather(step, lambda: needed)
+
+    def divide() -> list[list[ZipRecord]]:
+        shares: list[list[ZipRecord]] = [[] for _ in range(ranks.size)]
+        loads = [(0, rank) for rank in range(ranks.size)]
+        for record in sorted((each for each in set().union(*told) if each is not None), key=lambda each: (-each.nbytes, each)):
+            nbytes, rank = heapq.heappop(loads)
+            shares[rank].append(record)
+            heapq.heappush(loads, (nbytes + record.nbytes, rank))
+        return shares
+
+    mine = ranks.decide(step, divide)[ranks.rank]
+    files = Files(path, document.files)
+
+    def verify() -> None:
+        for record in sorted(mine, key=lambda each: (each.file, each.at)):
+            files.verify(record)
+
+    try:
+        ranks.gather(step, verify)
+    finally:
+        files.close()
 
 
 def _read(ranks: Ranks, step: str, path: Path, document: Document, state: dict[str, Any]) -> None:
@@ -196,7 +230,8 @@ def _read(ranks: Ranks, step: str, path: Path, document: Document, state: dict[s
 
     from slipstream.checkpoint.storage import FlatLoadPlanner, Reader
 
-    storage = Reader(path, document)
+    named = {name: document.tensors[name] for name in state}  # DCP makes objects for each, wanted or not
+    storage = Reader(path, replace(document, tensors=named), records_verified=True)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # group=None says so
