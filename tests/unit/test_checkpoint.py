@@ -577,6 +577,32 @@ def test_hostile_metadata_changes_nothing(tmp_path: Path, name: str) -> None:
     assert all(bool((tensor == 1).all()) for tensor in target.values())
 
 
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_tag_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path, times: int) -> None:
+    """By another process, between its values and its tensors; one that is replaced for ever is not waited for for ever."""
+
+    def write(number: int) -> None:
+        values = torch.full((1000,), float(number))
+        save(tmp_path, "t", tensors={"w": values}, shared={"number": number}, per_rank={})
+
+    write(0)
+    calls: list[int] = []
+
+    def accept(loaded: Any) -> None:
+        calls.append(loaded.shared["number"])
+        if len(calls) <= times:
+            write(len(calls))
+
+    target = {"w": torch.zeros(1000)}
+    if times == 1:
+        loaded = load(tmp_path, "t", tensors=target, accept=accept)
+        assert calls == [0, 1] and loaded.shared["number"] == 1 and bool((target["w"] == 1).all())
+        return
+    with pytest.raises(CheckpointError, match=r"is damaged.*replaced each of 5 times while it was read"):
+        load(tmp_path, "t", tensors=target, accept=accept)
+    assert calls == [0, 1, 2, 3, 4] and not target["w"].any()
+
+
 def test_metadata_is_bounded_by_the_data(tmp_path: Path) -> None:
     """200,000 empty tensors in 25 MB are refused before a byte of them is parsed, and no save writes what a load refuses."""
     save(tmp_path, "t", tensors={"w": torch.zeros(3)}, shared={}, per_rank={})

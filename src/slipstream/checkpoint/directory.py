@@ -79,6 +79,18 @@ def read_latest(path: Path, universal: bool = False) -> str | None:
         raise CheckpointError(f"{named} is damaged: {error}") from error
 
 
+def state_of(parent: Path, tag: str | None) -> list[tuple[str, int, int, int]] | None:
+    """A checkpoint's files (tag None: the last's) by name, inode, size and time, which differ once it has been replaced. None: it
+    cannot be read."""
+    try:
+        named = read_latest(parent) if tag is None else check_tag(tag)
+        with os.scandir(parent if named is None else parent / named) as files:
+            facts = [(file.name, file.stat()) for file in files]
+    except (OSError, CheckpointError):
+        return None
+    return sorted((name, each.st_ino, each.st_size, each.st_mtime_ns) for name, each in facts)
+
+
 def locate(parent: Path, tag: str) -> Path:
     """The folder of a checkpoint, or CheckpointError saying what is there instead."""
     folder = parent / check_tag(tag)
