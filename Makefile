@@ -1,18 +1,19 @@
 # Every target does all its own set-up, from nothing: `make train` in a fresh clone is enough.
 #
-#   make train    train the example on the standard library's source (ARGS="--resume" goes on)
-#   make finetune SmolLM2-135M with LoRA and in full: what it says before and after (ARGS="--with trainer": by its loop)
-#   make train-big  a model ten times the memory, its states on disk, held to a budget by the kernel (ARGS="--budget 800")
-#   make serve    serve a model over HTTP (ARGS="--port 8080 --dtype int8"); open the page that it names
-#   make chat     talk to a model in the terminal
-#   make test     the tests that each change passes (ARGS="-k placement" for some)
-#   make test-all   these and the slow ones: before a release, and daily
-#   make test-clients  accelerate, transformers' Trainer, PEFT and TRL over Slipstream's names for DeepSpeed
-#   make test-clients-smoke   one test of each, as CI runs them
-#   make lint     ruff, codespell and mypy
-#   make bench    Slipstream beside DeepSpeed, FSDP2 and DDP, into benchmarks/RESULTS.md
-#   make bench-serve   the serving engine beside vLLM, llama.cpp and transformers, into the same file (ARGS="--quick")
-#   make clean    remove what was built; the environments and runs/ stay
+#   make help               this list, which `make` alone prints, too; times are of two cores, without the set-up
+#   make train              5 min: train the example on the standard library's source (ARGS="--resume" goes on)
+#   make finetune           6.5 min: SmolLM2-135M with LoRA and in full: what it says before and after (ARGS="--with trainer": by its loop)
+#   make train-big          9.4 min: a model ten times the memory, its states on disk, held to a budget by the kernel (ARGS="--budget 800")
+#   make serve              serve a model over HTTP (ARGS="--port 8080 --dtype int8"); open the page that it names
+#   make chat               talk to a model in the terminal
+#   make test               the tests that each change passes (ARGS="-k placement" for some)
+#   make test-all           these and the slow ones: before a release, and daily
+#   make test-clients       accelerate, transformers' Trainer, PEFT and TRL over Slipstream's names for DeepSpeed
+#   make test-clients-smoke one test of each, as CI runs them
+#   make lint               ruff, codespell and mypy
+#   make bench              Slipstream beside DeepSpeed, FSDP2 and DDP, into benchmarks/RESULTS.md
+#   make bench-serve        the serving engine beside vLLM, llama.cpp and transformers, into the same file (ARGS="--quick")
+#   make clean              remove what was built; the environments and runs/ stay
 #
 # Variables, from the command line or the environment:
 #   PYTHON   the interpreter to make environments with (3.11 or newer)
@@ -50,7 +51,11 @@ TRITONED := $(VENV)/.tritoned
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: train train-big finetune serve chat test test-all test-clients test-clients-smoke lint bench bench-serve clean setup
+.DEFAULT_GOAL := help
+.PHONY: help train train-big finetune serve chat test test-all test-clients test-clients-smoke lint bench bench-serve clean setup
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 train: $(READY)
 	$(BIN)/slipstream run --nproc $${NPROC:-$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')} \

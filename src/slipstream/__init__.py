@@ -51,6 +51,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     import importlib
 

@@ -477,3 +477,43 @@ def test_a_state_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="rank 1 of 2: AttributeError"):
         engine.save_checkpoint(str(tmp_path))
     engine.destroy()
+
+
+class Swapping:
+    """A schedule that, when it is loaded, stands for another process: it puts a newer checkpoint into the tag's place."""
+
+    def __init__(self, swap: Callable[[], None]) -> None:
+        self.swap = swap
+
+    def step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.swap()
+
+
+@distributed(world_size=2)
+def test_a_tag_that_is_replaced_while_ranks_read_it_is_read_again(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def swap() -> None:
+        calls.append(1)
+        if dist.get_rank() == 0 and (tmp_path / "new").exists():
+            (tmp_path / "t").rename(tmp_path / "old")
+            (tmp_path / "new").rename(tmp_path / "t")
+
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+    engine = slipstream.initialize(model=torch.nn.Linear(64, 64), config=config, lr_scheduler=Swapping(swap))[0]
+    for tag in ("t", "new"):
+        engine.backward(engine(torch.ones(1, 64)).sum())
+        engine.step()
+        engine.save_checkpoint(str(tmp_path), tag)
+    expected = engine.state_dict()
+    engine.load_checkpoint(str(tmp_path), "t")
+    found = engine.state_dict()
+    assert len(calls) == 3 and engine.global_steps == 2  # taken, undone, taken again
+    assert all(found[name].equal(expected[name]) for name in expected)
+    engine.destroy()

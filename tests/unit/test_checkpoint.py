@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import time
@@ -574,6 +575,49 @@ def test_hostile_metadata_changes_nothing(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=match):
         load(tmp_path, "a", tensors=target)
     assert all(bool((tensor == 1).all()) for tensor in target.values())
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_tag_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path, times: int) -> None:
+    """By another process, between its values and its tensors; one that is replaced for ever is not waited for for ever."""
+
+    def write(number: int) -> None:
+        values = torch.full((1000,), float(number))
+        save(tmp_path, "t", tensors={"w": values}, shared={"number": number}, per_rank={})
+
+    write(0)
+    calls: list[int] = []
+
+    def accept(loaded: Any) -> None:
+        calls.append(loaded.shared["number"])
+        if len(calls) <= times:
+            write(len(calls))
+
+    target = {"w": torch.zeros(1000)}
+    if times == 1:
+        loaded = load(tmp_path, "t", tensors=target, accept=accept)
+        assert calls == [0, 1] and loaded.shared["number"] == 1 and bool((target["w"] == 1).all())
+        return
+    with pytest.raises(CheckpointError, match=r"is damaged.*replaced each of 5 times while it was read"):
+        load(tmp_path, "t", tensors=target, accept=accept)
+    assert calls == [0, 1, 2, 3, 4] and not target["w"].any()
+
+
+def test_metadata_is_bounded_by_the_data(tmp_path: Path) -> None:
+    """200,000 empty tensors in 25 MB are refused before a byte of them is parsed, and no save writes what a load refuses."""
+    save(tmp_path, "t", tensors={"w": torch.zeros(3)}, shared={}, per_rank={})
+    path = tmp_path / "t" / "metadata.json"
+    empty = '{"dtype":"float32","shape":[0],"pieces":[{"offsets":[0],"sizes":[0],"file":"rank_00000.bin","at":0,"crc32":[]}]}'
+    head, body = path.read_text().removesuffix("\n}\n").split("\n", 1)
+    more = body.replace('"tensors":{', '"tensors":{' + ",".join(f'"{i}":{empty}' for i in range(200_000)) + ",")
+    path.write_text(re.sub(r'"crc32": \d+', f'"crc32": {zlib.crc32(more.encode())}', head) + f"\n{more}\n}}\n")
+    began = time.process_time()
+    with pytest.raises(CheckpointError, match=r"metadata\.json has more than 16,\d+,\d+ bytes beside 12 of data"):
+        load_metadata(tmp_path, "t")
+    assert time.process_time() - began < 1
+    with pytest.raises(CheckpointError, match=r"would take 17,\d+,\d+ bytes; beside 12 bytes of tensors at most 16,777,264"):
+        save(tmp_path, "u", tensors={"w": torch.zeros(3)}, shared={"notes": "a" * (17 << 20)}, per_rank={})
+    assert not (tmp_path / "u").exists()
 
 
 @pytest.mark.parametrize(

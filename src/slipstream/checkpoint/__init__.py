@@ -9,7 +9,7 @@ from slipstream.checkpoint.background import Saving, Staging
 from slipstream.checkpoint.conversion import convert
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import Box, FlatSlice, boxes
-from slipstream.checkpoint.load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, reader
+from slipstream.checkpoint.load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, reader, undisturbed
 from slipstream.checkpoint.save import save, save_behind
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "reader",
     "save",
     "save_behind",
+    "undisturbed",
 ]

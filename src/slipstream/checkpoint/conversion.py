@@ -22,6 +22,7 @@ from slipstream.checkpoint.directory import LATEST, LATEST_UNIVERSAL, is_deepspe
 from slipstream.checkpoint.document import BLOCK, METADATA, SIZE_LIMIT, Document, Entry, Piece
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import Box
+from slipstream.checkpoint.load import undisturbed
 from slipstream.checkpoint.ranges import Folder
 from slipstream.checkpoint.save import save
 from slipstream.checkpoint.values import decode, encode
@@ -49,14 +50,18 @@ def convert(
     configuration and tokenizer go along. Raises CheckpointError, with nothing written.
     """
     cast, shard_nbytes = pretrained.dtype_of(dtype), pretrained.num_bytes(max_shard_size)
-    path, target = _find(Path(os.path.abspath(source)), tag), Path(target)
-    with _opened(path) as folder:
-        if to == "hf":
-            _to_hf(folder, target, cast, shard_nbytes, None if like is None else Path(like))
-            return target
-        if cast is not None or like is not None:
-            raise CheckpointError(f"dtype and like are for Hugging Face folders; to={to!r} keeps everything as it is")
-        return _to_slipstream(folder, target) if to == "slipstream" else _to_deepspeed(folder, target)
+    found, target = Path(os.path.abspath(source)), Path(target)
+
+    def work() -> Path:
+        with _opened(_find(found, tag)) as folder:
+            if to == "hf":
+                _to_hf(folder, target, cast, shard_nbytes, None if like is None else Path(like))
+                return target
+            if cast is not None or like is not None:
+                raise CheckpointError(f"dtype and like are for Hugging Face folders; to={to!r} keeps everything as it is")
+            return _to_slipstream(folder, target) if to == "slipstream" else _to_deepspeed(folder, target)
+
+    return undisturbed(found, tag, work)
 
 
 def _find(source: Path, tag: str | None) -> Path:

@@ -10,7 +10,7 @@ ZeRO-3     the same files, with ceil(numel / world) elements of every parameter 
            such fragments in zero_pp_rank_R_mp_rank_00_model_states.pt
 universal  zero/NAME/{fp32,exp_avg,...}.pt: whole parameters, flat or in their shape, alone or as "param" of a dictionary
 
-There are no checksums in them. Random states are not in them either.
+Each zip record has a CRC-32, which is verified where the record is read (load.py, ranges.py). Random states are not in them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from slipstream.checkpoint.document import BLOCK, SLACK, Document, Entry, Piece
+from slipstream.checkpoint.document import BLOCK, SLACK, Document, Entry, Piece, ZipRecord
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import Shape, boxes, check_cover
 from slipstream.checkpoint.pickled import Array, Record, Stored, read
@@ -103,6 +103,8 @@ class _Import:
         self.groups: list[dict[str, Any]] | None = None
         self.scaler: Any = None
         self._nodes = 0
+        self._names: dict[Path, str] = {}  # of files, in the folder
+        self._records: dict[ZipRecord, ZipRecord] = {}  # as read -> with the file's name in the folder
 
     def _by_rank(self, names: list[str], pattern: re.Pattern[str]) -> list[str]:
         found = {}
@@ -156,12 +158,15 @@ class _Import:
             raise CheckpointError(f"{name!r}: {numel} elements from {first} of a tensor of shape {held.shape} in {held.path.name}")
         if self.shapes.setdefault(name, (held.dtype, shape)) != (held.dtype, shape):
             raise CheckpointError(f"{name!r} is both {self.shapes[name]} and {(held.dtype, shape)}")
-        file = held.path.relative_to(self.folder).as_posix()
-        if file not in self.files:
-            self.files[file] = held.path.stat().st_size
+        if held.path not in self._names:
+            self._names[held.path] = held.path.relative_to(self.folder).as_posix()
+            self.files[self._names[held.path]] = held.path.stat().st_size
+        file, record = self._names[held.path], held.record
+        if record is not None:
+            record = self._records.setdefault(record, record._replace(file=file))
         at, parts = held.at + first * held.dtype.itemsize, self.pieces.setdefault(name, [])
         for box in boxes(shape, start, start + numel):
-            parts.append(Piece(box=box, file=file, at=at, crc32=()))
+            parts.append(Piece(box=box, file=file, at=at, crc32=(), zip_record=record))
             at += math.prod(box.sizes) * held.dtype.itemsize
 
     def _check_bytes(self) -> None:

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from slipstream.checkpoint.document import METADATA, SIZE_LIMIT, SLACK, Document, is_ours, parse, render
+from slipstream.checkpoint.document import METADATA, SLACK, Document, is_ours, parse, render, size_limit
 from slipstream.checkpoint.errors import ONE_PLACE, CheckpointError
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -77,6 +77,18 @@ def read_latest(path: Path, universal: bool = False) -> str | None:
         raise CheckpointError(f"cannot read {named}: {error}") from error
     except CheckpointError as error:
         raise CheckpointError(f"{named} is damaged: {error}") from error
+
+
+def state_of(parent: Path, tag: str | None) -> list[tuple[str, int, int, int]] | None:
+    """A checkpoint's files (tag None: the last's) by name, inode, size and time, which differ once it has been replaced. None: it
+    cannot be read."""
+    try:
+        named = read_latest(parent) if tag is None else check_tag(tag)
+        with os.scandir(parent if named is None else parent / named) as files:
+            facts = [(file.name, file.stat()) for file in files]
+    except (OSError, CheckpointError):
+        return None
+    return sorted((name, each.st_ino, each.st_size, each.st_mtime_ns) for name, each in facts)
 
 
 def locate(parent: Path, tag: str) -> Path:
@@ -148,12 +160,15 @@ def _read_document(folder: Path) -> Document:
 
         return deepspeed.read_document(folder)
     try:
+        held = sum(each.stat().st_size for each in os.scandir(folder) if each.name != METADATA)
         with open(path, "rb") as file:
-            raw = file.read(SIZE_LIMIT + 1)
+            raw = file.read(size_limit(held) + 1)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if len(raw) > SIZE_LIMIT:
-        raise CheckpointError(f"{path} has more than {SIZE_LIMIT} bytes; no checkpoint needs that")
+    if len(raw) > size_limit(held):
+        raise CheckpointError(
+            f"{path} has more than {size_limit(held):,} bytes beside {held:,} of data; it is hostile, or data files are missing"
+        )
     try:
         return parse(raw)
     except ValueError as error:

@@ -18,15 +18,17 @@ number is an int in range. Sizes of the real files and checksums are checked whe
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +41,7 @@ VERSION = 1
 BLOCK = 1 << 20  # bytes per checksum: small beside a piece, large beside a system call; both stay in the cache
 SLACK = 1 << 24  # bytes that a checkpoint's values may take whatever its files have
 SIZE_LIMIT = 1 << 29  # bytes of metadata; some 3 million pieces
+_SHARE = 4  # bytes of metadata for each byte of data, beyond SLACK: a piece is described in 150 bytes and takes 64 or more
 _DIM_LIMIT = 1 << 48
 
 _HEADER = re.compile(rb'\{"format": "([^"\n]{1,80})", "version": (\d{1,9}), "crc32": (\d{1,10}), "content":\n')
@@ -58,6 +61,16 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:05d}.bin"
 
 
+class ZipRecord(NamedTuple):
+    """Bytes of a file that have one checksum together: a record of one of `torch.save`'s archives."""
+
+    file: str
+    name: str  # in the archive
+    at: int
+    nbytes: int
+    crc32: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """A box of a tensor and the bytes that hold it."""
@@ -65,7 +78,8 @@ class Piece:
     box: Box
     file: str
     at: int  # byte offset in the file
-    crc32: tuple[int, ...]  # of each BLOCK bytes; none in DeepSpeed's files
+    crc32: tuple[int, ...]  # of each BLOCK bytes; none in DeepSpeed's files and Hugging Face's
+    zip_record: ZipRecord | None = None  # in DeepSpeed's: what it lies in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +137,18 @@ def render(document: Document) -> bytes:
     body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
     head = f'{{"format": "{FORMAT}", "version": {VERSION}, "crc32": {zlib.crc32(body)}, "content":\n'
     whole = head.encode("ascii") + body + b"\n}\n"
-    if len(whole) > SIZE_LIMIT:
+    nbytes = sum(document.files.values())
+    if len(whole) > size_limit(nbytes):
         raise CheckpointError(
-            f"the metadata would take {len(whole)} bytes, at most {SIZE_LIMIT} are read; keep long lists of numbers in tensors"
+            f"the metadata would take {len(whole):,} bytes; beside {nbytes:,} bytes of tensors at most {size_limit(nbytes):,} are "
+            f"read: keep long lists of numbers in tensors"
         )
     return whole
+
+
+def size_limit(data_nbytes: int) -> int:
+    """Bytes of metadata that are read beside so many of data: what is parsed takes ten times its bytes in memory."""
+    return min(SIZE_LIMIT, SLACK + _SHARE * data_nbytes)
 
 
 def is_ours(head: bytes) -> bool:
@@ -147,11 +168,24 @@ def parse(raw: bytes) -> Document:
     if zlib.crc32(body) != int(found[3]):
         raise CheckpointError("truncated, damaged or edited (its checksum does not match)")
     try:
-        return _content(json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant))
+        with _no_collection():
+            return _content(json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant))
     except CheckpointError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"damaged or hostile: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Millions of new objects, no cycle among them: the collector would look at all, again and again, for half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _content(content: dict[str, Any]) -> Document:

@@ -22,6 +22,8 @@ ONE_PLACE = "the directory must be the same on every rank, on a file system that
 class CheckpointError(ValueError):
     """A checkpoint could not be saved or loaded; nothing that was there before has changed."""
 
+    on_all_ranks = False  # whether `Ranks` has raised it, the same on each
+
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
@@ -82,6 +84,7 @@ class Ranks:
             each = (f"rank {_listed(ranks)} of {self.size}: {text}" for text, ranks in by_text.items())
             message = "; ".join(each)
         raised = CheckpointError(f"{step}: {message}")
+        raised.on_all_ranks = True
         raised.__cause__ = own
         return raised
 

@@ -12,6 +12,7 @@ sets attributes on them (which a pickle can) changes nothing that outlives it.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pickle
@@ -19,21 +20,26 @@ import pickletools
 import struct
 import sys
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from slipstream.checkpoint.document import DTYPES
+from slipstream.checkpoint.document import DTYPES, ZipRecord
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import Shape
 
+logger = logging.getLogger(__name__)
+
 _LIMIT = 1 << 28  # bytes of a pickle; a model of a hundred thousand parameters takes 30 million
 _DEPTH = 1000  # levels of a value
+_EMPTY = 10_000  # tensors without a byte in the file: records of no bytes, or views of the same ones
+_BYTES = 64  # in a file for each tensor beyond these; torch aligns records to 64 bytes
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip record: its signature, and how long its name and extra field are
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -58,6 +64,7 @@ class Stored:
     at: int
     dtype: torch.dtype
     shape: Shape
+    record: ZipRecord | None  # where it lies, whose checksum covers it; None in a file that was saved without checksums
 
     @property
     def numel(self) -> int:
@@ -79,8 +86,8 @@ def read(path: Path) -> Any:
     try:
         if not path.is_file():  # a pipe must not make us wait
             raise CheckpointError("it is not a regular file" if path.exists() else "it is missing")
-        with zipfile.ZipFile(path) as archive:
-            return _read(path, archive)
+        with open(path, "rb") as file:
+            return _read(path, file)
     except zipfile.BadZipFile as error:
         raise CheckpointError(f"{path} is truncated, damaged, or of a torch older than 1.6: {error}") from error
     except CheckpointError as error:
@@ -91,36 +98,74 @@ def read(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged or hostile: {type(error).__name__}: {error}") from error
 
 
-def _read(path: Path, archive: zipfile.ZipFile) -> Any:
-    records = {name.partition("/")[2]: archive.getinfo(name) for name in archive.namelist()}
+def _read(path: Path, file: IO[bytes]) -> Any:
+    with zipfile.ZipFile(file) as archive:
+        records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
     if "data.pkl" not in records:
         raise CheckpointError("it is no file of torch.save")
     if any(record.compress_type != zipfile.ZIP_STORED for record in records.values()):
         raise CheckpointError("it has compressed records, which torch does not write")
+    if (empty := sum(record.file_size == 0 for record in records.values())) > _EMPTY:
+        raise CheckpointError(f"damaged or hostile: {empty:,} of its records are empty; at most {_EMPTY:,} are read")
     if records["data.pkl"].file_size > _LIMIT:
         raise CheckpointError(f"its pickle has {records['data.pkl'].file_size} bytes; at most {_LIMIT} are read")
-    if "byteorder" in records and archive.read(records["byteorder"]) != sys.byteorder.encode():
+    held = _Archive(path, file, records)
+    if not held.has_checksums:
+        logger.warning("%s was saved without checksums (torch.serialization.set_crc32_options): damage to it is not seen", path)
+    if "byteorder" in records and held.read("byteorder") != sys.byteorder.encode():
         raise CheckpointError(f"written on a machine of another byte order; this one is {sys.byteorder}-endian")
-    raw = archive.read(records["data.pkl"])
-    _check_size(raw)
-    return _Unpickler(raw, path, records).load()
+    raw = held.read("data.pkl")
+    _check_size(raw, most_tensors=_EMPTY + (held.nbytes - len(raw)) // _BYTES)
+    return _Unpickler(raw, held).load()
+
+
+class _Archive:
+    """The records of a file, which is open: where their bytes are, and those of the small ones."""
+
+    def __init__(self, path: Path, file: IO[bytes], records: dict[str, zipfile.ZipInfo]) -> None:
+        self.path, self._file, self._records = path, file, records
+        self.nbytes = os.fstat(file.fileno()).st_size
+        self.has_checksums = any(record.CRC for record in records.values())  # torch writes 0 for all where it is told to sum none
+
+    def place(self, name: str) -> ZipRecord:
+        """Raises CheckpointError for a record that lies outside the file."""
+        record = self._records[name]
+        self._file.seek(record.header_offset)
+        signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(self._file.read(_LOCAL_HEADER.size))
+        at = record.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
+        if signature != b"PK\3\4" or at + record.file_size > self.nbytes:
+            raise CheckpointError(f"its zip record {record.filename!r} lies outside the file")
+        return ZipRecord(str(self.path), record.filename, at, record.file_size, record.CRC)
+
+    def read(self, name: str) -> bytes:
+        place = self.place(name)
+        self._file.seek(place.at)
+        raw = self._file.read(place.nbytes)
+        if self.has_checksums and zlib.crc32(raw) != place.crc32:
+            raise CheckpointError(f"it is damaged: the checksum of its zip record {place.name!r} does not match")
+        return raw
 
 
 _GROWS = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # what they put things into stays on the stack
 
 
-def _check_size(raw: bytes) -> None:
+def _check_size(raw: bytes, most_tensors: int) -> None:
     """Refuse a pickle that is small and makes something vast, without making it.
 
     What is stored once may be used often, and that again: a list of two equal lists of two ..., thirty times, is a few hundred
     bytes, and to print, hash, compare or walk it takes 2**30 steps. So each value gets a size, of everything below it as often
     as it is there, by going through the opcodes; what is in another value already must not grow any more. Deep nesting overflows
     the stack of whoever hashes it. And a number in the memo that no honest pickle reaches makes Python allocate room for all below.
+    Tensors that are views of the same bytes take none in the file, and each an object here: no more than `most_tensors`.
     """
     stack: list[_Made | None] = []  # None: a mark
     memo: dict[int, _Made] = {}
+    num_tensors = 0
     for count, (opcode, argument, _) in enumerate(pickletools.genops(raw)):
         name = opcode.name
+        num_tensors += name == "BINPERSID"  # torch names a tensor's storage so, each time
+        if num_tensors > most_tensors:
+            raise CheckpointError(f"damaged or hostile: it has more than {most_tensors:,} tensors, and too few bytes for them")
         if "PUT" in name or name == "MEMOIZE":
             number = len(memo) if name == "MEMOIZE" else int(argument or 0)
             if number > count:
@@ -173,9 +218,9 @@ class _Made:
 class _Unpickler(pickle.Unpickler):
     """Knows the names that checkpoints need, none of which executes anything of the file's."""
 
-    def __init__(self, raw: bytes, path: Path, records: dict[str, zipfile.ZipInfo]) -> None:
+    def __init__(self, raw: bytes, archive: _Archive) -> None:
         super().__init__(BytesIO(raw))
-        self._path, self._records = path, records
+        self._archive = archive
         self._classes: dict[str, type[Record]] = {}
         self._base = type("Record", (Record,), {})
         self._known: dict[tuple[str, str], Any] = {
@@ -210,23 +255,17 @@ class _Unpickler(pickle.Unpickler):
             return self._classes.setdefault(f"{module}.{name}", type(name, (self._base,), {}))
         raise CheckpointError(f"it asks for {module}.{name}, which no checkpoint needs: nothing that a file names is ever executed")
 
-    def persistent_load(self, pid: Any) -> tuple[torch.dtype, int, int]:
-        """A storage: (dtype, first byte, bytes). The record must lie inside the file, the storage inside the record."""
+    def persistent_load(self, pid: Any) -> tuple[torch.dtype, int, ZipRecord]:
+        """A storage: (dtype, bytes, record). The record must lie inside the file, the storage inside the record."""
         kind, dtype, key, _, numel = pid
-        record = self._records[f"data/{_as(str, key)}"]
+        record = self._archive.place(f"data/{_as(str, key)}")
         nbytes = _as(int, numel) * _as(torch.dtype, dtype).itemsize
-        if kind != "storage" or not 0 <= nbytes <= record.file_size:
-            raise CheckpointError(f"storage {key} of {numel} elements has {record.file_size} bytes")
-        with open(self._path, "rb") as file:
-            file.seek(record.header_offset)
-            signature, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-            at = record.header_offset + _LOCAL_HEADER.size + name + extra
-            if signature != b"PK\3\4" or at + nbytes > os.fstat(file.fileno()).st_size:
-                raise CheckpointError(f"storage {key} lies outside the file")
-        return dtype, at, nbytes
+        if kind != "storage" or not 0 <= nbytes <= record.nbytes:
+            raise CheckpointError(f"storage {key} of {numel} elements has {record.nbytes} bytes")
+        return dtype, nbytes, record
 
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Stored:
-        dtype, at, nbytes = storage
+        dtype, nbytes, record = storage
         shape, strides = tuple(map(_size, size)), tuple(map(_size, stride))
         numel, expected, consecutive = math.prod(shape), 1, True
         for length, step in zip(reversed(shape), reversed(strides), strict=True):
@@ -236,7 +275,13 @@ class _Unpickler(pickle.Unpickler):
         if (_size(offset) + last + 1) * dtype.itemsize > nbytes:
             raise CheckpointError(f"a tensor of shape {shape} reaches beyond its storage of {nbytes} bytes")
         consecutive = consecutive or numel == 0
-        return Stored(path=self._path, at=at + offset * dtype.itemsize if consecutive else -1, dtype=dtype, shape=shape)
+        return Stored(
+            path=self._archive.path,
+            at=record.at + offset * dtype.itemsize if consecutive else -1,
+            dtype=dtype,
+            shape=shape,
+            record=record if self._archive.has_checksums else None,
+        )
 
 
 class _Dtype:

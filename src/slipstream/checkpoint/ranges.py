@@ -1,9 +1,8 @@
-"""Flat ranges of the tensors of a checkpoint that has no engine: read when asked for, every block's checksum verified."""
+"""Flat ranges of the tensors of a checkpoint that has no engine: read when asked for, each checksum verified."""
 
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.document import Document, Entry
 from slipstream.checkpoint.errors import CheckpointError
+from slipstream.checkpoint.files import Files
 from slipstream.checkpoint.flat_slice import FlatSlice, flat_range, memory
 from slipstream.ops.checksum import crc32
 
@@ -20,7 +20,7 @@ class Folder:
 
     def __init__(self, path: Path, document: Document) -> None:
         self.path, self.document = path, document
-        self._handles: dict[str, int] = {}
+        self._files = Files(path, document.files)
 
     def slice(self, name: str) -> FlatSlice:
         """A whole tensor that rests in the files."""
@@ -50,27 +50,17 @@ class Folder:
         first, last = start, stop
         if piece.crc32:
             first, last = start // block * block, min(-(-stop // block) * block, entry.nbytes(piece))
-        if piece.file not in self._handles:
-            from slipstream.checkpoint.storage import open_data  # which imports DCP
-
-            self._handles[piece.file] = open_data(self.path / piece.file, self.document.files[piece.file])
+        if piece.zip_record is not None:
+            self._files.verify(piece.zip_record)
         values = torch.empty(last - first, dtype=torch.uint8)
-        held = memory(values)
-        done = 0
-        while done < len(held):
-            got = os.preadv(self._handles[piece.file], [held[done:]], piece.at + first + done)
-            if got == 0:
-                raise CheckpointError(f"{self.path / piece.file} is truncated at byte {piece.at + first + done}")
-            done += got
-        for at in range(0, len(held) if piece.crc32 else 0, block):
+        self._files.read(piece.file, piece.at + first, memory(values))
+        for at in range(0, len(values) if piece.crc32 else 0, block):
             if crc32(values[at : at + block]) != piece.crc32[(first + at) // block]:
                 raise CheckpointError(f"{self.path / piece.file} is damaged: the checksum of tensor {name!r} does not match")
         return values[start - first : stop - first]
 
     def close(self) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
+        self._files.close()
 
 
 class _Held:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import stat
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +60,7 @@ from slipstream.checkpoint.background import Staging
 from slipstream.checkpoint.data_file import DataFile
 from slipstream.checkpoint.document import BLOCK, Document, Entry, Piece, file_name
 from slipstream.checkpoint.errors import CheckpointError
+from slipstream.checkpoint.files import Files
 from slipstream.checkpoint.flat_slice import Box, FlatSlice, Part, Shape, check_cover, flat_range, memory
 from slipstream.ops.checksum import crc32, crc32_blocks
 
@@ -276,14 +276,17 @@ class _Place(NamedTuple):
 
 
 class Reader(StorageReader):
-    """Reads the tensors of one folder whose `Document` has been checked."""
+    """Reads the tensors of one folder whose `Document` has been checked.
 
-    def __init__(self, folder: Path, document: Document) -> None:
-        self._folder, self._document = folder, document
+    records_verified: the ranks have verified the zip records of DeepSpeed's files together (load.py).
+    """
+
+    def __init__(self, folder: Path, document: Document, *, records_verified: bool = False) -> None:
+        self._folder, self._document, self._verify_records = folder, document, not records_verified
         self._pieces = {
             (name, piece.box.offsets): (entry, piece) for name, entry in document.tensors.items() for piece in entry.pieces
         }
-        self._files: dict[str, int] = {}  # name -> descriptor, from the first pass to the end of the second
+        self._files = Files(folder, document.files)  # open from the first pass to the end of the second
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -326,20 +329,20 @@ class Reader(StorageReader):
         return done
 
     def close(self) -> None:
-        for handle in self._files.values():
-            os.close(handle)
-        self._files.clear()
+        self._files.close()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False
 
     def _verify(self, items: Sequence[ReadItem]) -> None:
-        """Check every block that holds a byte of `items` against its checksum, each block once."""
+        """Check every block, and every zip record, that holds a byte of `items` against its checksum, each once."""
         block = self._document.block
         needed: dict[tuple[str, Shape], set[int]] = defaultdict(set)
         for item in items:
             entry, piece = self._find(item.storage_index)
+            if piece.zip_record is not None and self._verify_records:
+                self._files.verify(piece.zip_record)
             for first, nbytes in _runs(entry, piece, item) if piece.crc32 else ():
                 needed[item.storage_index.fqn, piece.box.offsets].update(range(first // block, (first + nbytes - 1) // block + 1))
         buffer = torch.empty(block, dtype=torch.uint8)
@@ -348,7 +351,7 @@ class Reader(StorageReader):
             for index in sorted(needed[key]):
                 start = index * block
                 part = buffer[: min(block, entry.nbytes(piece) - start)]
-                self._read(piece.file, piece.at + start, memory(part))
+                self._files.read(piece.file, piece.at + start, memory(part))
                 if crc32(part) != piece.crc32[index]:
                     raise CheckpointError(
                         f"{self._folder / piece.file} is damaged: the checksum of tensor {key[0]!r} does not "
@@ -361,7 +364,7 @@ class Reader(StorageReader):
         if target.is_contiguous() and target.device.type == "cpu" and target.dtype is entry.dtype:
             raw, position = memory(target), 0
             for first, nbytes in runs:
-                self._read(piece.file, piece.at + first, raw[position : position + nbytes])
+                self._files.read(piece.file, piece.at + first, raw[position : position + nbytes])
                 position += nbytes
             return
         size = entry.dtype.itemsize
@@ -374,7 +377,7 @@ class Reader(StorageReader):
         for first, nbytes in runs:
             for at in range(first, first + nbytes, stage.numel() * size):
                 part = stage[: min(first + nbytes - at, stage.numel() * size) // size]
-                self._read(piece.file, piece.at + at, memory(part))
+                self._files.read(piece.file, piece.at + at, memory(part))
                 flat[position : position + part.numel()].copy_(part)
                 position += part.numel()
 
@@ -393,35 +396,6 @@ class Reader(StorageReader):
 
     def _find(self, index: MetadataIndex) -> tuple[Entry, Piece]:
         return self._pieces[index.fqn, tuple(index.offset or ())]
-
-    def _read(self, name: str, at: int, into: memoryview) -> None:
-        path = self._folder / name
-        try:
-            if name not in self._files:
-                self._files[name] = open_data(path, self._document.files[name])
-            while len(into):
-                got = os.preadv(self._files[name], [into], at)
-                if got == 0:
-                    raise CheckpointError(f"{path} is truncated at byte {at}")
-                into, at = into[got:], at + got
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-
-
-def open_data(path: Path, size: int) -> int:
-    """A descriptor of a data file, which must be a regular file of `size` bytes."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make us wait
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    status = os.fstat(handle)
-    if stat.S_ISREG(status.st_mode) and status.st_size == size:
-        return handle
-    os.close(handle)
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a regular file")
-    state = "truncated" if status.st_size < size else "not the file that was saved"
-    raise CheckpointError(f"{path} is {state}: it has {status.st_size} bytes, {size} were saved")
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

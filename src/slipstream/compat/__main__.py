@@ -22,11 +22,7 @@ def tables() -> str:
     return "\n\n".join(
         [
             _table("Served", ("module", "names"), served),
-            _table(
-                "Constants (a constant exists even where its feature is missing)",
-                ("module", "how many"),
-                constants,
-            ),
+            _table("Constants (a constant exists even where its feature is missing)", ("module", "how many"), constants),
             _table("The same under another path", ("module", "is"), also),
             _table("Missing: using one says why", ("name", "why, and what to do"), [*missing, *methods]),
         ]

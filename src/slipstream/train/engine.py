@@ -92,7 +92,24 @@ def _folder(argument: str, given: object) -> str:
 
 
 class Engine(nn.Module):
-    """A model, its sharded states and its optimizer. Made by `slipstream.initialize`."""
+    """A model, its sharded states and its optimizer. Made by `slipstream.initialize`; called as the model is.
+
+    module               the model that was given
+    optimizer            what `initialize` returned: parameter groups and `state_dict`; None without an optimizer
+    lr_scheduler         what `initialize` returned, stepped by `step()`
+    training_dataloader  what `initialize` returned
+    rank, world_size     this rank among the data-parallel ranks, and how many they are
+    device               of this rank
+    global_steps         windows of micro-batches that have ended, skipped ones included
+    skipped_steps        those whose gradients were not finite, so that nothing was updated
+    micro_steps          calls of `step()`
+    global_samples       samples of all ranks so far
+    global_grad_norm     2-norm of the last window's mean gradient before clipping; None before the first
+    step_applied         whether the last `step()` updated the weights
+    overflow             whether the last window's gradients were not finite
+    plan                 the resolved configuration, frozen
+    precision            dtypes and `loss_scale`
+    """
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
@@ -146,7 +163,7 @@ class Engine(nn.Module):
     # -- the loop --
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Its units gather and release themselves."""
+        """Run the model: its arguments, its outputs. Weights are gathered and released on the way; fp16 outputs come in fp32."""
         self.gate.check("forward")
         if self.plan.broadcast_buffers and self.hooks.sync:
             spread_first(list(self.module.buffers()), self.comms.data)
@@ -156,8 +173,8 @@ class Engine(nn.Module):
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True, retain_graph: bool = False, **kwargs: Any) -> Tensor:
         """`loss.backward()`, returning the loss divided by the accumulation steps, as scripts log it.
 
-        `scale_wrt_gas=False` says that the caller has divided the loss already. Other keywords go to `Tensor.backward`
-        (`gradient=` for a loss that is not a scalar).
+        loss: a scalar, of this rank's micro-batch. `scale_wrt_gas=False` says that the caller has divided it already. Other
+        keywords go to `Tensor.backward` (`gradient=` for a loss that is not a scalar). Raises TypeError for what is no tensor.
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"engine.backward() takes the loss, a tensor that was computed by the model, not {loss!r}")
@@ -168,7 +185,11 @@ class Engine(nn.Module):
         return loss.detach() / accumulation if scale_wrt_gas else loss.detach()
 
     def step(self) -> None:
-        """On the last micro-batch of a window: reduce, clip, update, publish, tick the schedule. Else count it."""
+        """On the last micro-batch of a window: reduce, clip, update, step the schedule. Else count it. Collective.
+
+        Gradients that are not finite skip the update on every rank alike, where fp16 or `bf16.check_grad_overflow` looks for them.
+        Raises RuntimeError without an optimizer, ValueError for a parameter that has come into the model outside `surgery()`.
+        """
         self.gate.check("step")
         boundary = self.at_boundary
         if boundary and self.steps is not None and (why := self.steps.not_computed(self.steps.inner.param_groups)):
@@ -385,14 +406,20 @@ class Engine(nn.Module):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a complete `state_dict` into the shards and masters. Collective."""
+        """Load a complete `state_dict` into the shards and masters. Collective; the same values on all ranks.
+
+        Raises RuntimeError for names or shapes that do not fit, as `torch.nn.Module.load_state_dict` does.
+        """
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the engine's parameters; use assign=False")
         with access.gathered_units(self._all_params(), None):
             return self.module.load_state_dict(state_dict, strict=strict)
 
     def gradient(self, name: str) -> Tensor:
-        """The mean gradient so far of parameter `name`, whole and unscaled, in fp32. Collective."""
+        """The mean gradient so far of parameter `name`: in its shape, unscaled, in fp32. Collective.
+
+        Raises KeyError for a name that no parameter has.
+        """
         unit, i = self._find(name)
         with self.together("gradient"), torch.no_grad():
             if unit.placement.grads:
@@ -411,7 +438,10 @@ class Engine(nn.Module):
             access.set_gradient(unit, i, value.float() * self.precision.loss_scale, self.alpha)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """The optimizer's per-element states of parameter `name`, whole, with "master". Collective."""
+        """The optimizer's states of parameter `name`, each in its shape, by name ("exp_avg", ...), with "master". Collective.
+
+        Raises KeyError for a name that no parameter has.
+        """
         unit, i = self._find(name)
         with self.together("optimizer_state"):
             return access.full_optimizer_state(unit, i, self.steps)

@@ -63,6 +63,8 @@ def initialize(
 ) -> tuple[Engine, Any, Any, Any]:
     """Make an engine of `model`; returns (engine, optimizer, training dataloader, lr scheduler). Collective.
 
+    args              parsed arguments, of which `deepspeed_config` counts
+    model             a torch.nn.Module, on any device or on meta; its parameters stay the same objects
     config            a path to DeepSpeed's JSON, or a dict of it; `args.deepspeed_config` where it is not given
     optimizer         a torch optimizer over the model's parameters, or a callable that makes one from parameters or groups;
                       without it, the config's, or none (an engine for inference)
@@ -70,8 +72,11 @@ def initialize(
     training_data     a dataset, or a DataLoader of one; gives a distributed loader with the config's micro-batch size
     lr_scheduler      a scheduler whose `step()` takes no arguments, or a callable that makes one from the optimizer; without it,
                       the config's
+    collate_fn        of the loader that `training_data` gives
     mpu               an object with `get_data_parallel_group()`, whose ranks then share the states
     distributed_port  of the rank that the others meet at, where the environment does not say it
+    dist_init_required  False: join no process group
+    config_params     an older name of `config`; mesh_param is refused, as sequence parallelism is not built yet
 
     Raises ValueError for everything a user can mend, before any weight is sharded; for what is wrong with the config, the data
     or the mpu, and where ranks have another config, model or version, before the model is touched.

@@ -58,6 +58,28 @@ def load(
         "exclude": list(exclude),
     }
     agree(engine, f"checkpoint {'latest' if tag is None else tag} of {directory} was not loaded", what)
+    how: dict[str, Any] = {
+        "strict": strict,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "module_only": module_only,
+        "exclude": exclude,
+    }
+    work = partial(_load, engine, directory, tag, **how)
+    return checkpoint.undisturbed(directory, tag, work, group=engine.mesh.data.group)
+
+
+def _load(
+    engine: Engine,
+    directory: str,
+    tag: str | None,
+    *,
+    strict: bool,
+    optimizer: bool,
+    scheduler: bool,
+    module_only: bool,
+    exclude: Sequence[str],
+) -> tuple[str | None, dict[str, Any]]:
     if tag is None:
         tag = checkpoint.latest_tag(directory, group=engine.mesh.data.group, universal=engine.plan.checkpoint.universal)
     if tag is None:

@@ -1,0 +1,129 @@
+"""Writes docs/REFERENCE.md from signatures, docstrings and the schema: `python docs/reference.py`. A test says when it is old."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import slipstream
+from slipstream import zero
+from slipstream.config import keys
+from slipstream.config.meanings import MEANINGS
+from slipstream.config.schema import Config, child
+from slipstream.config.values import Block
+
+PAGE = Path(__file__).with_name("REFERENCE.md")
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "slipstream.initialize": slipstream.initialize,
+    "slipstream.init_distributed": slipstream.init_distributed,
+    "slipstream.add_config_arguments": slipstream.add_config_arguments,
+    "slipstream.quantize": slipstream.quantize,
+    "slipstream.zero.Init": zero.Init,
+    "slipstream.zero.load": zero.load,
+    "slipstream.zero.gathered": zero.gathered,
+    "slipstream.init_inference": slipstream.init_inference,
+    "slipstream.pipeline": slipstream.pipeline,
+}
+INTERNAL = ("wire", "together", "alpha", "averaged_over")  # for the rooms around the engine
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [
+        "# Reference",
+        "Written by `python docs/reference.py` from docstrings and schema; edit those.",
+        "[Functions](#functions) · [Engine](#engine) · [Inference engine](#inference-engine) · [Keys](#keys)",
+        "*Collective* means: all data-parallel ranks call it, in the same order.",
+        "## Functions",
+        *(section(name, member) for name, member in FUNCTIONS.items()),
+        "## Engine",
+        documented(slipstream.Engine),
+        *members("engine", slipstream.Engine),
+        "## Inference engine",
+        documented(slipstream.InferenceEngine),
+        *members("inference_engine", slipstream.InferenceEngine),
+        "## Keys",
+        "The honored keys of the JSON; [COMING_FROM_DEEPSPEED.md](COMING_FROM_DEEPSPEED.md) says what becomes of the others.\n"
+        'Where a default is "-", the key is not set. Sizes may be written as floats, and `"auto"` asks for the derived value.',
+        *tables(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def section(name: str, member: Callable[..., Any]) -> str:
+    return f"### `{name}`\n\n{documented(member, signature(name.rpartition('.')[2], member))}"
+
+
+def documented(member: Any, first: str = "") -> str:
+    """Signature and docstring as they are: their columns are made for a fixed width."""
+    lines = "\n\n".join(part for part in (first, inspect.getdoc(member) or "") if part)
+    return f"```text\n{lines}\n```"
+
+
+def signature(name: str, member: Callable[..., Any]) -> str:
+    """Names and defaults; types are in the source."""
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in inspect.signature(member).parameters.values()
+        if parameter.name != "self"
+    ]
+    text = str(inspect.Signature(parameters))
+    text = name + re.sub(r"<[^>]*>", "...", text)
+    return "\n".join(textwrap.wrap(text, 120, subsequent_indent=" " * (len(name) + 1), break_long_words=False))
+
+
+def members(prefix: str, owner: type) -> Iterator[str]:
+    """The class's own public methods and properties, in the order of the source."""
+    for name, member in vars(owner).items():
+        if name.startswith("_") or name in INTERNAL or not (inspect.isfunction(member) or isinstance(member, property)):
+            continue
+        text = documented(member) if isinstance(member, property) else documented(member, signature(name, member))
+        yield f"### `{prefix}.{name}`\n\n{text}"
+
+
+def tables() -> Iterator[str]:
+    """One table a block of the JSON."""
+    known = dict(leaves(Config, ""))
+    blocks: dict[str, list[str]] = {}
+    for name in keys.HONORED:
+        kind, default = known[name]
+        block, _, key = name.rpartition(".")
+        row = f"| `{key}` | {kind} | {shown(default)} | {MEANINGS[name]} |"
+        blocks.setdefault(block, []).append(row)
+    for block, rows in blocks.items():
+        title = f"### Block `{block}`" if block else "### Top level"
+        yield "\n".join([title, "", "| key | value | default | |", "|---|---|---|---|", *rows])
+
+
+def leaves(block: type[Block], prefix: str) -> Iterator[tuple[str, tuple[str, Any]]]:
+    for name, field in block.model_fields.items():
+        below = child(field.annotation)
+        if below is not None:
+            yield from leaves(below.block, f"{prefix}{name}.")
+        else:
+            yield prefix + name, (kind_of(field.annotation), None if field.is_required() else field.get_default())
+
+
+def kind_of(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    inner = [kind_of(each) for each in get_args(annotation) if isinstance(each, type) or get_args(each)]
+    if get_origin(annotation) is dict:
+        return "object"
+    names = {int: "whole number", float: "number", bool: "`true`, `false`", str: "text"}
+    kinds = inner or [names.get(annotation, "")]
+    return ", ".join(dict.fromkeys(kind for kind in kinds if kind))
+
+
+def shown(default: Any) -> str:
+    if default is None:
+        return "-"
+    return f"`{str(default).lower()}`" if isinstance(default, bool) else f"`{default}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
