@@ -73,4 +73,9 @@ MEANINGS: Mapping[str, str] = {
     "slipstream.transport": "How CPU ranks of one host exchange: shared memory or gloo; auto: shared memory where it can be.",
     "slipstream.timeout_s": "Seconds that a rank waits for the others before it raises PeerError.",
     "slipstream.poison_released": "Debugging: released weights read as NaN.",
+    "compile.enabled": "`torch.compile` of each repeated block, or of the model if it has none.",
+    "compile.disable": "True: no compiling, whatever `enabled` says.",
+    "compile.backend": "A backend of `torch.compile`, by name or as `module.attribute`.",
+    "compile.kwargs": "More arguments of `torch.compile` (`mode`, `fullgraph`, `dynamic`, ...).",
+    "slipstream.unknown_keys": "Unknown top-level keys are an error, or a warning unless a known key is near.",
 }
