@@ -187,8 +187,8 @@ BEYOND: Mapping[str, str] = {"deepspeed.comm": "torch.distributed"}
 
 # name -> what it does differently here
 DIFFERS: Mapping[str, str] = {
-    "deepspeed.initialize": "an unknown config key is an error that suggests the nearest known key; at the top level, where no known "
-    "key is near, it is a warning. `mesh_param` is refused",
+    "deepspeed.initialize": "an unknown config key is an error that suggests the nearest known key; at the top level, where no "
+    "known key is near, it is a warning. `mesh_param` is refused",
     "deepspeed.init_inference": "returns Slipstream's InferenceEngine, for transformers' decoders on one device. `generate` "
     "runs Slipstream's kernels. A call with tensors runs the model's own forward, without a graph",
     "deepspeed.DeepSpeedConfigError": "is ValueError. Batch sizes that disagree raise it instead of AssertionError",
