@@ -110,3 +110,22 @@ def test_plan_builds_a_model_without_memory(
     ):
         assert main(["plan", "ds.json", "--model", wrong]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_plan_goes_on_where_the_training_loop_fills_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file with comments, without a batch size, with a schedule that only the loop knows the length of."""
+    config = tmp_path / "ds.json"
+    config.write_text(
+        '{"zero_optimization": {"stage": 2}, // as in the template\n'
+        ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},\n'
+        ' "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_max_lr": "auto"}},}'
+    )
+    assert main(["plan", str(config)]) == 0
+    short = capsys.readouterr().out
+    assert "auto: filled in by the training loop" in short and "gradient_clipping" in short
+    for note in ("no batch size is set", "comments or trailing commas"):
+        assert short.count(note) == 1
+    assert "slipstream.timeout_s" not in short and "--all shows" in short
+    assert short.splitlines()[2].split()[0] == "zero_optimization.stage"
+    assert main(["plan", str(config), "--all"]) == 0
+    assert "slipstream.timeout_s" in capsys.readouterr().out
