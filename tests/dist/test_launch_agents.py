@@ -308,6 +308,7 @@ def test_restart_on_failure(launcher: Launcher) -> None:
     assert "restart 1 of 1 after rank 1: ValueError: only at first" in err
 
 
+@pytest.mark.slow
 def test_a_restart_names_the_rank_and_how_it_ended(launcher: Launcher) -> None:
     script = launcher.script("""
         import os, signal, time
