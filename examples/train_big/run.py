@@ -128,7 +128,7 @@ def watch(command: list[str], group: Group, limit: int | None, console: Console 
             console.print(f"step {event['step']}: loss {event['loss']:.3f}, {event['seconds']:.1f} s")
         elif console is not None and event["event"] == "ready":
             console.print(f"{event['parameters'] / 1e6:.0f} million parameters, {run.marks[-1].seconds:.0f} s to initialize")
-            console.print("Four steps measure memory and traffic; the loss stays near ln(8192) = 9.0, up or down by some tenths.")
+            console.print("So few steps measure memory and traffic; the loss stays near ln(8192) = 9.0, up or down by some tenths.")
     run.status = process.wait()
     over.set()
     sampler.join()
