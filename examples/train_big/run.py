@@ -5,7 +5,12 @@
 
 What is held: a memory cgroup limits the training to what a process with torch imported takes by itself, plus the budget; swap is
 forbidden. (`ulimit` does not count shared mappings.) What is shown: memory and traffic over time in memory.png, and the kernel's
-own counters beside the formula's. Then the same script under DistributedDataParallel, in the same limits.
+own counters beside the formula's. Then the same script under DistributedDataParallel, in the same limits. It takes 9.4 minutes on
+two cores, without the set-up.
+
+What is not shown is learning. The model sees four windows of 128 tokens, each another, at a full learning rate from the first step:
+the loss begins at ln(8192) = 9.0 and goes up and down by some tenths (a model of the same width with 20 layers, under plain AdamW:
+9.23, 9.27, 9.34, 8.86, 8.52).
 """
 
 from __future__ import annotations
@@ -123,6 +128,7 @@ def watch(command: list[str], group: Group, limit: int | None, console: Console 
             console.print(f"step {event['step']}: loss {event['loss']:.3f}, {event['seconds']:.1f} s")
         elif console is not None and event["event"] == "ready":
             console.print(f"{event['parameters'] / 1e6:.0f} million parameters, {run.marks[-1].seconds:.0f} s to initialize")
+            console.print("So few steps measure memory and traffic; the loss stays near ln(8192) = 9.0, up or down by some tenths.")
     run.status = process.wait()
     over.set()
     sampler.join()
