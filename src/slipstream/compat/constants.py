@@ -1,7 +1,7 @@
 """DeepSpeed's constants, module by module: `TABLES[module][name]` is the value.
 
 A constant names a key of the JSON, and NAME_DEFAULT is what holds where the key is not given. They are values only: that a key has
-a name here does not mean that its feature is built. What becomes of a key is told by docs/COMING_FROM_DEEPSPEED.md.
+a name here does not mean that its feature is built. docs/DEEPSPEED_KEYS.md says what Slipstream does with each key.
 
 [Note: Notation] A line of a text below is a prefix (`-` is none) and its entries: `key` stands for PREFIX + KEY, whose value is
 "key"; `NAME:key` gives the name itself; `=value`, as JSON without spaces, adds the constant NAME_DEFAULT.
