@@ -36,6 +36,7 @@ from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import Recipe, build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
+from slipstream.zero.leaves import refuse_sparse
 from slipstream.zero.materialize import FirstValues, Reader
 from slipstream.zero.placement import Tier, stage_placement
 from slipstream.zero.watch import Watch
@@ -359,6 +360,7 @@ def _optimizer(
 
 def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | None) -> tuple[torch.optim.Optimizer, Rule | None]:
     refuse_unshardable(optimizer)
+    refuse_sparse(model)
     if any(param.dtype is torch.float64 for param in model.parameters()):
         rule = None  # the kernels are fp32's
     uncorrected = any(group.get("bias_correction") is False for group in optimizer.param_groups)

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from slipstream.zero import transforms
 from slipstream.zero.comm import Buffer, Pending
-from slipstream.zero.leaves import say_trainable
+from slipstream.zero.leaves import say_sparse, say_trainable
+from slipstream.zero.parameter import raw_grad
 from slipstream.zero.unit import State, Unit
 from slipstream.zero.watch import Watch
 
@@ -381,6 +382,9 @@ class Hooks:
             self._take_gradient(unit, i)
 
     def _take_gradient(self, unit: Unit, i: int) -> None:
+        grad = raw_grad(unit.params[i])
+        if grad is not None and grad.layout is not torch.strided:
+            raise ValueError(say_sparse(unit.names[i]))
         if unit.memory.local is not None:
             unit.add_local(i)
         elif not self.sync:
