@@ -45,6 +45,7 @@ from slipstream.zero.watch import PeerError, Watch
 
 if TYPE_CHECKING:
     from slipstream.checkpoint import Saving, Staging
+    from slipstream.train import entries
     from slipstream.train.persist import Contents
     from slipstream.train.sleep import Asleep
     from slipstream.train.surgery import Surgery
@@ -121,6 +122,7 @@ class Engine(nn.Module):
         self.homes.check = _weak(self._check_disk)  # the model's hooks do not keep the engine
         self.updater = window.Updater(parts.units, parts.steps) if parts.steps is not None else None
         self.asleep: Asleep | None = None  # what is away
+        self.average: weakref.ref[entries.Average] | None = None  # its slipstream.ema.Ema, which the user holds
         self.saving: Saving | None = None  # a checkpoint that is being written
         self.staging: Staging | None = parts.staging  # host memory that it is written from
         self.gate = Gate()

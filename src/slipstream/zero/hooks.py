@@ -166,7 +166,7 @@ class Hooks:
         self.on_inputs, self.on_outputs, self.unfreeze = on_inputs, on_outputs, unfreeze
         self.phase = Phase.IDLE
         self.sync = True  # False inside no_sync()
-        self.asleep = False  # buffers of gradients are away: nothing may be differentiated
+        self.refusal = ""  # why nothing may be differentiated now, and what to do
         self.lands = True  # gradients of parameters, in the backward that runs; not in one of torch.func's transforms
         self.keep = False  # a graph of a graph is alive: weights stay until the step
         self.backwards = 0  # since the last step
@@ -251,7 +251,7 @@ class Hooks:
         if module is not self.model:
             return None
         if torch.is_grad_enabled():
-            self._refuse_asleep()
+            self._refuse_gradients()
             self._refuse_codes()
         if self.phase is Phase.BACKWARD and not _in_backward():
             self.abandon_backward()
@@ -327,12 +327,12 @@ class Hooks:
 
     # -- backward --
 
-    def _refuse_asleep(self) -> None:
-        if self.asleep:
-            raise RuntimeError("the engine's gradients are away: call engine.wake() first, or compute under torch.no_grad()")
+    def _refuse_gradients(self) -> None:
+        if self.refusal:
+            raise RuntimeError(self.refusal)
 
     def _enter_backward(self) -> None:
-        self._refuse_asleep()
+        self._refuse_gradients()
         if self.phase is Phase.IDLE:
             self.phase = self.watch_phase(Phase.BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
