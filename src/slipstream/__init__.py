@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream import checkpointing, handover, tiled, zero
+    from slipstream import checkpointing, ema, handover, tiled, zero
     from slipstream.compression import quantize
     from slipstream.config.arguments import add_config_arguments
     from slipstream.distributed import init_distributed
@@ -27,6 +27,7 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "checkpointing",
+    "ema",
     "handover",
     "init_distributed",
     "init_inference",
@@ -59,7 +60,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("checkpointing", "handover", "tiled", "zero"):
+    if name in ("checkpointing", "ema", "handover", "tiled", "zero"):
         return importlib.import_module(f"slipstream.{name}")
     if name not in _HOMES:
         raise AttributeError(

@@ -172,7 +172,7 @@ def test_auto_learning_rate_of_a_client_optimizer() -> None:
 def test_precision_dtypes() -> None:
     fp32 = plan_of({}).precision
     assert (fp32.param_dtype, fp32.master_dtype, fp32.state_dtype) == (torch.float32,) * 3
-    assert fp32.loss_scale is None and not fp32.check_overflow and fp32.autocast_dtype is None
+    assert fp32.loss_scale is None and fp32.check_overflow and fp32.autocast_dtype is None
     bf16 = plan_of({"bf16": {"enabled": True}}).precision
     assert (bf16.param_dtype, bf16.master_dtype, bf16.check_overflow) == (torch.bfloat16, torch.float32, True)
     assert bf16.loss_scale is None and bf16.grad_accum_dtype is None
@@ -180,6 +180,11 @@ def test_precision_dtypes() -> None:
     small = plan_of({"bf16": lean}).precision
     assert (small.master_dtype, small.state_dtype, small.grad_accum_dtype) == (torch.bfloat16,) * 3
     assert not small.check_overflow
+    taken: dict[str, Any] = {"slipstream": {"check_grad_overflow": False}}
+    assert not plan_of(taken).precision.check_overflow
+    for half, why in (("fp16", "always skipped"), ("bf16", "bf16.check_grad_overflow decides")):
+        plan = plan_of(taken | {half: {"enabled": True}})
+        assert plan.precision.check_overflow and any(why in note for note in plan.notes)
     half = plan_of({"fp16": {"enabled": True, "auto_cast": True, "fp16_master_weights_and_grads": True}}).precision
     assert (half.param_dtype, half.master_dtype, half.auto_cast_inputs) == (torch.float16, torch.float16, True)
     assert half.state_dtype is torch.float32
@@ -637,6 +642,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.seed": st.integers(0, 2**63),
     "slipstream.optimizer_states": st.sampled_from(["default", "INT8"]),
     "slipstream.stochastic_rounding": flags,
+    "slipstream.check_grad_overflow": flags,
     "slipstream.update_ahead": flags,
     "slipstream.keep_checkpoints": st.integers(1, 9) | st.none(),
     "slipstream.broadcast_buffers": flags,

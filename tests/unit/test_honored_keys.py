@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -120,9 +120,9 @@ def test_gradient_clipping() -> None:
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_clipping_by_a_norm_that_is_not_finite_is_torch_s(bad: float) -> None:
-    """An infinite norm makes finite gradients zero, NaN makes them NaN; the step is taken in fp32."""
+    """An infinite norm makes finite gradients zero, NaN makes them NaN, where the step is taken all the same."""
     gradient = torch.tensor([bad, 4.0])
-    engine = sgd(Dot(), gradient_clipping=1.0)
+    engine = sgd(Dot(), gradient_clipping=1.0, slipstream={"check_grad_overflow": False})
     toy.step(engine, gradient)
     twin = nn.Parameter(torch.ones(2))
     twin.grad = gradient.clone()
@@ -171,17 +171,16 @@ def test_fp16_loss_scale() -> None:
         assert engine.skipped_steps == 1 and engine.precision.loss_scale == scale
 
 
-@pytest.mark.parametrize("dtype, block", [("fp16", {"loss_scale": 128.0}), ("bf16", {"check_grad_overflow": True})])
+@pytest.mark.parametrize("dtype, block", [("fp16", {"loss_scale": 128.0}), ("bf16", {"check_grad_overflow": True}), ("fp32", {})])
 def test_skipping_for_ever_is_stopped(dtype: str, block: dict[str, Any]) -> None:
     """Where no scale can fall. A step that is applied starts the count anew."""
-    engine = dot(steps=MAX_SKIPPED - 1, x=math.nan, dtype=dtype, **{dtype: block})
+    engine = dot(steps=MAX_SKIPPED - 1, x=math.nan, dtype=dtype, **({dtype: block} if block else {}))
     toy.step(engine, torch.ones(2))
     assert engine.step_applied
     for _ in range(MAX_SKIPPED - 1):
         toy.step(engine, torch.full((2,), math.nan))
-    with pytest.raises(OverflowError, match=f"not finite in {MAX_SKIPPED} steps in a row.*data"):
+    with pytest.raises(OverflowError, match=f"not finite in {MAX_SKIPPED} steps in a row.*data.*module of 'weight'"):
         toy.step(engine, torch.full((2,), math.nan))
-    dot(steps=MAX_SKIPPED + 1, x=math.nan)  # fp32 applies them, as torch does
 
 
 def test_overflow_is_of_the_last_boundary() -> None:
@@ -259,6 +258,64 @@ def test_bf16_check_grad_overflow() -> None:
         engine = dot(steps=1, x=math.inf, dtype="bf16", bf16={"check_grad_overflow": check})
         assert engine.skipped_steps == check
         assert bool(weights(engine).isfinite().all()) is check
+
+
+def test_slipstream_check_grad_overflow(caplog: pytest.LogCaptureFixture) -> None:
+    """fp32, where plain PyTorch trains on with NaN for ever: that is told ever more rarely, with its count."""
+    for check, told in ((True, [1, 2, 3, 4, 5]), (False, [1, 2, 4])):
+        caplog.clear()
+        engine = dot(steps=5, x=math.nan, slipstream={"check_grad_overflow": check})
+        assert engine.skipped_steps == 5 * check and engine.nonfinite_steps == 5
+        assert bool(weights(engine).isfinite().all()) is check
+        what = "skipped" if check else "taken all the same"
+        assert [f"'weight' is not finite (the first such parameter); step {what} ({n} so far)" for n in told] == [
+            message.partition("gradient of ")[2] for message in caplog.messages if "not finite" in message
+        ]
+
+
+def test_an_overflow_tells_the_old_and_the_new_loss_scale(caplog: pytest.LogCaptureFixture) -> None:
+    ways = {"initial_scale_power": 4}, {"loss_scale": 128.0}
+    lines = [
+        ["stays 16 (fp16.hysteresis: it falls after 1 more)", "16 -> 8", "8 -> 4"],
+        ["stays 128 (fp16.loss_scale is static)"] * 3,
+    ]
+    for block, expected in zip(ways, lines, strict=True):
+        caplog.clear()
+        dot(steps=3, x=math.inf, dtype="fp16", fp16=block)
+        assert [message.partition("loss scale ")[2] for message in caplog.messages if "skipped" in message] == expected
+
+
+@pytest.mark.parametrize(
+    "dtype, remedy", [("bf16", {"torch_autocast": {"enabled": True}}), ("fp16", {"fp16": {"enabled": True, "auto_cast": True}})]
+)
+def test_inputs_of_another_dtype_get_a_hint(dtype: str, remedy: dict[str, Any]) -> None:
+    """Beside torch's own words; what the hint says works, and errors about anything else get none."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    kinds: tuple[Callable[[], nn.Module], ...] = (lambda: nn.Linear(4, 4), lambda: nn.LayerNorm(4), lambda: nn.LSTM(4, 4))
+    for kind in kinds:
+        engine = sgd(kind(), dtype=dtype)
+        with pytest.raises((RuntimeError, ValueError), match="type") as raised:
+            engine(torch.ones(2, 4))
+        (hint,) = raised.value.__notes__
+        assert f"weights are {half} and it was given torch.float32: cast with .to({half}), or set " in hint
+        engine(torch.ones(2, 4, dtype=half))
+        sgd(kind(), **remedy)(torch.ones(2, 4))
+    for wrong in (torch.ones(2, 5, dtype=half), torch.ones(2, 5)):
+        with pytest.raises(RuntimeError) as raised:
+            sgd(nn.Sequential(nn.Flatten(), nn.Unflatten(1, (2, 2))), dtype=dtype)(wrong)
+        assert not hasattr(raised.value, "__notes__")
+    with pytest.raises(RuntimeError) as raised:
+        sgd(nn.Embedding(4, 4), dtype=dtype)(torch.ones(2))
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_an_optimizer_of_frozen_parameters_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for trainable, told in (((True, True), 0), ((False, True), 0), ((False, False), 1)):
+        caplog.clear()
+        model = nn.Sequential(*(nn.Linear(2, 2).requires_grad_(each) for each in trainable))
+        sgd(model)
+        said = [message for message in caplog.messages if "none of the 4 parameters of SGD requires a gradient" in message]
+        assert len(said) == told
 
 
 def test_bf16_master_weights_and_grads() -> None:

@@ -23,12 +23,13 @@ BASE = ("brief", "config", "mesh", "ops", "discover", "distributed", "extras", "
 CORE = (*BASE, "zero", "optim")
 FEATURES = (*CORE, "parallel", "checkpoint", "checkpointing", "tiled", "attention", "compression")
 OUTSIDE = ("launch", "observe")
-ROOMS = (*FEATURES, "train", *OUTSIDE, "inference", "__init__")
+ROOMS = (*FEATURES, "train", "ema", *OUTSIDE, "inference", "__init__")
 SEES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, BASE),
     **dict.fromkeys(("zero", "optim"), CORE),
     **dict.fromkeys(("parallel", "checkpoint", "checkpointing", "tiled", "attention", "compression"), FEATURES),
     "train": (*FEATURES, "observe"),
+    "ema": (*FEATURES, "train"),
     "inference": (*BASE, "checkpoint"),
     "launch": ROOMS,
     "observe": tuple(room for room in ROOMS if room != "launch"),

@@ -221,6 +221,8 @@ DIFFERS: Mapping[str, str] = {
     "engine.coalesce_grad_reduction": "reduces with the next `step()`, backward or `safe_get_full_grad`, not when the context ends",
     "engine.destroy": "is collective. The model's parameters become ordinary complete parameters",
     "engine.offload_states, reload_states": "are `Engine.sleep` and `wake`. On a CPU, states can only be moved to disk",
+    "engine.step in fp32": "skips an update whose gradients are not finite, as in bf16, and raises OverflowError after 50 in a "
+    'row; `"slipstream": {"check_grad_overflow": false}` applies it, as DeepSpeed does',
     "optimizer.state_dict, load_state_dict": "are collective; the state is complete and in torch's format",
     "zero_optimization.ignore_unused_parameters": "`false` is checked at every stage, not only with `offload_optimizer` at "
     "1 and 2, and the AssertionError names the parameter",

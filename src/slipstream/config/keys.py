@@ -132,6 +132,7 @@ HONORED: Mapping[str, str] = {
     "slipstream.seed": "test_slipstream_seed",
     "slipstream.optimizer_states": "test_slipstream_optimizer_states",
     "slipstream.stochastic_rounding": "test_slipstream_stochastic_rounding",
+    "slipstream.check_grad_overflow": "test_slipstream_check_grad_overflow",
     "slipstream.update_ahead": "test_slipstream_update_ahead",
     "slipstream.transport": "test_slipstream_transport",
     "slipstream.timeout_s": "test_slipstream_timeout_s",

@@ -69,6 +69,7 @@ MEANINGS: Mapping[str, str] = {
     "slipstream.seed": "Seed of the loader's shuffle.",
     "slipstream.optimizer_states": "Moments in their default dtype, or in 8 bits.",
     "slipstream.stochastic_rounding": "Round bf16 weights at random, without a master.",
+    "slipstream.check_grad_overflow": "In fp32, skip an update whose gradients are not finite.",
     "slipstream.update_ahead": "Updates of offloaded states begin in the backward.",
     "slipstream.transport": "How CPU ranks of one host exchange: shared memory or gloo; auto: shared memory where it can be.",
     "slipstream.timeout_s": "Seconds that a rank waits for the others before it raises PeerError.",

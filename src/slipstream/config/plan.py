@@ -221,6 +221,8 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         values["torch_autocast.dtype"] = precision.autocast_dtype
     if half[torch.bfloat16]:
         values["bf16.check_grad_overflow"] = precision.check_overflow
+    elif precision.loss_scale is None:
+        values["slipstream.check_grad_overflow"] = precision.check_overflow
     if precision.loss_scale is not None:
         scale = precision.loss_scale
         values |= {

@@ -92,6 +92,7 @@ DEFAULT_CLIPPING = "default: DeepSpeed's; gradients of a larger norm are scaled 
 _FROM_OPTIMIZER = ("warmup_max_lr", "cycle_max_lr")  # "auto" is the optimizer's learning rate
 _FROM_LOOP = ("total_num_steps",)  # "auto" cannot be known here
 _TUPLES = ("betas", "etas", "step_sizes")
+_CHECK = "slipstream.check_grad_overflow"  # fp32's; DeepSpeed has one for bf16 only
 
 
 def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, overrides: Mapping[str, Any] | None = None) -> Plan:
@@ -331,8 +332,11 @@ def _precision(values: _Values) -> PrecisionPlan:
     autocast: torch.dtype | None = DTYPES[values.take("torch_autocast.dtype")]
     if not values.take("torch_autocast.enabled"):
         autocast = None
-    check = values.take("bf16.check_grad_overflow")
+    checks = {torch.bfloat16: values.take("bf16.check_grad_overflow"), torch.float32: values.take(_CHECK)}
     scaled = fp16 or autocast is torch.float16
+    if values.parsed.leaves[_CHECK].given and (scaled or param is not torch.float32):
+        why = "with a loss scale overflows are always skipped" if scaled else "bf16.check_grad_overflow decides for bf16 weights"
+        values.notes.append(f"{_CHECK} has no effect here: {why}")
     auto_cast = values.take("fp16.auto_cast")
     for half, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if param is not dtype:
@@ -352,7 +356,7 @@ def _precision(values: _Values) -> PrecisionPlan:
         comm_dtype=DTYPES[comm] if comm else None,
         autocast_dtype=autocast,
         auto_cast_inputs=auto_cast and fp16,
-        check_overflow=scaled or (check and param is torch.bfloat16),
+        check_overflow=scaled or checks[param],
         loss_scale=_loss_scale(values) if scaled else None,
     )
 

@@ -249,6 +249,7 @@ class Slipstream(Block):
     poison_released: bool = False
     optimizer_states: Annotated[Literal["default", "int8"], BeforeValidator(lower)] = "default"
     stochastic_rounding: bool = False
+    check_grad_overflow: bool = True
     update_ahead: bool = False
     seed: Seed = 0
     unknown_keys: Annotated[Literal["error", "warn"], BeforeValidator(lower)] = "error"

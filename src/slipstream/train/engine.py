@@ -45,6 +45,7 @@ from slipstream.zero.watch import PeerError, Watch
 
 if TYPE_CHECKING:
     from slipstream.checkpoint import Saving, Staging
+    from slipstream.train import entries
     from slipstream.train.persist import Contents
     from slipstream.train.sleep import Asleep
     from slipstream.train.surgery import Surgery
@@ -102,6 +103,7 @@ class Engine(nn.Module):
     device               of this rank
     global_steps         windows of micro-batches that have ended, skipped ones included
     skipped_steps        those whose gradients were not finite, so that nothing was updated
+    nonfinite_steps      windows of this engine with such gradients, applied or not
     micro_steps          calls of `step()`
     global_samples       samples of all ranks so far
     global_grad_norm     2-norm of the last window's mean gradient before clipping; None before the first
@@ -120,6 +122,7 @@ class Engine(nn.Module):
         self.homes.check = _weak(self._check_disk)  # the model's hooks do not keep the engine
         self.updater = window.Updater(parts.units, parts.steps) if parts.steps is not None else None
         self.asleep: Asleep | None = None  # what is away
+        self.average: weakref.ref[entries.Average] | None = None  # its slipstream.ema.Ema, which the user holds
         self.saving: Saving | None = None  # a checkpoint that is being written
         self.staging: Staging | None = parts.staging  # host memory that it is written from
         self.gate = Gate()
@@ -134,6 +137,7 @@ class Engine(nn.Module):
         self.progress = Progress(parts.plan, self.rank)
         self.step_applied = False  # by the last step()
         self.overflow = False  # at the last boundary
+        self.nonfinite_steps = 0
         self._scaled_by_accumulation: bool | None = None
         self._odd_window = ""  # what this loop was warned of
         self._boundary: bool | None = None  # set by hand (accelerate); None: count micro-batches
@@ -168,7 +172,11 @@ class Engine(nn.Module):
         if self.plan.broadcast_buffers and self.hooks.sync:
             spread_first(list(self.module.buffers()), self.comms.data)
         with self.progress.timing("forward"), self.precision.autocast():
-            return self.module(*args, **kwargs)
+            try:
+                return self.module(*args, **kwargs)
+            except (RuntimeError, ValueError) as error:
+                self.precision.hint(error, (args, kwargs))
+                raise
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True, retain_graph: bool = False, **kwargs: Any) -> Tensor:
         """`loss.backward()`, returning the loss divided by the accumulation steps, as scripts log it.
@@ -262,14 +270,7 @@ class Engine(nn.Module):
             window.reduce_leftovers(self.units, self.hooks, self.comms)
         window.settle(self.units, self.alpha, self.slots)
         self._settle_disk()
-        return window.judge(
-            self.units,
-            self.comms,
-            self.hooks.backwards,
-            self.precision.loss_scale,
-            self.plan.gradient_clipping,
-            self.precision.plan.check_overflow,
-        )
+        return window.judge(self.units, self.comms, self.hooks.backwards, self.precision.loss_scale, self.plan.gradient_clipping)
 
     def _settle_disk(self) -> None:
         """Wait for the update, and for what moves to and from the disk. With a disk collective: all ranks raise the same error."""
@@ -328,8 +329,26 @@ class Engine(nn.Module):
                 self.lr_scheduler.step()
         else:
             self.skipped_steps += 1
-        self.precision.scaler.update(self.step_applied)
+        self._take_overflow(verdict)
         self.updater.expected = None if clipped or self.overflow else 1.0 / self.precision.loss_scale
+
+    def _take_overflow(self, verdict: window.Verdict) -> None:
+        """Adjust the loss scale; warn of gradients that are not finite: at each skipped step, at taken ones ever more rarely."""
+        before = self.precision.loss_scale
+        self.precision.scaler.update(self.step_applied, verdict.culprit)
+        if verdict.finite:
+            return
+        self.nonfinite_steps += 1
+        count, is_applied = self.nonfinite_steps, self.step_applied
+        if self.rank == 0 and not (is_applied and count & (count - 1)):
+            logger.warning(
+                "step %d: the gradient of %r is not finite (the first such parameter); step %s (%d so far)%s",
+                self.global_steps,
+                verdict.culprit,
+                "taken all the same" if is_applied else "skipped",
+                count,
+                self.precision.scaler.explain(before),
+            )
 
     # -- windows of micro-batches --
 

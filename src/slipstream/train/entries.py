@@ -1,6 +1,7 @@
 """What a checkpoint of an engine holds: tensors by name, in the flat ranges that a rank owns, and values.
 
-Tensors are `model.<parameter>` (the master's values, in the master's dtype), `buffer.<buffer>`, `optim.<state>.<parameter>`.
+Tensors are `model.<parameter>` (the master's values, in the master's dtype), `buffer.<buffer>`, `optim.<state>.<parameter>`,
+`ema.<parameter>` (slipstream.ema).
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import fnmatch
 import json
 import random
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice
@@ -19,27 +21,59 @@ from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.buffers import first_values
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.layout import overlap
-from slipstream.zero.store import section
+from slipstream.zero.store import Store, section
 from slipstream.zero.unit import Unit
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
 
 
+AVERAGE = "ema."
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 
 
 def weights(engine: Engine, exclude_frozen: bool = False) -> dict[str, FlatSlice | Tensor]:
     """The ranges of the masters that this rank owns."""
-    entries: dict[str, FlatSlice | Tensor] = {}
-    for unit in engine.units:
-        span = unit.optim_span
-        for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
-            start, stop = overlap(slot.span, span)
-            if not (exclude_frozen and not param.requires_grad):
-                data = section(unit.master, start - span[0], stop - span[0])
-                entries[f"model.{name}"] = FlatSlice(data, slot.shape, min(max(start - slot.offset, 0), slot.numel))
-    return entries
+    return {
+        f"model.{name}": part
+        for unit in engine.units
+        for name, param, part in slices(unit, unit.master)
+        if param.requires_grad or not exclude_frozen
+    }
+
+
+def slices(unit: Unit, store: Store) -> Iterator[tuple[str, nn.Parameter, FlatSlice]]:
+    """The ranges of a unit's parameters in a state of this rank's optimizer span."""
+    span = unit.optim_span
+    for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
+        start, stop = overlap(slot.span, span)
+        data = section(store, start - span[0], stop - span[0])
+        yield name, param, FlatSlice(data, slot.shape, min(max(start - slot.offset, 0), slot.numel))
+
+
+class Average(Protocol):
+    """What an engine knows of its slipstream.ema.Ema."""
+
+    num_updates: int
+
+    def tensors(self) -> dict[str, FlatSlice]:
+        """This rank's ranges of the averages, under the names that they are saved by."""
+
+    def stores(self) -> Iterable[Store]:
+        """Where they rest."""
+
+    def restart(self, names: Collection[str]) -> None:
+        """The averages of these parameters begin again with what these are now."""
+
+
+def average_of(engine: Engine) -> Average | None:
+    return engine.average() if engine.average is not None else None
+
+
+def averages(engine: Engine) -> dict[str, FlatSlice | Tensor]:
+    """The ranges of the moving averages that this rank owns, where there are some."""
+    average = average_of(engine)
+    return dict(average.tensors()) if average is not None else {}
 
 
 def aliases(module: torch.nn.Module) -> dict[str, str]:

@@ -15,6 +15,7 @@ class Block(Enum):
     DESTROYED = auto()
     BROKEN = auto()  # its states are lost: a disk or the optimizer failed
     CHANGING = auto()  # its model is in surgery, or was left half changed
+    AVERAGED = auto()  # its weights are averages (ema.py)
     ASLEEP = auto()  # some of its states are away
 
 
@@ -22,8 +23,11 @@ class Block(Enum):
 LETS_THROUGH: Mapping[str, frozenset[Block]] = {
     "destroy": frozenset(Block),
     "finish_save": frozenset(Block) - {Block.DESTROYED},
-    "forward": frozenset({Block.BROKEN, Block.ASLEEP}),  # units that are away refuse by name
-    "gathered": frozenset({Block.DESTROYED, Block.CHANGING, Block.ASLEEP}),
+    "explain": frozenset({Block.AVERAGED}),
+    "forward": frozenset({Block.BROKEN, Block.AVERAGED, Block.ASLEEP}),  # units that are away refuse by name
+    "gathered": frozenset({Block.DESTROYED, Block.CHANGING, Block.AVERAGED, Block.ASLEEP}),
+    "named_weights": frozenset({Block.AVERAGED}),
+    "save_pretrained": frozenset({Block.AVERAGED}),
     "surgery": frozenset({Block.CHANGING}),
     "wake": frozenset({Block.DESTROYED, Block.BROKEN, Block.ASLEEP}),  # destroy() wakes what sleeps
 }

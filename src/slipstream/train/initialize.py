@@ -36,6 +36,7 @@ from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import Recipe, build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
+from slipstream.zero.leaves import refuse_sparse
 from slipstream.zero.materialize import FirstValues, Reader
 from slipstream.zero.placement import Tier, stage_placement
 from slipstream.zero.watch import Watch
@@ -122,6 +123,8 @@ def initialize(
     if weights is None and not any(param.is_meta for param in model.parameters()):
         model.to(device)
     inner, rule = _optimizer(named, model, optimizer, model_parameters)
+    if inner is not None and mesh.data.index == 0:
+        _warn_of_frozen(inner)
     scheduler = _scheduler(plan, lr_scheduler, inner)
     check_alike(facts_of_optimizer(model, inner, scheduler), group)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
@@ -359,6 +362,7 @@ def _optimizer(
 
 def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | None) -> tuple[torch.optim.Optimizer, Rule | None]:
     refuse_unshardable(optimizer)
+    refuse_sparse(model)
     if any(param.dtype is torch.float64 for param in model.parameters()):
         rule = None  # the kernels are fp32's
     uncorrected = any(group.get("bias_correction") is False for group in optimizer.param_groups)
@@ -376,6 +380,18 @@ def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | No
                     f"optimizer after the model has its final parameters"
                 )
     return optimizer, rule
+
+
+def _warn_of_frozen(optimizer: torch.optim.Optimizer) -> None:
+    """Not refused: surgery may add adapters, and a loop may unfreeze."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any(param.requires_grad for param in params):
+        logger.warning(
+            "none of the %d parameters of %s requires a gradient, so engine.step() will change nothing: call requires_grad_(True) "
+            "on what is to be trained, add adapters in `with engine.surgery():`, or make the engine without an optimizer",
+            len(params),
+            type(optimizer).__name__,
+        )
 
 
 def _scheduler(plan: Plan, lr_scheduler: Any, inner: torch.optim.Optimizer | None) -> Any:

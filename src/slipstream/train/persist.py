@@ -49,8 +49,11 @@ def save(
     tensors = entries.weights(engine, exclude_frozen=exclude_frozen or contents == "adapters")
     if contents != "adapters":
         tensors |= entries.first_buffers(engine)
+    if contents in ("all", "without_optimizer"):
+        tensors |= entries.averages(engine)
     if contents == "all":
         tensors |= entries.optimizer_tensors(engine)
+    average = entries.average_of(engine)
     shared: dict[str, Any] = {}
     per_rank: dict[str, Any] = {}
 
@@ -66,6 +69,7 @@ def save(
             client=dict(client_state or {}),
             model_config=entries.model_config(engine.module),
             contents=contents,
+            average={"num_updates": average.num_updates} if average is not None else None,
             aliases=entries.aliases(engine.module),
         )
         per_rank.update(random=entries.random_state(engine.device), data=None if together else position)
@@ -102,7 +106,8 @@ def fill_staging(engine: Engine) -> None:
     Otherwise the first save stalls for it: a page's first use costs more than its copy.
     """
     assert engine.staging is not None, "only called where there is one"
-    held = [*entries.weights(engine).values(), *entries.buffers(engine).values(), *entries.optimizer_tensors(engine).values()]
+    kinds = (entries.weights(engine), entries.buffers(engine), entries.optimizer_tensors(engine), entries.averages(engine))
+    held = [each for kind in kinds for each in kind.values()]
     data = [each.data if isinstance(each, FlatSlice) else each for each in held]
     whole = sum(each.numel() * each.dtype.itemsize for each in data)
     shared = not all(unit.placement.optim for unit in engine.units)  # then every rank holds all, and saves a part

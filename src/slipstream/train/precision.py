@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,11 @@ from torch import Tensor, nn
 
 from slipstream.config.plan import LossScalePlan, PrecisionPlan
 from slipstream.zero import transforms
+from slipstream.zero.hooks import tensors_in
 
+_MIXED = re.compile(
+    r"(same|mixed|weight) dtype|scalar type (of )?(Float|BFloat16|Half)|Input type|BFloat16|\bHalf\b"
+)  # torch's words
 MAX_SKIPPED = 50  # of a scale that cannot fall: a dynamic one gets from 2**32 to 1 in fewer
 
 
@@ -36,16 +41,16 @@ class LossScaler:
         self.patience = plan.hysteresis if plan else 1
         self.skipped = 0  # in a row
 
-    def update(self, applied: bool) -> None:
-        """Take one step's verdict. Raises OverflowError when skipping more steps would not help."""
+    def update(self, applied: bool, culprit: str = "") -> None:
+        """Take one step's verdict. Raises OverflowError, naming `culprit`, when skipping more steps would not help."""
         self.skipped = 0 if applied else self.skipped + 1
         if not self.dynamic:
             if self.skipped >= MAX_SKIPPED:
                 lower = "" if self.plan is None else f", lower fp16.loss_scale ({self.scale:g}), set it to 0 (dynamic) or use bf16"
                 raise OverflowError(
                     f"gradients were not finite in {self.skipped} steps in a row, and each was skipped: waiting does not help"
-                    f"{lower}. Look at the data and at divisions or logs of zero in the module of the parameter that was named, "
-                    f"or lower the learning rate. The last checkpoint is untouched."
+                    f"{lower}. Look at the data and at divisions or logs of zero in the module of {culprit!r}, or lower the "
+                    f"learning rate. The last checkpoint is untouched."
                 )
             return
         assert self.plan is not None
@@ -65,9 +70,19 @@ class LossScaler:
             raise OverflowError(
                 f"gradients are still not finite at the lowest loss scale ({self.plan.minimum}). The values themselves are too "
                 f'large for fp16: use bf16 ({{"bf16": {{"enabled": true}}}}), lower the learning rate, or look for a division '
-                f"or log of zero in the named parameter's module. The last checkpoint is untouched."
+                f"or log of zero in the module of {culprit!r}. The last checkpoint is untouched."
             )
         self.scale = max(self.scale / 2.0, self.plan.minimum)
+
+    def explain(self, before: float) -> str:
+        """What the last overflow made of a scale that was `before`; "" where there is none."""
+        if self.plan is None:
+            return ""
+        if not self.dynamic:
+            return f"; loss scale stays {self.scale:g} (fp16.loss_scale is static)"
+        if self.scale != before:
+            return f"; loss scale {before:g} -> {self.scale:g}"
+        return f"; loss scale stays {before:g} (fp16.hysteresis: it falls after {self.patience} more)"
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale, "clean_steps": self.clean_steps, "patience": self.patience}
@@ -137,6 +152,21 @@ class Precision:
     def _is_scaled(tensor: Tensor) -> bool:
         """Inside torch.func's derivatives nothing is: they give gradients to the caller, of whatever the caller asks for."""
         return not transforms.differentiates() and any(transforms.in_graphs(tensor))
+
+    def hint(self, error: Exception, inputs: Any) -> None:
+        """Add to an error of the model's forward what to do, where it is about dtypes that do not go together."""
+        dtype = self.plan.param_dtype
+        if dtype is torch.float32 or not _MIXED.search(str(error)):
+            return
+        others = {str(tensor.dtype) for tensor in tensors_in(inputs) if tensor.is_floating_point() and tensor.dtype is not dtype}
+        given = f"was given {', '.join(sorted(others))}" if others else "has computed another dtype on its way"
+        remedies = {
+            torch.float16: '{"fp16": {"auto_cast": true}}',
+            torch.bfloat16: '{"torch_autocast": {"enabled": true}} in place of bf16',
+        }
+        error.add_note(
+            f"slipstream: the model's weights are {dtype} and it {given}: cast with .to({dtype}), or set {remedies[dtype]}"
+        )
 
     def autocast(self) -> Any:
         """The context the forward runs in."""

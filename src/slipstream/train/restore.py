@@ -11,6 +11,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,8 @@ def _load(
     if optimizer:
         states = entries.optimizer_tensors(engine)
         wanted |= {name: held for name, held in states.items() if not entries.is_excluded(name, exclude)}
+    if not module_only:
+        wanted |= {name: held for name, held in entries.averages(engine).items() if not entries.is_excluded(name, exclude)}
     lacking = [name for name in wanted if name.startswith("optim.") and name not in found.tensors]
     wanted = {name: held for name, held in wanted.items() if name in found.tensors}
     shapes = {name: (found.tensors[name].shape, tuple(held.shape)) for name, held in wanted.items()}
@@ -132,7 +135,8 @@ def _load(
         for each in reversed(undo):
             each()
         raise
-    _spread_weights(engine)
+    spread_weights(engine)
+    _restart_averages(engine, found, wanted.keys(), exclude)
     _begin_window(engine)
     return str(found.path), loaded.shared["client"]
 
@@ -141,12 +145,29 @@ def _check_shapes(step: str, shapes: Mapping[str, tuple[tuple[int, ...], tuple[i
     wrong = [
         f"{name.partition('.')[2]!r} has shape {there} in it and {here} here"
         for name, (there, here) in shapes.items()
-        if there != here and not name.startswith("optim.")
+        if there != here and not name.startswith(("optim.", entries.AVERAGE))
     ]
     if wrong:
         raise CheckpointError(
             f"{step}: {'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; exclude=[...] leaves what "
             f"its patterns name as it is here"
+        )
+
+
+def _restart_averages(engine: Engine, found: checkpoint.Metadata, loaded: AbstractSet[str], exclude: Sequence[str]) -> None:
+    """Averages that were not loaded begin with the weights that were: those of other weights mean nothing."""
+    average = entries.average_of(engine)
+    names = {name for name in average.tensors().keys() - loaded if not entries.is_excluded(name, exclude)} if average else set()
+    if average is not None and names:
+        average.restart({name.removeprefix(entries.AVERAGE) for name in names})
+        average.num_updates = average.num_updates if loaded & average.tensors().keys() else 0
+    if engine.rank != 0:
+        return
+    if names:
+        logger.warning("%d moving averages were not loaded and begin again with the loaded weights, as %r", len(names), min(names))
+    elif average is None and any(name.startswith(entries.AVERAGE) for name in found.tensors):
+        logger.warning(
+            "the checkpoint holds moving averages, which were not loaded: make slipstream.ema.Ema(engine) before load_checkpoint()"
         )
 
 
@@ -184,6 +205,10 @@ def _take_values(
         _take_scalars(engine, shared["optimizer"], undo, lacking, exclude)
     if scheduler and hasattr(engine.lr_scheduler, "load_state_dict"):
         _take_schedule(engine.lr_scheduler, shared["scheduler"], undo)
+    average = entries.average_of(engine)
+    if average is not None and shared.get("average") is not None:
+        undo.append(partial(setattr, average, "num_updates", average.num_updates))
+        average.num_updates = _whole(shared["average"]["num_updates"], "number of averages")
     _take_position(engine, loaded, undo)
     if loaded.per_rank:
         present = entries.random_state(engine.device)
@@ -302,7 +327,7 @@ def _prepare_optimizer(engine: Engine, found: checkpoint.Metadata, exclude: Sequ
     return [steps.make_states(unit, piece, states.get(piece.name, {})) for steps, unit, piece in entries.pieces(engine, exclude)]
 
 
-def _spread_weights(engine: Engine) -> None:
+def spread_weights(engine: Engine) -> None:
     """Masters have changed: round them into the weights and offer those to the other ranks."""
     engine.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
     with torch.no_grad():

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from slipstream.ops.disk import Disk, DiskError
 from slipstream.optim.native import NativeSteps
+from slipstream.train import entries
 from slipstream.train.gate import Block
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.placement import Tier
@@ -70,7 +71,8 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
     for unit in engine.units:
         stays = isinstance(unit.master, HostStore) or (folder is None and engine.homes.tiers.optim is not Tier.DEVICE)
         unit.master_is_away = "optimizer" in kinds and not stays
-    engine.hooks.asleep = "gradients" in kinds
+    if "gradients" in kinds:
+        engine.hooks.refusal = "the engine's gradients are away: call engine.wake() first, or compute under torch.no_grad()"
     if "gradients" in kinds:
         engine.homes.close_landings()
     asleep.empty()
@@ -84,7 +86,7 @@ def wake(engine: Engine) -> None:
     asleep = engine.asleep
     assert asleep is not None, "wake() of an engine that sleeps"
     errors = gather_objects(asleep.bring_back(), engine.mesh.data)  # others' parts of shared memory are back, too
-    engine.hooks.asleep = False
+    engine.hooks.refusal = ""
     for unit in engine.units:
         unit.master_is_away = False
     if "weights" in asleep.kinds:
@@ -203,6 +205,10 @@ def _optimizer(engine: Engine, add: Any) -> None:
             for value in state.values():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     add(value)
+
+    average = entries.average_of(engine)
+    for store in average.stores() if average is not None else ():
+        add(_whole(store))
 
 
 def _weights(engine: Engine, add: Any) -> None:

@@ -9,7 +9,6 @@ is what allows weights in shared memory to be overwritten.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import threading
 from collections import deque
@@ -31,8 +30,6 @@ from slipstream.zero.store import DiskStore, Store
 from slipstream.zero.stream import Chunk, stream
 from slipstream.zero.unit import Comms, Unit
 
-logger = logging.getLogger(__name__)
-
 
 class Verdict(NamedTuple):
     """What all ranks agree on before the optimizer runs."""
@@ -40,6 +37,7 @@ class Verdict(NamedTuple):
     norm: float  # global L2 norm of the mean gradient, unscaled, before clipping
     finite: bool
     scale: float  # what the optimizer multiplies gradients with: unscale and clip in one factor
+    culprit: str = ""  # the first parameter, in model order, whose gradient is not finite on any rank
 
 
 class UnusedParameterError(RuntimeError):
@@ -94,7 +92,7 @@ def settle(units: Sequence[Unit], alpha: float, slots: Slots) -> None:
         pending.wait()
 
 
-def judge(units: Sequence[Unit], comms: Comms, backwards: int, loss_scale: float, clipping: float, skip_overflow: bool) -> Verdict:
+def judge(units: Sequence[Unit], comms: Comms, backwards: int, loss_scale: float, clipping: float) -> Verdict:
     """One exchange: the squares of every (unit, rank) in fp64, added in that order. Collective; every rank waits for all."""
     trainable = [unit for unit in units if unit.trainable]
     values = [float(backwards), *_squares(trainable)]
@@ -106,13 +104,11 @@ def judge(units: Sequence[Unit], comms: Comms, backwards: int, loss_scale: float
             total += square
     finite = math.isfinite(total)
     norm = math.sqrt(total) / loss_scale if finite else float("nan") if math.isnan(total) else math.inf
-    if not finite:
-        _name_culprit(trainable, comms, skip_overflow)
     clip = 1.0
     if clipping > 0:  # as torch.nn.utils.clip_grad_norm_, also where the step is taken all the same: 0 for inf, NaN for NaN
         clip = clipping / (norm + 1e-6)
         clip = 1.0 if clip > 1.0 else clip
-    return Verdict(norm, finite, clip / loss_scale)
+    return Verdict(norm, finite, clip / loss_scale, "" if finite else _find_culprit(trainable, comms))
 
 
 def _squares(units: Sequence[Unit]) -> list[float]:
@@ -124,22 +120,20 @@ def _squares(units: Sequence[Unit]) -> list[float]:
     return [float(square) for square in squares]
 
 
-def _name_culprit(units: Sequence[Unit], comms: Comms, skipped: bool) -> None:
-    """Log the first parameter, in model order, whose gradient is not finite on any rank. Collective, rare."""
-    found: tuple[int, int, str] | None = None
+def _find_culprit(units: Sequence[Unit], comms: Comms) -> str:
+    """The first parameter, in model order, whose gradient is not finite on any rank; "" for none. Collective, rare."""
+    mine: tuple[int, int, str] | None = None
     for unit in units:
-        if found is not None or math.isfinite(float(unit.partial.sumsq)) or unit.grads is None:
+        if mine is not None or math.isfinite(float(unit.partial.sumsq)) or unit.grads is None:
             continue
         base = unit.optim_span[0]
         for i, slot in enumerate(unit.layout.slots):
             start, stop = overlap(slot.span, unit.optim_span)
             if not bool(torch.isfinite(unit.grads.get(start - base, stop - base)).all()):
-                found = (unit.index, i, unit.names[i])
+                mine = (unit.index, i, unit.names[i])
                 break
-    everyone = [item for item in gather_objects(found, comms.data.axis) if item is not None]
-    if everyone and comms.data.rank == 0:
-        what = "step skipped" if skipped else "step taken all the same"
-        logger.warning("gradient of %r is not finite (the first such parameter); %s", min(everyone)[2], what)
+    candidates: list[tuple[int, int, str]] = [each for each in gather_objects(mine, comms.data.axis) if each is not None]
+    return min(candidates)[2] if candidates else ""
 
 
 class Ahead:

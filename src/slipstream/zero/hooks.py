@@ -29,7 +29,8 @@ from torch import Tensor
 
 from slipstream.zero import transforms
 from slipstream.zero.comm import Buffer, Pending
-from slipstream.zero.leaves import say_trainable
+from slipstream.zero.leaves import say_sparse, say_trainable
+from slipstream.zero.parameter import raw_grad
 from slipstream.zero.unit import State, Unit
 from slipstream.zero.watch import Watch
 
@@ -165,7 +166,7 @@ class Hooks:
         self.on_inputs, self.on_outputs, self.unfreeze = on_inputs, on_outputs, unfreeze
         self.phase = Phase.IDLE
         self.sync = True  # False inside no_sync()
-        self.asleep = False  # buffers of gradients are away: nothing may be differentiated
+        self.refusal = ""  # why nothing may be differentiated now, and what to do
         self.lands = True  # gradients of parameters, in the backward that runs; not in one of torch.func's transforms
         self.keep = False  # a graph of a graph is alive: weights stay until the step
         self.backwards = 0  # since the last step
@@ -250,7 +251,7 @@ class Hooks:
         if module is not self.model:
             return None
         if torch.is_grad_enabled():
-            self._refuse_asleep()
+            self._refuse_gradients()
             self._refuse_codes()
         if self.phase is Phase.BACKWARD and not _in_backward():
             self.abandon_backward()
@@ -326,12 +327,12 @@ class Hooks:
 
     # -- backward --
 
-    def _refuse_asleep(self) -> None:
-        if self.asleep:
-            raise RuntimeError("the engine's gradients are away: call engine.wake() first, or compute under torch.no_grad()")
+    def _refuse_gradients(self) -> None:
+        if self.refusal:
+            raise RuntimeError(self.refusal)
 
     def _enter_backward(self) -> None:
-        self._refuse_asleep()
+        self._refuse_gradients()
         if self.phase is Phase.IDLE:
             self.phase = self.watch_phase(Phase.BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -381,6 +382,9 @@ class Hooks:
             self._take_gradient(unit, i)
 
     def _take_gradient(self, unit: Unit, i: int) -> None:
+        grad = raw_grad(unit.params[i])
+        if grad is not None and grad.layout is not torch.strided:
+            raise ValueError(say_sparse(unit.names[i]))
         if unit.memory.local is not None:
             unit.add_local(i)
         elif not self.sync:

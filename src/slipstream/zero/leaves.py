@@ -11,6 +11,7 @@ Leaves of several are kept bit by bit: no precision that a config asks for is th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
@@ -82,8 +83,37 @@ def say_trainable(name: str, whole: nn.Parameter) -> str:
     )
 
 
+def say_sparse(name: str) -> str:
+    """Why a parameter cannot have a sparse gradient."""
+    return (
+        f"parameter {name!r} gets a sparse gradient, and only dense ones are reduced between ranks: set `module.sparse = False` on "
+        f"its nn.Embedding or nn.EmbeddingBag (or drop sparse=True); the gradient has the same values"
+    )
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    """Raises ValueError naming a parameter whose module says that its gradient will be sparse."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ValueError(say_sparse(f"{path}.weight" if path else "weight"))
+
+
+def _refuse_distributed(model: nn.Module) -> None:
+    """Raises ValueError naming a parameter that torch has spread over ranks already."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # imported by whoever has made one
+    for name, parameter in model.named_parameters():
+        whole = cast(Any, parameter)
+        if isinstance(whole, kind):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor ({whole.placements} over {whole.device_mesh.size()} ranks): tensor parallelism "
+                f"is not built yet, and ZeRO shards plain parameters by itself. Give initialize() the model before "
+                f"parallelize_module, fully_shard or distribute_tensor"
+            )
+
+
 def refuse_trainable(model: nn.Module) -> None:
-    """Raises ValueError naming a parameter of several leaves that is to be trained, or is on meta."""
+    """Raises ValueError naming a parameter of several leaves that is to be trained, or is on meta, or any DTensor."""
+    _refuse_distributed(model)
     for name, whole in model.named_parameters():
         parts = [place.suffix for place in _places(whole)]
         if not parts:
