@@ -61,6 +61,7 @@ def serve(fd: int) -> None:
     """Fork a worker for each request on the socket `fd`, until its other end closes."""
     faulthandler.enable()
     _die_with_parent()
+    os.chdir(Path(__file__).parents[1])  # pytest may have been in a folder that goes with its test
     for name in PRELOADED:
         importlib.import_module(name)
     assert threading.active_count() == 1, f"a fork keeps one thread, but the template's imports started {threading.enumerate()}"

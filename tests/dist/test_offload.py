@@ -493,7 +493,6 @@ def test_a_disk_that_fails_in_mid_step(tmp_path: Path) -> None:
     ("stage", "zero", "message"),
     [
         (1, {"offload_optimizer": {"device": "nvme"}}, "nvme_path"),
-        (2, {"offload_param": {"device": "nvme", "nvme_path": "/tmp"}}, "set the stage to 3"),
         (1, {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "buffer_count": 1}}, "2 or more"),
         (1, {"offload_optimizer": {"device": "nvme", "nvme_path": "/no/such/folder"}}, "no folder '/no/such/folder'"),
     ],

@@ -19,7 +19,10 @@ MISSING = [
     *(name for name, path in (("chromium", CHROMIUM), ("chromedriver (Debian: chromium-driver)", DRIVER)) if path is None),
     *(name for name in ("selenium", "fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None),
 ]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"the page's test needs {', '.join(MISSING)}")
+pytestmark = [
+    pytest.mark.alone,  # a browser and a server beside other lanes are too slow for its waits
+    pytest.mark.skipif(bool(MISSING), reason=f"the page's test needs {', '.join(MISSING)}"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -735,6 +735,7 @@ def resident() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
+@pytest.mark.alone
 def test_staging_brings_its_pages_in_before_they_are_needed() -> None:
     nbytes, staging, before = 256 << 20, Staging(pinned=False), resident()
     assert not staging.prepared
