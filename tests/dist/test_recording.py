@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import weakref
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slipstream
@@ -130,7 +132,7 @@ def test_as_built_in_memory(name: str) -> None:
         compare(toy.make(model, stage, "gloo"), {name: value for name, value in expected.items() if name not in own})
 
 
-@pytest.mark.parametrize("name", ["nanogpt", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["written", "nanogpt", "gpt2", "llama", "bert", "t5"])
 @distributed(world_size=2)
 def test_under_deepspeeds_name(name: str) -> None:
     build = model_of(name)
@@ -138,6 +140,33 @@ def test_under_deepspeeds_name(name: str) -> None:
     torch.manual_seed(3)
     with deepspeed_zero.Init():
         model = build()
+    compare(deepspeed_initialize(model=model, config=toy.settings(3))[0], expected)
+
+
+class Derived(nn.Module):
+    """Values that a constructor computes from parameters of children, which are complete by then, and writes through views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+        self.copies = nn.ModuleList(copy.deepcopy(self.first) for _ in range(2))
+        self.second.weight.data.copy_(self.first.weight.data.T * 2)
+        self.third.weight.data[1:3].fill_(5.0)
+        with torch.no_grad():
+            self.third.weight[0].zero_()
+            self.third.bias[2:][1] = 7.0
+            self.first.bias.data = F.pad(self.first.bias.data, (0, 0))
+        if self.first.weight.abs().sum() > 0:  # of NaN it is not
+            nn.init.ones_(self.second.bias)
+
+
+@distributed(world_size=2)
+def test_constructors_read_what_is_in_ranges() -> None:
+    """Under DeepSpeed's name a child's parameters are in ranges while its parent's constructor still runs."""
+    expected = values_in_memory(Derived)
+    torch.manual_seed(3)
+    with deepspeed_zero.Init():
+        model = Derived()
     compare(deepspeed_initialize(model=model, config=toy.settings(3))[0], expected)
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.utils._pytree import tree_map
 
 from slipstream.compat.utils import z3_leaf_module
 from slipstream.distributed import init_distributed
@@ -53,6 +54,12 @@ _DATA: Any = torch.Tensor.data  # the slot of param.data
 _MARKS = ("tensor", "persist", "process_group", "id", "shape", "numel", "status", "active_sub_modules", "z3_leaf_module")
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16"})
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_", "__get__"})
+_TRANSPOSED = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH"))  # attributes that are views
+_FACTS = frozenset(  # what is asked of a parameter that needs none of its values; `__get__` and `__set__` are of attributes
+    """__get__ __set__ __hash__ __len__ __reduce_ex__ __repr__ dim element_size get_device is_complex is_contiguous
+    is_floating_point ndimension nelement numel register_hook register_post_accumulate_grad_hook requires_grad_ size stride
+    type""".split()  # noqa: SIM905
+)
 
 
 # -- ranges of a parameter over the ranks of a group --
@@ -118,11 +125,62 @@ class HeldParameter(nn.Parameter):
                 return _stand_in(target, dtype)
             if func == _DATA.__set__ and isinstance(args[1], _StandIn):
                 return _convert(target, args[1].dtype)
-            writes = name.endswith("_") and not name.startswith("__") and name not in _NO_WRITES
-            if writes or name == "__setitem__" or func == _DATA.__set__:
+            if _is_write(func, name):
                 return _write(target, func, args, kwargs or {})
+        if Init.is_open() and (name not in _FACTS or func in _TRANSPOSED):
+            return _compute(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """An ordinary parameter with all values; where copies of layers are made, `initialize` shards them."""
+        copy = nn.Parameter(_whole(self), requires_grad=self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+
+class _HeldView(Tensor):
+    """A view of a held parameter's whole values, inside `Init`: what is written to it goes to all ranges."""
+
+    held: tuple[HeldParameter, Tensor]  # and its whole values, that this views
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        result = _compute(func, args, kwargs or {})
+        target, name = (args[0] if args else (kwargs or {}).get("tensor")), getattr(func, "__name__", "")
+        if isinstance(target, _HeldView) and _is_write(func, name):
+            param: Any = target.held[0]
+            param.ds_tensor = _deal(param, target.held[1], param.ds_process_group, 0)
+        return result
+
+
+def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """A function of held parameters inside `Init`, from their whole values. Collective: all ranks run the same constructor."""
+    held: dict[int, tuple[HeldParameter, Tensor]] = {}
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, HeldParameter):
+            return held.setdefault(id(value), (value, _whole(value)))[1]
+        if isinstance(value, _HeldView):
+            held[id(value.held[0])] = value.held
+        return value
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.device.type != "meta":
+            for param, values in held.values():
+                if value.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
+                    view = value.as_subclass(_HeldView)
+                    view.held = (param, values)
+                    return view
+        return value
+
+    with torch._C.DisableTorchFunctionSubclass():
+        return tree_map(mark, func(*tree_map(whole, args), **tree_map(whole, kwargs)))
+
+
+def _is_write(func: Any, name: str) -> bool:
+    in_place = name.endswith("_") and not name.startswith("__") and name not in _NO_WRITES
+    return in_place or name == "__setitem__" or func == _DATA.__set__
 
 
 class _StandIn(Tensor):
