@@ -46,7 +46,8 @@ from tests.budget import spent_here
 from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report, Status
 
 # What most tests import, once for all workers: together seven seconds of a processor.
-PRELOADED = ("torch.distributed.checkpoint", "torch._dynamo", "slipstream.train.initialize")
+# Hypothesis warns when it is first imported after a plugin's objects were frozen: it no longer sees who refers to them.
+PRELOADED = ("torch.distributed.checkpoint", "torch._dynamo", "slipstream.train.initialize", "hypothesis")
 SETTLE_S = 1.0  # how long threads and mappings may take to go after a test
 
 

@@ -361,7 +361,8 @@ def test_ranks_of_an_mpi_find_their_place(launcher: Launcher, tmp_path: Path) ->
     mpirun.chmod(0o755)
     script = launcher.script("""
         import os
-        print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")))
+        words = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))
+        os.write(1, " ".join(words).encode() + b"\\n")
         if os.environ["RANK"] == "1":
             raise ValueError("under MPI")
     """)
