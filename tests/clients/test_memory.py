@@ -1,0 +1,14 @@
+"""Host memory of models loaded and saved in shards: memory_script.py."""
+
+import pytest
+from benchmarks.memory import MALLOC
+
+from tests.clients.conftest import Run, needs
+
+pytestmark = needs("accelerate", "transformers")
+
+
+def test_a_model_is_loaded_and_saved_by_the_unit(run_clients: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in MALLOC.items():
+        monkeypatch.setenv(name, value)
+    run_clients("memory_script", "peaks")
