@@ -91,7 +91,7 @@ def peaks() -> None:
     step(engine)
     _, saving = measure(lambda: engine.save_pretrained(str(folder / "out")))
     params = dict(engine.module.named_parameters())
-    unit = 4 * sum(engine_shape.numel() for engine_shape in _shapes(params, "model.layers.0."))
+    unit = 4 * sum(shape.numel() for shape in _shapes(params, "model.layers.0."))
     shard = 4 * sum(shape.numel() for shape in _shapes(params, "")) // dist.get_world_size()
     beyond = {
         "from_pretrained": loading.peak - min(loading.before + shard, loading.after),  # malloc may have kept memory
