@@ -166,13 +166,13 @@ MISMATCHES = ("skips a backward", "one more backward", "state_dict alone", "save
 
 
 def test_waits_that_never_match_end_with_a_table(nursery: Nursery, tmp_path: Path) -> None:
-    for transport in TRANSPORTS:
-        for what in MISMATCHES:
+    for i, what in enumerate(MISMATCHES):
+        for transport in TRANSPORTS if cases.EVERYTHING else (TRANSPORTS[i % 2],):
             folder = str(tmp_path / transport)
             nursery.start(f"{what}, {transport}", "mismatch", stage=3, transport=transport, what=what, folder=folder)
     outcomes = nursery.end(90)
     alone = outcomes.pop("state_dict alone, shared")
-    assert alone.codes == [0, 0], "on shared memory it needs nobody"
+    assert alone.codes == [0, 0], "on shared memory one rank can read all shards"
     for what, outcome in outcomes.items():
         for rank in range(2):
             told = f"{what}\n{story(outcome)}"
