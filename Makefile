@@ -35,7 +35,7 @@ CLIENTS := .venv-clients
 # Python compiles what it imports; to compile all of torch and transformers would take most of a minute.
 INSTALL := python -m pip install --quiet --no-compile
 # CPU kernels and the launcher's entry point go stale only when one of these changes.
-BUILD_INPUTS := pyproject.toml requirements/models.txt $(wildcard setup.py src/slipstream/ops/build.py src/slipstream/ops/csrc/*)
+BUILD_INPUTS := pyproject.toml requirements/models.txt $(wildcard setup.py src/slipstream/__init__.py src/slipstream/ops/build.py src/slipstream/ops/csrc/*)
 
 # Stamps. A stamp that depends on a value carries it in its name, so that a new value makes a new stamp and the step
 # runs again; each step starts by removing the stamps that it outdates.

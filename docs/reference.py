@@ -25,6 +25,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "slipstream.zero.Init": zero.Init,
     "slipstream.zero.load": zero.load,
     "slipstream.zero.gathered": zero.gathered,
+    "slipstream.ema.Ema": slipstream.ema.Ema,
     "slipstream.init_inference": slipstream.init_inference,
     "slipstream.pipeline": slipstream.pipeline,
 }
@@ -43,6 +44,8 @@ def page() -> str:
         "## Engine",
         documented(slipstream.Engine),
         *members("engine", slipstream.Engine),
+        "## Moving averages",
+        *members("average", slipstream.ema.Ema),
         "## Inference engine",
         documented(slipstream.InferenceEngine),
         *members("inference_engine", slipstream.InferenceEngine),
