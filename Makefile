@@ -85,6 +85,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/codespell --dictionary - --dictionary .ci/spelling.txt $$(git ls-files)
 	$(BIN)/mypy
+	$(BIN)/python .ci/lines.py
 
 bench: $(READY) $(PEERS)/$(PINNED) $(CLIENTS)/.ready
 	$(BIN)/python -m benchmarks --peers $(PEERS)/bin/python $(ARGS)
