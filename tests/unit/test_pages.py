@@ -66,7 +66,7 @@ def test_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     for line, starter in zip(lines, ("ssh", "pdsh", "mpirun", "--node-rank=0"), strict=True):
         assert cli.main(shlex.split(line)[1:]) == 0
         assert starter in "".join(capsys.readouterr())
-    (sentence,) = re.findall(r"that begin with (.*?) and their like", page, re.S)
+    (sentence,) = re.findall(r"that begin with (.*?) and the like", page, re.S)
     prefixes = re.findall(r"`(\w+)`", sentence)
     assert len(prefixes) == 7 and set(prefixes) <= set(environment.PREFIXES)
     assert set(re.findall(r"`(\.\w+)`", page)) == set(environment.FILES)
