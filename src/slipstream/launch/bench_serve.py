@@ -40,8 +40,6 @@ class ServerError(RuntimeError):
 
 
 class Ask(NamedTuple):
-    """One request."""
-
     at: float  # seconds after the start
     prompt: list[int]
     outputs: int

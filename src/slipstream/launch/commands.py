@@ -68,12 +68,6 @@ def _remote_agent(job: Job, *flags: str) -> list[str]:
     return [job.python, "-u", "-m", AGENT, "--report", *flags, *quiet]
 
 
-def _entry(job: Job) -> list[str]:
-    if job.no_python:
-        return ["--no-python", job.program, *job.arguments]
-    return ["--module", WORKER, *worker_arguments(job, report=False)]
-
-
 def agent_argv(job: Job, *, num_nodes: int, node_rank: int, num_ranks: int, local_addr: str | None) -> list[str]:
     """The arguments of torch.distributed.run for one node.
 
@@ -87,7 +81,9 @@ def agent_argv(job: Job, *, num_nodes: int, node_rank: int, num_ranks: int, loca
         argv += [f"--local-addr={local_addr}"] if local_addr else []
     else:
         argv += [f"--node-rank={node_rank}", f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
-    return [*argv, *_entry(job)]
+    if job.no_python:
+        return [*argv, "--no-python", job.program, *job.arguments]
+    return [*argv, "--module", WORKER, *worker_arguments(job, report=False)]
 
 
 def one_node(job: Job, *, num_nodes: int = 1, node_rank: int = 0) -> list[str]:
@@ -186,11 +182,9 @@ def _refuse_restarts(job: Job, launcher: str) -> None:
 
 
 def slurm(job: Job, *, num_nodes: int | None = None) -> list[Command]:
-    """One srun inside the allocation, a task per rank. If the job names no hosts, Slurm chooses `num_nodes` nodes.
-
-    `discover` finds MASTER_ADDR in the step's node list and derives MASTER_PORT from job and step, so that jobs on the same node
-    do not collide; the user's values, if set, are among the exports.
-    """
+    """One srun inside the allocation, a task per rank. If the job names no hosts, Slurm chooses `num_nodes` nodes. `discover` finds
+    MASTER_ADDR in the step's node list and derives MASTER_PORT from job and step, so that jobs on the same node do not collide;
+    the user's values, if set, are among the exports."""
     _refuse_restarts(job, "slurm")
     per_host = _ranks_per_host(job, "slurm")
     nodes = num_nodes or len(job.hosts)

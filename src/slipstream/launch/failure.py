@@ -151,9 +151,7 @@ def _explain_kill(before: Pressure, after: Pressure) -> str:
             "use fewer ranks per host, a smaller micro-batch or a higher ZeRO stage"
         )
     if before.cgroup_kills is None and before.host_kills is None:
-        return (
-            "killed (SIGKILL), probably by the out-of-memory killer, whose counters are not readable here; check `dmesg` on that host"
-        )
+        return "killed (SIGKILL), probably by the out-of-memory killer, whose counters are not readable here; check `dmesg` there"
     return "killed (SIGKILL), not by the out-of-memory killer: the scheduler, another user or a time limit ended it"
 
 

@@ -35,13 +35,8 @@ def render(stats: Stats, traffic: Traffic) -> str:
     metric("kv_blocks", "gauge", "Blocks of the KV cache.", ("", stats.blocks))
     metric("kv_block_tokens", "gauge", "Tokens per KV block.", ("", stats.block_size))
     metric("kv_usage_ratio", "gauge", "Fraction of the KV cache held by running sequences.", ("", stats.kv_usage))
-    metric("tokens_per_second", "gauge", "Generated tokens per second, recent average.", ("", stats.tokens_per_second))
-    metric(
-        "prompt_tokens_per_second",
-        "gauge",
-        "Computed prompt tokens per second, recent average.",
-        ("", stats.prompt_tokens_per_second),
-    )
+    metric("tokens_per_second", "gauge", "Generated, recent average.", ("", stats.tokens_per_second))
+    metric("prompt_tokens_per_second", "gauge", "Computed, recent average.", ("", stats.prompt_tokens_per_second))
     metric("prompt_tokens_total", "counter", "Prompt tokens, computed or cached.", ("", stats.prompt_tokens))
     metric("cached_tokens_total", "counter", "Prompt tokens found in the prefix cache.", ("", stats.cached_tokens))
     metric("generated_tokens_total", "counter", "Generated tokens.", ("", stats.generated_tokens))
@@ -54,13 +49,8 @@ def render(stats: Stats, traffic: Traffic) -> str:
     answers = ((f'{{path="{path}",status="{status}"}}', count) for (path, status), count in sorted(traffic.answers.items()))
     metric("http_requests_total", "counter", "HTTP responses by path and status.", *answers)
     metric("http_abandoned_total", "counter", "Responses whose client disconnected before their end.", ("", traffic.abandoned))
-    metric(
-        "time_to_first_token_seconds",
-        "histogram",
-        "Time from submission to the first token.",
-        *_histogram(stats.time_to_first_token),
-    )
-    metric("time_between_tokens_seconds", "histogram", "Time between two tokens of a sequence.", *_histogram(stats.between_tokens))
+    metric("time_to_first_token_seconds", "histogram", "From submission.", *_histogram(stats.time_to_first_token))
+    metric("time_between_tokens_seconds", "histogram", "Per sequence.", *_histogram(stats.between_tokens))
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,5 @@
-"""`serve`: run the application under uvicorn until a signal arrives or the engine dies.
-
-The first signal drains: running requests finish. A second signal, or the drain timeout, ends them with an error.
-"""
+"""`serve`: run the application under uvicorn until a signal arrives or the engine dies. The first signal drains: running requests
+finish. A second signal, or the drain timeout, ends them with an error."""
 
 from __future__ import annotations
 
@@ -74,9 +72,8 @@ class _Server(uvicorn.Server):
             if self.drain_start is None:
                 self.drain_start = now
                 if active and self.traffic.draining:
-                    logger.warning(
-                        "draining: waiting at most %g s for %s; signal again to stop now", self.drain_timeout_s, requests
-                    )
+                    limit = self.drain_timeout_s
+                    logger.warning("draining: waiting at most %g s for %s; signal again to stop now", limit, requests)
             waited = now - self.drain_start
             if active and (self.stop_now or waited >= self.drain_timeout_s):
                 self.deadlines.stop()
@@ -96,10 +93,7 @@ class _Server(uvicorn.Server):
 
 
 def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP protocol with limits on connections and on the time to send a header and to read a response.
-
-    uvicorn itself waits forever for both.
-    """
+    """Return uvicorn's HTTP protocol with limits on connections and on the time to send a header or read a response."""
     error = refusal(RequestError(f"too many connections ({max_connections} are open)", status=503, retry_after=5))
     full = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
     full += b"".join(b"%b: %b\r\n" % header for header in error.raw_headers) + b"\r\n" + bytes(error.body)
@@ -150,11 +144,9 @@ def serve(
     request_timeout_s: float = 600.0,
     drain_timeout_s: float = 60.0,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return. The caller closes the engine.
-
-    Port 0 picks a free port, which is printed. `sockets` are bound sockets to listen on, instead of host and port.
-    Raises DeadEngineError if the engine dies, after all waiting clients have received an error.
-    """
+    """Serve until SIGTERM or SIGINT, then drain and return; the caller closes the engine. Port 0 picks a free port and prints it.
+    `sockets` are bound sockets to use instead of host and port. Raises DeadEngineError, after all clients have received an error,
+    if the engine dies."""
     engine.prepare()
     sys.setswitchinterval(SWITCH_INTERVAL)
     app = create_app(
