@@ -153,7 +153,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--launcher", choices=sorted(LAUNCHERS), help="default: local on one host, slurm in an allocation, else ssh")
     add("--launcher-args", default="", metavar="ARGS", help="extra arguments for ssh, srun, mpirun ...")
     add("--ssh-port", type=_port, metavar="PORT")
-    add("--no-ssh", action="store_true", help="start only this node's ranks; needs --node-rank")
+    add("--no-ssh", action="store_true", help="start only this node's ranks; use with --node-rank")
     add("--max-restarts", type=_count, default=0, metavar="N", help="restart all ranks up to N times after a failure")
     add("--env-file", metavar="FILE", help="VAR=VALUE lines; default: .deepspeed_env, .slipstream_env, in ~ and here")
     add("--dry-run", action="store_true", help="print the commands without running them")
@@ -178,7 +178,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "plan",
         help="estimate memory and time of a configuration",
-        description="Print the resolved configuration, memory, traffic and time per rank, and what fits a memory budget.",
+        description="Print the resolved configuration, memory, traffic and time per rank, and configurations that fit a budget.",
     )
     parser.add_argument("config", help="a JSON file in DeepSpeed's format")
     parser.add_argument("--world", type=_positive, default=1, metavar="N", help="data-parallel ranks; default 1")
@@ -201,7 +201,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         action="append",
         default=[],
         metavar="NAME=X",
-        help="per second, instead of measuring: flops=20T, memory, wire, host, disk_read or disk_write=2G",
+        help="rate per second, instead of a measured one: flops=20T, memory, wire, host, disk_read or disk_write=2G",
     )
 
 
@@ -222,7 +222,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--group-size", type=int, choices=(32, 64, 128), metavar="N", help="int4 weights per scale; default 32")
     add("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; default: cuda if available")
     add("--threads", type=_positive, metavar="N", help="CPU threads, 1 to 64; default: torch's (OMP_NUM_THREADS)")
-    add("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json, if MODEL has none, as a checkpoint")
+    add("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json, for a MODEL without one")
     add("--kv-cache-bytes", type=_bytes, metavar="SIZE", help="size of the KV cache: 512M, 2G; default: as needed")
     add("--max-context", type=_positive, metavar="N", help="tokens of prompt and output; default: the model's")
     add("--max-running", type=_positive, metavar="N", help="maximum number of running sequences; default 64")

@@ -220,11 +220,5 @@ def mpich(job: Job) -> list[Command]:
     return [Command(name="mpiexec", argv=tuple(argv))]
 
 
-LAUNCHERS: Mapping[str, Callable[[Job], list[Command]]] = {
-    "local": local,
-    "ssh": ssh,
-    "pdsh": pdsh,
-    "slurm": slurm,
-    "openmpi": openmpi,
-    "mpich": mpich,
-}
+Launcher = Callable[[Job], list[Command]]
+LAUNCHERS: Mapping[str, Launcher] = {"local": local, "ssh": ssh, "pdsh": pdsh, "slurm": slurm, "openmpi": openmpi, "mpich": mpich}

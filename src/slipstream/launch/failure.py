@@ -46,6 +46,15 @@ _PEER_GONE = re.compile(
 )
 
 
+_EXPLANATIONS: dict[int, str] = {
+    signal.SIGSEGV: "segmentation fault (SIGSEGV): native code accessed invalid memory",
+    signal.SIGABRT: "aborted (SIGABRT) by native code; its message is above",
+    signal.SIGILL: "illegal instruction (SIGILL): a library was built for a newer processor than this host's",
+    signal.SIGFPE: "arithmetic exception (SIGFPE) in native code, usually an integer division by zero",
+    signal.SIGTERM: "terminated (SIGTERM), not by slipstream: by the scheduler or another user",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """The record of one failed rank."""
@@ -170,24 +179,14 @@ def explain(exit_code: int, before: Pressure, after: Pressure) -> str:
     """
     number = -exit_code if exit_code < 0 else exit_code - 128 if 128 < exit_code < 128 + 65 else 0
     match number:
+        case 0:
+            return ""
         case signal.SIGKILL:
             return _explain_kill(before, after)
         case signal.SIGBUS:
             return _explain_bus(after)
-        case signal.SIGSEGV:
-            return "segmentation fault (SIGSEGV): native code accessed invalid memory"
-        case signal.SIGABRT:
-            return "aborted (SIGABRT) by native code; its message is above"
-        case signal.SIGILL:
-            return "illegal instruction (SIGILL): a library was built for a newer processor than this host's"
-        case signal.SIGFPE:
-            return "arithmetic exception (SIGFPE) in native code, usually an integer division by zero"
-        case signal.SIGTERM:
-            return "terminated (SIGTERM), not by slipstream: by the scheduler or another user"
-        case 0:
-            return ""
         case _:
-            return f"killed by signal {number}"
+            return _EXPLANATIONS.get(number, f"killed by signal {number}")
 
 
 def with_reason(failure: Failure, before: Pressure, after: Pressure) -> Failure:

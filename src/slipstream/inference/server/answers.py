@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.inference.core import Finish
-from slipstream.inference.server.backend import Logprob, Output, Tokenizer, Usage
+from slipstream.inference.engine import Logprob, Output, Usage
+from slipstream.inference.server.backend import Tokenizer
 from slipstream.inference.server.calls import CallFinder
 from slipstream.inference.server.protocol import ChatChoice, ChatLogprobs, CompletionChoice, CompletionLogprobs, UsageBody
 
@@ -60,8 +61,8 @@ class Format(ABC):
     """The response format of one request; it keeps state per choice, so requests never share one."""
 
     prefix: str  # of response ids
-    whole: str  # the `object` field of a non-streaming response
-    chunk: str  # the `object` field of a stream's chunks
+    response_object: str  # the `object` field of a non-streaming response
+    chunk_object: str  # the `object` field of a stream's chunks
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         self.tokenizer = tokenizer
@@ -73,12 +74,12 @@ class Format(ABC):
         """Return the `choices` entries of the next chunks; none while the text is held back."""
 
     @abstractmethod
-    def choice(self, whole: Joined) -> CompletionChoice | ChatChoice:
+    def choice(self, joined: Joined) -> CompletionChoice | ChatChoice:
         """Return the `choices` entry of a non-streaming response."""
 
 
 class CompletionFormat(Format):
-    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+    prefix, response_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         super().__init__(model, tokenizer, logprobs=logprobs)
@@ -90,12 +91,12 @@ class CompletionFormat(Format):
             return []
         return [dict(self.choice(part))]
 
-    def choice(self, whole: Joined) -> CompletionChoice:
+    def choice(self, joined: Joined) -> CompletionChoice:
         return {
-            "index": whole.index,
-            "text": whole.text,
-            "logprobs": self._logprobs(whole) if self.logprobs else None,
-            "finish_reason": _reason(whole.finish),
+            "index": joined.index,
+            "text": joined.text,
+            "logprobs": self._logprobs(joined) if self.logprobs else None,
+            "finish_reason": _reason(joined.finish),
         }
 
     def _logprobs(self, part: Joined) -> CompletionLogprobs:
@@ -128,7 +129,7 @@ class ChatFormat(Format):
     """The chat format. With `forced` functions the output is one function's arguments, or {"name", "arguments"} if there are
     several. With `allowed` functions the output is free text, in which `CallFinder` finds at most `max_calls` calls."""
 
-    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, response_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
         self,
@@ -185,18 +186,18 @@ class ChatFormat(Format):
             choices.append({"index": part.index, "delta": {}, "logprobs": None, "finish_reason": self._reason(part)})
         return choices
 
-    def choice(self, whole: Joined) -> ChatChoice:
+    def choice(self, joined: Joined) -> ChatChoice:
         if len(self.forced) == 1:
-            text, calls = "", [(self.forced[0], whole.text)]
+            text, calls = "", [(self.forced[0], joined.text)]
         elif self.forced:
-            text, calls = self._split(whole.index, whole.text)
+            text, calls = self._split(joined.index, joined.text)
         else:
-            text, calls = self._parse(whole) if self.allowed else (whole.text, [])
+            text, calls = self._parse(joined) if self.allowed else (joined.text, [])
         answer: ChatChoice = {
-            "index": whole.index,
+            "index": joined.index,
             "message": {"role": "assistant", "content": None if calls and not text else text, "refusal": None},
-            "logprobs": self._logprobs(whole) if self.logprobs else None,
-            "finish_reason": self._reason(whole) or "stop",
+            "logprobs": self._logprobs(joined) if self.logprobs else None,
+            "finish_reason": self._reason(joined) or "stop",
         }
         if calls:
             answer["message"]["tool_calls"] = [self._call(*call) for call in calls]  # type: ignore[misc]

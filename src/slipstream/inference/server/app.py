@@ -124,8 +124,10 @@ class Routes:
         hidden: dict[str, Any] = {"include_in_schema": False}
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         health: dict[int | str, Any] = {200: {"model": HealthBody}, 503: {"model": HealthBody, "description": "Draining or failed"}}
-        app.post("/v1/completions", responses=_answers(CompletionBody), openapi_extra=_body("CompletionRequest"))(self.completions)
-        app.post("/v1/chat/completions", responses=_answers(ChatBody), openapi_extra=_body("ChatRequest"))(self.chat)
+        app.post("/v1/completions", responses=_responses(CompletionBody), openapi_extra=_body("CompletionRequest"))(
+            self.completions
+        )
+        app.post("/v1/chat/completions", responses=_responses(ChatBody), openapi_extra=_body("ChatRequest"))(self.chat)
         app.get("/v1/models", responses={200: {"model": ModelList}})(self.models)
         # The name is not a parameter of the handler: FastAPI would document its own error format for it, which is not used here.
         one_model: dict[int | str, Any] = {200: {"model": ModelBody}, 404: _ERRORS[404]}
@@ -220,11 +222,11 @@ def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def _answers(whole: type) -> dict[int | str, dict[str, Any]]:
+def _responses(body: type) -> dict[int | str, dict[str, Any]]:
     data = {"type": "string", "description": 'A chunk as JSON, {"error": ...}, or [DONE].'}
     # The response if stream is true. The schema describes one event, as OpenAPI 3.1 readers expect.
     events = {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
-    return {200: {"model": whole, "content": {"text/event-stream": events}}, **_ERRORS}
+    return {200: {"model": body, "content": {"text/event-stream": events}}, **_ERRORS}
 
 
 def _body(name: str) -> dict[str, Any]:

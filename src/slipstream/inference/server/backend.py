@@ -5,45 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from slipstream.inference.core import Finish, SamplingParams
+from slipstream.inference.core import SamplingParams
+from slipstream.inference.engine import Output
 from slipstream.inference.stats import Stats
-
-
-class Usage(Protocol):
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def cached_tokens(self) -> int: ...
-    @property
-    def completion_tokens(self) -> int: ...
-
-
-class Logprob(Protocol):
-    """Log-probabilities of one generated token."""
-
-    @property
-    def token_id(self) -> int: ...
-    @property
-    def logprob(self) -> float: ...
-    @property
-    def top(self) -> Sequence[tuple[int, float]]: ...
-
-
-class Output(Protocol):
-    """New text and tokens of one sequence; the last output of a sequence has `finish` and `usage`."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def logprobs(self) -> Sequence[Logprob]: ...
-    @property
-    def finish(self) -> Finish | None: ...
-    @property
-    def usage(self) -> Usage | None: ...
-    @property
-    def error(self) -> str | None: ...
 
 
 class Tokenizer(Protocol):
@@ -84,7 +48,7 @@ class Engine(Protocol):
         ...
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, salt: str, sink: Callable[[Any], None]
+        self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, salt: str, sink: Callable[[Output], None]
     ) -> Any:
         """Queue a request and return its handle, without waiting for a forward.
 

@@ -17,8 +17,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
+from slipstream.inference.engine import Output, Usage
 from slipstream.inference.server.answers import Format, Joined, join, usage_body
-from slipstream.inference.server.backend import Engine, Output, Usage
+from slipstream.inference.server.backend import Engine
 from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.protocol import RequestError
@@ -198,7 +199,7 @@ class Answer(Response):
         self.traffic = traffic
         self.compiling = compiling
         self.deadlines = deadlines
-        self.write = self._stream if stream else self._whole
+        self.write = self._stream if stream else self._respond
         self.include_usage = include_usage
         self.timeout_s = timeout_s
 
@@ -240,10 +241,10 @@ class Answer(Response):
         last = self._event([], self._usage(usages)) if self.include_usage else b""
         await send({"type": "http.response.body", "body": last + b"data: [DONE]\n\n"})
 
-    async def _whole(self, batches: Batches, send: Send) -> None:
+    async def _respond(self, batches: Batches, send: Send) -> None:
         outputs = [entry async for batch in batches for entry in batch]
-        choices = [self.form.choice(whole) for whole in sorted(_joined(outputs), key=lambda whole: whole.index)]
-        body = {**self.form.head, "object": self.form.whole, "choices": choices, "usage": self._usage(_usages(outputs))}
+        choices = [self.form.choice(joined) for joined in sorted(_joined(outputs), key=lambda joined: joined.index)]
+        body = {**self.form.head, "object": self.form.response_object, "choices": choices, "usage": self._usage(_usages(outputs))}
         response = JSON(body)
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body})
@@ -255,7 +256,7 @@ class Answer(Response):
                 await send({"type": "http.response.body", "body": b"data: " + JSON(error.body()).body + b"\n\n"})
 
     def _event(self, choices: list[dict[str, Any]], usage: Any = None) -> bytes:
-        body = {**self.form.head, "object": self.form.chunk, "choices": choices}
+        body = {**self.form.head, "object": self.form.chunk_object, "choices": choices}
         if self.include_usage:
             body["usage"] = usage
         return b"data: " + JSON(body).body + b"\n\n"
