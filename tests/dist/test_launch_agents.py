@@ -321,8 +321,8 @@ def test_a_restart_names_the_rank_and_how_it_ended(launcher: Launcher) -> None:
     """)
     code, _, err = launcher.run("--nproc", "2", "--max_restarts", "2", script)
     assert code == 0, err
-    assert "restart 1 of 2 after rank 1 was ended by SIGKILL\n" in err
-    assert "restart 2 of 2 after rank 1 left with exit code 7 and no message\n" in err
+    assert "restart 1 of 2 after rank 1 was killed by SIGKILL\n" in err
+    assert "restart 2 of 2 after rank 1 exited with code 7 and no message\n" in err
 
 
 def test_scripts_see_what_python_would_show_them(launcher: Launcher, tmp_path: Path) -> None:

@@ -73,10 +73,10 @@ def test_refusals_are_counted_by_their_reason(address: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("127.0.0.1:1",), "http://127.0.0.1:1: nothing answers (Connect call failed ('127.0.0.1', 1)); is the server running?"),
-        (("ftp://somewhere",), "'ftp://somewhere' is not the address of a server"),
+        (("127.0.0.1:1",), "http://127.0.0.1:1: cannot connect (Connect call failed ('127.0.0.1', 1)); is the server running?"),
+        (("ftp://somewhere",), "'ftp://somewhere' is not a server URL"),
         (("--rate=0",), "'0' is not a number above 0"),
-        (("--shared=1",), "'1' is not a share"),
+        (("--shared=1",), "'1' is not a fraction"),
         (("--token-ids=5",), "'5' is not a range; write 1000-30000"),
     ],
 )
@@ -99,15 +99,15 @@ def test_a_key_that_is_missing(address: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (b"", "the answer is not whole"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\ndata: {}\n", "the answer is not whole"),
-        (STREAM + b"data: [DONE]\n\n", "ended without an answer"),
+        (b"", "incomplete response"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\ndata: {}\n", "incomplete response"),
+        (STREAM + b"data: [DONE]\n\n", "ended without output"),
         (b"HTTP/1.1 503 Busy\r\nconnection: close\r\n\r\nlater", "503, later"),
         (STREAM + b'data: {"error": {"message": "broke"}}\n\n', "broke"),
         (STREAM + b'data: {"error": "broke"}\n\n', "broke"),
-        (STREAM + b"data: [1]\n\n", "has what no completion has"),
-        (STREAM + b'data: {"usage": {"prompt_tokens": 1}}\n\n', "has what no completion has: KeyError"),
-        (STREAM + b'data: {"choices": [1], "usage": {"prompt_tokens": 1, "completion_tokens": 9999}}\n\n', "another length"),
+        (STREAM + b"data: [1]\n\n", "invalid completion chunk"),
+        (STREAM + b'data: {"usage": {"prompt_tokens": 1}}\n\n', "invalid completion chunk: KeyError"),
+        (STREAM + b'data: {"choices": [1], "usage": {"prompt_tokens": 1, "completion_tokens": 9999}}\n\n', "requested length"),
     ],
 )
 def test_servers_that_break_off(answer: bytes, why: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +133,7 @@ def test_servers_that_break_off(answer: bytes, why: str, capsys: pytest.CaptureF
 def test_a_server_that_never_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         _, found = bench(capsys, f"127.0.0.1:{listener.getsockname()[1]}", "--model=m", "--requests=2", "--timeout=0.1")
-    assert found["failed"] == {"not done within --timeout": 2}
+    assert found["failed"] == {"timed out (--timeout)": 2}
 
 
 def test_ctrl_c_shows_what_there_is() -> None:

@@ -121,7 +121,7 @@ def test_a_chat_in_the_terminal_is_sampled_as_recommended(
         lines = iter(["hello"])
         monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or (_ for _ in ()).throw(EOFError))
         assert main([*command, *options]) == 0
-        return re.search("answers are sampled with (.*)", capsys.readouterr().err)[1]  # type: ignore[index]
+        return re.search("sampling with (.*)", capsys.readouterr().err)[1]  # type: ignore[index]
 
     assert said({"temperature": 0.3, "top_k": 7}) == "temperature 0.3, top_k 7"
     assert said({"temperature": 0.3, "top_k": 7}, "--temperature", "0") == "temperature 0, top_k 7"

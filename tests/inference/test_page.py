@@ -184,7 +184,7 @@ def test_keyboard_only(page: Any) -> None:
     assert page.execute_script("return document.getElementById('log').ariaBusy") == "false"
     assert page.execute_script("return document.getElementById('status').textContent") == "Answer complete"
     back(page)
-    assert page.execute_script(f"return {focus}") == "Again"
+    assert page.execute_script(f"return {focus}") == "Regenerate"
     press(page, Keys.ENTER)
     assert page.execute_script(f"return {focus}") == "prompt"
     press(page, Keys.ESCAPE)
@@ -220,7 +220,7 @@ def test_asks_for_a_key(browser: Any, address: str) -> None:
     browser.refresh()
     until(browser, "!document.getElementById('access').hidden")
     browser.find_element("id", "key").send_keys("mellon\n")
-    until(browser, "document.getElementById('wrong').textContent.includes('does not take this key')")
+    until(browser, "document.getElementById('wrong').textContent.includes('rejects this API key')")
     assert browser.execute_script("return document.activeElement.id") == "key"
     browser.find_element("id", "key").clear()
     browser.find_element("id", "key").send_keys("sesame")

@@ -270,7 +270,7 @@ def test_tools_that_the_template_never_reads(address: str, engine: FakeEngine, m
     for choice in ({}, {"tool_choice": "auto"}):
         reply = post(address, tools=[TOOL], **choice)
         assert (reply.status, reply.error["param"]) == (400, "tools")
-        assert 'tool_choice of "required"' in reply.error["message"]
+        assert 'set tool_choice to "required"' in reply.error["message"]
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
         [answer] = json.loads(post(address, tools=[TOOL], tool_choice=choice).body)["choices"]
         assert answer["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 7}'}
@@ -350,12 +350,12 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
         ({"messages": [USER, PICTURE]}, "messages.1.content.0.type", "only text .*image_url"),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role", "developer"),
         ({"messages": [{"role": "user"}]}, "messages.0", "needs content"),
-        ({"messages": [USER | {"function_call": {"name": "f"}}]}, "messages.0.function_call", "not served"),
+        ({"messages": [USER | {"function_call": {"name": "f"}}]}, "messages.0.function_call", "not supported"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages", "the template refuses"),
         ({"max_tokens": 0}, "max_tokens", "1"),
         ({"max_tokens": "5"}, "max_tokens", "integer"),
         ({"max_tokens": 5000}, "max_tokens", "context is 4096 tokens; the prompt has 8 and max_tokens is 5000"),
-        ({"messages": [{"role": "user", "content": "x" * 5000}]}, None, "leaves no room|prompt has 5006"),
+        ({"messages": [{"role": "user", "content": "x" * 5000}]}, None, "prompt is longer|prompt has 5006"),
         ({"temperature": -1}, "temperature", "between 0 and 100"),
         ({"temperature": True}, "temperature", "number"),
         ({"top_p": 0}, "top_p", "above 0"),
@@ -368,16 +368,16 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
         ({"logit_bias": {"x": 1}}, "logit_bias", "1,024 token ids"),
         ({"min_tokens": 60}, "min_tokens", "more than max_tokens"),
         ({"top_logprobs": 2}, None, "needs logprobs"),
-        ({"stream_options": {"include_usage": True}}, None, "only for stream"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "not served"),
+        ({"stream_options": {"include_usage": True}}, None, "needs stream: true"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "not supported"),
         ({"response_format": {"type": "grammar"}}, "response_format.type", "json_schema"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "goes with"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "needs the field json_schema"),
         ({"tool_choice": "required"}, None, "needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "mul"}}}, None, "not in tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "not served"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "only tools of type function"),
         ({"tools": [TOOL, TOOL]}, None, "same name"),
         ({"tools": [TOOL], "response_format": {"type": "json_object"}}, None, 'tools with tool_choice "auto" and response_format'),
-        ({"tools": [TOOL, STRICT], "tool_choice": "auto"}, None, 'function.strict of say is not served with tool_choice "auto"'),
+        ({"tools": [TOOL, STRICT], "tool_choice": "auto"}, None, 'function.strict of say is not supported with tool_choice "auto"'),
         ({"max_completion_tokens": 3}, None, "differ"),
         ({"model": None}, "model", "string"),
     ],
@@ -653,7 +653,7 @@ def test_time_limit(engine: FakeEngine) -> None:
         assert (reply.status, reply.error["code"]) == (504, "timeout")
         reply = post(address, COMPLETIONS, prompt="forever", stream=True)
         assert reply.status == 200
-        assert b"not done within 0.1 s" in reply.body.split(b"\n\n")[-2]
+        assert b"did not finish within 0.1 s" in reply.body.split(b"\n\n")[-2]
     assert not engine.running
 
 
@@ -722,7 +722,7 @@ def serving_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
-DRAINING = "draining: {} running, at most 60 s; again to stop at once\n"
+DRAINING = "draining: waiting at most 60 s for {}; signal again to stop now\n"
 
 
 def test_drains_on_sigterm() -> None:
@@ -736,7 +736,7 @@ def test_drains_on_sigterm() -> None:
             assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "draining", "5")
             text += "".join(chunk.choices[0].text for chunk in stream)
         assert text == "a b a b a b 0 seed None"
-        assert process.communicate(timeout=5)[1] == DRAINING.format("1 answer")
+        assert process.communicate(timeout=5)[1] == DRAINING.format("1 request")
         assert process.returncode == 0
 
 
@@ -755,13 +755,13 @@ def test_a_second_signal_answers_everybody_at_once() -> None:
             until(lambda: b"draining" in call(address, "GET", "/health").body)
             process.send_signal(signal.SIGINT)
             answer = b"".join(iter(partial(half.recv, 65536), b""))
-        assert answer.startswith(b"HTTP/1.1 503 ") and b"the server shuts down" in answer
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"the server is shutting down" in answer
         reply = whole.result()
-        assert (reply.status, reply.error["message"]) == (503, "the server shuts down")
+        assert (reply.status, reply.error["message"]) == (503, "the server is shutting down")
         *_, last, end = stream.result().body.split(b"\n\n")
-        assert b'"the server shuts down"' in last and end == b""
+        assert b'"the server is shutting down"' in last and end == b""
         log = process.communicate(timeout=5)[1]
-        assert re.fullmatch(re.escape(DRAINING.format("3 answers")) + r"3 answers cut off after 0(\.\d)? s\n", log), log
+        assert re.fullmatch(re.escape(DRAINING.format("3 requests")) + r"aborted 3 requests after 0(\.\d)? s\n", log), log
         assert process.returncode == 0
 
 
@@ -785,9 +785,9 @@ def test_the_end_of_a_drain_answers_everybody(caplog: pytest.LogCaptureFixture) 
         until(lambda: bool(engine.running))
         engine.healthy = False  # and yet it says more
         reply = asked.result()
-        assert (reply.status, reply.error["message"]) == (503, "the server shuts down")
+        assert (reply.status, reply.error["message"]) == (503, "the server is shutting down")
         assert isinstance(ended.exception(5), DeadEngineError)
-    assert re.fullmatch(r"1 answer cut off after 0\.[3-9] s", caplog.messages[-1])
+    assert re.fullmatch(r"aborted 1 request after 0\.[3-9] s", caplog.messages[-1])
     assert not engine.running
 
 
@@ -820,7 +820,7 @@ def test_a_dead_engine_ends_its_server() -> None:
         with pytest.raises(openai.APIError, match="the device is lost"):
             list(stream)
         server.join(10)
-    assert ends == ["the engine of fake/model is dead; the log says why, and a new process is needed"]
+    assert ends == ["the engine of fake/model failed permanently; see the log, and restart the process"]
 
 
 # ---- The page and the document

@@ -697,10 +697,10 @@ def test_keys_of_the_server(tmp_path: Path) -> None:
     options = build_parser().parse_args(["serve", "smollm2", "--api-key", "a", "--api-key-file", str(file)])
     assert _api_keys(options, {"SLIPSTREAM_API_KEYS": "b, e,"}) == ["a", "b", "e", "c", "d"]
     assert _api_keys(build_parser().parse_args(["serve", "smollm2"]), {}) == []
-    with pytest.raises(ValueError, match="SLIPSTREAM_API_KEYS has no key, and without one the server is open to everybody"):
+    with pytest.raises(ValueError, match="SLIPSTREAM_API_KEYS contains no key; add one, or leave it out"):
         _api_keys(options, {"SLIPSTREAM_API_KEYS": ""})
     file.write_text("\n")
-    for path, words in ((file, "has no key"), (tmp_path / "none", "No such file")):
+    for path, words in ((file, "contains no key"), (tmp_path / "none", "No such file")):
         options.api_key_file = path
         with pytest.raises(ValueError, match=f"^--api-key-file .*{words}"):
             _api_keys(options, {})
@@ -744,9 +744,9 @@ def test_a_conversation_in_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
     told = capsys.readouterr()
     assert told.out.split() == ["zzzzzzzz"] * 3
     notes = [line.partition(":")[0] for line in told.err.splitlines() if "failed" not in line or "slipstream" in line]
-    cut = "(cut after 8 tokens"
-    sampled = "answers are sampled with temperature 0.7"
-    expected = [sampled, "Ctrl-C stops an answer", "Ctrl-C stops an answer", "there is no /nope here", cut, "slipstream chat"]
+    cut = "(truncated after 8 tokens"
+    sampled = "sampling with temperature 0.7"
+    expected = [sampled, "Ctrl-C stops an answer", "Ctrl-C stops an answer", "unknown command /nope", cut, "slipstream chat"]
     assert [note.partition(",")[0] for note in notes] == [
         *expected,
         "(the context of 80 tokens is full",

@@ -32,7 +32,7 @@ def agent(start: Start) -> str:
 def test_default_is_a_rank_per_device_and_it_is_said() -> None:
     start = plan("train.py")
     assert "--nproc-per-node=1 " in agent(start)
-    assert start.notes[0] == "1 rank on this host (no CUDA device; --nproc N starts more)"
+    assert start.notes[0] == "1 rank on this host (no CUDA device; set --nproc N to start more)"
     start = plan("train.py", replace(AROUND, num_devices=4))
     assert "--nproc-per-node=4 " in agent(start)
     assert start.notes[0] == "4 ranks on this host (4 CUDA devices)"
@@ -73,7 +73,7 @@ def test_hosts_are_reached_by_ssh() -> None:
     start = plan("--hostfile h t.py", replace(AROUND, hostfile=HOSTFILE, environ={"NCCL_DEBUG": "INFO"}))
     assert [command.argv[0] for command in start.commands] == ["ssh", "ssh"]
     assert start.agent is None
-    assert start.notes == ("4 ranks on 2 hosts, by ssh; master a:29500", "environment passed on: NCCL_DEBUG=INFO")
+    assert start.notes == ("4 ranks on 2 hosts, by ssh; master a:29500", "exported environment: NCCL_DEBUG=INFO")
 
 
 def test_a_hostfile_of_this_host_is_local() -> None:
@@ -113,12 +113,12 @@ def test_options_without_effect_are_said() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--num_nodes 2 t.py", "which of them is this"),
+        ("--num_nodes 2 t.py", "needs --node_rank 0..1"),
         ("--num_nodes 2 --node_rank 0 t.py", "needs --master_addr"),
-        ("--num_nodes 2 --node_rank 2 --master_addr a t.py", r"--node_rank 2: .* 0\.\.1"),
+        ("--num_nodes 2 --node_rank 2 --master_addr a t.py", r"--node_rank 2 must be in 0\.\.1"),
         ("--launcher ssh t.py", "needs --hostfile"),
         ("--launcher openmpi --num_nodes 2 t.py", "needs --hostfile"),
-        ("--module --no_python t.py", "exclude each other"),
+        ("--module --no_python t.py", "mutually exclusive"),
         ("--no_python --pass_local_rank t.py", "needs a Python script"),
     ],
 )
@@ -153,12 +153,15 @@ def test_refused_with_hosts() -> None:
         ("servee", "slipstream: invalid choice: 'servee'"),
         ("serve smollm2 --max_num_seqs 4", "slipstream serve: unknown option --max_num_seqs; did you mean --max-running?"),
         ("generate smollm2 x --max_token 4", "slipstream generate: unknown option --max_token; did you mean --max-tokens?"),
-        ("generate no-such-model x", "slipstream generate: argument MODEL: there is no no-such-model; give a Hugging Face folder"),
-        ("generate smollm2 x --system y", "slipstream generate: --system is a conversation's; add --chat"),
+        (
+            "generate no-such-model x",
+            "slipstream generate: argument MODEL: no-such-model does not exist; give a Hugging Face folder",
+        ),
+        ("generate smollm2 x --system y", "slipstream generate: --system needs --chat; add it"),
         ("generate smollm2 x ''", "slipstream generate: prompt 2 of 2 is empty"),
         ("chat smollm2 --temperature -1", "slipstream chat: temperature is -1.0; it has to be between 0 and 100"),
-        ("chat src", "slipstream chat: src has no tokenizer.json, and a prompt here is text: add --tokenizer FOLDER"),
-        ("serve smollm2 --api-key ''", "slipstream serve: argument --api-key: a key cannot be empty"),
+        ("chat src", "slipstream chat: src has no tokenizer.json; add --tokenizer FOLDER"),
+        ("serve smollm2 --api-key ''", "slipstream serve: argument --api-key: a key must not be empty"),
         ("serve smollm2 --host 192.0.2.1", "slipstream serve: cannot listen on 192.0.2.1, port 8000: Cannot assign"),
         ("plan /no/such.json", "slipstream plan: no config file at '/no/such.json'"),
         ("", "slipstream: the following arguments are required: command"),

@@ -66,9 +66,9 @@ def test_a_users_own_broken_connections_are_causes() -> None:
 @pytest.mark.parametrize(
     ("after", "says"),
     [
-        (replace(CALM, cgroup_kills=4), r"out-of-memory killer ended it: .*\(limit 8.0 GiB\)"),
+        (replace(CALM, cgroup_kills=4), r"killed by the kernel's out-of-memory killer: .*\(limit 8.0 GiB\)"),
         (replace(CALM, host_kills=6), "out-of-memory killer ran on this host"),
-        (CALM, "out-of-memory killer did not run here"),
+        (CALM, "not by the out-of-memory killer"),
     ],
 )
 def test_sigkill(after: Pressure, says: str) -> None:
@@ -77,7 +77,7 @@ def test_sigkill(after: Pressure, says: str) -> None:
 
 
 def test_sigkill_without_counters() -> None:
-    assert "cannot be read here" in explain(-9, BLIND, BLIND)
+    assert "are not readable here" in explain(-9, BLIND, BLIND)
 
 
 def test_other_signals() -> None:
@@ -85,7 +85,7 @@ def test_other_signals() -> None:
     assert "segmentation fault" in explain(-11, CALM, CALM)
     assert "newer processor" in explain(-signal.SIGILL, CALM, CALM)
     assert "not by slipstream" in explain(-15, CALM, CALM)
-    assert explain(-40, CALM, CALM) == "ended by signal 40"
+    assert explain(-40, CALM, CALM) == "killed by signal 40"
     assert explain(1, CALM, CALM) == ""
 
 
@@ -99,7 +99,7 @@ def test_summary() -> None:
     assert text == (
         "slipstream run: rank 1 on h failed first (exit code 1)\n\n"
         "Traceback ...\nValueError: bad\n\n"
-        "slipstream run: after it failed ranks 0, 2\n"
+        "slipstream run: failed afterwards: ranks 0, 2\n"
     )
 
 
@@ -110,7 +110,7 @@ def test_summary_of_a_signal() -> None:
 
 
 def test_summary_of_a_consequence_points_elsewhere() -> None:
-    assert "or its node's output says why" in render([failed(0, 1, message="x", consequence=True)])
+    assert "or its node's output has the reason" in render([failed(0, 1, message="x", consequence=True)])
 
 
 def test_long_tracebacks_lose_their_middle() -> None:

@@ -37,7 +37,7 @@ def test_hostfile() -> None:
         ("node1\n", "hosts:1: 'node1' is not `HOST slots=N`"),
         ("node1 slots=four\n", "hosts:1: 'node1 slots=four' is not"),
         ("node1 slots=0\n", "hosts:1: host node1 has slots=0"),
-        ("# nothing\n\n", "hosts: no hosts in it"),
+        ("# nothing\n\n", "hosts: the file lists no hosts"),
     ],
 )
 def test_hostfile_refused(text: str, message: str) -> None:
@@ -57,11 +57,11 @@ def test_exclude() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("node9", "host node9 is not among node1, node2, node3"),
+        ("node9", "unknown host node9; the hosts are node1, node2, node3"),
         ("node2:2,3", "host node2 has no slot 2, 3; it has slots 0 to 1"),
         ("node1:a", "'a' are not device numbers"),
         ("node1:", "'' are not device numbers"),
-        ("node1:1,1", "a device of node1 is named twice"),
+        ("node1:1,1", "a device of node1 appears twice"),
         ("node1:0@node1:1", "host node1 appears twice"),
         ("node1@@node2", "an entry has no host"),
     ],
@@ -74,13 +74,13 @@ def test_filters_refused(filter_: object, text: str, message: str) -> None:
 
 
 def test_nothing_left() -> None:
-    with pytest.raises(ValueError, match="leaves no host"):
+    with pytest.raises(ValueError, match="leaves no hosts"):
         hosts.exclude(three(), "node1@node2@node3")
 
 
 def test_limit() -> None:
     assert shape(hosts.limit(three(), 2, 1)) == {"node1": (0,), "node2": (0,)}
-    with pytest.raises(ValueError, match=r"--num_nodes 4: .* leave 3 hosts"):
+    with pytest.raises(ValueError, match=r"--num_nodes 4: .* leave only 3 hosts"):
         hosts.limit(three(), 4, None)
     with pytest.raises(ValueError, match="--nproc 2: host node3 has 1 slots"):
         hosts.limit(three(), None, 2)

@@ -88,7 +88,7 @@ def test_plan_prints_values_sources_and_bytes(tmp_path: Path, capsys: pytest.Cap
     text = capsys.readouterr().out
     assert any(line.split()[:3] == ["train_micro_batch_size_per_gpu", "2", "config"] for line in text.splitlines())
     assert "->2" in text
-    assert "1,000,000,000 parameters, states cut in 4" in text
+    assert "1,000,000,000 parameters, sharded over 4 ranks" in text
 
 
 def test_plan_builds_a_model_without_memory(
@@ -103,7 +103,7 @@ def test_plan_builds_a_model_without_memory(
     assert main(["plan", "ds.json", "--model", "big_model:build"]) == 0
     assert f"{2**40:,} parameters" in capsys.readouterr().out
     for wrong, says in (
-        ("big_model", "is not MODULE:FUNCTION"),
+        ("big_model", "is neither MODULE:FUNCTION"),
         ("big_model:absent", "has no absent"),
         ("no_such_module:f", "No module named"),
         ("big_model:nothing", "returned int"),

@@ -170,14 +170,14 @@ def test_the_command_proposes_a_config_that_resolves(
     for shape in ("4x32", "2x32"):  # the config says how many rows, and its plan is what is printed
         assert main([*command, "--batch-shape", shape]) == 0
         text = capsys.readouterr().out
-        assert ("note: --batch-shape has 2 rows, and is taken with 4" in text) == (shape == "2x32")
+        assert ("note: --batch-shape has 2 rows; using the config's micro-batch size, 4" in text) == (shape == "2x32")
         peaks += [line for line in text.splitlines() if line.strip().startswith("peak")]
     assert len(peaks) == 2 and peaks[0] == peaks[1]
     assert main([*command, "--activations", "10M"]) == 0
-    assert "activations are those stated" in capsys.readouterr().out
+    assert "activations are those given" in capsys.readouterr().out
     for wrong, says in (
         (["--batch-shape", "many"], "is not a shape of token ids"),
-        (["--memory", "1G"], "--memory needs to know the activations"),
+        (["--memory", "1G"], "--memory needs the size of the activations"),
         (["--batch-shape", "4x32", "--rate", "speed=1"], "names are flops"),
     ):
         assert main([*command, *wrong]) == 2

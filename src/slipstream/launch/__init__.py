@@ -1,6 +1,5 @@
-"""The command line: `slipstream run | report | plan`.
+"""The command line, `slipstream`.
 
-Decisions are pure (`hosts`, `environment`, `commands`, `failure`); processes are touched in `run`
-(one command), `agent` (one node, on `torch.distributed.run`), `worker` (one rank) and `remote` (several
-commands).
+`hosts`, `environment`, `commands` and `failure` decide, as pure functions. Processes are started and watched in `run` (one
+command), `agent` (one node, on `torch.distributed.run`), `worker` (one rank) and `remote` (several commands).
 """

@@ -1,12 +1,11 @@
-"""One node: torch.distributed.run in this process, with the ending told by us.
+"""The agent of one node: runs torch.distributed.run in this process and reports failures itself.
 
-Started as `python -m slipstream.launch.agent [--report] [--lease] [--quiet] TORCHRUN-OPTIONS...`, or called
-by `run` for a job on this host. `--report` sends failures to the starter as marked lines; without it the
-summary is printed here. `--lease` stops when stdin ends, which is how an ssh that goes away takes its ranks
-with it.
+Started as `python -m slipstream.launch.agent [--report] [--lease] [--quiet] TORCHRUN-OPTIONS...`, or called by `run` for a job on
+this host. With `--report` it sends failures to the launching process as marked lines; otherwise it prints the summary. With
+`--lease` it stops at the end of stdin, so that a closed ssh connection stops its ranks.
 
-torch's names touched here: `torch.distributed.run.{parse_args, run}`, `ChildFailedError.failures`,
-`SignalException`, `RendezvousError`.
+Names of torch used here: `torch.distributed.run.{parse_args, run}`, `ChildFailedError.failures`, `SignalException`,
+`RendezvousError`.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ __all__ = ["main", "run_node"]
 
 
 def _quiet_torchrun() -> None:
-    """torchrun tells every signal and exit at WARNING and above; we tell the ending once. LOGLEVEL, its own
-    switch, is obeyed."""
+    """Silence torchrun's logs of every signal and exit, since we report the failure once. LOGLEVEL, its own switch, wins."""
     if "LOGLEVEL" in os.environ:
         return
     for name in list(logging.root.manager.loggerDict):
@@ -43,46 +41,43 @@ def _quiet_torchrun() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
-def _share_cores(num_ranks: int, *, say: bool) -> None:
-    """Divide this host's cores among its ranks, unless the user has."""
+def _share_cores(num_ranks: int, *, verbose: bool) -> None:
+    """Set OMP_NUM_THREADS to each rank's share of the cores, unless the user has set it."""
     if "OMP_NUM_THREADS" in os.environ:
         return
     cores = num_cores()
     threads = environment.num_threads(cores, num_ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    if not say:
-        return
-    print(
-        f"slipstream run: OMP_NUM_THREADS={threads} for each rank ({cores} cores, {num_ranks} ranks); set it to choose otherwise",
-        file=sys.stderr,
-    )
+    if verbose:
+        note = f"OMP_NUM_THREADS={threads} for each rank ({cores} cores, {num_ranks} ranks); set it to override"
+        print(f"slipstream run: {note}", file=sys.stderr)
 
 
 def _collect(failures: dict[int, Any], folder: Path, watch: Watch) -> list[Failure]:
-    """torchrun's process failures joined with the records of the ranks and the times of their deaths."""
+    """Join torchrun's process failures with the records of the ranks and the times of their deaths."""
     attempts = [int(path.name.removeprefix("attempt").partition("-")[0]) for path in folder.glob("attempt*-rank*")]
     attempt = max(attempts, default=0)
     records = {record.rank: record for record in read_records(folder, attempt)}
     collected = []
-    for rank, ended in failures.items():
+    for rank, failure in failures.items():
         if rank in records:
-            collected.append(replace(records[rank], exit_code=records[rank].exit_code or ended.exitcode))
+            collected.append(replace(records[rank], exit_code=records[rank].exit_code or failure.exitcode))
             continue
         collected.append(
             Failure(
                 rank=rank,
                 host=socket.gethostname(),
-                time_ns=watch.deaths.get(ended.pid, ended.timestamp * 10**9),
-                exit_code=ended.exitcode,
+                time_ns=watch.deaths.get(failure.pid, failure.timestamp * 10**9),
+                exit_code=failure.exitcode,
                 stack=read_stack(folder, attempt, rank),
-                stopped=ended.pid in watch.killed or (ended.exitcode == -signal.SIGTERM and len(failures) > 1),
+                stopped=failure.pid in watch.killed or (failure.exitcode == -signal.SIGTERM and len(failures) > 1),
             )
         )
     return collected
 
 
 def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: bool = False) -> int:
-    """Run one node's ranks to their end. Returns the exit code for the shell."""
+    """Run the ranks of one node until they end. Returns the exit code for the shell."""
     from torch.distributed import DistError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -90,12 +85,11 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     options = torchrun.parse_args(list(argv))
-    _share_cores(int(options.nproc_per_node), say=not quiet and options.node_rank == 0)
+    _share_cores(int(options.nproc_per_node), verbose=not quiet and options.node_rank == 0)
     _quiet_torchrun()
     if options.max_restarts:
-        # By default the ranks of every attempt share the agent's store, whose keys still name the dead ranks
-        # of the attempt before: process groups then connect to nobody, or hang. Without sharing, rank 0 makes
-        # a store of its own for each attempt.
+        # By default the ranks of all attempts share the agent's store, whose keys still name the dead ranks of the previous
+        # attempt: process groups then fail to connect, or hang. Without sharing, rank 0 creates a new store for each attempt.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
     options.log_dir = str(folder / "torchrun")
@@ -115,14 +109,10 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
         sys.stderr.flush()
         return shell_code(first(failures).exit_code)
     except (DistError, RendezvousError) as error:
-        where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
-        said = (str(error).splitlines() or [""])[0]
-        print(
-            f"slipstream run: the nodes did not meet at {where}: {said}; --master_addr must be the first "
-            "node, reachable from "
-            "all, and --master_port free on it",
-            file=sys.stderr,
-        )
+        endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+        reason = (str(error).splitlines() or [""])[0]
+        fix = "--master_addr must be the first node, reachable from all nodes, and --master_port must be free on it"
+        print(f"slipstream run: rendezvous at {endpoint} failed: {reason}; {fix}", file=sys.stderr)
         return 1
     except SignalException as stop:
         return 128 + int(stop.sigval)
@@ -133,11 +123,11 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
 
 
 def _stop_with_stdin(watch: Watch) -> None:
-    """Take stdin away from the ranks, and stop when it ends."""
+    """Detach the ranks from stdin, and stop them when stdin ends."""
     lease = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
 
     def wait() -> None:
         while os.read(lease, 4096):
@@ -152,8 +142,8 @@ def main() -> None:
     argv = sys.argv[1:]
     flags = set()
     while argv and argv[0] in ("--report", "--lease", "--quiet"):
-        flags.add(argv.pop(0).removeprefix("--"))
-    sys.exit(run_node(argv, report="report" in flags, lease="lease" in flags, quiet="quiet" in flags))
+        flags.add(argv.pop(0))
+    sys.exit(run_node(argv, report="--report" in flags, lease="--lease" in flags, quiet="--quiet" in flags))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""`slipstream bench-serve`: load on any server of OpenAI's completions, and what its clients would see.
+"""`slipstream bench-serve`: a load generator for servers of OpenAI's completions API, with latencies as clients see them.
 
-Requests arrive at random moments of one average rate (Poisson), whether the server keeps up or not, and every time counts from
-that arrival: a server that stalls is not spared the requests that would have come meanwhile. Prompts are random token ids, so that
-no server knows them already, and outputs have exactly the length that is asked for.
+Requests arrive as a Poisson process, whether the server keeps up or not, and all latencies count from the arrival (open loop): a
+server that stalls does not slow down the load. Prompts are random token ids, so that no prefix cache has them, and outputs have
+exactly the requested length.
 """
 
 from __future__ import annotations
@@ -27,10 +27,16 @@ import h11
 __all__ = ["execute"]
 
 _PERCENTILES = (50, 95, 99)
+_LATENCIES = {  # of the JSON object -> of the table
+    "first_token": "time to first token",
+    "between_tokens": "time between tokens",
+    "longest_wait": "longest wait",
+    "whole": "whole request",
+}
 
 
 class ServerError(RuntimeError):
-    """The server refused a request, or what it sent is no answer."""
+    """The server rejected a request or sent an invalid response."""
 
 
 class Ask(NamedTuple):
@@ -41,10 +47,10 @@ class Ask(NamedTuple):
 
 @dataclass(slots=True)
 class Answer:
-    """What became of one request. Times are seconds after the start of the run."""
+    """The measurements of one request. Times are seconds after the start of the run."""
 
-    at: float  # when it arrived
-    times: list[float] = field(default_factory=list)  # when something of the answer came
+    at: float  # arrival
+    times: list[float] = field(default_factory=list)  # of each part of the response
     end: float = math.nan
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -55,22 +61,22 @@ class Answer:
 
     @property
     def between(self) -> float:
-        """Mean time of a token after the first."""
+        """Mean time between tokens."""
         return (self.times[-1] - self.times[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else math.nan
 
     @property
     def longest(self) -> float:
-        """The longest wait for something more."""
+        """The longest time between two parts of the response."""
         return max((after - before for before, after in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
 class Server:
-    """One HTTP connection per request, as clients have."""
+    """A client of the server under test; opens one HTTP connection per request."""
 
     def __init__(self, url: str, key: str | None, timeout: float) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is not the address of a server; write http://127.0.0.1:8000")
+            raise ValueError(f"{url!r} is not a server URL; write http://127.0.0.1:8000")
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._host, self._port = parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme]
@@ -81,16 +87,16 @@ class Server:
             self._headers.append(("authorization", f"Bearer {key}"))
 
     async def model(self) -> str:
-        """The first that the server names."""
+        """The first model in /v1/models."""
         async with self._send("GET", "/v1/models", None) as chunks:
             answer = json.loads(b"".join([chunk async for chunk in chunks]))
         try:
             return str(answer["data"][0]["id"])
         except (LookupError, TypeError):
-            raise ServerError("/v1/models names no model; give one with --model") from None
+            raise ServerError("/v1/models lists no model; name it with --model") from None
 
     async def complete(self, model: str, ask: Ask, answer: Answer, start: float) -> None:
-        """Stream one completion, noting when its parts come."""
+        """Stream one completion and record the times of its parts in `answer`. Raises ServerError for an invalid response."""
         body = {
             "model": model,
             "prompt": ask.prompt,
@@ -110,24 +116,24 @@ class Server:
                     if usage := event.get("usage"):
                         answer.prompt_tokens, answer.output_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
         except (LookupError, TypeError, AttributeError) as error:
-            raise ServerError(f"the stream has what no completion has: {type(error).__name__}: {error}") from error
+            raise ServerError(f"invalid completion chunk: {type(error).__name__}: {error}") from error
         finally:
             answer.end = time.perf_counter() - start
         if not answer.times or not answer.output_tokens:
-            raise ServerError("the stream ended without an answer or without usage")
+            raise ServerError("the stream ended without output or without usage")
         if answer.output_tokens != ask.outputs:
-            raise ServerError("an answer has another length than was asked for: the server ignores ignore_eos or max_tokens")
+            raise ServerError("an output does not have the requested length: the server ignores ignore_eos or max_tokens")
 
     @asynccontextmanager
     async def _send(self, method: str, path: str, body: bytes | None) -> AsyncIterator[AsyncIterator[bytes]]:
-        """A request; the parts of its answer as they come. Raises ServerError unless the status is 200."""
+        """Send a request; yields the parts of the body as they arrive. Raises ServerError if the status is not 200."""
         async with asyncio.timeout(self._timeout):
             try:
                 reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
             except (ssl.SSLError, TimeoutError):
                 raise
             except OSError as error:
-                raise ServerError(f"nothing answers ({error.strerror or error}); is the server running?") from error
+                raise ServerError(f"cannot connect ({error.strerror or error}); is the server running?") from error
             try:
                 connection = h11.Connection(h11.CLIENT)
                 headers = [*self._headers, ("content-length", str(len(body or b"")))]
@@ -159,14 +165,14 @@ async def _received(connection: h11.Connection, reader: asyncio.StreamReader) ->
             else:
                 yield event
     except (h11.RemoteProtocolError, ConnectionError) as error:
-        raise ServerError(f"the answer is not whole: {error}") from error
+        raise ServerError(f"incomplete response: {error}") from error
 
 
 async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """Server-sent events, but for the last, [DONE]."""
-    left = b""
+    """Parse server-sent events, without the final [DONE]."""
+    partial = b""
     async for chunk in chunks:
-        *lines, left = (left + chunk).split(b"\n")
+        *lines, partial = (partial + chunk).split(b"\n")
         for line in lines:
             data = line.removeprefix(b"data:").strip()
             if line.startswith(b"data:") and data != b"[DONE]":
@@ -180,7 +186,7 @@ def _reason(status: int, body: bytes) -> str:
 
 
 def trace(options: argparse.Namespace) -> list[Ask]:
-    """Who arrives when, with what. A seed gives the same sizes and moments, at every rate only faster; tokens are always new."""
+    """The requests of a run. A seed fixes the sizes, and the arrival times up to the rate; token ids always differ."""
     sizes, tokens, ids = random.Random(options.seed), random.Random(), options.token_ids
     common = tokens.choices(ids, k=round(options.shared * options.prompt_tokens))
     asks, at = [], 0.0
@@ -198,16 +204,16 @@ async def _run(
     server: Server, model: str, asks: Sequence[Ask], concurrency: int, done: list[Answer], failed: list[tuple[Answer, str]]
 ) -> None:
     start = time.perf_counter()
-    places = asyncio.Semaphore(concurrency)
+    slots = asyncio.Semaphore(concurrency)
 
-    async def one(ask: Ask) -> None:
+    async def send(ask: Ask) -> None:
         await asyncio.sleep(ask.at - (time.perf_counter() - start))
-        async with places:
+        async with slots:
             answer = Answer(ask.at)
             try:
                 await server.complete(model, ask, answer, start)
             except TimeoutError:
-                failed.append((answer, "not done within --timeout"))
+                failed.append((answer, "timed out (--timeout)"))
             except (OSError, ServerError, ValueError) as error:
                 failed.append((answer, str(error) or type(error).__name__))
             else:
@@ -215,7 +221,7 @@ async def _run(
 
     async with asyncio.TaskGroup() as group:
         for ask in asks:
-            group.create_task(one(ask))
+            group.create_task(send(ask))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -224,15 +230,16 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summary(answers: Sequence[Answer], failed: Sequence[tuple[Answer, str]], options: argparse.Namespace) -> dict[str, Any]:
-    """What `--json` prints. Times in seconds; rates per second, from the first arrival to the last end, failures included."""
-    found: dict[str, Any] = {"requests": len(answers), "failed": dict(Counter(why for _, why in failed))}
+    """The object that `--json` prints. Times are in seconds; rates are per second, over the time from the first arrival to the
+    last end, including failed requests."""
+    results: dict[str, Any] = {"requests": len(answers), "failed": dict(Counter(reason for _, reason in failed))}
     if not answers:
-        return found
-    everybody = [*answers, *(answer for answer, _ in failed)]
-    seconds = max(answer.end for answer in everybody) - min(answer.at for answer in everybody)
+        return results
+    requests = [*answers, *(answer for answer, _ in failed)]
+    seconds = max(answer.end for answer in requests) - min(answer.at for answer in requests)
     prompt, output = (sum(getattr(answer, name) for answer in answers) for name in ("prompt_tokens", "output_tokens"))
-    found |= {"seconds": seconds, "requests_per_second": len(answers) / seconds}
-    found |= {"prompt_tokens_per_second": prompt / seconds, "output_tokens_per_second": output / seconds}
+    results |= {"seconds": seconds, "requests_per_second": len(answers) / seconds}
+    results |= {"prompt_tokens_per_second": prompt / seconds, "output_tokens_per_second": output / seconds}
     columns = {
         "first_token": [answer.first for answer in answers],
         "between_tokens": [answer.between for answer in answers if answer.output_tokens > 1],
@@ -241,51 +248,46 @@ def summary(answers: Sequence[Answer], failed: Sequence[tuple[Answer, str]], opt
     }
     for name, values in columns.items():
         if values:
-            found[name] = {"mean": sum(values) / len(values)} | {f"p{p}": percentile(values, p) for p in _PERCENTILES}
+            results[name] = {"mean": sum(values) / len(values)} | {f"p{p}": percentile(values, p) for p in _PERCENTILES}
     if options.first_within is not None or options.wait_within is not None:
         first, wait = options.first_within or math.inf, options.wait_within or math.inf
         good = sum(answer.first <= first and answer.longest <= wait for answer in answers)
-        found |= {"within_target": good, "within_target_per_second": good / seconds}
-    return found
+        results |= {"within_target": good, "within_target_per_second": good / seconds}
+    return results
 
 
-def show(found: dict[str, Any], file: Any) -> None:
-    failed = sum(found["failed"].values())
-    print(f"requests      {found['requests']} answered, {failed} failed", file=file)
-    for why, number in found["failed"].items():
-        print(f"              {number} x {why}", file=file)
-    if not found["requests"]:
+def show(results: dict[str, Any]) -> None:
+    failed = sum(results["failed"].values())
+    print(f"requests      {results['requests']} answered, {failed} failed")
+    for reason, number in results["failed"].items():
+        print(f"              {number} x {reason}")
+    if not results["requests"]:
         return
     print(
-        f"per second    {found['requests_per_second']:.2f} requests, {found['prompt_tokens_per_second']:,.0f} tokens of prompts, "
-        f"{found['output_tokens_per_second']:,.0f} tokens out; {found['seconds']:.1f} s in all",
-        file=file,
+        f"per second    {results['requests_per_second']:.2f} requests, {results['prompt_tokens_per_second']:,.0f} prompt tokens, "
+        f"{results['output_tokens_per_second']:,.0f} output tokens; {results['seconds']:.1f} s in total"
     )
-    heads = ("mean", *(f"p{p}" for p in _PERCENTILES))
-    print(f"{'milliseconds':<22}" + "".join(f"{head:>9}" for head in heads), file=file)
-    for name in ("first_token", "between_tokens", "longest_wait", "whole"):
-        if name in found:
-            numbers = "".join(f"{found[name][head] * 1000:>9,.1f}" for head in heads)
-            print(f"{name.replace('_', ' '):<22}{numbers}", file=file)
-    if "within_target" in found:
-        print(
-            f"within target {found['within_target']} of {found['requests'] + failed}, "
-            f"{found['within_target_per_second']:.2f} per second",
-            file=file,
-        )
+    columns = ("mean", *(f"p{p}" for p in _PERCENTILES))
+    print(f"{'milliseconds':<22}" + "".join(f"{column:>9}" for column in columns))
+    for name, label in _LATENCIES.items():
+        if name in results:
+            print(f"{label:<22}" + "".join(f"{results[name][column] * 1000:>9,.1f}" for column in columns))
+    if "within_target" in results:
+        rate = results["within_target_per_second"]
+        print(f"within target {results['within_target']} of {results['requests'] + failed}, {rate:.2f} per second")
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Exit code 0, 1 where requests failed, 130 after Ctrl-C (what was answered until then is shown)."""
+    """Run the benchmark. Returns 0, 1 if requests failed, or 130 after Ctrl-C, which still prints the results so far."""
     server, asks = Server(options.url, options.api_key, options.timeout), trace(options)
     done: list[Answer] = []
     failed: list[tuple[Answer, str]] = []
     interrupted = False
 
-    async def everything() -> None:
+    async def run() -> None:
         model = options.model or await server.model()
         pace = "all at once" if math.isinf(options.rate) else f"{options.rate:g} per second"
-        shared = f", {options.shared:.0%} of a mean prompt shared" if options.shared else ""
+        shared = f", {options.shared:.0%} of the mean prompt shared" if options.shared else ""
         print(
             f"{len(asks)} requests, {pace}, to {model} at {server.url}: prompts of {options.prompt_tokens} tokens, outputs of "
             f"{options.output_tokens}, both +- {options.spread:.0%}{shared}",
@@ -294,14 +296,14 @@ def execute(options: argparse.Namespace) -> int:
         await _run(server, model, asks, options.concurrency or len(asks), done, failed)
 
     try:
-        asyncio.run(everything())
+        asyncio.run(run())
     except KeyboardInterrupt:
         interrupted = True
     except (OSError, ServerError) as error:
         raise ValueError(f"{server.url}: {error or type(error).__name__}") from error
-    found = summary(done, failed, options)
+    results = summary(done, failed, options)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
     else:
-        show(found, sys.stdout)
+        show(results)
     return 130 if interrupted else 1 if failed or not done else 0

@@ -1,12 +1,10 @@
-"""From a job to the commands that start it. Pure: nothing here runs, reads a file or looks at this machine.
+"""Build the commands that start a job. Pure functions: they run nothing, read no file and do not inspect this machine.
 
-`ssh` and `pdsh` start one agent per node (`slipstream.launch.agent`, which speaks torchrun's own options),
-and each agent starts its node's ranks. `srun` and `mpirun` start the ranks themselves
-(`slipstream.launch.worker`), which find their place with `discover`.
+`ssh` and `pdsh` start one agent per node (`slipstream.launch.agent`, which accepts torchrun's options), and each agent starts its
+node's ranks. `srun` and `mpirun` start the ranks themselves (`slipstream.launch.worker`), which find their ranks with `discover`.
 
-Glossary: *agent* one process per node; *worker* one rank, the user's script under our supervision; *exports*
-the variables that must be set on other hosts; *lease* a pipe to a remote agent's stdin, whose end tells it to
-stop.
+Glossary: *agent* the process that supervises one node; *worker* the process of one rank, which runs the user's script; *exports*
+environment variables to set on other hosts; *lease* a pipe to a remote agent's stdin: when it is closed, the agent stops.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to run, and where."""
+    """A program, its hosts and its environment."""
 
     hosts: tuple[Host, ...]
     master_addr: str
@@ -60,7 +58,7 @@ class Command:
 
 
 def worker_arguments(job: Job, *, report: bool) -> list[str]:
-    """What follows `python -m slipstream.launch.worker`."""
+    """The arguments after `python -m slipstream.launch.worker`."""
     options = [flag for flag, on in (("--report", report), ("--pass-local-rank", job.pass_local_rank), ("-m", job.module)) if on]
     return [*options, job.program, *job.arguments]
 
@@ -70,17 +68,11 @@ def _remote_agent(job: Job, *flags: str) -> list[str]:
     return [job.python, "-u", "-m", AGENT, "--report", *flags, *quiet]
 
 
-def _entry(job: Job) -> list[str]:
-    if job.no_python:
-        return ["--no-python", job.program, *job.arguments]
-    return ["--module", WORKER, *worker_arguments(job, report=False)]
-
-
 def agent_argv(job: Job, *, num_nodes: int, node_rank: int, num_ranks: int, local_addr: str | None) -> list[str]:
-    """torch.distributed.run's arguments for one node.
+    """The arguments of torch.distributed.run for one node.
 
-    Restarts need the c10d rendezvous, by which agents learn of each other's failures and agree on a new port
-    for each attempt; it numbers the nodes itself. Without restarts the static one, where node ranks are ours.
+    With restarts: the c10d rendezvous, through which agents learn of each other's failures and agree on a new port for each
+    attempt; it assigns the node ranks itself. Without restarts: the static rendezvous, with our node ranks.
     """
     argv = [f"--nnodes={num_nodes}", f"--nproc-per-node={num_ranks}", f"--max-restarts={job.max_restarts}"]
     if job.max_restarts:
@@ -89,12 +81,13 @@ def agent_argv(job: Job, *, num_nodes: int, node_rank: int, num_ranks: int, loca
         argv += [f"--local-addr={local_addr}"] if local_addr else []
     else:
         argv += [f"--node-rank={node_rank}", f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
-    return [*argv, *_entry(job)]
+    if job.no_python:
+        return [*argv, "--no-python", job.program, *job.arguments]
+    return [*argv, "--module", WORKER, *worker_arguments(job, report=False)]
 
 
 def one_node(job: Job, *, num_nodes: int = 1, node_rank: int = 0) -> list[str]:
-    """The agent's arguments for this host, alone or as one of several that are started by hand or by a
-    scheduler."""
+    """The agent's arguments for this host: a single node, or one of several that a user or scheduler starts one by one."""
     reachable = job.master_addr in _LOOPBACK or node_rank == 0
     return agent_argv(
         job,
@@ -106,23 +99,21 @@ def one_node(job: Job, *, num_nodes: int = 1, node_rank: int = 0) -> list[str]:
 
 
 def local(job: Job) -> list[Command]:
-    """The one node of the job, here."""
+    """Start the job's only node on this host."""
     (host,) = job.hosts
     env = {**job.exports, **({"CUDA_VISIBLE_DEVICES": host.mask} if host.mask else {})}
     return [Command(name=host.name, argv=(job.python, "-u", "-m", AGENT, *one_node(job)), env=env)]
 
 
 def _remote_line(job: Job, exports: Mapping[str, str], agent: Sequence[str]) -> str:
-    """What a remote shell is given: everything quoted for it, and `exec`, so that the agent gets the
-    signals."""
+    """The command line for a remote shell, with everything quoted. `exec` lets the agent receive the signals."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in exports.items()]
     env = ["env", *settings] if settings else []
     return f"cd {shlex.quote(job.directory)} && exec {' '.join([*env, *agent])}"
 
 
 def ssh(job: Job) -> list[Command]:
-    """One ssh per node. `BatchMode`: a host that would ask for a password fails at once instead of waiting
-    unseen."""
+    """One ssh per node. `BatchMode` fails immediately if a host asks for a password, instead of hanging at an invisible prompt."""
     commands = []
     for node_rank, host in enumerate(job.hosts):
         exports = {**job.exports, **({"CUDA_VISIBLE_DEVICES": host.mask} if host.mask else {})}
@@ -136,16 +127,14 @@ def ssh(job: Job) -> list[Command]:
 
 
 def pdsh(job: Job) -> list[Command]:
-    """One pdsh for all nodes, which puts a node's number for `%n`. A terminal at the far end (`-tt`) lets
-    agents die with it.
+    """One pdsh for all nodes, which replaces `%n` with the node's rank. The remote terminal (`-tt`) ends the agents with pdsh.
 
-    The fan-out is the number of nodes: with fewer, the first would wait for the last, which have not been
-    started.
+    The fan-out is the number of nodes: with a smaller one, the first nodes would wait for nodes that are not started yet.
     """
     hosts = job.hosts
     agent = agent_argv(job, num_nodes=len(hosts), node_rank=0, num_ranks=0, local_addr=None)
     words = [shlex.quote(word) for word in (*_remote_agent(job), *agent)]
-    words[words.index("--nproc-per-node=0")] = '--nproc-per-node="$RANKS"'  # ours come before the script's
+    words[words.index("--nproc-per-node=0")] = '--nproc-per-node="$RANKS"'  # index() finds ours, which precede the script's
     if not job.max_restarts:
         words[words.index("--node-rank=0")] = '--node-rank="$NODE"'
     cases = []
@@ -153,7 +142,7 @@ def pdsh(job: Job) -> list[Command]:
         mask = f" export CUDA_VISIBLE_DEVICES={host.mask};" if host.mask else ""
         cases.append(f"{node_rank}) RANKS={len(host.devices)};{mask};")
     line = f"case $NODE in {' '.join(cases)} esac; {_remote_line(job, job.exports, words)}"
-    line = "NODE=%n; " + line.replace("%", "%%")  # pdsh reads % itself
+    line = "NODE=%n; " + line.replace("%", "%%")  # pdsh expands %
     port = f" -p {job.ssh_port}" if job.ssh_port else ""
     names = ",".join(host.name for host in hosts)
     argv = ("pdsh", "-S", "-N", "-R", "ssh", "-f", str(len(hosts)), *job.launcher_args, "-w", names, line)
@@ -161,11 +150,11 @@ def pdsh(job: Job) -> list[Command]:
 
 
 def _ranks_per_host(job: Job, launcher: str) -> int:
-    """The ranks of each host, for starters that take one number."""
+    """The number of ranks per host, for launchers that accept only one number."""
     counts = {len(host.devices) for host in job.hosts}
     if len(counts) > 1:
         listed = ", ".join(f"{host.name}: {len(host.devices)}" for host in job.hosts)
-        raise ValueError(f"--launcher {launcher} needs the same number of ranks on each host ({listed}); set --nproc, or use ssh")
+        raise ValueError(f"--launcher {launcher} needs the same number of ranks on all hosts ({listed}); set --nproc or use ssh")
     return counts.pop()
 
 
@@ -173,7 +162,7 @@ def _common_mask(job: Job, launcher: str) -> dict[str, str]:
     masks = {host.mask for host in job.hosts}
     if len(masks) > 1:
         listed = ", ".join(f"{host.name}: {host.devices}" for host in job.hosts)
-        raise ValueError(f"--launcher {launcher} cannot give each host devices of its own ({listed}); choose alike, or use ssh")
+        raise ValueError(f"--launcher {launcher} needs the same devices on all hosts ({listed}); change the filters or use ssh")
     mask = masks.pop()
     return {"CUDA_VISIBLE_DEVICES": mask} if mask else {}
 
@@ -187,15 +176,15 @@ def _program(job: Job) -> list[str]:
 def _refuse_restarts(job: Job, launcher: str) -> None:
     if job.max_restarts:
         raise ValueError(
-            f"--max_restarts {job.max_restarts}: {launcher} starts the ranks itself and does not restart them; use its own "
-            "requeueing, or --launcher ssh"
+            f"--max_restarts {job.max_restarts}: {launcher} starts the ranks itself and cannot restart them; use its requeueing "
+            "or --launcher ssh"
         )
 
 
 def slurm(job: Job, *, num_nodes: int | None = None) -> list[Command]:
-    """One srun, a task per rank, inside the allocation. The nodes are Slurm's to choose where the job names
-    no hosts (`num_nodes` then says how many). `discover` finds MASTER_ADDR in the step's node list and derives MASTER_PORT from job
-    and step, so that jobs on one node do not meet; the exports have what the user says of either."""
+    """One srun inside the allocation, a task per rank. If the job names no hosts, Slurm chooses `num_nodes` nodes. `discover` finds
+    MASTER_ADDR in the step's node list and derives MASTER_PORT from job and step, so that jobs on the same node do not collide;
+    the user's values, if set, are among the exports."""
     _refuse_restarts(job, "slurm")
     per_host = _ranks_per_host(job, "slurm")
     nodes = num_nodes or len(job.hosts)
@@ -207,12 +196,12 @@ def slurm(job: Job, *, num_nodes: int | None = None) -> list[Command]:
 
 
 def _mpi_environment(job: Job, launcher: str) -> dict[str, str]:
-    meeting = {"MASTER_ADDR": job.master_addr, "MASTER_PORT": str(job.master_port)}
-    return {**job.exports, **_common_mask(job, launcher), **meeting}
+    rendezvous = {"MASTER_ADDR": job.master_addr, "MASTER_PORT": str(job.master_port)}
+    return {**job.exports, **_common_mask(job, launcher), **rendezvous}
 
 
 def openmpi(job: Job) -> list[Command]:
-    """One mpirun; a rank per slot, hosts filled in order, unbound (threads would else share a core)."""
+    """One mpirun; a rank per slot, hosts filled in order, without binding (else a rank's threads would share one core)."""
     _refuse_restarts(job, "openmpi")
     hosts = ",".join(f"{host.name}:{len(host.devices)}" for host in job.hosts)
     settings = [word for name, value in _mpi_environment(job, "openmpi").items() for word in ("-x", f"{name}={value}")]
@@ -231,11 +220,5 @@ def mpich(job: Job) -> list[Command]:
     return [Command(name="mpiexec", argv=tuple(argv))]
 
 
-LAUNCHERS: Mapping[str, Callable[[Job], list[Command]]] = {
-    "local": local,
-    "ssh": ssh,
-    "pdsh": pdsh,
-    "slurm": slurm,
-    "openmpi": openmpi,
-    "mpich": mpich,
-}
+Launcher = Callable[[Job], list[Command]]
+LAUNCHERS: Mapping[str, Launcher] = {"local": local, "ssh": ssh, "pdsh": pdsh, "slurm": slurm, "openmpi": openmpi, "mpich": mpich}

@@ -1,10 +1,8 @@
-"""Which environment variables travel to the ranks, and files of more of them. Pure: text and mappings in,
-mappings out.
+"""Choose the environment variables that are exported to other hosts, and parse environment files. Pure functions.
 
-Ranks started on this host inherit everything. To another host go only variables that change how training runs
-(`PREFIXES`), less what belongs to one host (`LOCAL`) and what looks like a secret; an environment file adds
-any others, by name. Files are `.deepspeed_env` and `.slipstream_env`, in the home directory and then in the
-working directory; the later one wins.
+Ranks on this host inherit the whole environment. Other hosts receive only variables that affect training (`PREFIXES`, `NAMES`),
+except host-specific ones (`LOCAL`) and likely secrets; environment files add any others. The files are `.deepspeed_env` and
+`.slipstream_env`, in the home directory, then in the working directory; later files win.
 """
 
 from __future__ import annotations
@@ -15,14 +13,14 @@ from collections.abc import Mapping
 __all__ = ["FAILURES", "FILES", "num_threads", "parse_file", "propagated", "shown"]
 
 FILES = (".deepspeed_env", ".slipstream_env")
-FAILURES = "SLIPSTREAM_FAILURES"  # the directory where the ranks of one agent leave their failure records
+FAILURES = "SLIPSTREAM_FAILURES"  # the directory in which the ranks of one agent write their failure records
 
 PREFIXES = (
     *("SLIPSTREAM_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "PYTHON", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "KMP_"),
     *("GOMP_", "UCX_", "FI_", "MV2_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "MLFLOW_", "WANDB_", "TRITON_"),
 )
 NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TZ", "LANG", "LC_ALL")
-# Of one host or one process: wrong, or harmful, elsewhere.
+# Specific to one host or process: wrong or harmful on another.
 LOCAL = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_ERROR_FILE", "PYTHONSTARTUP", FAILURES)
 _SECRET = re.compile(r"(^|_)(API_?KEYS?|KEYS?|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
@@ -33,7 +31,7 @@ def is_secret(name: str) -> bool:
 
 
 def propagated(environ: Mapping[str, str]) -> dict[str, str]:
-    """The part of this process's environment that goes to other hosts, by name."""
+    """The variables of `environ` that are exported to other hosts, sorted by name."""
     chosen = (
         name
         for name in environ
@@ -47,8 +45,11 @@ def propagated(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def parse_file(text: str, path: str) -> dict[str, str]:
-    """`VAR=VALUE` a line; `#` at its start makes a comment; quotes around a whole value are dropped."""
-    found: dict[str, str] = {}
+    """Parse `VAR=VALUE` lines. Lines that begin with `#` are comments; quotes around a whole value are removed.
+
+    Raises ValueError, with `path` and line number, for any other line.
+    """
+    variables: dict[str, str] = {}
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip().removeprefix("export ").strip()
         if not line or line.startswith("#"):
@@ -59,12 +60,12 @@ def parse_file(text: str, path: str) -> dict[str, str]:
             raise ValueError(f"{path}:{number}: {line!r} is not VAR=VALUE")
         if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'":
             value = value[1:-1]
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
 def shown(variables: Mapping[str, str]) -> str:
-    """The variables in one line, for the user; values of secrets and long values are not shown."""
+    """The variables in one line, for the user; secrets are masked and long values truncated."""
     words = []
     for name, value in variables.items():
         text = "***" if is_secret(name) else value if len(value) <= 60 else value[:57] + "..."
@@ -73,5 +74,5 @@ def shown(variables: Mapping[str, str]) -> str:
 
 
 def num_threads(num_cores: int, num_ranks: int) -> int:
-    """OMP_NUM_THREADS of each of `num_ranks` ranks that share `num_cores` cores."""
+    """OMP_NUM_THREADS for each of `num_ranks` ranks that share `num_cores` cores."""
     return max(1, num_cores // num_ranks)

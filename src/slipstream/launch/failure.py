@@ -1,12 +1,11 @@
-"""How a rank ended, and how the user is told: one record per failed rank, the first chosen, explained and
-printed once.
+"""Failure records of ranks, and the summary of a failed run. Pure functions.
 
-Everything here is pure. A record is written by `worker` (an exception, with its traceback) or made by `agent`
-(a signal, an exit code), and travels between hosts as one marked line of JSON on stderr, which `Extract`
-takes out of the stream again.
+There is one record per failed rank; the summary explains the first failure. `worker` writes a record for an exception, with its
+traceback; `agent` makes one for a signal or an exit code. Between hosts a record is sent as one marked line of JSON on stderr,
+which `Extract` removes from the stream.
 
-Invariant: a rank that was stopped by us, or that failed because a peer had gone, is never named as the first
-while another record explains it.
+Invariant: a rank that we stopped, or that failed because a peer was gone, is never reported as the first failure if another record
+explains it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from slipstream.observe.host import Pressure
 __all__ = ["Extract", "Failure", "decode", "encode", "explain", "first", "in_brief", "is_consequence", "render", "shell_code"]
 
 MARK = "\x1eslipstream-failure "
-LONGEST = 16_000  # characters of a traceback or message; what is cut is its middle
+LONGEST = 16_000  # characters of a traceback or message; a longer one loses its middle
 
-# What torch says when the other end of one of its own connections has gone, which is never the cause: a sign after the place
-# in its C++ source (gloo) or after the type of its error (NCCL, the store). A connection of the user's, to a download or a
-# database, breaks with the same words and without those.
-_SIGNS = "|".join(
+# torch's messages when the peer of one of its own connections is gone, which is a consequence and never the cause: one of these
+# phrases after a C++ source location (gloo) or after the type of torch's error (NCCL, the store). A user's connection, to a
+# download or database, fails with the same phrases, but without those prefixes.
+_PHRASES = "|".join(
     (
         "Connection closed by peer",
         "Connection reset by peer",
@@ -42,33 +41,42 @@ _SIGNS = "|".join(
 _PEER_GONE = re.compile(
     r"slipstream\.zero\.watch\.PeerLostError"
     r"|torch\.distributed\.DistNetworkError"
-    rf"|(torch\.distributed\.Dist\w*Error: |\w\.(cc|cpp|hpp):\d+\] ).*({_SIGNS})",
+    rf"|(torch\.distributed\.Dist\w*Error: |\w\.(cc|cpp|hpp):\d+\] ).*({_PHRASES})",
     re.DOTALL,
 )
 
 
+_EXPLANATIONS: dict[int, str] = {
+    signal.SIGSEGV: "segmentation fault (SIGSEGV): native code accessed invalid memory",
+    signal.SIGABRT: "aborted (SIGABRT) by native code; its message is above",
+    signal.SIGILL: "illegal instruction (SIGILL): a library was built for a newer processor than this host's",
+    signal.SIGFPE: "arithmetic exception (SIGFPE) in native code, usually an integer division by zero",
+    signal.SIGTERM: "terminated (SIGTERM), not by slipstream: by the scheduler or another user",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One rank that did not end well."""
+    """The record of one failed rank."""
 
     rank: int
     host: str
-    time_ns: int  # when it raised or died
-    exit_code: int  # negative: the signal that ended it
-    message: str = ""  # one line, "ValueError: ..."; empty if it left no word
+    time_ns: int  # of the exception or the death
+    exit_code: int  # negative: the signal that killed it
+    message: str = ""  # one line, "ValueError: ..."; empty if the rank left no record
     traceback: str = ""
     stack: str = ""  # Python's stack at a fatal signal, from faulthandler
-    consequence: bool = False  # it failed because a peer had gone
-    stopped: bool = False  # we ended it, because another had failed
+    consequence: bool = False  # it failed because a peer was gone
+    stopped: bool = False  # we stopped it, because another rank had failed
 
 
 def is_consequence(message: str) -> bool:
-    """Whether an exception only says that a peer has gone."""
+    """Whether an exception's message only reports that a peer is gone."""
     return _PEER_GONE.search(message) is not None
 
 
 def first(failures: Sequence[Failure]) -> Failure:
-    """The failure to show: the earliest that is neither our doing nor a consequence."""
+    """The root failure: the earliest one that is neither our stop nor a consequence, if there is one."""
     return min(failures, key=lambda failure: (failure.stopped, failure.consequence, failure.time_ns, failure.rank))
 
 
@@ -76,7 +84,7 @@ def shorten(text: str) -> str:
     if len(text) <= LONGEST:
         return text
     half = LONGEST // 2
-    return f"{text[:half]}\n  ... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return f"{text[:half]}\n  ... {len(text) - 2 * half} characters omitted ...\n{text[-half:]}"
 
 
 def encode(failure: Failure) -> str:
@@ -84,7 +92,7 @@ def encode(failure: Failure) -> str:
 
 
 def decode(text: str) -> Failure | None:
-    """The record in a marked line's payload; None if it is not one (the line is then the user's)."""
+    """Parse the payload of a marked line; None if it is no record (the line is then the user's output)."""
     try:
         return Failure(**json.loads(text))
     except (ValueError, TypeError):
@@ -92,17 +100,16 @@ def decode(text: str) -> Failure | None:
 
 
 class Extract:
-    """Takes marked lines out of a byte stream. What is not marked passes at once, so progress bars stay
-    alive."""
+    """Removes marked lines from a byte stream. Unmarked bytes pass immediately, so that progress bars keep updating."""
 
     __slots__ = ("_held", "failures")
 
     def __init__(self) -> None:
         self.failures: list[Failure] = []
-        self._held = b""  # begins with the mark's first byte, has no newline yet
+        self._held = b""  # a possible record: begins with the mark's first byte, and its newline has not arrived
 
     def feed(self, data: bytes) -> bytes:
-        """Bytes to pass on."""
+        """Add `data`; return the bytes to pass on."""
         mark = MARK.encode()
         data, self._held = self._held + data, b""
         passed = b""
@@ -126,13 +133,13 @@ class Extract:
             data = data[end + 1 :]
 
     def rest(self) -> bytes:
-        """What was held back when the stream ended."""
+        """At the end of the stream, return the bytes that were held back."""
         held, self._held = self._held, b""
         return held
 
 
 def shell_code(exit_code: int) -> int:
-    """A process's exit status as a shell reports it: 128 + N for signal N."""
+    """The exit code as a shell reports it: 128 + N for signal N."""
     return 128 - exit_code if exit_code < 0 else exit_code
 
 
@@ -144,7 +151,7 @@ def _explain_kill(before: Pressure, after: Pressure) -> str:
     limit = f" (limit {_gib(after.limit)})" if after.limit else ""
     if (after.cgroup_kills or 0) > (before.cgroup_kills or 0):
         return (
-            f"the kernel's out-of-memory killer ended it: this container or control group{limit} ran out of host memory; "
+            f"killed by the kernel's out-of-memory killer: this container or control group{limit} ran out of host memory; "
             "use fewer ranks per host, a smaller micro-batch or a higher ZeRO stage, or raise the limit"
         )
     if (after.host_kills or 0) > (before.host_kills or 0):
@@ -153,81 +160,63 @@ def _explain_kill(before: Pressure, after: Pressure) -> str:
             "use fewer ranks per host, a smaller micro-batch or a higher ZeRO stage"
         )
     if before.cgroup_kills is None and before.host_kills is None:
-        return (
-            "killed (SIGKILL), most often by the out-of-memory killer, whose counters cannot be read here; ask `dmesg` on that host"
-        )
-    return "killed (SIGKILL), but the out-of-memory killer did not run here: the scheduler, another user or a time limit ended it"
+        return "killed (SIGKILL), probably by the out-of-memory killer, whose counters are not readable here; check `dmesg` there"
+    return "killed (SIGKILL), not by the out-of-memory killer: the scheduler, another user or a time limit ended it"
 
 
 def _explain_bus(after: Pressure) -> str:
     shm = f" (/dev/shm has {_gib(after.shm.free)} of {_gib(after.shm.total)} free)" if after.shm else ""
     return (
-        f"bus error (SIGBUS): memory behind a shared or file mapping could not be had{shm}; data loader workers fill "
-        "/dev/shm (raise the container's --shm-size or lower num_workers), or a mapped file was cut short"
+        f"bus error (SIGBUS): a page of a shared or file mapping could not be allocated{shm}; data loader workers filled "
+        "/dev/shm (raise the container's --shm-size or lower num_workers), or a mapped file was truncated"
     )
 
 
 def explain(exit_code: int, before: Pressure, after: Pressure) -> str:
-    """What an exit code means on this host, in one sentence; empty where it says nothing beyond itself.
+    """Explain an exit code on this host in one sentence; empty for codes that are not signals.
 
-    Codes above 128 are what a shell or wrapper reports for a signal, and mean the same.
+    Codes above 128 are signals as reported by a shell or wrapper.
     """
     number = -exit_code if exit_code < 0 else exit_code - 128 if 128 < exit_code < 128 + 65 else 0
     match number:
+        case 0:
+            return ""
         case signal.SIGKILL:
             return _explain_kill(before, after)
         case signal.SIGBUS:
             return _explain_bus(after)
-        case signal.SIGSEGV:
-            return "segmentation fault (SIGSEGV): native code read or wrote memory that is not its own"
-        case signal.SIGABRT:
-            return "aborted (SIGABRT): native code gave up; its message is above"
-        case signal.SIGILL:
-            return "illegal instruction (SIGILL): a library was built for a newer processor than this host's"
-        case signal.SIGFPE:
-            return "arithmetic fault (SIGFPE) in native code, most often an integer division by zero"
-        case signal.SIGTERM:
-            return "told to stop (SIGTERM), not by slipstream: by the scheduler or another user"
-        case 0:
-            return ""
         case _:
-            return f"ended by signal {number}"
+            return _EXPLANATIONS.get(number, f"killed by signal {number}")
 
 
 def with_reason(failure: Failure, before: Pressure, after: Pressure) -> Failure:
-    """The failure with its exit code explained where it left no word of its own."""
+    """Explain the exit code of a failure without a message."""
     if failure.message:
         return failure
     return replace(failure, message=explain(failure.exit_code, before, after))
 
 
-def _outcome(failure: Failure) -> str:
-    code = failure.exit_code
-    if code >= 0:
-        return f"exit code {code}"
+def _signal_name(number: int) -> str:
     try:
-        return f"exit code {code}, {signal.Signals(-code).name}"
+        return signal.Signals(number).name
     except ValueError:
-        return f"exit code {code}"
+        return f"signal {number}"
 
 
 def in_brief(failure: Failure) -> str:
-    """One failure in half a line: the rank, and its message or its end."""
+    """One failure in half a line: the rank, and its message or exit code."""
     if failure.message:
         return f"rank {failure.rank}: {failure.message.splitlines()[0]}"
     if failure.exit_code >= 0:
-        return f"rank {failure.rank} left with exit code {failure.exit_code} and no message"
-    try:
-        name = signal.Signals(-failure.exit_code).name
-    except ValueError:
-        name = f"signal {-failure.exit_code}"
-    return f"rank {failure.rank} was ended by {name}"
+        return f"rank {failure.rank} exited with code {failure.exit_code} and no message"
+    return f"rank {failure.rank} was killed by {_signal_name(-failure.exit_code)}"
 
 
 def render(failures: Sequence[Failure]) -> str:
-    """The summary that ends a failed run: the first failure, and a line on the others."""
+    """The summary at the end of a failed run: the first failure, and the ranks that failed after it."""
     shown = first(failures)
-    lines = [f"slipstream run: rank {shown.rank} on {shown.host} failed first ({_outcome(shown)})"]
+    name = f", {_signal_name(-shown.exit_code)}" if shown.exit_code < 0 else ""
+    lines = [f"slipstream run: rank {shown.rank} on {shown.host} failed first (exit code {shown.exit_code}{name})"]
     if shown.traceback:
         lines += ["", shown.traceback.rstrip("\n"), ""]
     elif shown.message:
@@ -235,8 +224,8 @@ def render(failures: Sequence[Failure]) -> str:
     if shown.stack:
         lines += ["", shown.stack.rstrip("\n"), ""]
     if shown.consequence:
-        lines.append("  A peer of it had gone without a record here: it ended its script, or its node's output says why.")
+        lines.append("  A peer is gone and left no record here: its script ended early, or its node's output has the reason.")
     others = sorted(failure.rank for failure in failures if failure is not shown and not failure.stopped)
     if others:
-        lines.append(f"slipstream run: after it failed rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}")
+        lines.append(f"slipstream run: failed afterwards: rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}")
     return "\n".join(lines) + "\n"

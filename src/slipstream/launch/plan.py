@@ -1,16 +1,15 @@
-"""`slipstream plan`: the resolved configuration with the source of each value, and what it will take.
+"""`slipstream plan`: print the resolved configuration with the source of each value, and estimate its memory and time.
 
-Of a model (`--model`): memory at the peak, traffic and time per step (train/predict.py), and what fits a budget (train/propose.py).
-Of a number of parameters (`--num-params`): the states alone (weights, gradients, optimizer), per stage:
+For a model (`--model`): peak memory, traffic and time per step (train/predict.py), and the configurations that fit a memory budget
+(train/propose.py). For a number of parameters (`--num-params`): only the model states (weights, gradients, optimizer), per stage:
 
     stage 0   (w + g + o) P
     stage 1   (w + g) P + o P/N
     stage 2   w P + (g + o) P/N
-    stage 3   (w + g + o) P/N      (and, while it runs, two units in full: weights and gradients)
+    stage 3   (w + g + o) P/N      (and, while running, the full weights and gradients of two units)
 
-with P parameters, N ranks among which the states are cut (`mics_shard_size`, or all data-parallel ranks), and w, g, o the
-bytes per parameter of weights, of gradients as they are kept, and of the optimizer (a master copy where weights are not in its
-dtype, and one or two moments).
+with P parameters, N ranks per shard group (`mics_shard_size`, or all data-parallel ranks), and w, g, o the bytes per parameter of
+weights, of stored gradients and of the optimizer (one or two moments, and a master copy if the weights have another dtype).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = ["StateBytes", "execute", "parse_count", "per_parameter", "per_rank", 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _RATES = ("flops", "memory", "wire", "host", "disk_read", "disk_write")
-_SHOWN = 4  # proposals
+_MAX_PROPOSALS = 4
 
 
 class StateBytes(NamedTuple):
@@ -47,15 +46,15 @@ class StateBytes(NamedTuple):
 
 
 def parse_count(text: str, option: str = "--num_params ") -> int:
-    """`7e9`, `1.3B`, `350M`, `46_300_000` -> a number, of parameters for instance."""
-    found = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]*)?(?:e[0-9]+)?)([kmbgt]?)", text.strip().lower())
-    if found is None:
+    """Parse a number such as `7e9`, `1.3B`, `350M` or `46_300_000`. Raises ValueError, which names `option`."""
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]*)?(?:e[0-9]+)?)([kmbgt]?)", text.strip().lower())
+    if match is None:
         raise ValueError(f"{option}{text!r} is not a number; write 7e9, 1.3B or 350M")
-    return round(float(found[1]) * _UNITS[found[2]])
+    return round(float(match[1]) * _UNITS[match[2]])
 
 
 def per_parameter(plan: Plan) -> StateBytes:
-    """Bytes per parameter and copy of each state. Without an optimizer in the config: AdamW's."""
+    """Bytes per parameter of each unsharded state. Assumes AdamW if the config has no optimizer."""
     import torch
 
     from slipstream.train import explain
@@ -71,9 +70,9 @@ def per_parameter(plan: Plan) -> StateBytes:
 
 
 def per_rank(stage: int, each: StateBytes, num_params: int, num_shards: int) -> StateBytes:
-    """Bytes of each state on one rank; stage s cuts the last s of (weights, grads, optim)."""
-    cut = [1 / num_shards if stage > 2 - index else 1.0 for index in range(3)]
-    return StateBytes(*(size * num_params * share for size, share in zip(each, cut, strict=True)))
+    """Bytes of each state on one rank; stage s shards the last s of (weights, grads, optim)."""
+    fractions = [1 / num_shards if stage > 2 - index else 1.0 for index in range(3)]
+    return StateBytes(*(size * num_params * fraction for size, fraction in zip(each, fractions, strict=True)))
 
 
 def _size(nbytes: float) -> str:
@@ -84,13 +83,13 @@ def _size(nbytes: float) -> str:
 
 
 def sizes_text(plan: Plan, num_params: int, world: int) -> str:
-    """A table of the four stages, the configured one marked."""
+    """A table of the model states at all four stages, with the configured one marked."""
     each = per_parameter(plan)
     shards = plan.zero.shard_size or world
-    by = plan.optimizer.type if plan.optimizer else "AdamW, as the config names no optimizer"
+    optimizer = plan.optimizer.type if plan.optimizer else "AdamW, since the config has no optimizer"
     lines = [
-        f"model states per rank: {num_params:,} parameters, states cut in {shards}",
-        f"bytes per parameter: weights {each.weights:g}, gradients {each.grads:g}, optimizer {each.optim:g} ({by})",
+        f"model states per rank: {num_params:,} parameters, sharded over {shards} ranks",
+        f"bytes per parameter: weights {each.weights:g}, gradients {each.grads:g}, optimizer {each.optim:g} ({optimizer})",
         "",
         f"  {'stage':<8}{'weights':>12}{'gradients':>12}{'optimizer':>12}{'total':>12}",
     ]
@@ -99,63 +98,63 @@ def sizes_text(plan: Plan, num_params: int, world: int) -> str:
         mark = "->" if stage == plan.zero.stage else "  "
         cells = "".join(f"{_size(size):>12}" for size in (*sizes, sizes.total))
         lines.append(f"{mark}{stage:<8}{cells}")
-    lines.append("")
-    lines.append("Activations, buckets and, at stage 3, the units in use come on top.")
+    lines += ["", "Not included: activations, buckets and, at stage 3, gathered units."]
     return "\n".join(lines)
 
 
-def load(option: str, where: str) -> Any:
-    """What MODULE:FUNCTION names."""
-    name, colon, function = where.partition(":")
+def load(option: str, target: str) -> Any:
+    """Import the function of MODULE:FUNCTION. Raises ValueError, which names `option`."""
+    name, colon, function = target.partition(":")
     if not colon or not name or not function:
-        raise ValueError(f"{option} {where!r} is not MODULE:FUNCTION, such as train:build_model")
+        raise ValueError(f"{option} {target!r} is not MODULE:FUNCTION, such as train:build_model")
     sys.path.insert(0, str(Path.cwd()))
     try:
         return getattr(importlib.import_module(name), function)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{option} {where}: {error}; it is looked for here and where Python finds modules") from None
+        raise ValueError(f"{option} {target}: {error} in this folder or on Python's path") from None
     except AttributeError:
-        raise ValueError(f"{option} {where}: module {name} has no {function}") from None
+        raise ValueError(f"{option} {target}: module {name} has no {function}") from None
 
 
-def build_on_meta(where: str) -> torch.nn.Module:
-    """The module that `MODULE:FUNCTION` returns, or the causal language model of a Hugging Face config, without memory."""
+def build_on_meta(target: str) -> torch.nn.Module:
+    """Build the model of MODULE:FUNCTION or of a Hugging Face config on the meta device. Raises ValueError if that fails."""
     import torch
 
-    if ":" in where or not (Path(where) / "config.json").is_file():
-        if ":" not in where:
-            raise ValueError(
-                f"--model {where!r} is not MODULE:FUNCTION, such as train:build_model, and no folder with a config.json"
-            )
+    folder = Path(target)
+    if ":" in target:
         with torch.device("meta"):
-            model = load("--model", where)()
+            model = load("--model", target)()
+    elif not (folder / "config.json").is_file():
+        raise ValueError(
+            f"--model {target!r} is neither MODULE:FUNCTION, such as train:build_model, nor a folder with a config.json"
+        )
     else:
         from slipstream.config import huggingface
         from slipstream.extras import needs
 
-        with needs(f"--model {where}", extra="hf"):
+        with needs(f"--model {target}", extra="hf"):
             from transformers import AutoConfig, AutoModelForCausalLM
-        huggingface.read_config(Path(where) / "config.json")
+        huggingface.read_config(folder / "config.json")
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, local_files_only=True))
-        except Exception as error:  # what it raises for a configuration that is wrong is not told
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(f"--model {where}: transformers cannot build it: {said:.300}") from error
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target, local_files_only=True))
+        except Exception as error:  # transformers does not document what it raises for an invalid configuration
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"--model {target}: transformers cannot build it: {reason:.300}") from error
     if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"--model {where} returned {type(model).__name__}; it has to return a torch.nn.Module")
+        raise ValueError(f"--model {target} returned {type(model).__name__}; it must return a torch.nn.Module")
     return model
 
 
 class Batch(NamedTuple):
-    """What the model is called with, of one micro-batch."""
+    """The arguments of the model for one micro-batch."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def shapes_of(option: str) -> list[list[int]]:
-    """`2x128` or `2x128,2x128`, as --batch-shape states it."""
+    """Parse --batch-shape: `2x128` or `2x128,2x128`. Raises ValueError."""
     for text in option.split(","):
         if not re.fullmatch(r"[1-9][0-9]{0,15}(x[1-9][0-9]{0,15})*", text):
             raise ValueError(f"--batch-shape {text!r} is not a shape of token ids; write 2x128, or 2x128,2x128 for two arguments")
@@ -163,17 +162,17 @@ def shapes_of(option: str) -> list[list[int]]:
 
 
 def batch_of(options: argparse.Namespace, plan: Plan) -> Batch | None:
-    """The example batch that the options state: token ids of the shape, in rows of the micro-batch, or a function's."""
+    """The example batch of --batch, or of --batch-shape with the config's micro-batch size as rows; None without both."""
     import torch
 
     if options.batch:
-        found = load("--batch", options.batch)()
-        if isinstance(found, Mapping):
-            return Batch((), dict(found))
-        return Batch(tuple(found) if isinstance(found, (tuple, list)) else (found,), {})
+        batch = load("--batch", options.batch)()
+        if isinstance(batch, Mapping):
+            return Batch((), dict(batch))
+        return Batch(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
     if not options.batch_shape:
         return None
-    shapes = [[plan.batch.micro_batch_size, *rest] for _, *rest in shapes_of(options.batch_shape)]
+    shapes = [[plan.batch.micro_batch_size, *dims] for _, *dims in shapes_of(options.batch_shape)]
     tokens = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
     if ":" not in options.model:  # transformers' models compute their own loss
         return Batch((), {"input_ids": tokens[0], "labels": tokens[-1]})
@@ -181,9 +180,9 @@ def batch_of(options: argparse.Namespace, plan: Plan) -> Batch | None:
 
 
 def facts(device: str | None, rows: int | None = None) -> ModelFacts:
-    """What is known without `initialize`; the device is this host's unless another is named.
+    """The facts for `resolve` without a model; the default device is this host's.
 
-    rows  of the example batch: the micro-batch where the config states none
+    rows: of the example batch, used as the micro-batch size if the config sets none
     """
     import torch
 
@@ -199,14 +198,14 @@ def facts(device: str | None, rows: int | None = None) -> ModelFacts:
 
 
 def rates_of(stated: Sequence[str]) -> dict[str, float]:
-    """`flops=20T`, `wire=1.2G`: what --rate states."""
-    found = {}
+    """Parse --rate: `flops=20T`, `wire=1.2G`. Raises ValueError."""
+    rates = {}
     for text in stated:
         name, equals, value = text.partition("=")
         if not equals or name not in _RATES:
             raise ValueError(f"--rate {text!r} is not NAME=NUMBER, such as wire=1.2G; names are {', '.join(_RATES)}")
-        found[name] = float(parse_count(value, f"--rate {name}="))
-    return found
+        rates[name] = float(parse_count(value, f"--rate {name}="))
+    return rates
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -221,23 +220,23 @@ def execute(options: argparse.Namespace) -> int:
     if not options.json:
         print(describe(plan, defaults=options.all))
         if rows not in (None, plan.batch.micro_batch_size):
-            print(f"note: --batch-shape has {rows} rows, and is taken with {plan.batch.micro_batch_size}, the config's micro-batch")
+            print(f"note: --batch-shape has {rows} rows; using the config's micro-batch size, {plan.batch.micro_batch_size}")
         print("".join(f"note: {note}\n" for note in loaded.notes))
     if options.model:
         return _forecast(options, plan)
     for option in ("memory", "batch_shape", "batch", "activations", "json"):
         if getattr(options, option):
             name = option.replace("_", "-")
-            raise ValueError(f"--{name} needs the model: give --model MODULE:FUNCTION or a folder with a config.json")
+            raise ValueError(f"--{name} needs a model; give --model MODULE:FUNCTION or --model FOLDER with a config.json")
     if options.num_params:
         print(sizes_text(plan, parse_count(options.num_params), options.world))
     else:
-        print("bytes per rank: give --model MODULE:FUNCTION, a folder with a config.json, or --num-params 1.3B")
+        print("for bytes per rank, give --model MODULE:FUNCTION, --model FOLDER with a config.json, or --num-params 1.3B")
     return 0
 
 
 def _forecast(options: argparse.Namespace, plan: Plan) -> int:
-    """The forecast of a model under the plan and, where there is a budget, the configurations that fit it."""
+    """Print the forecast of a model and, with a memory budget, the configurations that fit it."""
     from slipstream.train import calibrate, explain, propose
 
     model = build_on_meta(options.model)
@@ -250,14 +249,14 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
         profile = profile_of(plan.activations.way == "recompute", plan.batch.micro_batch_size)
         rates = calibrate.rates(profile.dtype, device, folder, rates_of(options.rate))
     forecast = explain.Forecast(parts=parts, setting=explain.setting_of(plan, options.world, device), profile=profile, rates=rates)
-    found: list[propose.Proposal] | propose.Least | None = None
+    proposals: list[propose.Proposal] | propose.Least | None = None
     if options.memory:
         if profile_of is None or rates is None:
-            raise ValueError("--memory needs to know the activations: give --batch-shape 2x128, --batch or --activations 300M")
-        found = propose.propose(model, plan, options.world, device, folder, options.memory, rates, profile_of)
+            raise ValueError("--memory needs the size of the activations; give --batch-shape 2x128, --batch or --activations 300M")
+        proposals = propose.propose(model, plan, options.world, device, folder, options.memory, rates, profile_of)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     if options.json:
-        fitting = found[:_SHOWN] if isinstance(found, list) else []
+        fitting = proposals[:_MAX_PROPOSALS] if isinstance(proposals, list) else []
         print(
             json.dumps(
                 {
@@ -270,16 +269,16 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     else:
         print(f"{num_params:,} parameters\n\n{explain.table(forecast)}")
         if options.activations:
-            print("\nThe model was not run: its activations are those stated, and no time is counted for compute.")
-        if found is not None:
-            print(f"\n{propose.table(found, options.memory, _SHOWN)}")
-    return 1 if isinstance(found, propose.Least) else 0
+            print("\nThe model was not run: activations are those given, and compute time is not included.")
+        if proposals is not None:
+            print(f"\n{propose.table(proposals, options.memory, _MAX_PROPOSALS)}")
+    return 1 if isinstance(proposals, propose.Least) else 0
 
 
 def _profiles(
     options: argparse.Namespace, plan: Plan, model: torch.nn.Module, parts: Sequence[Any]
 ) -> Callable[[bool, int], Any] | None:
-    """What a micro-batch takes, by (recompute, size): from an example, or as stated."""
+    """Return the function (recompute, micro-batch size) -> profile, from the example batch or --activations; None without both."""
     if options.activations:
         from slipstream.train import predict
 

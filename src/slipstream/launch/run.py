@@ -1,7 +1,7 @@
-"""`slipstream run`: from arguments and surroundings to a job, its commands, and their end.
+"""`slipstream run`: turn the arguments and this host's state into a job and its commands, and run them.
 
-`Surroundings` is all that is read from this host; from it and the arguments `plan_run` decides everything,
-purely. `execute` alone reads and starts things.
+`Surroundings` is all that is read from this host. `plan_run`, a pure function, decides everything from it and the arguments; only
+`execute` has side effects.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from slipstream.launch.hosts import Host
 
 __all__ = ["Start", "Surroundings", "execute", "look_around", "plan_run"]
 
-DEFAULT_PORT = 29500  # torch's, where a port must be agreed on between hosts
+DEFAULT_PORT = 29500  # torch's default, for jobs on several hosts
 _THIS_HOST = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What the decision needs to know about this host."""
+    """The state of this host that `plan_run` depends on."""
 
     environ: Mapping[str, str]
     directory: str
     python: str
-    names: tuple[str, ...]  # this host's own names
+    names: tuple[str, ...]  # of this host
     num_devices: int  # CUDA devices
     free_port: int
     hostfile: str | None = None  # text
@@ -44,31 +44,26 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What to do: run `agent` (torchrun's options) in this process, or else `commands`; and what to say first."""
+    """The plan of a run: start `agent` in this process if it is set, else `commands`."""
 
     commands: tuple[Command, ...]
-    agent: tuple[str, ...] | None
+    agent: tuple[str, ...] | None  # torchrun's options
     env: Mapping[str, str]  # for the agent
-    notes: tuple[str, ...]
-
-
-def _devices_seen(around: Surroundings) -> int:
-    return around.num_devices or 1
+    notes: tuple[str, ...]  # for the user, printed before the start
 
 
 def _hosts(options: argparse.Namespace, around: Surroundings) -> tuple[Host, ...]:
-    """Hosts and devices after every filter. Without a hostfile: this host, and as many ranks as asked for."""
+    """Hosts and devices after all filters. Without a hostfile: this host, with a device per rank."""
     if around.hostfile is not None:
-        found = hosts.parse_hostfile(around.hostfile, options.hostfile)
+        selected = hosts.parse_hostfile(around.hostfile, options.hostfile)
     else:
-        wanted = options.nproc if options.nproc is not None else _devices_seen(around)
-        slots = max(wanted, around.num_devices)
-        found = (Host(name="localhost", devices=tuple(range(slots))),)
+        slots = max(options.nproc or 1, around.num_devices)
+        selected = (Host(name="localhost", devices=tuple(range(slots))),)
     if options.include:
-        found = hosts.include(found, options.include)
+        selected = hosts.include(selected, options.include)
     if options.exclude:
-        found = hosts.exclude(found, options.exclude)
-    return hosts.limit(found, options.num_nodes if around.hostfile is not None else None, options.nproc)
+        selected = hosts.exclude(selected, options.exclude)
+    return hosts.limit(selected, options.num_nodes if around.hostfile is not None else None, options.nproc)
 
 
 def _default_launcher(options: argparse.Namespace, around: Surroundings, chosen: Sequence[Host], place: Node | None) -> str:
@@ -84,7 +79,7 @@ def _default_launcher(options: argparse.Namespace, around: Surroundings, chosen:
 
 
 def _node_of_this_host(options: argparse.Namespace, around: Surroundings, chosen: Sequence[Host], place: Node | None) -> Node:
-    """Where this host stands when it starts its own ranks only."""
+    """The node rank and master address of this host, when each host starts only its own ranks."""
     num_nodes = len(chosen) if around.hostfile is not None else options.num_nodes or (place.num_nodes if place else 1)
     if options.node_rank is not None:
         node_rank = options.node_rank
@@ -94,39 +89,38 @@ def _node_of_this_host(options: argparse.Namespace, around: Surroundings, chosen
         node_rank = 0
     else:
         raise ValueError(
-            f"--num_nodes {num_nodes}: which of them is this? Give --node_rank 0..{num_nodes - 1} on each node, or a --hostfile "
-            "to start them all from here"
+            f"--num_nodes {num_nodes} needs --node_rank 0..{num_nodes - 1} on each node, or a --hostfile to start all from here"
         )
     if not 0 <= node_rank < num_nodes:
-        raise ValueError(f"--node_rank {node_rank}: with {num_nodes} node(s) it is 0..{num_nodes - 1}; give --num_nodes")
+        raise ValueError(f"--node_rank {node_rank} must be in 0..{num_nodes - 1} for {num_nodes} node(s); set --num_nodes")
     master = options.master_addr or (place.master_addr if place else None)
     if master is None and around.hostfile is not None:
         master = chosen[0].name
     if num_nodes > 1 and master is None:
-        raise ValueError(f"--num_nodes {num_nodes} needs --master_addr, the name or address of node 0, alike on each node")
+        raise ValueError(f"--num_nodes {num_nodes} needs --master_addr, the name or address of node 0, the same on all nodes")
     port = options.master_port or (place.master_port if place else None)
     return Node(num_nodes=num_nodes, node_rank=node_rank, master_addr=master, master_port=port)
 
 
 def _exports(options: argparse.Namespace, around: Surroundings) -> tuple[dict[str, str], list[str]]:
-    """Variables of the environment files, and a note on each file."""
+    """The variables of the environment files, and a note on each file."""
     merged: dict[str, str] = {}
     notes = []
     for path, text in around.env_files:
-        found = environment.parse_file(text, path)
-        merged |= found
-        notes.append(f"from {path}: {environment.shown(found) or 'nothing'}")
+        variables = environment.parse_file(text, path)
+        merged |= variables
+        notes.append(f"from {path}: {environment.shown(variables) or 'nothing'}")
     return merged, notes
 
 
 def _local_mask(mask: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for ranks of this host: device numbers count within what is visible already."""
+    """CUDA_VISIBLE_DEVICES for the ranks of this host. Device numbers index into the variable's current value, if it is set."""
     if mask is None:
         return {}
     visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     chosen = [int(device) for device in mask.split(",")]
     if visible and max(chosen) >= len(visible):
-        raise ValueError(f"device {max(chosen)} is not among CUDA_VISIBLE_DEVICES={','.join(visible)}; number them from 0")
+        raise ValueError(f"device {max(chosen)} is out of range for CUDA_VISIBLE_DEVICES={','.join(visible)}; count from 0")
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[device] if visible else str(device) for device in chosen)}
 
 
@@ -135,19 +129,18 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _describe_local(options: argparse.Namespace, around: Surroundings, num_ranks: int, place: Node) -> str:
-    why = ""
+    text = f"{_counted(num_ranks, 'rank')} on this host"
     if options.nproc is None and around.hostfile is None:
-        found = _counted(around.num_devices, "CUDA device")
-        why = f" ({found})" if around.num_devices else " (no CUDA device; --nproc N starts more)"
-    if place.num_nodes == 1:
-        return f"{_counted(num_ranks, 'rank')} on this host{why}"
-    master = f"{place.master_addr}:{place.master_port or DEFAULT_PORT}"
-    where = f"node {place.node_rank} of {place.num_nodes}, master {master}"
-    return f"{_counted(num_ranks, 'rank')} on this host{why}; {where}"
+        devices = _counted(around.num_devices, "CUDA device")
+        text += f" ({devices})" if around.num_devices else " (no CUDA device; set --nproc N to start more)"
+    if place.num_nodes > 1:
+        master = f"{place.master_addr}:{place.master_port or DEFAULT_PORT}"
+        text += f"; node {place.node_rank} of {place.num_nodes}, master {master}"
+    return text
 
 
 def _start_here(options: argparse.Namespace, around: Surroundings, job: Job, place: Node) -> Start:
-    """One node: the agent runs in this process."""
+    """Plan one node, whose agent runs in this process."""
     exports, notes = _exports(options, around)
     here = job.hosts[place.node_rank if around.hostfile is not None and len(job.hosts) > 1 else 0]
     port = options.master_port or place.master_port or (around.free_port if place.num_nodes == 1 else DEFAULT_PORT)
@@ -155,28 +148,27 @@ def _start_here(options: argparse.Namespace, around: Surroundings, job: Job, pla
     agent = commands.one_node(job, num_nodes=place.num_nodes, node_rank=place.node_rank)
     env = {**exports, **_local_mask(here.mask, around.environ)}
     summary = _describe_local(options, around, len(here.devices), place)
-    unread = [name for name in ("launcher_args", "ssh_port") if getattr(options, name)]
-    notes += [f"--{name} has no effect: the ranks of this host are started without a launcher" for name in unread]
+    unused = [name for name in ("launcher_args", "ssh_port") if getattr(options, name)]
+    notes += [f"--{name} has no effect: ranks on this host are started without a launcher" for name in unused]
     return Start(commands=(), agent=tuple(agent), env=env, notes=(summary, *notes))
 
 
 def _start_elsewhere(options: argparse.Namespace, around: Surroundings, job: Job, launcher: str) -> Start:
-    """Several nodes, or a starter of processes that is not ours."""
+    """Plan several nodes, or a launcher that starts the ranks itself."""
     from_files, notes = _exports(options, around)
     if options.ssh_port and launcher not in ("ssh", "pdsh"):
-        notes.append(f"--ssh_port has no effect: --launcher {launcher} does not go by ssh; see --launcher_args")
+        notes.append(f"--ssh_port has no effect: --launcher {launcher} does not use ssh; see --launcher_args")
     exports = {**environment.propagated(around.environ), **from_files}
     master = options.master_addr or job.hosts[0].name
-    elsewhere = any(host.name not in _THIS_HOST for host in job.hosts)
-    if options.master_addr is None and master in _THIS_HOST and elsewhere:
+    if options.master_addr is None and master in _THIS_HOST and any(host.name not in _THIS_HOST for host in job.hosts):
         raise ValueError(
-            f"the master would be {master}, which other hosts cannot reach; give --master_addr, or its real name in the hostfile"
+            f"the first host is {master}, which other hosts cannot reach; set --master_addr, or write its real name in the hostfile"
         )
     job = replace(job, master_addr=master, master_port=options.master_port or DEFAULT_PORT, exports=exports)
     if launcher == "slurm":
-        meeting = {"MASTER_ADDR": options.master_addr, "MASTER_PORT": options.master_port}
-        said = {name: str(value) for name, value in meeting.items() if value}
-        job = replace(job, exports={**from_files, **said})  # srun exports the rest itself
+        rendezvous = {"MASTER_ADDR": options.master_addr, "MASTER_PORT": options.master_port}
+        explicit = {name: str(value) for name, value in rendezvous.items() if value}
+        job = replace(job, exports={**from_files, **explicit})  # srun exports the other variables itself
         nodes = None
         if around.hostfile is None:
             nodes = options.num_nodes or int(around.environ.get("SLURM_JOB_NUM_NODES", "1"))
@@ -185,19 +177,19 @@ def _start_elsewhere(options: argparse.Namespace, around: Surroundings, job: Job
     else:
         started = commands.LAUNCHERS[launcher](job)
         num_nodes = len(job.hosts)
-        notes.insert(0, f"environment passed on: {environment.shown(environment.propagated(around.environ)) or 'nothing'}")
+        notes.insert(0, f"exported environment: {environment.shown(environment.propagated(around.environ)) or 'nothing'}")
     num_ranks = num_nodes * len(job.hosts[0].devices) if launcher == "slurm" else job.num_ranks
-    where = "" if launcher == "slurm" else f"; master {job.master_addr}:{job.master_port}"
-    summary = f"{_counted(num_ranks, 'rank')} on {_counted(num_nodes, 'host')}, by {launcher}{where}"
+    master = "" if launcher == "slurm" else f"; master {job.master_addr}:{job.master_port}"
+    summary = f"{_counted(num_ranks, 'rank')} on {_counted(num_nodes, 'host')}, by {launcher}{master}"
     return Start(commands=tuple(started), agent=None, env={}, notes=(summary, *notes))
 
 
 def plan_run(options: argparse.Namespace, around: Surroundings) -> Start:
-    """Everything that `slipstream run` decides. ValueError for what the user can mend."""
+    """Decide how `slipstream run` starts the job. Raises ValueError for invalid or incomplete options."""
     if options.module and options.no_python:
-        raise ValueError("--module and --no_python exclude each other: a module needs Python")
+        raise ValueError("--module and --no_python are mutually exclusive: a module needs Python")
     if options.no_python and options.pass_local_rank:
-        raise ValueError("--pass_local_rank needs a Python script; an executable finds LOCAL_RANK in its environment")
+        raise ValueError("--pass_local_rank needs a Python script; an executable can read LOCAL_RANK from its environment")
     place = node(around.environ)
     chosen = _hosts(options, around)
     launcher = _default_launcher(options, around, chosen, place)
@@ -220,14 +212,13 @@ def plan_run(options: argparse.Namespace, around: Surroundings) -> Start:
     if launcher == "local":
         if around.hostfile is not None and len(chosen) > 1 and options.node_rank is None and place is None:
             raise ValueError(
-                f"--launcher local with {len(chosen)} hosts: give --node_rank on each of them, or "
-                "--launcher ssh to start them from here"
+                f"--launcher local with {len(chosen)} hosts needs --node_rank on each; or use --launcher ssh to start all from here"
             )
         return _start_here(options, around, job, _node_of_this_host(options, around, chosen, place))
     if around.hostfile is None and launcher in ("ssh", "pdsh"):
-        raise ValueError(f"--launcher {launcher} needs --hostfile, with one `HOST slots=N` a line")
+        raise ValueError(f"--launcher {launcher} needs --hostfile, with one `HOST slots=N` per line")
     if around.hostfile is None and launcher in ("openmpi", "mpich") and (options.num_nodes or 1) > 1:
-        raise ValueError(f"--launcher {launcher} with --num_nodes {options.num_nodes} needs --hostfile, to know which hosts")
+        raise ValueError(f"--launcher {launcher} with --num_nodes {options.num_nodes} needs --hostfile, which names the hosts")
     return _start_elsewhere(options, around, job, launcher)
 
 
@@ -245,14 +236,8 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _count_devices() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def look_around(options: argparse.Namespace) -> Surroundings:
-    """Read what `plan_run` needs from this host."""
+    """Read the state of this host for `plan_run`. Raises ValueError if a file cannot be read."""
     hostfile = None
     try:
         if options.hostfile:
@@ -260,12 +245,14 @@ def look_around(options: argparse.Namespace) -> Surroundings:
         env_files = _read_env_files(options.env_file)
     except OSError as error:
         raise ValueError(f"cannot read {error.filename}: {error.strerror}") from None
+    import torch
+
     return Surroundings(
         environ=dict(os.environ),
         directory=os.getcwd(),
         python=sys.executable,
         names=tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn()))),
-        num_devices=_count_devices(),
+        num_devices=torch.cuda.device_count(),
         free_port=_free_port(),
         hostfile=hostfile,
         env_files=env_files,
@@ -273,11 +260,11 @@ def look_around(options: argparse.Namespace) -> Surroundings:
 
 
 def _check_program(options: argparse.Namespace) -> None:
-    """Only for ranks of this host: one line instead of a failure of each rank."""
+    """For ranks on this host: report a missing program in one line, not as a failure of every rank."""
     script = options.script
     if options.no_python:
         if shutil.which(script) is None:
-            raise ValueError(f"{script}: no such executable (--no_python runs it as it is)")
+            raise ValueError(f"{script}: no such executable (--no_python runs it without Python)")
     elif not options.module and not Path(script).exists():
         folder = Path(script).parent
         siblings = [entry.name for entry in folder.glob("*.py")] if folder.is_dir() else []
@@ -287,7 +274,7 @@ def _check_program(options: argparse.Namespace) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Do what `slipstream run` was asked. Returns the exit code."""
+    """Run the `slipstream run` command. Returns the exit code."""
     start = plan_run(options, look_around(options))
     if start.agent is not None:
         _check_program(options)
@@ -295,12 +282,11 @@ def execute(options: argparse.Namespace) -> int:
         for note in start.notes:
             print(f"slipstream run: {note}", file=sys.stderr, flush=True)
     if options.dry_run:
-        for command in start.commands:
-            settings = [f"{name}={value}" for name, value in command.env.items()]
-            print(shlex.join(["env", *settings, *command.argv] if settings else command.argv))
+        shown = [(command.env, command.argv) for command in start.commands]
         if start.agent is not None:
-            settings = [f"{name}={value}" for name, value in start.env.items()]
-            argv = [sys.executable, "-m", "torch.distributed.run", *start.agent]
+            shown.append((start.env, (sys.executable, "-m", "torch.distributed.run", *start.agent)))
+        for env, argv in shown:
+            settings = [f"{name}={value}" for name, value in env.items()]
             print(shlex.join(["env", *settings, *argv] if settings else argv))
         return 0
     if start.agent is None:

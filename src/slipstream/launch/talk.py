@@ -1,6 +1,6 @@
-"""`slipstream generate`, `chat` and `serve`: a model from the command line.
+"""`slipstream generate`, `chat` and `serve`: run a model from the command line.
 
-Answers go to stdout as they come, everything else to stderr. Ctrl-C stops what is being generated.
+Output streams to stdout, everything else goes to stderr. Ctrl-C stops the generation.
 """
 
 from __future__ import annotations
@@ -24,44 +24,23 @@ __all__ = ["chat", "generate", "serve"]
 
 Messages = list[dict[str, str]]
 
-_HELP = "Ctrl-C stops an answer, /new starts afresh, /help says this, Ctrl-D leaves"
+_HELP = "Ctrl-C stops an answer, /new starts a new chat, /help shows this help, Ctrl-D quits"
 _SAMPLING = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "stop",
-    "seed",
-    "ignore_eos",
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "seed", "ignore_eos"),
 )
 _LOADING = (
-    "dtype",
-    "group_size",
-    "device",
-    "threads",
-    "tokenizer",
-    "kv_cache_bytes",
-    "max_context",
-    "max_running",
-    "max_waiting",
-    "token_budget",
-    "token_interval",
-    "num_draft",
-    "model_name",
+    *("dtype", "group_size", "device", "threads", "tokenizer", "kv_cache_bytes", "max_context"),
+    *("max_running", "max_waiting", "token_budget", "token_interval", "num_draft", "model_name"),
 )
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Complete each prompt, all in one batch; they are printed in their order, the first of them live."""
+    """Complete all prompts in one batch and print the outputs in the order of the prompts, streaming the first unfinished one."""
     from slipstream.inference import GenerationError
 
     if options.system is not None and not options.chat:
-        raise ValueError("--system is a conversation's; add --chat, or put the text into the prompt")
+        raise ValueError("--system needs --chat; add it, or put the text into the prompt")
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in options.prompts]
     if not all(prompts):
         raise ValueError(f"prompt {prompts.index('') + 1} of {len(prompts)} is empty")
@@ -70,59 +49,59 @@ def generate(options: argparse.Namespace) -> int:
         sampling["json_schema"] = _schema(options.json_schema)
     with _engine(options) as engine:
         if options.chat:
-            prompts = [engine.chat_prompt([*_system(options), _said(prompt)]) for prompt in prompts]
+            prompts = [engine.chat_prompt([*_system(options), _user(prompt)]) for prompt in prompts]
         started = time.perf_counter()
         try:
-            usage = _print_in_order(engine.generate(prompts, stream=True, **sampling), len(prompts))
+            num_tokens = _print_in_order(engine.generate(prompts, stream=True, **sampling), len(prompts))
         except KeyboardInterrupt:
             print()
             return 130
         except GenerationError as error:
-            print(f"slipstream generate: {error}", file=sys.stderr)
+            _note(f"slipstream generate: {error}")
             return 1
         if options.stats:
             seconds = time.perf_counter() - started
-            print(f"{usage} tokens in {seconds:.2f} s: {usage / seconds:.1f} per second", file=sys.stderr)
+            _note(f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.1f} tokens/s")
     return 0
 
 
 def chat(options: argparse.Namespace) -> int:
-    """A conversation in the terminal. What goes wrong in one turn leaves the conversation as it was."""
+    """Chat in the terminal. A turn that fails leaves the conversation unchanged."""
     from slipstream.inference import GenerationError, recommended
 
     with suppress(ImportError):
-        import readline  # noqa: F401  # gives input() its line editing and history
-    given = _sampling(options)
+        import readline  # noqa: F401  # adds line editing and history to input()
+    explicit = _sampling(options)
     with _engine(options) as engine:
-        usual = engine.engine.sampling or recommended.UNSTATED
-        sampling = {**usual, **given}
-        _note(f"answers are sampled with {recommended.said({name: sampling[name] for name in usual})}")
+        defaults = engine.engine.sampling or recommended.UNSTATED
+        sampling = {**defaults, **explicit}
+        _note(f"sampling with {recommended.said({name: sampling[name] for name in defaults})}")
         messages = _system(options)
-        engine.chat_prompt([*messages, _said("Hello")])  # a template that is missing, or refuses, says so now
+        engine.chat_prompt([*messages, _user("Hello")])  # raises now if the chat template is missing or rejects the roles
         _note(_HELP)
         while engine.engine.healthy:
             try:
-                said = input("> ").strip()
+                line = input("> ").strip()
             except EOFError:
                 print()
                 return 0
             except KeyboardInterrupt:
-                _note("\nCtrl-D leaves")
+                _note("\nCtrl-D quits")
                 continue
-            if said == "/new":
+            if line == "/new":
                 messages = _system(options)
-            elif found := re.match(r"/\w*(?=\s|$)", said):  # and not /a/path
-                _note(_HELP if said == "/help" else f"there is no {found[0]} here: {_HELP}")
-            elif said:
+            elif command := re.match(r"/\w*(?=\s|$)", line):  # but not /a/path
+                _note(_HELP if line == "/help" else f"unknown command {command[0]}: {_HELP}")
+            elif line:
                 try:
-                    messages = _turn(engine, [*messages, _said(said)], sampling)
+                    messages = _turn(engine, [*messages, _user(line)], sampling)
                 except (ValueError, GenerationError) as error:
                     _note(f"slipstream chat: {error}")
     return 1
 
 
 def serve(options: argparse.Namespace) -> int:
-    """OpenAI's HTTP interface and a chat page; SIGTERM lets what runs finish. 1: the engine died, and a new process is needed."""
+    """Serve OpenAI's API and the chat page until SIGTERM, then let running requests finish. Returns 1 if the engine dies."""
     keys = _api_keys(options, os.environ)
     with ExitStack() as stack:
         sockets = _bound(options.host, options.port, stack)
@@ -133,9 +112,9 @@ def serve(options: argparse.Namespace) -> int:
         if options.weights_socket is not None:
             stack.enter_context(handover.Receiver(engine, options.weights_socket))
         if engine.engine.sampling:
-            _note(f"chats are sampled with {recommended.said(engine.engine.sampling)} unless a request says otherwise")
-        for one in sockets:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # to listen beside connections of the last server
+            _note(f"sampling defaults of chats: {recommended.said(engine.engine.sampling)}")
+        for listener in sockets:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections of a previous server may linger
         try:
             server.serve(
                 engine.engine,
@@ -148,72 +127,75 @@ def serve(options: argparse.Namespace) -> int:
                 drain_timeout_s=options.drain_timeout,
             )
         except server.DeadEngineError as error:
-            print(f"slipstream serve: {error}", file=sys.stderr)
+            _note(f"slipstream serve: {error}")
             return 1
     return 0
 
 
 def _api_keys(options: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
-    """From everywhere. ValueError for a place that should have keys and has none: the server would be open to everybody."""
-    places: dict[str, list[str]] = {}
+    """The API keys of all sources. Raises ValueError if a source is set but empty: the server would accept every client."""
+    sources: dict[str, list[str]] = {}
     if (name := "SLIPSTREAM_API_KEYS") in environment:
-        places[name] = environment[name].split(",")
+        sources[name] = environment[name].split(",")
     if options.api_key_file is not None:
+        name = f"--api-key-file {options.api_key_file}"
         try:
-            places[f"--api-key-file {options.api_key_file}"] = Path(options.api_key_file).read_text().splitlines()
+            sources[name] = Path(options.api_key_file).read_text().splitlines()
         except (OSError, ValueError) as error:
-            raise ValueError(f"--api-key-file {options.api_key_file}: {error}") from error
+            raise ValueError(f"{name}: {error}") from error
     keys = list(options.api_key)
-    for place, given in places.items():
-        if not (found := [key.strip() for key in given if key.strip()]):
-            raise ValueError(f"{place} has no key, and without one the server is open to everybody; leave it out if that is meant")
-        keys += found
+    for source, entries in sources.items():
+        if not (stripped := [key.strip() for key in entries if key.strip()]):
+            raise ValueError(f"{source} contains no key; add one, or leave it out to serve without authentication")
+        keys += stripped
     return keys
 
 
 def _bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
-    """A socket for each address of the host, bound before a model is loaded and kept, so that nobody else has the port when the
-    server listens. Until then, who connects is refused."""
+    """Bind a socket to each address of the host before the model loads, so that no other process takes the port meanwhile.
+
+    They refuse connections until the server listens. Raises ValueError if an address cannot be bound.
+    """
     sockets = []
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            sockets.append(one := stack.enter_context(socket.socket(family, kind, protocol)))
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, for ports of one that just ended
+        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(addresses):
+            sockets.append(bound := stack.enter_context(socket.socket(family, kind, protocol)))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a server that has just ended is free
             if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has its own
-            one.bind(address)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # else another could bind too, and listen first
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has its own socket
+            bound.bind(address)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # else another process could bind too, and listen first
     except OSError as error:
-        why = error.strerror or error
-        raise ValueError(f"cannot listen on {host}, port {port}: {why}; give another --host or --port") from error
+        reason = error.strerror or error
+        raise ValueError(f"cannot listen on {host}, port {port}: {reason}; set another --host or --port") from error
     return sockets
 
 
 def _engine(options: argparse.Namespace) -> InferenceEngine:
-    """The model, loaded; how long it took goes to stderr."""
+    """Load the model and print its description and the loading time."""
     folder = Path(options.model)
     if options.tokenizer is None and folder.is_dir() and not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder} has no tokenizer.json, and a prompt here is text: add --tokenizer FOLDER")
+        raise ValueError(f"{folder} has no tokenizer.json; add --tokenizer FOLDER")
     import slipstream
 
     started = time.perf_counter()
-    given = {name: value for name in _LOADING if (value := getattr(options, name, None)) is not None}
-    engine = slipstream.init_inference(options.model, **given)
+    arguments = {name: value for name in _LOADING if (value := getattr(options, name, None)) is not None}
+    engine = slipstream.init_inference(options.model, **arguments)
     _note(f"{engine.description}; ready in {time.perf_counter() - started:.1f} s")
     return engine
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """As `InferenceEngine.generate` takes it. What is wrong with it is said here, before a model is loaded."""
+    """The sampling arguments of `InferenceEngine.generate`. Raises ValueError for invalid ones, before a model is loaded."""
     from slipstream.inference import SamplingParams
 
-    given = {name: value for name in _SAMPLING if (value := getattr(options, name)) is not None}
-    SamplingParams(**{**given, "stop": tuple(given.get("stop", ()))})
-    return given
+    arguments = {name: value for name in _SAMPLING if (value := getattr(options, name)) is not None}
+    SamplingParams(**{**arguments, "stop": tuple(arguments.get("stop", ()))})
+    return arguments
 
 
-def _said(text: str) -> dict[str, str]:
+def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
@@ -226,7 +208,7 @@ def _note(text: str) -> None:
 
 
 def _schema(path: str) -> str:
-    """The text of a JSON schema's file, or ValueError."""
+    """Read a JSON schema. Raises ValueError if the file is unreadable or not JSON."""
     try:
         text = Path(path).read_text()
         json.loads(text)
@@ -236,11 +218,11 @@ def _schema(path: str) -> str:
 
 
 def _turn(engine: InferenceEngine, messages: Messages, sampling: dict[str, Any]) -> Messages:
-    """The conversation and the answer to its last message, which is printed as it comes: all of it, or what there was at Ctrl-C."""
-    context, most = engine.engine.max_context, sampling.get("max_tokens", 256)
-    kept, prompt = _fitting(messages, engine.chat_prompt, context - min(most, context // 4))
-    if gone := len(messages) - len(kept):
-        _note(f"(the context of {context:,} tokens is full: the oldest {gone} messages are left out; /new starts afresh)")
+    """Stream the answer to the last message. Returns the conversation with it; Ctrl-C truncates the answer."""
+    context, max_tokens = engine.engine.max_context, sampling.get("max_tokens", 256)
+    kept, prompt = _truncate(messages, engine.chat_prompt, context - min(max_tokens, context // 4))
+    if dropped := len(messages) - len(kept):
+        _note(f"(the context of {context:,} tokens is full: dropped the oldest {dropped} messages; /new starts a new chat)")
     text, last = "", None
     try:
         with suppress(KeyboardInterrupt), closing(engine.generate(prompt, stream=True, **sampling)) as deltas:
@@ -250,36 +232,39 @@ def _turn(engine: InferenceEngine, messages: Messages, sampling: dict[str, Any])
     finally:
         print()
     if last is not None and last.finish_reason == "length":
-        cut = last.usage.completion_tokens
-        _note(f"(cut after {cut} tokens: " + ("--max-tokens N allows more)" if cut == most else "the context is full)"))
+        length = last.usage.completion_tokens
+        reason = "raise --max-tokens" if length == max_tokens else "the context is full"
+        _note(f"(truncated after {length} tokens: {reason})")
     return [*kept, {"role": "assistant", "content": text}]
 
 
-def _fitting(messages: Messages, tokens: Callable[[Messages], list[int]], room: int) -> tuple[Messages, list[int]]:
-    """A conversation without as many of its oldest turns as it takes to have at most `room` tokens, and these. The system message
-    and the last message stay, also where they are too long."""
-    kept, prompt = list(messages), tokens(messages)
+def _truncate(messages: Messages, encode: Callable[[Messages], list[int]], max_tokens: int) -> tuple[Messages, list[int]]:
+    """Drop the oldest turns until the conversation has at most `max_tokens` tokens; return it and its tokens.
+
+    The system message and the last message are kept, even if they are too long.
+    """
+    kept, prompt = list(messages), encode(messages)
     oldest = int(messages[0]["role"] == "system")
-    while len(prompt) > room and len(kept) > oldest + 1:
-        del kept[oldest : oldest + 2]  # what was said, and the answer
-        prompt = tokens(kept)
+    while len(prompt) > max_tokens and len(kept) > oldest + 1:
+        del kept[oldest : oldest + 2]  # a message and its answer
+        prompt = encode(kept)
     return kept, prompt
 
 
 def _print_in_order(deltas: Iterable[Delta], num: int) -> int:
-    """Print the texts of `num` prompts one after another, though they come at once; how many tokens they have."""
-    held: list[list[str]] = [[] for _ in range(num)]
-    over = [False] * num
-    turn = total = 0
+    """Print the outputs of `num` prompts in the prompts' order while they arrive interleaved. Returns the number of tokens."""
+    pending: list[list[str]] = [[] for _ in range(num)]
+    finished = [False] * num
+    current = total = 0
     for delta in deltas:
-        held[delta.prompt].append(delta.text)
+        pending[delta.prompt].append(delta.text)
         total += len(delta.token_ids)
-        over[delta.prompt] = delta.finish_reason is not None
-        while turn < num:
-            print("".join(held[turn]), end="", flush=True)
-            held[turn].clear()
-            if not over[turn]:
+        finished[delta.prompt] = delta.finish_reason is not None
+        while current < num:
+            print("".join(pending[current]), end="", flush=True)
+            pending[current].clear()
+            if not finished[current]:
                 break
             print()
-            turn += 1
+            current += 1
     return total

@@ -1,14 +1,12 @@
-"""Watches the ranks of one agent die, and sees to it that the rest follow in time.
+"""Record when the ranks of an agent die, and kill the remaining ranks soon after the first failure.
 
-torchrun polls its ranks ten times a second and gives those that are left 30 s after SIGTERM. This thread sees
-each death at once (pidfd), so that the order of failures is known, and ends with SIGKILL what is still there
-`GRACE_S` after the first failure, or after Ctrl-C: a rank that is blocked in native code, or that catches
-SIGTERM, would hold up the others. SIGTERM sent to the agent (a scheduler that preempts) keeps torchrun's own,
-longer, grace: ranks may be saving a checkpoint.
+torchrun polls its ranks ten times a second and waits 30 s after SIGTERM. This module's thread sees each death immediately (pidfd),
+so that the order of failures is known. `GRACE_S` after the first failure, or after Ctrl-C, it sends SIGKILL to the remaining ranks:
+a rank that is blocked in native code, or that catches SIGTERM, would delay the end. SIGTERM sent to the agent (by a scheduler that
+preempts the job) keeps torchrun's longer grace period, since ranks may be saving a checkpoint.
 
-Invariants: only process groups that torchrun made for a rank are killed, and only of the attempt that failed;
-nobody is reaped here (torchrun does that). On a kernel without pidfd or /proc/PID/task/PID/children it does
-nothing.
+Invariants: it kills only process groups that torchrun created for ranks, and only those of the failed attempt; it reaps no process
+(torchrun does). On a kernel without pidfd or /proc/PID/task/PID/children it does nothing.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from slipstream.launch.worker import note_death
 
 __all__ = ["GRACE_S", "Watch"]
 
-GRACE_S = 2.5  # a raising rank may itself take worker.EXIT_S to end; together below the 5 s that are promised
+GRACE_S = 2.5  # a rank that raises may need worker.EXIT_S to exit; the sum stays below the documented 5 s
 _SCAN_S = 0.25
 
 
 class Watch:
-    """A context manager around an agent's run, on the main thread. `deaths` maps pid -> time_ns; `killed` are
-    pids it ended. How each rank ended is noted in `folder`, for the ranks of the next attempt."""
+    """A context manager around an agent's run, on the main thread. `deaths` maps pid -> time_ns; `killed` holds the pids that it
+    killed. It writes how each rank failed to `folder`, for the ranks of the next attempt."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,7 +43,7 @@ class Watch:
         self._watched: dict[int, int] = {}  # pid -> pidfd
         self._doomed: set[int] = set()
         self._deadline: float | None = None
-        self._asked_to_stop = False
+        self._stop_requested = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slipstream-watch", daemon=True)
 
@@ -67,7 +65,7 @@ class Watch:
         self._selector.close()
 
     def stop_soon(self) -> None:
-        """Give the ranks `GRACE_S` from now; for an agent that was told to stop because of another node."""
+        """Kill the ranks `GRACE_S` from now; for an agent that is stopped because another node failed."""
         os.write(self._writes, bytes([signal.SIGINT]))
 
     def _run(self) -> None:
@@ -78,13 +76,13 @@ class Watch:
                     self._on_signals(os.read(self._reads, 64))
                 else:
                     self._on_death(key.data)
-            if self._deadline is None and not self._asked_to_stop and self._watched and _is_stopping_ranks():
-                self._begin(GRACE_S)  # the rank that failed was gone before it was adopted, or reaped before it was seen
+            if self._deadline is None and not self._stop_requested and self._watched and _is_stopping_ranks():
+                self._begin(GRACE_S)  # the failed rank died before it was adopted, or torchrun reaped it first
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._kill()
 
     def _adopt(self) -> None:
-        """Begin to watch ranks that have appeared: children that lead a session of their own."""
+        """Watch new ranks: child processes that lead their own session."""
         try:
             pids = [int(word) for word in self._children.read_text().split()]
         except OSError:
@@ -104,12 +102,10 @@ class Watch:
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
             if number == signal.SIGINT:
-                if self._asked_to_stop:
-                    self._begin(0.0)  # asked twice: at once
-                self._begin(GRACE_S)
-                self._asked_to_stop = True
+                self._begin(0.0 if self._stop_requested else GRACE_S)  # a second request kills immediately
+                self._stop_requested = True
             elif number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                self._asked_to_stop = True
+                self._stop_requested = True
 
     def _on_death(self, pid: int) -> None:
         descriptor = self._watched.pop(pid)
@@ -117,7 +113,7 @@ class Watch:
         self.deaths[pid] = time.time_ns()
         try:
             status = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # torchrun has reaped it already; `_run` sees what it makes of that
+        except ChildProcessError:  # torchrun has reaped it already; `_run` notices if torchrun stops the ranks
             status = None
         failed = status is not None and (status.si_code != os.CLD_EXITED or status.si_status != 0)
         if status is not None and failed:
@@ -125,7 +121,7 @@ class Watch:
             stopped = pid in self.killed or (code == -signal.SIGTERM and (self._deadline is not None or _is_stopping_ranks()))
             note_death(self._folder, pid, self.deaths[pid], code, stopped=stopped)
         os.close(descriptor)
-        if failed and not self._asked_to_stop:
+        if failed and not self._stop_requested:
             self._begin(GRACE_S)
 
     def _begin(self, grace: float) -> None:
@@ -146,7 +142,7 @@ class Watch:
 
 
 def _is_stopping_ranks() -> bool:
-    """Whether torchrun, on the main thread, is in the midst of ending its ranks: seen by its stack, as it tells no one."""
+    """Whether torchrun, on the main thread, is stopping its ranks. Its stack is inspected, since it has no API for that."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_code.co_name in ("close", "_close") and "elastic/multiprocessing" in frame.f_code.co_filename:

@@ -1,13 +1,11 @@
-"""One rank: runs the user's script as `python script.py` would, and leaves a record of how it failed instead
-of a traceback.
+"""The process of one rank: runs the user's script as `python script.py` would, and writes a failure record instead of a traceback.
 
-Started as `python -m slipstream.launch.worker [--report] [--pass-local-rank] [-m] TARGET ARGS...`, by
-torchrun (the agent reads the records from a directory), or with `--report` by srun and mpirun (the record
-goes to stderr, marked, and the rank finds its own place).
+Started as `python -m slipstream.launch.worker [--report] [--pass-local-rank] [-m] TARGET ARGS...` by torchrun (the agent reads the
+records from a directory), or with `--report` by srun and mpirun (the record goes to stderr as a marked line, and the rank
+discovers its own rank).
 
-Invariants: TARGET sees `sys.argv`, `sys.path[0]` and `__main__` as if it had been started by itself; a rank
-that raised is gone within `EXIT_S` (native libraries like to hang at exit), so that its peers can be stopped;
-it dies with its agent.
+Invariants: TARGET sees `sys.argv`, `sys.path[0]` and `__main__` as if started directly; a rank that raises exits within `EXIT_S`
+(native libraries tend to hang at exit), so that its peers can be stopped; a rank dies with its agent.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where this rank stands and where its record goes."""
+    """This rank's position in the job, and where its record is written."""
 
     rank: int
     local_rank: int
@@ -53,46 +51,39 @@ class Place:
     folder: Path | None  # None: the record goes to stderr
 
 
-def record_file(folder: Path, attempt: int, rank: int) -> Path:
-    return folder / f"attempt{attempt}-rank{rank}.json"
-
-
-def stack_file(folder: Path, attempt: int, rank: int) -> Path:
-    return folder / f"attempt{attempt}-rank{rank}.stack"
-
-
-def pid_file(folder: Path, attempt: int, rank: int) -> Path:
-    return folder / f"attempt{attempt}-rank{rank}.pid"
+def _file(folder: Path, attempt: int, rank: int, suffix: str) -> Path:
+    """The file of a rank: its failure record (.json), the stack at a fatal signal (.stack) or its pid (.pid)."""
+    return folder / f"attempt{attempt}-rank{rank}{suffix}"
 
 
 def note_death(folder: Path, pid: int, time_ns: int, exit_code: int, *, stopped: bool) -> None:
-    """For the agent: how a process that may have left no record ended. A restarted rank reads it."""
+    """Called by the agent: record how a process died that may have left no record itself. A restarted rank reads it."""
     death = {"time_ns": time_ns, "exit_code": exit_code, "stopped": stopped}
     (folder / f"death{pid}.json").write_text(json.dumps(death))
 
 
 def read_deaths(folder: Path, attempt: int) -> list[Failure]:
-    """The ranks of one attempt that the agent saw end badly."""
+    """The failures of one attempt that the agent observed."""
     failures = []
     for path in sorted(folder.glob(f"attempt{attempt}-rank*.pid")):
         death = folder / f"death{path.read_text()}.json"
-        found = json.loads(death.read_text()) if death.exists() else {"exit_code": 0}
-        if found["exit_code"] != 0:
+        fields = json.loads(death.read_text()) if death.exists() else {"exit_code": 0}
+        if fields["exit_code"] != 0:
             rank = int(path.stem.rpartition("rank")[2])
-            failures.append(Failure(rank=rank, host=socket.gethostname(), **found))
+            failures.append(Failure(rank=rank, host=socket.gethostname(), **fields))
     return failures
 
 
 def read_stack(folder: Path, attempt: int, rank: int) -> str:
-    """Python's stack at the fatal signal that ended a rank, without our frames; empty if there was none."""
-    path = stack_file(folder, attempt, rank)
+    """Python's stack at the fatal signal of a rank, without our frames; empty if there is none."""
+    path = _file(folder, attempt, rank, ".stack")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     ours = (f'File "{__file__}"', 'File "<frozen runpy>"', "Extension modules:")
     return shorten("\n".join(line for line in lines if not line.strip().startswith(ours)).strip())
 
 
 def read_records(folder: Path, attempt: int) -> list[Failure]:
-    """What the ranks of one attempt left behind."""
+    """The failure records that the ranks of one attempt wrote."""
     records = (decode(path.read_text()) for path in sorted(folder.glob(f"attempt{attempt}-rank*.json")))
     return [record for record in records if record is not None]
 
@@ -106,7 +97,7 @@ def _without_our_frames(error: BaseException) -> TracebackType | None:
 
 
 def describe(error: BaseException, place: Place) -> Failure:
-    """The record of an exception that ended the script."""
+    """The failure record of the exception that ended the script."""
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         message = f"sys.exit({error.code})" if isinstance(error.code, int) else str(error.code)
@@ -128,36 +119,36 @@ def describe(error: BaseException, place: Place) -> Failure:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit as Python does, but surely: after `EXIT_S` a C thread ends the process, whatever holds it up."""
+    """Exit normally; after `EXIT_S` a C thread ends the process even if it hangs."""
     sys.stdout.flush()
-    faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 (must outlive us)
+    faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 (open until exit)
     sys.exit(code)
 
 
-def _put(failure: Failure, place: Place) -> None:
+def _write_record(failure: Failure, place: Place) -> None:
     if place.folder is None:
         os.write(2, encode(failure).encode())
         return
-    path = record_file(place.folder, place.attempt, place.rank)
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(encode(failure).partition(" ")[2])
-    unfinished.rename(path)
+    path = _file(place.folder, place.attempt, place.rank, ".json")
+    partial = path.with_suffix(".part")
+    partial.write_text(encode(failure).partition(" ")[2])
+    partial.rename(path)
 
 
 def _announce_restart(place: Place) -> None:
-    """After a restart the first rank of a node says why the attempt before ended."""
+    """After a restart, the first rank of a node prints why the previous attempt failed."""
     if place.attempt == 0 or place.local_rank != 0 or place.folder is None:
         return
     records = read_records(place.folder, place.attempt - 1)
     known = {record.rank for record in records}
     failures = records + [death for death in read_deaths(place.folder, place.attempt - 1) if death.rank not in known]
-    why = "a rank ended without a word"
+    reason = "a rank ended without a failure record"
     if failures and not first(failures).stopped:
-        why = in_brief(first(failures))
+        reason = in_brief(first(failures))
     elif os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        why = "a failure on another node"
-    allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-    print(f"slipstream run: restart {place.attempt} of {allowed} after {why}", file=sys.stderr, flush=True)
+        reason = "a failure on another node"
+    max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+    print(f"slipstream run: restart {place.attempt} of {max_restarts} after {reason}", file=sys.stderr, flush=True)
 
 
 def _die_with_parent() -> None:
@@ -166,21 +157,21 @@ def _die_with_parent() -> None:
 
 
 def _find_place(report: bool) -> Place:
-    found = places.discover(os.environ)
-    if found is None:
-        raise ValueError("no rank in the environment; start scripts with `slipstream run`, which starts this in turn")
-    os.environ.update(found)
+    variables = places.discover(os.environ)
+    if variables is None:
+        raise ValueError("no rank in the environment; start scripts with `slipstream run`, which starts this module")
+    os.environ.update(variables)
     folder = os.environ.get(FAILURES)
     return Place(
-        rank=int(found["RANK"]),
-        local_rank=int(found.get("LOCAL_RANK", "0")),
+        rank=int(variables["RANK"]),
+        local_rank=int(variables.get("LOCAL_RANK", "0")),
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         folder=None if report or folder is None else Path(folder),
     )
 
 
 def _find(target: str, *, module: bool) -> tuple[CodeType, ModuleSpec | None, str]:
-    """Code, import spec and file of a script, or of a module (of a package: its `__main__`)."""
+    """Return code, import spec and file of a script, or of a module; for a package, of its `__main__`."""
     if not module:
         with open_code(target) as file:
             return compile(file.read(), target, "exec"), None, target
@@ -189,16 +180,15 @@ def _find(target: str, *, module: bool) -> tuple[CodeType, ModuleSpec | None, st
         spec = importlib.util.find_spec(f"{target}.__main__")
     code = spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
     if spec is None or code is None:
-        raise ModuleNotFoundError(f"no module named {target!r} that can be run")
+        raise ModuleNotFoundError(f"no runnable module named {target!r}")
     return code, spec, spec.origin or target
 
 
 def _run_target(target: str, arguments: list[str], *, module: bool) -> None:
     """Run the target as `__main__`.
 
-    Not by runpy, whose `__main__` is temporary and unknown to multiprocessing: torch has imported that
-    already, and it remembers as `__mp_main__` what was `__main__` then, through which children send back
-    objects of the script's classes.
+    runpy does not work here: its `__main__` is temporary, and multiprocessing, which torch has already imported, keeps the old
+    `__main__` as `__mp_main__`, through which child processes pickle objects of the script's classes.
     """
     sys.argv = [target, *arguments]
     if not module and not sys.flags.safe_path:
@@ -232,8 +222,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"slipstream run: {error}")
     _announce_restart(place)
     if place.folder is not None:
-        pid_file(place.folder, place.attempt, place.rank).write_text(str(os.getpid()))
-        stack = open(stack_file(place.folder, place.attempt, place.rank), "w")  # noqa: SIM115 (open until we die)
+        _file(place.folder, place.attempt, place.rank, ".pid").write_text(str(os.getpid()))
+        stack = open(_file(place.folder, place.attempt, place.rank, ".stack"), "w")  # noqa: SIM115 (open until exit)
         faulthandler.enable(file=stack)
     local_rank = [f"--local_rank={place.local_rank}"] if options.pass_local_rank else []
     try:
@@ -246,10 +236,10 @@ def main(argv: list[str] | None = None) -> None:
         failure = describe(error, place)
     except BaseException as error:
         failure = describe(error, place)
-        sys.last_value = error  # as the interpreter does: exit handlers look there
+        sys.last_value = error  # as the interpreter does, for exit handlers
     else:
         return
-    _put(failure, place)
+    _write_record(failure, place)
     _leave(failure.exit_code)
 
 

@@ -1,4 +1,4 @@
-"""HTTP in front of an engine: OpenAI's API, metrics and the chat page. Read `app` first."""
+"""The HTTP server over an engine: OpenAI's API, metrics and the chat page. Start reading at `app`."""
 
 from slipstream.extras import needs
 

@@ -1,7 +1,7 @@
-"""From an engine's outputs to OpenAI's two answer formats, each streamed and whole.
+"""Convert an engine's outputs to OpenAI's two response formats, streaming and non-streaming.
 
-A format is told of every output of every choice, in the order of their making. `pieces` is what a stream says of one output;
-`choice` is what a whole answer says of all outputs of a choice together, joined by `join`.
+A format receives the outputs of every choice in order. `pieces` makes the chunks of a stream from new outputs; `choice` makes the
+entry of a non-streaming response from all outputs of a choice, concatenated by `join`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.inference.core import Finish
-from slipstream.inference.server.backend import Logprob, Output, Tokenizer, Usage
+from slipstream.inference.engine import Logprob, Output, Usage
+from slipstream.inference.server.backend import Tokenizer
 from slipstream.inference.server.calls import CallFinder
 from slipstream.inference.server.protocol import ChatChoice, ChatLogprobs, CompletionChoice, CompletionLogprobs, UsageBody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """Outputs of one choice, one after another."""
+    """Consecutive outputs of one choice, concatenated."""
 
     index: int  # of the choice
     text: str
@@ -41,7 +42,7 @@ def join(index: int, outputs: Sequence[Output]) -> Joined:
 
 
 def usage_body(usages: Iterable[tuple[bool, Usage]]) -> UsageBody:
-    """Sum over choices; of those of one prompt, only the one marked first counts it."""
+    """Sum usage over choices. A prompt is counted once: for the choice that is marked as its first."""
     prompt = cached = completion = 0
     for first, usage in usages:
         completion += usage.completion_tokens
@@ -57,11 +58,11 @@ def usage_body(usages: Iterable[tuple[bool, Usage]]) -> UsageBody:
 
 
 class Format(ABC):
-    """One answer's. Not shared between requests."""
+    """The response format of one request; it keeps state per choice, so requests never share one."""
 
-    prefix: str  # of ids
-    whole: str  # OpenAI's name of the object
-    chunk: str
+    prefix: str  # of response ids
+    response_object: str  # the `object` field of a non-streaming response
+    chunk_object: str  # the `object` field of a stream's chunks
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         self.tokenizer = tokenizer
@@ -70,42 +71,42 @@ class Format(ABC):
 
     @abstractmethod
     def pieces(self, part: Joined) -> list[dict[str, Any]]:
-        """The choices of the chunks that say what is new; none if nothing can be said yet."""
+        """Return the `choices` entries of the next chunks; none while the text is held back."""
 
     @abstractmethod
-    def choice(self, whole: Joined) -> CompletionChoice | ChatChoice:
-        """All of it."""
+    def choice(self, joined: Joined) -> CompletionChoice | ChatChoice:
+        """Return the `choices` entry of a non-streaming response."""
 
 
 class CompletionFormat(Format):
-    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+    prefix, response_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool) -> None:
         super().__init__(model, tokenizer, logprobs=logprobs)
-        self._offsets: dict[int, int] = {}  # of the next token in its choice's text
-        self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # of a choice: a character is counted where it is complete
+        self._offsets: dict[int, int] = {}  # choice -> offset of its next token in its text
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # choice -> decoder; counts a character once it is complete
 
     def pieces(self, part: Joined) -> list[dict[str, Any]]:
         if not (part.text or part.finish or (self.logprobs and part.logprobs)):
             return []
         return [dict(self.choice(part))]
 
-    def choice(self, whole: Joined) -> CompletionChoice:
+    def choice(self, joined: Joined) -> CompletionChoice:
         return {
-            "index": whole.index,
-            "text": whole.text,
-            "logprobs": self._logprobs(whole) if self.logprobs else None,
-            "finish_reason": _reason(whole.finish),
+            "index": joined.index,
+            "text": joined.text,
+            "logprobs": self._logprobs(joined) if self.logprobs else None,
+            "finish_reason": _reason(joined.finish),
         }
 
     def _logprobs(self, part: Joined) -> CompletionLogprobs:
-        """Tokens are known by their text, so of several with the same text only the likeliest is among the top ones."""
+        """Tokens are keyed by their text: of several with the same text, top_logprobs has only the most likely."""
         offset = self._offsets.get(part.index, 0)
         decoder = self._decoders.setdefault(part.index, codecs.getincrementaldecoder("utf-8")("replace"))
         body: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in part.logprobs:
             top: dict[str, float] = {}
-            for token_id, value in (*entry.top, (entry.token_id, entry.logprob)):  # as OpenAI has it, the chosen one is there
+            for token_id, value in (*entry.top, (entry.token_id, entry.logprob)):  # OpenAI always includes the sampled token
                 top.setdefault(self._name(token_id), _finite(value))
             body["tokens"].append(self._name(entry.token_id))
             body["token_logprobs"].append(_finite(entry.logprob))
@@ -116,7 +117,7 @@ class CompletionFormat(Format):
         return body
 
     def _name(self, token_id: int) -> str:
-        """Its text; a part of a character as OpenAI writes it, bytes:\\xe2\\x80."""
+        """The token's text, or OpenAI's notation for an incomplete UTF-8 sequence, bytes:\\xe2\\x80."""
         raw = self.tokenizer.token_bytes(token_id)
         try:
             return raw.decode()
@@ -125,10 +126,10 @@ class CompletionFormat(Format):
 
 
 class ChatFormat(Format):
-    """`functions`: those of which one is called by force; the text is then its arguments, or {"name", "arguments"} of several.
-    `free`: those that the model may call, `most` times at most; the text is then what it likes."""
+    """The chat format. With `forced` functions the output is one function's arguments, or {"name", "arguments"} if there are
+    several. With `allowed` functions the output is free text, in which `CallFinder` finds at most `max_calls` calls."""
 
-    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, response_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
         self,
@@ -136,39 +137,39 @@ class ChatFormat(Format):
         tokenizer: Tokenizer,
         *,
         logprobs: bool,
-        functions: Sequence[str],
+        forced: Sequence[str],
         named: bool,
-        free: Sequence[str] = (),
-        most: int | None = None,
+        allowed: Sequence[str] = (),
+        max_calls: int | None = None,
     ) -> None:
         super().__init__(model, tokenizer, logprobs=logprobs)
-        self.functions = functions
-        self.named = named  # the client named the function
-        self.free = free
-        self.most = most
+        self.forced = forced
+        self.named = named  # tool_choice names the function
+        self.allowed = allowed
+        self.max_calls = max_calls
         self._finders: dict[int, CallFinder] = {}
         self._started: set[int] = set()
-        self._held: dict[int, str] = {}  # text of a call whose function is not known before its end
-        self._cut: set[int] = set()  # choices whose forced call has no end
+        self._held: dict[int, str] = {}  # choice -> text of a call whose function is known only at its end
+        self._cut: set[int] = set()  # choices whose forced call is truncated
 
     def pieces(self, part: Joined) -> list[dict[str, Any]]:
         logprobs = self._logprobs(part) if self.logprobs and part.logprobs else None
         deltas: list[dict[str, Any]] = []
         if part.index not in self._started:
             self._started.add(part.index)
-            deltas.append({"role": "assistant", "content": None if self.functions else ""})
-            if len(self.functions) == 1:
-                deltas.append({"tool_calls": [{"index": 0, **self._call(self.functions[0], "")}]})
-        if len(self.functions) > 1:
+            deltas.append({"role": "assistant", "content": None if self.forced else ""})
+            if len(self.forced) == 1:
+                deltas.append({"tool_calls": [{"index": 0, **self._call(self.forced[0], "")}]})
+        if len(self.forced) > 1:
             self._held[part.index] = self._held.get(part.index, "") + part.text
             if part.finish is not None:
                 text, calls = self._split(part.index, self._held.pop(part.index))
                 deltas += [{"tool_calls": [{"index": 0, **self._call(*call)}]} for call in calls]
                 deltas += [{"content": text}] if text else []
-        elif part.text and self.functions:
+        elif part.text and self.forced:
             deltas.append({"tool_calls": [{"index": 0, "function": {"arguments": part.text}}]})
-        elif self.free:
-            text, calls = self._found(part)
+        elif self.allowed:
+            text, calls = self._parse(part)
             first = self._finders[part.index].num_calls - len(calls)
             deltas += [{"content": text}] if text else []
             deltas += [{"tool_calls": [{"index": first + num, **self._call(*call)}]} for num, call in enumerate(calls)]
@@ -185,29 +186,29 @@ class ChatFormat(Format):
             choices.append({"index": part.index, "delta": {}, "logprobs": None, "finish_reason": self._reason(part)})
         return choices
 
-    def choice(self, whole: Joined) -> ChatChoice:
-        if len(self.functions) == 1:
-            text, calls = "", [(self.functions[0], whole.text)]
-        elif self.functions:
-            text, calls = self._split(whole.index, whole.text)
+    def choice(self, joined: Joined) -> ChatChoice:
+        if len(self.forced) == 1:
+            text, calls = "", [(self.forced[0], joined.text)]
+        elif self.forced:
+            text, calls = self._split(joined.index, joined.text)
         else:
-            text, calls = self._found(whole) if self.free else (whole.text, [])
+            text, calls = self._parse(joined) if self.allowed else (joined.text, [])
         answer: ChatChoice = {
-            "index": whole.index,
+            "index": joined.index,
             "message": {"role": "assistant", "content": None if calls and not text else text, "refusal": None},
-            "logprobs": self._logprobs(whole) if self.logprobs else None,
-            "finish_reason": self._reason(whole) or "stop",
+            "logprobs": self._logprobs(joined) if self.logprobs else None,
+            "finish_reason": self._reason(joined) or "stop",
         }
         if calls:
             answer["message"]["tool_calls"] = [self._call(*call) for call in calls]  # type: ignore[misc]
         return answer
 
-    def _found(self, part: Joined) -> tuple[str, list[tuple[str, str]]]:
-        finder = self._finders.setdefault(part.index, CallFinder(self.free, self.most))
+    def _parse(self, part: Joined) -> tuple[str, list[tuple[str, str]]]:
+        finder = self._finders.setdefault(part.index, CallFinder(self.allowed, self.max_calls))
         return finder.push(part.text, last=part.finish is not None)
 
     def _split(self, index: int, text: str) -> tuple[str, list[tuple[str, str]]]:
-        """The call in {"name", "arguments"}. What was cut off before its end is text: of which function, it may not say."""
+        """Parse {"name", "arguments"}. A truncated call is returned as text, since it may not name its function yet."""
         try:
             call = json.loads(text)
             return "", [(call["name"], json.dumps(call["arguments"]))]
@@ -219,24 +220,24 @@ class ChatFormat(Format):
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _reason(self, part: Joined) -> Any:
-        """A function that the client chose itself ends with "stop", one that the model chose with "tool_calls" (OpenAI's guide)."""
+        """A call of the function that the client named ends with "stop", any other call with "tool_calls" (OpenAI's guide)."""
         reason = _reason(part.finish)
-        forced = self.functions and not self.named and part.index not in self._cut
-        called = self._finders[part.index].num_calls if self.free else forced
+        forced = self.forced and not self.named and part.index not in self._cut
+        called = self._finders[part.index].num_calls if self.allowed else forced
         return "tool_calls" if reason == "stop" and called else reason
 
     def _logprobs(self, part: Joined) -> ChatLogprobs:
         return {
             "content": [
                 {
-                    **self._one(entry.token_id, entry.logprob),  # type: ignore[typeddict-item]
-                    "top_logprobs": [self._one(other, value) for other, value in entry.top],
+                    **self._logprob(entry.token_id, entry.logprob),  # type: ignore[typeddict-item]
+                    "top_logprobs": [self._logprob(token_id, value) for token_id, value in entry.top],
                 }
                 for entry in part.logprobs
             ]
         }
 
-    def _one(self, token_id: int, logprob: float) -> Any:
+    def _logprob(self, token_id: int, logprob: float) -> Any:
         raw = self.tokenizer.token_bytes(token_id)
         return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(raw)}
 
@@ -246,5 +247,5 @@ def _reason(finish: Finish | None) -> Any:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI says -9999 of what cannot be."""
+    """JSON has no infinity; OpenAI writes -9999 for a token of probability 0."""
     return max(logprob, -9999.0)

@@ -1,7 +1,7 @@
 """The HTTP application: OpenAI's API over one engine, /health, /metrics and the chat page.
 
-A request's way: `gate` (keys, draining) -> its route here, which reads the body -> `prepare`, which parses it (`protocol`) and
-makes tokens of it in another thread -> `generation`, which runs it and writes the answer in one of the two formats of `answers`.
+A request passes through: `gate` (API keys, draining) -> its route here, which reads the body -> `prepare`, which parses it
+(`protocol`) and tokenizes it in a worker thread -> `generation`, which runs it and writes the response in a format of `answers`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from slipstream.inference.server.protocol import (
     Sampled,
 )
 
-_ASKED: tuple[type[Sampled], ...] = (CompletionRequest, ChatRequest)
+_REQUESTS: tuple[type[Sampled], ...] = (CompletionRequest, ChatRequest)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}
     for status, text in {
         400: "Bad request",
-        401: "No valid API key",
+        401: "Missing or invalid API key",
         404: "No such model",
         408: "The body did not arrive in time",
         413: "Body too large",
-        415: "Not JSON",
+        415: "Content type is not application/json",
         429: "The queue is full",
-        500: "The generation failed",
-        503: "Shutting down",
-        504: "Not done within the time limit",
+        500: "Generation failed",
+        503: "Shutting down or overloaded",
+        504: "Request timed out",
     }.items()
 }
 
@@ -69,12 +69,15 @@ def create_app(
     body_timeout_s: float = 30.0,
     schema_timeout_s: float = 10.0,
 ) -> FastAPI:
-    """`app.state.traffic.draining = True` makes it refuse new generations, `app.state.deadlines.stop()` ends those that run with an
-    error. `share_prefixes` lets clients of different keys find each other's prompts in the prefix cache. `max_output_tokens` bounds
-    a request's max_tokens, `request_timeout_s` how long its answer may take, `body_timeout_s` its body to arrive and
-    `schema_timeout_s` its JSON schema to be compiled."""
+    """Return the ASGI application over `engine`.
+
+    `app.state.traffic.draining = True` rejects new generations; `app.state.deadlines.stop()` ends the running ones with an error.
+    `share_prefixes` shares the prefix cache between API keys. `max_output_tokens` limits max_tokens. The timeouts limit
+    generation (`request_timeout_s`), receiving the body (`body_timeout_s`) and compiling a JSON schema (`schema_timeout_s`).
+    Raises ValueError if `api_keys` is not a sequence of non-empty keys, or if the engine has no tokenizer.
+    """
     if isinstance(api_keys, str) or not all(api_keys):
-        raise ValueError("api_keys has to be a sequence of keys, none of them empty")
+        raise ValueError("api_keys must be a sequence of keys, none of them empty")
     limits = Limits(
         max_body_bytes=max_body_bytes,
         max_output_tokens=max_output_tokens,
@@ -83,7 +86,7 @@ def create_app(
         schema_timeout_s=schema_timeout_s,
     )
     routes = Routes(engine, limits, share_prefixes)
-    # No /docs: FastAPI's pages load their code from elsewhere.
+    # No /docs: FastAPI's pages load scripts from a CDN.
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, responses={status: _ERRORS[status] for status in (401, 500)})
     app.state.traffic, app.state.deadlines = routes.traffic, routes.deadlines
     app.add_middleware(Gate, api_keys=tuple(api_keys), traffic=routes.traffic)
@@ -94,11 +97,11 @@ def create_app(
 
 
 class Routes:
-    """What answers each path, over one engine."""
+    """The handlers of all paths, over one engine."""
 
     def __init__(self, engine: Engine, limits: Limits, share_prefixes: bool) -> None:
         if engine.tokenizer is None:
-            raise ValueError(f"{engine.model_name} has no tokenizer, and a server takes and gives text: add --tokenizer FOLDER")
+            raise ValueError(f"{engine.model_name} has no tokenizer, which the server needs; add --tokenizer FOLDER")
         self.engine = engine
         self.limits = limits
         self.share_prefixes = share_prefixes
@@ -121,10 +124,12 @@ class Routes:
         hidden: dict[str, Any] = {"include_in_schema": False}
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         health: dict[int | str, Any] = {200: {"model": HealthBody}, 503: {"model": HealthBody, "description": "Draining or failed"}}
-        app.post("/v1/completions", responses=_answers(CompletionBody), openapi_extra=_body("CompletionRequest"))(self.completions)
-        app.post("/v1/chat/completions", responses=_answers(ChatBody), openapi_extra=_body("ChatRequest"))(self.chat)
+        app.post("/v1/completions", responses=_responses(CompletionBody), openapi_extra=_body("CompletionRequest"))(
+            self.completions
+        )
+        app.post("/v1/chat/completions", responses=_responses(ChatBody), openapi_extra=_body("ChatRequest"))(self.chat)
         app.get("/v1/models", responses={200: {"model": ModelList}})(self.models)
-        # The name is not a parameter of the function: FastAPI would document its own form of error for it, which nothing here has.
+        # The name is not a parameter of the handler: FastAPI would document its own error format for it, which is not used here.
         one_model: dict[int | str, Any] = {200: {"model": ModelBody}, 404: _ERRORS[404]}
         app.get("/v1/models/{name:path}", responses=one_model, openapi_extra={"parameters": [name]})(self.one_model)
         app.get("/health", responses=health, openapi_extra={"security": []})(self.health)
@@ -161,7 +166,7 @@ class Routes:
         salt = "" if self.share_prefixes else request.state.tenant
         with self.bodies.arriving() as body:
             await self._read(request, body)
-            ask, work, form = await self.bodies.prepare(make, body, salt)
+            parsed, work, form = await self.bodies.prepare(make, body, salt)
         return Answer(
             self.engine,
             work,
@@ -169,23 +174,23 @@ class Routes:
             traffic=self.traffic,
             compiling=self.compiling,
             deadlines=self.deadlines,
-            stream=bool(ask.stream),
-            include_usage=ask.stream_options is not None and bool(ask.stream_options.include_usage),
+            stream=bool(parsed.stream),
+            include_usage=parsed.stream_options is not None and bool(parsed.stream_options.include_usage),
             timeout_s=self.limits.request_timeout_s,
         )
 
     async def _read(self, request: Request, body: Body) -> None:
-        """Raises RequestError."""
+        """Receive the body. Raises RequestError if it is not JSON or times out."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise RequestError(f"content-type is {kind[:100]!r}; it has to be application/json", status=415)
+            raise RequestError(f"content-type is {kind[:100]!r}; it must be application/json", status=415)
         late = RequestError(f"the body did not arrive within {self.limits.body_timeout_s:g} s", status=408)
-        late.headers["Connection"] = "close"  # else the rest could drip in for ever
+        late.headers["Connection"] = "close"  # else the client could send the remaining bytes forever
         async with self.deadlines.within(self.limits.body_timeout_s, late):
             async for part in request.stream():
                 body.add(part)
                 if body.size > 8 * self.limits.max_body_bytes:
-                    break  # what is refused is read and dropped, up to here: many clients read no answer before they have sent all
+                    break  # rejected bodies are drained up to this size: many clients read no response before they have sent all
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -195,33 +200,33 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        """No such path, or a method that it does not have."""
-        said = RequestError(f"{request.method} {request.url.path[:200]}: {error.detail}", status=error.status_code)
-        said.headers |= error.headers or {}
-        return refusal(said)
+        """An unknown path, or a method that the path does not have."""
+        converted = RequestError(f"{request.method} {request.url.path[:200]}: {error.detail}", status=error.status_code)
+        converted.headers |= error.headers or {}
+        return refusal(converted)
 
     @app.exception_handler(ClientDisconnect)
-    async def left(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody reads it; nginx's number for it, in the counts
+    async def disconnected(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # never sent; nginx's status for a closed connection, for the metrics
 
 
-def _document(app: FastAPI, keys: bool) -> dict[str, Any]:
-    """OpenAPI's. `keys`: whether it needs one."""
+def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
+    """The OpenAPI document."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version="1", routes=app.routes)
-        asked = models_json_schema([(kind, "validation") for kind in _ASKED], ref_template="#/components/schemas/{model}")[1]
-        app.openapi_schema["components"]["schemas"] |= asked["$defs"]
-        if keys:
+        requests = models_json_schema([(kind, "validation") for kind in _REQUESTS], ref_template="#/components/schemas/{model}")[1]
+        app.openapi_schema["components"]["schemas"] |= requests["$defs"]
+        if needs_key:
             app.openapi_schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             app.openapi_schema["security"] = [{"key": []}]
     return app.openapi_schema
 
 
-def _answers(whole: type) -> dict[int | str, dict[str, Any]]:
+def _responses(body: type) -> dict[int | str, dict[str, Any]]:
     data = {"type": "string", "description": 'A chunk as JSON, {"error": ...}, or [DONE].'}
-    # Where stream is true. A schema is of each event, as what reads OpenAPI 3.1 takes it.
+    # The response if stream is true. The schema describes one event, as OpenAPI 3.1 readers expect.
     events = {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
-    return {200: {"model": whole, "content": {"text/event-stream": events}}, **_ERRORS}
+    return {200: {"model": body, "content": {"text/event-stream": events}}, **_ERRORS}
 
 
 def _body(name: str) -> dict[str, Any]:
@@ -230,7 +235,7 @@ def _body(name: str) -> dict[str, Any]:
 
 
 def _page() -> tuple[str, str]:
-    """The chat page and its policy: of scripts and styles, only those in the page itself, known by their hashes."""
+    """The chat page and its Content-Security-Policy, which allows only the page's own script and style, by their hashes."""
     page = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 
     def hashes(tag: str) -> str:

@@ -1,64 +1,28 @@
-"""What the server asks of an engine. `slipstream.inference.engine.Engine` is one; tests bring their own."""
+"""The interface between the server and its engine. `slipstream.inference.engine.Engine` implements it; tests use fakes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from slipstream.inference.core import Finish, SamplingParams
+from slipstream.inference.core import SamplingParams
+from slipstream.inference.engine import Output
 from slipstream.inference.stats import Stats
-
-
-class Usage(Protocol):
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def cached_tokens(self) -> int: ...
-    @property
-    def completion_tokens(self) -> int: ...
-
-
-class Logprob(Protocol):
-    """Of one generated token."""
-
-    @property
-    def token_id(self) -> int: ...
-    @property
-    def logprob(self) -> float: ...
-    @property
-    def top(self) -> Sequence[tuple[int, float]]: ...
-
-
-class Output(Protocol):
-    """What is new in one sequence; the last one of a sequence has `finish` and `usage`."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def logprobs(self) -> Sequence[Logprob]: ...
-    @property
-    def finish(self) -> Finish | None: ...
-    @property
-    def usage(self) -> Usage | None: ...
-    @property
-    def error(self) -> str | None: ...
 
 
 class Tokenizer(Protocol):
     def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
-        """May raise text.TooLongError for a text of more than `most` tokens, and should where it takes long to encode."""
+        """May raise text.TooLongError if the text has more than `most` tokens; it should, if the text takes long to encode."""
         ...
 
     @property
     def tells_tools(self) -> bool:
-        """Whether `chat` makes anything of tools."""
+        """Whether the chat template reads `tools`."""
         ...
 
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The text of a conversation, to be encoded with special=False. ValueError, in words for the client, if the model's
-        template cannot say it."""
+        """Render a conversation, to be encoded with special=False. Raises ValueError, with a message for the client, if the
+        chat template rejects it."""
         ...
 
     def token_bytes(self, token: int, /) -> bytes: ...
@@ -71,7 +35,7 @@ class Engine(Protocol):
     def max_context(self) -> int: ...
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """What a chat is sampled with where its request does not say, by the names of SamplingParams."""
+        """Sampling defaults of chats: fields of SamplingParams that a request leaves out."""
         ...
 
     @property
@@ -80,22 +44,22 @@ class Engine(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
 
     def prepare(self) -> None:
-        """Called before the first request: makes what that would wait for."""
+        """Called before the first request, to do the work that request would otherwise wait for."""
         ...
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, salt: str, sink: Callable[[Any], None]
+        self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, salt: str, sink: Callable[[Output], None]
     ) -> Any:
-        """Returns a handle without waiting for a forward; `sink` gets an `Output` at a time, from the engine's thread. If it
-        raises, the request is cancelled. Requests of different `salt` share nothing of the prefix cache.
+        """Queue a request and return its handle, without waiting for a forward.
 
-        Raises ValueError for what the client can mend, QueueFullError when the queue is full, and RuntimeError when the engine
-        takes no more requests.
+        The engine's thread calls `sink` with one `Output` at a time; if `sink` raises, the request is cancelled. Requests with
+        different `salt` share no blocks of the prefix cache. Raises ValueError for an invalid request, QueueFullError if the
+        queue is full, and RuntimeError if the engine accepts no more requests.
         """
         ...
 
     def cancel(self, handle: Any) -> None:
-        """Ends what of the request still runs."""
+        """End the request's unfinished sequences."""
         ...
 
     def stats(self) -> Stats: ...

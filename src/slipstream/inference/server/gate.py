@@ -1,4 +1,4 @@
-"""What every HTTP request goes through first: API keys, draining, counting, what nobody expected; and how an error is said."""
+"""The middleware of every HTTP request: API keys, draining, metrics, unexpected exceptions; and the error response."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from slipstream.inference.server.protocol import RequestError
 
 logger = logging.getLogger(__name__)
 
-_OPEN = ("/", "/health")  # without a key: the page asks for one, and load balancers have none
-_COUNTED = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")  # the rest is one label
+_OPEN = ("/", "/health")  # need no key: the page asks the user for one, and load balancers have none
+_COUNTED = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")  # all others share one label
 
 
 class JSON(Response):
-    """All characters beyond ASCII escaped: some clients take U+2028 in a stream for the end of a line."""
+    """Escapes all non-ASCII characters: some clients treat U+2028 in a stream as the end of a line."""
 
     media_type = "application/json"
 
@@ -35,6 +35,8 @@ def refusal(error: RequestError) -> Response:
 
 
 class Gate:
+    """ASGI middleware."""
+
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], traffic: Traffic) -> None:
         self.app = app
         self.keys = {key.encode(): hashlib.sha256(key.encode()).hexdigest() for key in api_keys}
@@ -62,9 +64,9 @@ class Gate:
             await (self._refused(scope, generates) or self.app)(scope, receive, counted)
         except Exception:
             if started:
-                raise  # uvicorn logs it and breaks the connection off, which is all that can still be said
+                raise  # uvicorn logs it and closes the connection; the status has been sent
             logger.exception("%s %s", scope["method"], path)
-            await refusal(RequestError("internal error; the server's log has more", status=500))(scope, receive, counted)
+            await refusal(RequestError("internal error; see the server's log", status=500))(scope, receive, counted)
         finally:
             self.traffic.active -= generates
 
@@ -72,7 +74,7 @@ class Gate:
         tenant = self._tenant(Headers(scope=scope).get("authorization", "")) if self.keys else ""
         scope.setdefault("state", {})["tenant"] = tenant
         if tenant is None and scope["path"] not in _OPEN:
-            error = RequestError("a valid API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
+            error = RequestError("missing or invalid API key; send Authorization: Bearer KEY", status=401, code="invalid_api_key")
             error.headers["WWW-Authenticate"] = "Bearer"
             return refusal(error)
         if self.traffic.draining and generates:
@@ -80,9 +82,9 @@ class Gate:
         return None
 
     def _tenant(self, header: str) -> str | None:
-        """Who has the key: a digest of it. None: nobody."""
-        scheme, _, given = header.partition(" ")
-        # Every key is compared, each in constant time, so that the time taken says nothing of them.
+        """The tenant of an Authorization header: a digest of its key, or None if the key is invalid."""
+        scheme, _, sent = header.partition(" ")
+        # Compare all keys, each in constant time: the duration must reveal nothing about them.
         pairs = self.keys.items()
-        right = [tenant for key, tenant in pairs if hmac.compare_digest(given.strip().encode("latin-1", "replace"), key)]
-        return right[0] if right and scheme.lower() == "bearer" else None
+        tenants = [tenant for key, tenant in pairs if hmac.compare_digest(sent.strip().encode("latin-1", "replace"), key)]
+        return tenants[0] if tenants and scheme.lower() == "bearer" else None

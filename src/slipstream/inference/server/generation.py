@@ -1,7 +1,6 @@
-"""One HTTP request's sequences, from submission to the last byte. Nothing of it outlives its client or its time limit.
+"""Run one HTTP request, from submission to the last byte. Its sequences never outlive the client's connection or the time limit.
 
-Everything that can happen arrives in one mailbox, a queue of the event loop: the engine's thread posts outputs, the watcher posts
-that the client has left.
+All events arrive in one queue of the event loop: the engine's thread posts outputs, a watcher task posts the client's disconnect.
 """
 
 from __future__ import annotations
@@ -18,30 +17,31 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
+from slipstream.inference.engine import Output, Usage
 from slipstream.inference.server.answers import Format, Joined, join, usage_body
-from slipstream.inference.server.backend import Engine, Output, Usage
+from slipstream.inference.server.backend import Engine
 from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.protocol import RequestError
 
 logger = logging.getLogger(__name__)
 
-Batches = AsyncIterator[list[tuple[int, Output]]]  # what waited together: (choice, what is new in it)
+Batches = AsyncIterator[list[tuple[int, Output]]]  # (choice, output): all that arrived since the last batch
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold the stream back
+    (b"x-accel-buffering", b"no"),  # else nginx buffers the stream
 ]
 
 
 class ClientLeftError(Exception):
-    """Nobody reads the answer."""
+    """The client has disconnected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is asked of the engine. Choice c is sequence c % n of prompt c // n."""
+    """A request to the engine. Choice c is sequence c % n of prompt c // n."""
 
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
@@ -51,7 +51,7 @@ class Work:
 
 
 class Deadlines:
-    """The time limits of requests. `stop` ends them all, so that everybody is answered before the server's end."""
+    """The time limits of requests. `stop` expires them all, so that every client gets a response before the server exits."""
 
     def __init__(self) -> None:
         self._stopped = False
@@ -59,7 +59,7 @@ class Deadlines:
 
     @asynccontextmanager
     async def within(self, timeout_s: float, late: RequestError) -> AsyncIterator[None]:
-        """Raises `late` after `timeout_s`, and a RequestError of its own when the server stops before that."""
+        """Raise `late` after `timeout_s`, or a RequestError with status 503 if `stop` is called first."""
         try:
             async with asyncio.timeout(0 if self._stopped else timeout_s) as limit:
                 self._limits.add(limit)
@@ -69,7 +69,7 @@ class Deadlines:
                     self._limits.discard(limit)
         except TimeoutError:
             if self._stopped:
-                late = RequestError("the server shuts down", status=503, code="draining", retry_after=5)
+                late = RequestError("the server is shutting down", status=503, code="draining", retry_after=5)
             raise late from None
 
     def stop(self) -> None:
@@ -80,15 +80,15 @@ class Deadlines:
 
 
 class Compiling:
-    """Requests with a JSON schema are submitted one at a time: the engine compiles it, which can take long, and holds one of
-    the threads that all requests share. Nobody waits longer than `timeout_s`, for its turn or for the compiler."""
+    """Submits requests with a JSON schema one at a time: the engine compiles the schema, which can take long and occupies one
+    of the threads that all requests share. A request waits at most `timeout_s` for its turn, and as long for the compiler."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._turn = asyncio.Lock()
 
     async def submit(self, start: Callable[[], asyncio.Future[Any]]) -> None:
-        """Raises RequestError; what was started goes on, and the next has its turn when it ends."""
+        """Raises RequestError on a timeout. The submission that was started continues; the next one starts when it has ended."""
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self._turn.acquire()
@@ -100,28 +100,29 @@ class Compiling:
             async with asyncio.timeout(self.timeout_s):
                 await asyncio.shield(handle)
         except TimeoutError:
-            message = f"the JSON schema is not compiled within {self.timeout_s:g} s; make it simpler"
+            message = f"compiling the JSON schema takes longer than {self.timeout_s:g} s; simplify it"
             raise RequestError(message, code="schema_too_complex") from None
 
 
 @asynccontextmanager
 async def running(engine: Engine, work: Work, receive: Receive, compiling: Compiling) -> AsyncIterator[Batches]:
-    """Submits, and cancels at the end what still runs. Raises RequestError if the engine refuses."""
+    """Submit `work` and yield its outputs; on exit, cancel the unfinished sequences. Raises RequestError if the engine rejects it
+    or fails."""
     loop = asyncio.get_running_loop()
-    mailbox: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
+    mailbox: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()  # None: the client has disconnected
     handles: list[asyncio.Future[Any]] = []
     unfinished = [work.n] * len(work.prompts)
     over = False
 
     def submit(prompt: Sequence[int], first: int) -> Any:
-        def sink(output: Output) -> None:  # where the loop was closed it raises, and the engine ends what nobody waits for
+        def sink(output: Output) -> None:  # raises if the loop is closed; the engine then cancels the request
             if not over:
                 loop.call_soon_threadsafe(mailbox.put_nowait, (first + output.index, output))
 
         return engine.submit(prompt, work.params, n=work.n, priority=work.priority, salt=work.salt, sink=sink)
 
-    def started(prompt: Sequence[int], first: int) -> asyncio.Future[Any]:
-        """In another thread; to be shielded, so that its handle is never lost."""
+    def start(prompt: Sequence[int], first: int) -> asyncio.Future[Any]:
+        """Submit in a worker thread. The caller must shield the future, else a cancellation loses the handle."""
         handles.append(loop.run_in_executor(None, submit, prompt, first))
         return handles[-1]
 
@@ -155,9 +156,9 @@ async def running(engine: Engine, work: Work, receive: Receive, compiling: Compi
         try:
             for number, prompt in enumerate(work.prompts):
                 if work.params.json_schema is None:
-                    await asyncio.shield(started(prompt, number * work.n))
+                    await asyncio.shield(start(prompt, number * work.n))
                 else:
-                    await compiling.submit(partial(started, prompt, number * work.n))
+                    await compiling.submit(partial(start, prompt, number * work.n))
         except ValueError as error:
             raise RequestError(str(error)) from None
         except QueueFullError as error:
@@ -168,15 +169,15 @@ async def running(engine: Engine, work: Work, receive: Receive, compiling: Compi
     finally:
         over = True
         watcher.cancel()
-        for handle, left in zip(handles, unfinished, strict=False):  # one was refused: there are fewer handles
-            if left and handle.done():
+        for handle, count in zip(handles, unfinished, strict=False):  # fewer handles than prompts after a rejected one
+            if count and handle.done():
                 cancel(handle)
-            elif left:
+            elif count:
                 handle.add_done_callback(cancel)
 
 
 class Answer(Response):
-    """Runs the work while it is being answered, so that errors before the first byte still have their status."""
+    """The response. It runs the work itself, so that an error before the first byte still sets the status."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class Answer(Response):
         self.traffic = traffic
         self.compiling = compiling
         self.deadlines = deadlines
-        self.write = self._stream if stream else self._whole
+        self.write = self._stream if stream else self._respond
         self.include_usage = include_usage
         self.timeout_s = timeout_s
 
@@ -211,7 +212,7 @@ class Answer(Response):
             await send(message)
 
         try:
-            late = RequestError(f"not done within {self.timeout_s:g} s", status=504, code="timeout")
+            late = RequestError(f"the request did not finish within {self.timeout_s:g} s", status=504, code="timeout")
             async with (
                 self.deadlines.within(self.timeout_s, late),
                 running(self.engine, self.work, receive, self.compiling) as batches,
@@ -222,12 +223,12 @@ class Answer(Response):
         except RequestError as error:
             if not started:
                 raise
-            await self._last_words(error, send)
+            await self._send_error(error, send)
         except Exception:
             if not started:
                 raise
-            logger.exception("a stream broke off")
-            await self._last_words(RequestError("internal error; the server's log has more", status=500), send)
+            logger.exception("a stream failed")
+            await self._send_error(RequestError("internal error; see the server's log", status=500), send)
 
     async def _stream(self, batches: Batches, send: Send) -> None:
         usages: dict[int, Usage] = {}
@@ -240,22 +241,22 @@ class Answer(Response):
         last = self._event([], self._usage(usages)) if self.include_usage else b""
         await send({"type": "http.response.body", "body": last + b"data: [DONE]\n\n"})
 
-    async def _whole(self, batches: Batches, send: Send) -> None:
+    async def _respond(self, batches: Batches, send: Send) -> None:
         outputs = [entry async for batch in batches for entry in batch]
-        choices = [self.form.choice(whole) for whole in sorted(_joined(outputs), key=lambda whole: whole.index)]
-        body = {**self.form.head, "object": self.form.whole, "choices": choices, "usage": self._usage(_usages(outputs))}
+        choices = [self.form.choice(joined) for joined in sorted(_joined(outputs), key=lambda joined: joined.index)]
+        body = {**self.form.head, "object": self.form.response_object, "choices": choices, "usage": self._usage(_usages(outputs))}
         response = JSON(body)
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body})
 
-    async def _last_words(self, error: RequestError, send: Send) -> None:
-        """The status is sent; a stream can still say what happened. A client that does not read is not waited for."""
+    async def _send_error(self, error: RequestError, send: Send) -> None:
+        """Send the error as an event of the stream, whose status is already sent. Waits at most 1 s for the client to read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(1):
                 await send({"type": "http.response.body", "body": b"data: " + JSON(error.body()).body + b"\n\n"})
 
     def _event(self, choices: list[dict[str, Any]], usage: Any = None) -> bytes:
-        body = {**self.form.head, "object": self.form.chunk, "choices": choices}
+        body = {**self.form.head, "object": self.form.chunk_object, "choices": choices}
         if self.include_usage:
             body["usage"] = usage
         return b"data: " + JSON(body).body + b"\n\n"
@@ -269,7 +270,7 @@ def _usages(batch: list[tuple[int, Output]]) -> dict[int, Usage]:
 
 
 def _joined(batch: list[tuple[int, Output]]) -> list[Joined]:
-    """Per choice, in order of their first output."""
+    """Join the outputs of each choice, in the order of the choices' first outputs."""
     outputs: dict[int, list[Output]] = {}
     for choice, output in batch:
         outputs.setdefault(choice, []).append(output)

@@ -1,4 +1,4 @@
-"""/metrics in Prometheus' text format: the engine's statistics and what the server itself counts."""
+"""/metrics in Prometheus' text format: the statistics of the engine and of the HTTP server."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(slots=True)
 class Traffic:
-    """What the server counts; touched by the event loop alone."""
+    """The HTTP server's counters. Only the event loop accesses them."""
 
-    draining: bool = False  # what runs is finished, nothing new is taken
-    active: int = 0  # that generate or wait to
+    draining: bool = False  # running requests finish, new ones are rejected
+    active: int = 0  # requests that generate or are queued
     answers: Counter[tuple[str, int]] = field(default_factory=Counter)  # by path and status
-    abandoned: int = 0  # clients that left before their answer was complete
+    abandoned: int = 0  # clients that disconnected before their response was complete
 
 
 def render(stats: Stats, traffic: Traffic) -> str:
@@ -28,29 +28,29 @@ def render(stats: Stats, traffic: Traffic) -> str:
         lines.extend((f"# HELP slipstream_{name} {text}", f"# TYPE slipstream_{name} {kind}"))
         lines.extend(f"slipstream_{name}{suffix} {value:.10g}" for suffix, value in values)
 
-    metric("healthy", "gauge", "1 while the engine takes requests.", ("", stats.healthy))
-    metric("requests_waiting", "gauge", "Sequences in the queue.", ("", stats.waiting))
-    metric("requests_running", "gauge", "Sequences that hold cache blocks.", ("", stats.running))
-    metric("http_requests_active", "gauge", "HTTP requests that generate or wait to.", ("", traffic.active))
+    metric("healthy", "gauge", "1 while the engine accepts requests.", ("", stats.healthy))
+    metric("requests_waiting", "gauge", "Queued sequences.", ("", stats.waiting))
+    metric("requests_running", "gauge", "Running sequences, which hold KV blocks.", ("", stats.running))
+    metric("http_requests_active", "gauge", "HTTP requests that generate or are queued.", ("", traffic.active))
     metric("kv_blocks", "gauge", "Blocks of the KV cache.", ("", stats.blocks))
-    metric("kv_block_tokens", "gauge", "Tokens of one block.", ("", stats.block_size))
-    metric("kv_usage_ratio", "gauge", "Share of the KV cache that running sequences hold.", ("", stats.kv_usage))
-    metric("tokens_per_second", "gauge", "Generated, over the last seconds.", ("", stats.tokens_per_second))
-    metric("prompt_tokens_per_second", "gauge", "Computed, over the last seconds.", ("", stats.prompt_tokens_per_second))
-    metric("prompt_tokens_total", "counter", "Prompt tokens, computed or found in the cache.", ("", stats.prompt_tokens))
+    metric("kv_block_tokens", "gauge", "Tokens per KV block.", ("", stats.block_size))
+    metric("kv_usage_ratio", "gauge", "Fraction of the KV cache held by running sequences.", ("", stats.kv_usage))
+    metric("tokens_per_second", "gauge", "Generated, recent average.", ("", stats.tokens_per_second))
+    metric("prompt_tokens_per_second", "gauge", "Computed, recent average.", ("", stats.prompt_tokens_per_second))
+    metric("prompt_tokens_total", "counter", "Prompt tokens, computed or cached.", ("", stats.prompt_tokens))
     metric("cached_tokens_total", "counter", "Prompt tokens found in the prefix cache.", ("", stats.cached_tokens))
     metric("generated_tokens_total", "counter", "Generated tokens.", ("", stats.generated_tokens))
-    metric("draft_tokens_total", "counter", "Tokens guessed ahead.", ("", stats.draft_tokens))
-    metric("accepted_tokens_total", "counter", "Of these, right ones.", ("", stats.accepted_tokens))
-    metric("preemptions_total", "counter", "Sequences that gave their blocks back and began anew.", ("", stats.preemptions))
-    metric("forwards_total", "counter", "Forwards of the model.", ("", stats.forwards))
+    metric("draft_tokens_total", "counter", "Tokens proposed by speculative decoding.", ("", stats.draft_tokens))
+    metric("accepted_tokens_total", "counter", "Proposed tokens that were accepted.", ("", stats.accepted_tokens))
+    metric("preemptions_total", "counter", "Sequences preempted and recomputed.", ("", stats.preemptions))
+    metric("forwards_total", "counter", "Forward passes of the model.", ("", stats.forwards))
     ends = ((f'{{reason="{finish.value}"}}', count) for finish, count in sorted(stats.finished.items(), key=lambda e: e[0].value))
-    metric("finished_total", "counter", "Sequences, by why they ended.", *ends)
+    metric("finished_total", "counter", "Finished sequences by reason.", *ends)
     answers = ((f'{{path="{path}",status="{status}"}}', count) for (path, status), count in sorted(traffic.answers.items()))
-    metric("http_requests_total", "counter", "HTTP answers.", *answers)
-    metric("http_abandoned_total", "counter", "Answers whose client left before their end.", ("", traffic.abandoned))
+    metric("http_requests_total", "counter", "HTTP responses by path and status.", *answers)
+    metric("http_abandoned_total", "counter", "Responses whose client disconnected before their end.", ("", traffic.abandoned))
     metric("time_to_first_token_seconds", "histogram", "From submission.", *_histogram(stats.time_to_first_token))
-    metric("time_between_tokens_seconds", "histogram", "Of one sequence.", *_histogram(stats.between_tokens))
+    metric("time_between_tokens_seconds", "histogram", "Per sequence.", *_histogram(stats.between_tokens))
     return "\n".join(lines) + "\n"
 
 

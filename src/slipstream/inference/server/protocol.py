@@ -1,8 +1,8 @@
-"""OpenAI's requests and answers, as far as they are served here.
+"""The supported subset of OpenAI's requests and responses.
 
-A field of OpenAI's that is not served stands in its model with the values that mean "as if it were not there"; any other value is
-refused by name, as is a field that nobody knows. Nothing is ignored. Requests are parsed strictly: "1" is not a number.
-Answers are typed dicts: one is made for each token, where a model costs ten times as much.
+An unsupported field of OpenAI's is declared with its no-op values only; any other value raises an error that names the field, and
+so does an unknown field. Nothing is ignored. Requests are parsed strictly: "1" is not a number. Responses are typed dicts: one is
+built per token, and a pydantic model would cost ten times as much.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing_extensions import TypedDict
 
 from slipstream.inference.core import MAX_STOP, SamplingParams
 
-MAX_SEQUENCES = 128  # of one request: prompts times n
-MAX_MESSAGES = 4096  # of a chat
+MAX_SEQUENCES = 128  # per request: prompts x n
+MAX_MESSAGES = 4096  # per chat
 MAX_SALT = 256  # characters
 
 
 class RequestError(Exception):
-    """An answer in OpenAI's error format."""
+    """An error response in OpenAI's format."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None, retry_after: int | None = None
@@ -53,24 +53,24 @@ class ErrorBody(TypedDict):
 # --- Requests
 
 
-def _says(kind: str, message: str) -> WrapValidator:
-    """One sentence instead of what pydantic says of each member of a union."""
+def _error(kind: str, message: str) -> WrapValidator:
+    """Replace pydantic's errors, one per member of a union, by one message."""
 
-    def validate(value: Any, inner: Any) -> Any:
+    def validate(value: Any, handler: Any) -> Any:
         try:
-            return inner(value)
+            return handler(value)
         except ValidationError:
             raise PydanticCustomError(kind, message) from None
 
     return WrapValidator(validate)
 
 
-def _told(**limits: float) -> Any:
-    """For the document: `SamplingParams` has the limits, and better words."""
+def _documented(**limits: float) -> Any:
+    """Add limits to the OpenAPI document only; `SamplingParams` checks them, with better messages."""
     return Field(json_schema_extra=limits)  # type: ignore[arg-type]
 
 
-NOT_SERVED = _says("not_served", "this field of OpenAI's is not served here; leave it out")
+NOT_SERVED = _error("not_served", "this OpenAI field is not supported; leave it out")
 Never = Annotated[None, NOT_SERVED]
 Off = Annotated[Literal[False] | None, NOT_SERVED]
 Empty = Annotated[list[Any], Field(max_length=0)]
@@ -89,55 +89,55 @@ class StreamOptions(Strict):
 
 
 class Sampled(Strict):
-    """What both kinds of request have. The lower half is not OpenAI's but vLLM's."""
+    """The fields that completions and chats share: OpenAI's, then vLLM's."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
-    temperature: Annotated[float | None, _told(minimum=0, maximum=100)] = None
-    top_p: Annotated[float | None, _told(exclusiveMinimum=0, maximum=1)] = None
-    presence_penalty: Annotated[float | None, _told(minimum=-2, maximum=2)] = None
-    frequency_penalty: Annotated[float | None, _told(minimum=-2, maximum=2)] = None
+    temperature: Annotated[float | None, _documented(minimum=0, maximum=100)] = None
+    top_p: Annotated[float | None, _documented(exclusiveMinimum=0, maximum=1)] = None
+    presence_penalty: Annotated[float | None, _documented(minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, _documented(minimum=-2, maximum=2)] = None
     logit_bias: Annotated[
         Annotated[
             dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)
         ]
         | None,
-        _says("logit_bias", "has to map at most 1,024 token ids, written as strings, to numbers from -100 to 100"),
+        _error("logit_bias", "must map at most 1,024 token ids, as strings, to numbers from -100 to 100"),
     ] = None
     stop: Annotated[
         StopString | Annotated[list[StopString], Field(max_length=16)] | None,
-        _says("stop", f"has to be a string or a list of at most 16 strings, of at most {MAX_STOP:,} characters each"),
+        _error("stop", f"must be a string or a list of at most 16 strings, of at most {MAX_STOP:,} characters each"),
     ] = None
     seed: Int64 | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None  # a label for the provider's records, without effect on the answer in OpenAI's API either
+    user: str | None = None  # a label for the provider's records; no effect on the output, as in OpenAI's API
 
-    top_k: Annotated[int | None, _told(minimum=0)] = None
-    min_p: Annotated[float | None, _told(minimum=0, maximum=1)] = None
-    repetition_penalty: Annotated[float | None, _told(minimum=0.01, maximum=100)] = None
-    min_tokens: Annotated[int | None, _told(minimum=0)] = None
+    top_k: Annotated[int | None, _documented(minimum=0)] = None
+    min_p: Annotated[float | None, _documented(minimum=0, maximum=1)] = None
+    repetition_penalty: Annotated[float | None, _documented(minimum=0.01, maximum=100)] = None
+    min_tokens: Annotated[int | None, _documented(minimum=0)] = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
-    priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # 10 s of waiting each: nobody can starve the others
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None  # who shares its cached prefixes
+    priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # each step is worth 10 s of waiting: no starvation
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None  # requests with the same salt share prefixes
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Sampled:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only for stream: true")
+            raise ValueError("stream_options needs stream: true")
         return self
 
     def sampling(
-        self, *, max_tokens: int, logprobs: int | None, json_schema: str | None, usual: Mapping[str, Any] | None = None
+        self, *, max_tokens: int, logprobs: int | None, json_schema: str | None, defaults: Mapping[str, Any] | None = None
     ) -> SamplingParams:
-        """usual: what holds where the request does not say. Raises RequestError."""
+        """Convert to sampling parameters; `defaults` replaces fields that the request leaves out. Raises RequestError."""
         names = (
             *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"),
             *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
         )
-        given: dict[str, Any] = dict(usual or {}) | {name: value for name in names if (value := getattr(self, name)) is not None}
+        fields = dict(defaults or {}) | {name: value for name in names if (value := getattr(self, name)) is not None}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         if self.min_tokens is not None and self.min_tokens > max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({max_tokens})", param="min_tokens")
@@ -149,9 +149,9 @@ class Sampled(Strict):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 logprobs=logprobs,
                 json_schema=json_schema,
-                **given,
+                **fields,
             )
-        except ValueError as error:  # its first word is the field
+        except ValueError as error:  # the message begins with the field's name
             param = str(error).split()[0]
             raise RequestError(str(error), param=param if param in type(self).model_fields else None) from None
 
@@ -162,7 +162,7 @@ class CompletionRequest(Sampled):
         | Annotated[list[str], Field(min_length=1, fail_fast=True)]
         | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]], Field(min_length=1, fail_fast=True)],
-        _says("prompt", "has to be a string, a list of strings, a list of token ids, or a list of such lists; and not empty"),
+        _error("prompt", "must be a non-empty string, list of strings, list of token ids, or list of lists of token ids"),
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -171,7 +171,7 @@ class CompletionRequest(Sampled):
     suffix: Annotated[Literal[""] | None, NOT_SERVED] = None
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """One of each text, or one list of ids of each."""
+        """The prompts, each a text or a list of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -180,7 +180,7 @@ class CompletionRequest(Sampled):
 
 
 class TextPart(Strict):
-    type: Annotated[Literal["text"], _says("not_served", "only text is served here, no other parts (image_url, input_audio, file)")]
+    type: Annotated[Literal["text"], _error("not_served", "only text parts are supported, not image_url, input_audio or file")]
     text: str
 
 
@@ -202,22 +202,22 @@ class Message(Strict):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
-    # What an answer of ours, given back as it came, also has.
+    # Fields of our own responses, which clients send back.
     refusal: Never = None
     audio: Never = None
     function_call: Never = None
     annotations: Annotated[Empty | None, NOT_SERVED] = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Message:
+    def _has_content(self) -> Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError(f"a message of role {self.role} needs content")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("only a message of role assistant has tool_calls")
+            raise ValueError("only messages of role assistant may have tool_calls")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As templates know it: there is no role of developer, and what is not set is not there."""
+        """The message as chat templates expect it: role developer becomes system, and unset fields are left out."""
         message = self.model_dump(exclude_none=True)
         return message | {"role": "system" if self.role == "developer" else self.role, "content": message.get("content", "")}
 
@@ -226,11 +226,11 @@ class Function(Strict):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None  # a forced call always has its schema; where none is forced, true is refused
+    strict: bool | None = None  # a forced call always follows its schema; true is an error if no call is forced
 
 
 class Tool(Strict):
-    type: Annotated[Literal["function"], _says("not_served", "tools that are not of type function are not served here")]
+    type: Annotated[Literal["function"], _error("not_served", "only tools of type function are supported")]
     function: Function
 
 
@@ -247,17 +247,17 @@ class JsonSchema(Strict):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     schema_: dict[str, JsonValue] = Field(alias="schema")
-    strict: bool | None = None  # the output always has the schema
+    strict: bool | None = None  # the output always follows the schema
 
 
 class ResponseFormat(Strict):
-    type: Annotated[Literal["text", "json_object", "json_schema"], _says("type", "has to be text, json_object or json_schema")]
+    type: Annotated[Literal["text", "json_object", "json_schema"], _error("type", "must be text, json_object or json_schema")]
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with type json_schema, and only with it")
+            raise ValueError("type json_schema needs the field json_schema, and other types must not have it")
         return self
 
 
@@ -270,9 +270,9 @@ class ChatRequest(Sampled):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool | None,
-        _says("tool_choice", 'has to be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+        _error("tool_choice", 'must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
     ] = None
-    parallel_tool_calls: bool | None = None  # a forced call is always one
+    parallel_tool_calls: bool | None = None  # a forced choice always makes one call
 
     audio: Never = None
     function_call: Annotated[Literal["none"] | None, NOT_SERVED] = None
@@ -292,9 +292,9 @@ class ChatRequest(Sampled):
     web_search_options: Never = None
 
     @model_validator(mode="after")
-    def _fits_together(self) -> ChatRequest:
+    def _is_consistent(self) -> ChatRequest:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+            raise ValueError("max_tokens and max_completion_tokens differ; set one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         names = [tool.function.name for tool in self.tools or ()]
@@ -303,37 +303,38 @@ class ChatRequest(Sampled):
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise ValueError("tool_choice names a function that is not in tools")
         if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice required needs tools")
-        if self.forced() and self.response_format is not None and self.response_format.type != "text":
-            raise ValueError("a forced tool call and response_format exclude each other")
-        if self.told() and not self.forced():
-            if self.response_format is not None and self.response_format.type != "text":
+            raise ValueError('tool_choice "required" needs tools')
+        formatted = self.response_format is not None and self.response_format.type != "text"
+        if formatted and self.forced():
+            raise ValueError("a forced tool call and response_format are mutually exclusive")
+        if self.offered() and not self.forced():
+            if formatted:
                 raise ValueError(
-                    'tools with tool_choice "auto" and response_format exclude each other: output of a schema cannot be a call; '
-                    'leave one out, or set tool_choice to "none" or "required"'
+                    'tools with tool_choice "auto" and response_format are mutually exclusive: output of a JSON schema cannot be a '
+                    'call; leave one out, or set tool_choice to "none" or "required"'
                 )
-            if strict := [tool.function.name for tool in self.told() if tool.function.strict]:
+            if strict := [tool.function.name for tool in self.offered() if tool.function.strict]:
                 raise ValueError(
-                    f'function.strict of {strict[0]} is not served with tool_choice "auto": only a forced call has its schema; '
-                    'leave strict out, or set tool_choice to "required" or a function'
+                    f'function.strict of {strict[0]} is not supported with tool_choice "auto": only a forced call follows its '
+                    'schema; leave strict out, or set tool_choice to "required" or a function'
                 )
         return self
 
-    def told(self) -> list[Tool]:
-        """The tools that the model hears of. With tool_choice none there are none, and so it calls none."""
+    def offered(self) -> list[Tool]:
+        """The tools in the prompt: none if tool_choice is none, so that the model calls none."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     def forced(self) -> list[Function]:
-        """The functions of which one has to be called; none: no call is forced."""
+        """The functions of which the output must call one; empty if no call is forced."""
         functions = [tool.function for tool in self.tools or ()]
         if isinstance(self.tool_choice, NamedTool):
             return [function for function in functions if function.name == self.tool_choice.function.name]
         return functions if self.tool_choice == "required" else []
 
     def output_schema(self) -> str | None:
-        """JSON schema of the output text. One forced function: of its arguments; of several: of {"name", "arguments"}.
+        """The JSON schema of the output: of a forced function's arguments, or of {"name", "arguments"} for several functions.
 
-        Raises RequestError.
+        None if the output is free text. Raises RequestError.
         """
         schema: Any
         forced = [(function.name, function.parameters or {"type": "object"}) for function in self.forced()]
@@ -363,22 +364,22 @@ class ChatRequest(Sampled):
         try:
             return json.dumps(schema, allow_nan=False)
         except ValueError:
-            raise RequestError("the JSON schema has a number that is not finite") from None
+            raise RequestError("the JSON schema contains a non-finite number") from None
 
 
-_CODES = {  # pydantic's word to OpenAI's
+_CODES = {  # pydantic's error type -> OpenAI's code
     "not_served": "unsupported_parameter",
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",
 }
-Asked = TypeVar("Asked", bound=Sampled)
+RequestT = TypeVar("RequestT", bound=Sampled)
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """A JSON schema as it has to be written where it is no longer the whole document: its references start at `to`."""
+    """Rewrite a JSON schema that becomes a part of another one: its local references start at `to`."""
     match schema:
-        case {"$ref": str(where), **rest} if where.startswith("#"):
-            return {"$ref": to + where[1:], **{key: _moved(value, to) for key, value in rest.items()}}
+        case {"$ref": str(target), **others} if target.startswith("#"):
+            return {"$ref": to + target[1:], **{key: _moved(value, to) for key, value in others.items()}}
         case dict():
             return {key: _moved(value, to) for key, value in schema.items()}
         case list():
@@ -387,20 +388,20 @@ def _moved(schema: Any, to: str) -> Any:
             return schema
 
 
-def parse(kind: type[Asked], body: bytes) -> Asked:
-    """Raises RequestError, which names the field."""
+def parse(kind: type[RequestT], body: bytes) -> RequestT:
+    """Parse a body. Raises RequestError, which names the invalid field."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        # What is not served explains itself better than what follows from it; it goes first.
+        # An unsupported field is reported first: other errors may follow from it.
         first = min(error.errors(include_url=False, include_context=False), key=lambda e: e["type"] != "not_served")
         if first["type"] == "json_invalid":
             raise RequestError(f"the body is not valid JSON: {first['msg']}", code="invalid_json") from None
         unknown = first["type"] == "extra_forbidden"
-        # Pydantic puts the names of types on the path where it goes through a union.
+        # Within a union, pydantic's path also has the names of types.
         path = [str(part) for part in first["loc"][: -1 if unknown else None] if part != "str" and "[" not in str(part)]
         path += [str(first["loc"][-1])[:100]] if unknown else []
-        message = "this field is not known" if unknown else first["msg"].removeprefix("Value error, ")
+        message = "unknown field" if unknown else first["msg"].removeprefix("Value error, ")
         param = ".".join(path) or None
         raise RequestError(f"{param}: {message}" if param else message, param=param, code=_CODES.get(first["type"])) from None
 
@@ -501,7 +502,7 @@ class ModelBody(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
-    sampling: dict[str, float]  # a chat's, where its request does not say
+    sampling: dict[str, float]  # defaults of chats
 
 
 class ModelList(TypedDict):

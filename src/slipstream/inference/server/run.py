@@ -1,5 +1,5 @@
-"""`serve`: the application under uvicorn, until a signal or until its engine is dead. The first signal drains; a second one, or
-the end of the drain's time, answers what still runs with an error."""
+"""`serve`: run the application under uvicorn until a signal arrives or the engine dies. The first signal drains: running requests
+finish. A second signal, or the drain timeout, ends them with an error."""
 
 from __future__ import annotations
 
@@ -26,21 +26,19 @@ from slipstream.inference.server.protocol import RequestError
 
 logger = logging.getLogger(__name__)
 
-HEADER_TIMEOUT = 30.0  # seconds from a connection, or its last answer, to the end of the next request's header
+HEADER_TIMEOUT = 30.0  # seconds from opening a connection, or from its last response, to the end of the next request's header
 MAX_CONNECTIONS = 4096
-READING_TIME = 2.0  # seconds, at the server's end, for clients to read what is left of their answers
-OTHER_FILES = 64  # that a process has open beside connections
-SWITCH_INTERVAL = (
-    0.001  # seconds that a thread which prepares requests may let the streams' threads wait, each time; Python's is 0.005
-)
+READING_TIME = 2.0  # seconds at shutdown for clients to read the end of their responses
+OTHER_FILES = 64  # file descriptors not used for connections
+SWITCH_INTERVAL = 0.001  # seconds (Python's default: 0.005) for which a preparing thread may keep the GIL from streaming threads
 
 
 class DeadEngineError(RuntimeError):
-    """The engine will never answer again; only a new process will."""
+    """The engine has failed permanently; a new process is needed."""
 
 
 class _Server(uvicorn.Server):
-    """Listens on while it drains, so that new requests are told to come back instead of finding nobody."""
+    """Keeps listening while it drains, so that new requests get a 503 with Retry-After instead of a refused connection."""
 
     def __init__(
         self, config: uvicorn.Config, engine: Engine, traffic: Traffic, deadlines: Deadlines, drain_timeout_s: float
@@ -50,8 +48,8 @@ class _Server(uvicorn.Server):
         self.traffic = traffic
         self.deadlines = deadlines
         self.drain_timeout_s = drain_timeout_s
-        self.drain_began: float | None = None
-        self.at_once = False
+        self.drain_start: float | None = None
+        self.stop_now = False
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         await super().startup(sockets)
@@ -64,27 +62,28 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called in a signal handler or between two ticks: only sets flags."""
-        self.at_once = self.traffic.draining
+        self.stop_now = self.traffic.draining
         self.traffic.draining = True
 
     async def on_tick(self, counter: int) -> bool:
         if self.traffic.draining or not self.engine.healthy:
             active, now = self.traffic.active, time.monotonic()
-            answers = "1 answer" if active == 1 else f"{active} answers"
-            if self.drain_began is None:
-                self.drain_began = now
+            requests = "1 request" if active == 1 else f"{active} requests"
+            if self.drain_start is None:
+                self.drain_start = now
                 if active and self.traffic.draining:
-                    logger.warning("draining: %s running, at most %g s; again to stop at once", answers, self.drain_timeout_s)
-            waited = now - self.drain_began
-            if active and (self.at_once or waited >= self.drain_timeout_s):
+                    limit = self.drain_timeout_s
+                    logger.warning("draining: waiting at most %g s for %s; signal again to stop now", limit, requests)
+            waited = now - self.drain_start
+            if active and (self.stop_now or waited >= self.drain_timeout_s):
                 self.deadlines.stop()
-                logger.warning("%s cut off after %g s", answers, round(waited, 1))
+                logger.warning("aborted %s after %g s", requests, round(waited, 1))
                 active = 0
             self.should_exit = not active
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn cancels, with a traceback, what has not ended soon; who does not read is cut off before that."""
+        """Abort connections whose client does not read, before uvicorn cancels their tasks with a traceback."""
         asyncio.get_running_loop().call_later(READING_TIME, self._abort)
         await super().shutdown(sockets)
 
@@ -94,8 +93,8 @@ class _Server(uvicorn.Server):
 
 
 def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, which waits for ever for a request's header and for its answer to be read, with limits."""
-    error = refusal(RequestError(f"{max_connections} connections are open, and no more are taken", status=503, retry_after=5))
+    """Return uvicorn's HTTP protocol with limits on connections and on the time to send a header or read a response."""
+    error = refusal(RequestError(f"too many connections ({max_connections} are open)", status=503, retry_after=5))
     full = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
     full += b"".join(b"%b: %b\r\n" % header for header in error.raw_headers) + b"\r\n" + bytes(error.body)
 
@@ -117,17 +116,17 @@ def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Pr
             super().connection_lost(exc)
 
         def _begin(self, unread: float = math.inf) -> None:
-            self._unread = unread  # bytes of what was said, when the time began
+            self._unread = unread  # bytes of the last response that the client had not read when the timer started
             self._timer = self.loop.call_later(header_timeout_s, self._look)
 
         def _look(self) -> None:
             unread = self.transport.get_write_buffer_size()
             if self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing():
-                self._begin()  # a request is being answered, which has limits of its own
+                self._begin()  # a request is running; it has its own time limits
             elif 0 < unread < self._unread:
-                self._begin(unread)  # the client still reads the last answer
+                self._begin(unread)  # the client is still reading the last response
             else:
-                self.transport.abort()  # to close it would wait for the client to read
+                self.transport.abort()  # close() would wait for the client to read
 
     return Guarded
 
@@ -145,10 +144,9 @@ def serve(
     request_timeout_s: float = 600.0,
     drain_timeout_s: float = 60.0,
 ) -> None:
-    """Returns when drained after SIGTERM or SIGINT; the engine is left to its owner. Port 0: a free one, which is printed.
-    `sockets` are bound ones, to listen on in place of host and port.
-
-    Raises DeadEngineError when the engine is dead and everybody who waited for it has been told."""
+    """Serve until SIGTERM or SIGINT, then drain and return; the caller closes the engine. Port 0 picks a free port and prints it.
+    `sockets` are bound sockets to use instead of host and port. Raises DeadEngineError, after all clients have received an error,
+    if the engine dies."""
     engine.prepare()
     sys.setswitchinterval(SWITCH_INTERVAL)
     app = create_app(
@@ -160,10 +158,10 @@ def serve(
         request_timeout_s=request_timeout_s,
     )
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(files - OTHER_FILES, 1)
+    capacity = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(files - OTHER_FILES, 1)
     config = uvicorn.Config(
         app,
-        http=guarded(max_connections=min(MAX_CONNECTIONS, room), header_timeout_s=HEADER_TIMEOUT),
+        http=guarded(max_connections=min(MAX_CONNECTIONS, capacity), header_timeout_s=HEADER_TIMEOUT),
         host=host,
         port=port,
         lifespan="off",
@@ -178,4 +176,4 @@ def serve(
     server = _Server(config, engine, app.state.traffic, app.state.deadlines, drain_timeout_s)
     server.run(None if sockets is None else list(sockets))
     if not engine.healthy:
-        raise DeadEngineError(f"the engine of {engine.model_name} is dead; the log says why, and a new process is needed")
+        raise DeadEngineError(f"the engine of {engine.model_name} failed permanently; see the log, and restart the process")
