@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,9 @@ class Launcher:
         file.write_text(textwrap.dedent(text))
         return str(file)
 
-    def start(self, *arguments: str, path: Path | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, path: Path | None = None, command: tuple[str, ...] = ("-m", "slipstream.launch.cli")
+    ) -> subprocess.Popen[str]:
         env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         env |= {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -53,7 +56,7 @@ class Launcher:
         if path is not None:
             env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
         process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.launch.cli", "run", *arguments],
+            [sys.executable, *command, "run", *arguments],
             env=env,
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
@@ -65,8 +68,8 @@ class Launcher:
         self.started.append(process)
         return process
 
-    def run(self, *arguments: str, path: Path | None = None) -> tuple[int, str, str]:
-        process = self.start(*arguments, path=path)
+    def run(self, *arguments: str, **options: Any) -> tuple[int, str, str]:
+        process = self.start(*arguments, **options)
         out, err = process.communicate(timeout=200)
         return process.returncode, out, err
 
@@ -323,6 +326,25 @@ def test_a_restart_names_the_rank_and_how_it_ended(launcher: Launcher) -> None:
     assert code == 0, err
     assert "restart 1 of 2 after rank 1 was killed by SIGKILL\n" in err
     assert "restart 2 of 2 after rank 1 exited with code 7 and no message\n" in err
+
+
+def test_a_rank_that_torchrun_reaps_first_is_named(launcher: Launcher) -> None:
+    """As on a loaded machine, where the watch is late: here it never looks."""
+    script = launcher.script("""
+        import os, time
+        if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os._exit(7)
+        time.sleep(60 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+    """)
+    command = """if True:
+        import sys
+        from slipstream.launch import cli, watch
+        watch.Watch._adopt = lambda self: None
+        sys.exit(cli.main(sys.argv[1:]))
+    """
+    code, _, err = launcher.run("--nproc", "2", "--max_restarts", "1", script, command=("-c", command))
+    assert code == 0, err
+    assert "restart 1 of 1 after rank 1 exited with code 7 and no message\n" in err
 
 
 def test_scripts_see_what_python_would_show_them(launcher: Launcher, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ Names of torch used here: `torch.distributed.run.{parse_args, run}`, `ChildFaile
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import shutil
@@ -18,7 +19,8 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +98,7 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
     os.environ[environment.FAILURES] = str(folder)
     before = read_pressure()
     try:
-        with Watch(folder) as watch:
+        with Watch(folder) as watch, _reporting_reaped_ranks(watch):
             if lease:
                 _stop_with_stdin(watch)
             try:
@@ -120,6 +122,27 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
         return 128 + signal.SIGINT
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _reporting_reaped_ranks(watch: Watch) -> Iterator[None]:
+    """Tell the watch of each failed rank that torchrun reaps: on a loaded machine it does so before the watch reads the exit code.
+
+    torchrun makes a ProcessFailure of each of them, before it restarts the ranks.
+    """
+    api: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
+    plain = api.ProcessFailure
+
+    class Reported(plain):  # type: ignore[misc, valid-type]
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            watch.on_reaped(self.pid, self.exitcode)
+
+    api.ProcessFailure = Reported
+    try:
+        yield
+    finally:
+        api.ProcessFailure = plain
 
 
 def _stop_with_stdin(watch: Watch) -> None:

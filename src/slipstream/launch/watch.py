@@ -68,6 +68,11 @@ class Watch:
         """Kill the ranks `GRACE_S` from now; for an agent that is stopped because another node failed."""
         os.write(self._writes, bytes([signal.SIGINT]))
 
+    def on_reaped(self, pid: int, exit_code: int) -> None:
+        """Record a failed rank that torchrun has reaped, unless this thread saw it die before (it knows more)."""
+        stopped = pid in self.killed or exit_code == -signal.SIGTERM
+        note_death(self._folder, pid, time.time_ns(), exit_code, stopped=stopped, overwrite=False)
+
     def _run(self) -> None:
         while not self._closed.is_set():
             self._adopt()

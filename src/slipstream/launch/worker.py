@@ -56,10 +56,12 @@ def _file(folder: Path, attempt: int, rank: int, suffix: str) -> Path:
     return folder / f"attempt{attempt}-rank{rank}{suffix}"
 
 
-def note_death(folder: Path, pid: int, time_ns: int, exit_code: int, *, stopped: bool) -> None:
+def note_death(folder: Path, pid: int, time_ns: int, exit_code: int, *, stopped: bool, overwrite: bool = True) -> None:
     """Called by the agent: record how a process died that may have left no record itself. A restarted rank reads it."""
     death = {"time_ns": time_ns, "exit_code": exit_code, "stopped": stopped}
-    (folder / f"death{pid}.json").write_text(json.dumps(death))
+    path = folder / f"death{pid}.json"
+    if overwrite or not path.exists():
+        path.write_text(json.dumps(death))
 
 
 def read_deaths(folder: Path, attempt: int) -> list[Failure]:
