@@ -345,7 +345,7 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     for optimizer, message in (
         (torch.optim.LBFGS(model.parameters()), "LBFGS.*closure"),
         (torch.optim.SparseAdam(model.parameters()), "SparseAdam.*sparse"),
-        (Averaging(model.parameters()), r"Averaging has train\(\) and eval\(\).*would exchange nothing"),
+        (Averaging(model.parameters()), r"Averaging has train\(\) and eval\(\).*would swap nothing"),
         (torch.optim.SGD([stranger], lr=0.1), r"group 0 holds a parameter of shape \(3,\) that is not the model's"),
         (lambda params: "no optimizer", "returned a str"),
     ):

@@ -353,9 +353,7 @@ def test_refusals_name_the_tensor() -> None:
     refused(r"sgd: momentum is 0.9 and momentum_buffer is None", "sgd", x, x, None, None, None)
     refused(r"lion: betas \(1.0, 0.99\)", "lion", x, x, x, None, None, beta=1.0)
     refused(r"adamw: rounding.offset \(8\)", "adamw", x, x, first, second, None, rounding=Stochastic(0, 1, 8))
-    refused(
-        r"adamw: exp_avg is torch.float16, which has no stoch", "adamw", x, x, x.half(), x, None, rounding=Stochastic(0, 1, 0)
-    )
+    refused(r"adamw: exp_avg is torch.float16, which has no stoch", "adamw", x, x, x.half(), x, None, rounding=Stochastic(0, 1, 0))
     with pytest.raises(ValueError, match=r"elements 64 to 512 of 512 cut a block of 256 codes"):
         first.span(64, 512)
     assert first.span(256, 512).scales.numel() == 1

@@ -160,7 +160,7 @@ def test_refusals(make: Callable[[list[nn.Parameter]], Any], message: str) -> No
 def test_muon_refuses_vectors_by_shape() -> None:
     (param,) = parameters([(5,)])
     param.grad = torch.ones(5)
-    with pytest.raises(ValueError, match=r"shape \(5,\) is no matrix"):
+    with pytest.raises(ValueError, match=r"shape \(5,\) is not a matrix"):
         Muon([{"params": [param], "use_muon": True}]).step()
 
 

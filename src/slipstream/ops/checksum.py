@@ -12,7 +12,7 @@ from slipstream.ops import build
 
 
 def crc32(source: Tensor, value: int = 0, into: Tensor | None = None) -> int:
-    """The CRC-32 of `source`'s bytes, continued from `value`; copies them to `into`. Both are 1D, uint8, contiguous, on the host."""
+    """The CRC-32 of `source`, continued from `value`; copies the bytes to `into`. Both are 1D, uint8, contiguous, on the host."""
     sums = _sums(source, value, into, max(source.numel(), 1))
     return sums[0] if sums else value
 

@@ -90,8 +90,9 @@ class Transfer:
         return words.load_acquire(ctypes.addressof(self._batch)) == 1
 
     def wait(self) -> None:
-        """Wait until the batch is complete. Raises DiskError if it failed. Releases the GIL; Ctrl-C raises within 50 ms and leaves the
-        batch in flight."""
+        """Wait until the batch is complete, without the GIL. Raises DiskError if it failed.
+
+        Ctrl-C raises within 50 ms and leaves the batch in flight."""
         while not self.done():
             words.wait_at_least(ctypes.addressof(self._batch), 1, 0, 60_000)
         self._tensors.clear()
@@ -241,8 +242,8 @@ class Disk:
             nbytes = tensor.nbytes
             if not tensor.is_cpu or not tensor.is_contiguous():
                 raise ValueError(
-                    f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} is not contiguous host memory; pass it contiguous, "
-                    "on the CPU"
+                    f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} is not contiguous host memory; "
+                    "pass a contiguous CPU tensor"
                 )
             if offset % ALIGNMENT or tensor.data_ptr() % ALIGNMENT or nbytes % ALIGNMENT:
                 raise ValueError(

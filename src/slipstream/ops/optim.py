@@ -120,7 +120,9 @@ def sgd(
     """SGD with the formulas of torch.optim.SGD. `first`: this step fills the momentum buffer, which is None without momentum."""
     if (momentum_buffer is None) != (momentum == 0.0):
         buffer = "None" if momentum_buffer is None else "a tensor"
-        raise ValueError(f"sgd: momentum is {momentum} and momentum_buffer is {buffer}; pass a buffer if momentum is not 0, else None")
+        raise ValueError(
+            f"sgd: momentum is {momentum} and momentum_buffer is {buffer}; pass a buffer if momentum is not 0, else None"
+        )
     c = Coefficients(scale=scale, l2=weight_decay, beta=momentum, rest=1.0 - dampening, lr=lr)
     flags = first * FIRST_STEP | nesterov * NESTEROV
     names = ("master", "grad", "momentum_buffer", "", "out")
@@ -324,7 +326,9 @@ def _check_rounding(op: str, names: tuple[str, ...], arrays: tuple[Tensor | Bloc
     for i in (0, 2, 3):
         array = arrays[i]
         if isinstance(array, Tensor) and array.dtype is torch.float16:
-            raise ValueError(f"{op}: {names[i]} is {array.dtype}, which has no stochastic rounding; use torch.bfloat16 or no `rounding`")
+            raise ValueError(
+                f"{op}: {names[i]} is {array.dtype}, which has no stochastic rounding; use torch.bfloat16 or no `rounding`"
+            )
 
 
 def _refusal(op: str, names: tuple[str, ...], arrays: tuple[Tensor | Blocks | None, ...]) -> ValueError:

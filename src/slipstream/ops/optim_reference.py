@@ -120,7 +120,7 @@ def step(
     flags: int,
     rounding: Stochastic | None,
 ) -> tuple[float | Tensor, float | Tensor]:
-    """Returns LAMB_UPDATE's sums of squares of weights and update: floats on CPU, else 0-dim tensors, to avoid a synchronization."""
+    """Returns LAMB_UPDATE's sums of squares of weights and update: floats on CPU, else 0-dim tensors (no synchronization)."""
     squares: tuple[list[Tensor], list[Tensor]] = ([], [])
     for span in spans(master):
         p = master[span].float()

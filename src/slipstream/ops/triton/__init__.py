@@ -8,8 +8,8 @@
 If TRITON_INTERPRET=1 is set before triton is first imported, they run on CPU tensors, slowly: this is how they are tested without a
 GPU. Their torch twin is `inference.decoder`.
 
-[Note: Batch invariance on CUDA] A row's result is bit-identical whatever else is in the batch and however a prompt was split, because
-the terms of every sum and their order depend only on the matrix's shape or on the position:
+[Note: Batch invariance on CUDA] A row's result is bit-identical whatever else is in the batch and however a prompt was split:
+the terms of every sum and their order depend only on the matrix's shape or on the position.
 
 - A product's features are cut into slices, whose number depends on the matrix's shape alone. With few rows, each program computes
   one slice and writes a *plane* of partial sums, and the kernel that reads the result adds the planes in order. With many rows, a
