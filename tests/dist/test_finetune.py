@@ -1,4 +1,4 @@
-"""The fine-tuning example with a tiny model: in full, by the native loop. tests/clients/test_finetune.py has the other loops."""
+"""The fine-tuning example with a tiny model: full, native loop. The other loops: tests/clients/test_finetune.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slipstream run` with real processes: agents on loopback, the first failure told once, timely ends."""
+"""`slipstream run` with real processes: agents on loopback, one report of the first failure, timely termination."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALL_REDUCE = """
 
 
 class Launcher:
-    """Starts `slipstream` commands; nothing that came of them outlives the test."""
+    """Starts `slipstream` commands; kills all their processes at the end of the test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,7 +86,7 @@ class Launcher:
         return self.ended(self.survivors, within)
 
     def ranks_gone(self, within: float) -> bool:
-        """The same of all processes but the command itself, which takes a while to unload torch."""
+        """The same for all processes except the command itself, which needs time to unload torch."""
         own = {process.pid for process in self.started}
         return self.ended(lambda: [pid for pid in self.survivors() if pid not in own], within)
 
@@ -135,7 +135,7 @@ def test_two_nodes_started_by_hand(launcher: Launcher) -> None:
 
 
 def fake_ssh(folder: Path) -> Path:
-    """An `ssh` that runs the line on this host, as a login shell of the far end would."""
+    """An `ssh` that runs the command line on this host, as a remote login shell would."""
     binary = folder / "bin"
     binary.mkdir()
     ssh = binary / "ssh"
@@ -207,7 +207,7 @@ def test_the_first_failing_rank_is_what_the_user_sees(launcher: Launcher) -> Non
 
 
 def test_a_killed_rank_is_explained_and_a_deaf_one_does_not_hold_up(launcher: Launcher, tmp_path: Path) -> None:
-    """Rank 0 catches SIGTERM and sleeps in native code; all is over within 5 s of rank 1's death."""
+    """Rank 0 catches SIGTERM and sleeps in native code; all processes end within 5 s of rank 1's death."""
     script = launcher.script("""
         import os, signal, sys, time
         from pathlib import Path
@@ -290,7 +290,7 @@ def test_ranks_die_with_their_agent(launcher: Launcher, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_restart_on_failure(launcher: Launcher) -> None:
-    """The second attempt has process groups of its own: keys of the first would name dead ranks."""
+    """The second attempt has new process groups: keys of the first would refer to dead ranks."""
     script = launcher.script("""
         import os, torch, torch.distributed as dist
         dist.init_process_group("gloo")
@@ -346,7 +346,7 @@ def test_scripts_see_what_python_would_show_them(launcher: Launcher, tmp_path: P
 
 
 def test_ranks_of_an_mpi_find_their_place(launcher: Launcher, tmp_path: Path) -> None:
-    """A stand-in for mpirun starts the ranks with Open MPI's variables, and one fails."""
+    """A substitute for mpirun starts the ranks with Open MPI's variables, and one fails."""
     binary = tmp_path / "bin"
     binary.mkdir()
     mpirun = binary / "mpirun"
