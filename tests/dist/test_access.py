@@ -90,7 +90,7 @@ def test_an_exception_in_gathered_writes_nothing(transport: str) -> None:
 
 
 @distributed(world_size=2)
-def test_gathered_leaves_strangers_alone() -> None:
+def test_gathered_ignores_ordinary_parameters() -> None:
     linear = nn.Linear(2, 2)
     with zero.gathered(linear), torch.no_grad():
         linear.weight.fill_(1.0)
@@ -522,7 +522,7 @@ def test_groups_differ_in_what_adam_does() -> None:
 
 
 @distributed(world_size=2)
-def test_mistakes_are_told_by_name(tmp_path: Path) -> None:
+def test_mistakes_raise_by_name(tmp_path: Path) -> None:
     tied = toy.seeded(toy.Lm)
     tied.other = torch.nn.Linear(1, 1, bias=False)
     tied.other.weight = tied.head.weight

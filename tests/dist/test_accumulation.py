@@ -194,7 +194,7 @@ def test_counters() -> None:
 
 
 @distributed(world_size=1)
-def test_a_loop_that_steps_once_a_window_is_told() -> None:
+def test_a_loop_that_steps_once_a_window_is_warned() -> None:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

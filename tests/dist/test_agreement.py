@@ -104,7 +104,7 @@ def test_an_optimizer_or_a_version_that_differs() -> None:
 
 @pytest.mark.disk
 @distributed(world_size=2)
-def test_what_a_rank_may_have_for_itself(tmp_path: Path) -> None:
+def test_settings_that_may_differ_by_rank(tmp_path: Path) -> None:
     """Disk paths and I/O settings, prints, time-outs, torch's seed, initial values: rank 0's weights are used."""
     rank = dist.get_rank()
     folder = tmp_path / str(rank)

@@ -72,7 +72,7 @@ def test_what_is_written_is_the_moment_of_the_call(transport: str, tmp_path: Pat
 
 
 @distributed(world_size=2)
-def test_a_failure_is_told_at_the_next_call_on_every_rank(tmp_path: Path) -> None:
+def test_a_failure_raises_at_the_next_call_on_every_rank(tmp_path: Path) -> None:
     engine, folder = engine_of(3), str(tmp_path)
     engine.save_checkpoint(folder, tag="good")
     engine.finish_save()
@@ -100,7 +100,7 @@ def test_a_failure_is_told_at_the_next_call_on_every_rank(tmp_path: Path) -> Non
 
 @pytest.mark.disk
 @distributed(world_size=2)
-def test_a_save_needs_none_of_the_states_any_more(tmp_path: Path) -> None:
+def test_a_save_completes_while_the_engine_sleeps(tmp_path: Path) -> None:
     """It completes, and its failure is raised, while the engine sleeps, and also in destroy()."""
     engine, gate = engine_of(2), threading.Event()
 
@@ -126,7 +126,7 @@ def test_a_save_needs_none_of_the_states_any_more(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_a_rank_that_writes_no_more_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_save_does_not_wait_for_a_rank_that_stopped_writing(tmp_path: Path) -> None:
     rank, gate = dist.get_rank(), threading.Event()
     part = FlatSlice(torch.full((4,), float(rank)), (8,), 4 * rank)
     what = {"tensors": {"w": part}, "shared": {}, "per_rank": {}, "group": dist.group.WORLD}
@@ -169,7 +169,7 @@ def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
 
 @distributed(world_size=2)
-def test_what_cannot_be_removed_does_not_unsave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_removal_does_not_undo_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy.make(toy.seeded(Noisy), 1, checkpoint=BEHIND, slipstream={"keep_checkpoints": 1})
     engine.save_checkpoint(str(tmp_path), tag="a")
     engine.finish_save()
@@ -188,7 +188,7 @@ def test_what_cannot_be_removed_does_not_unsave(tmp_path: Path, monkeypatch: pyt
 
 
 @distributed(world_size=2)
-def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path) -> None:
+def test_ranks_with_different_requests_raise(tmp_path: Path) -> None:
     engine, folder = toy.make(toy.seeded(Noisy), 2), str(tmp_path)
     with pytest.raises(CheckpointError, match=r"contents is 'all' on rank 0 and 'weights' on rank 1; give the same on all"):
         engine.save_checkpoint(folder, contents="all" if engine.rank == 0 else "weights")
@@ -244,7 +244,7 @@ class Wider(Noisy):
 
 
 @distributed(world_size=2)
-def test_a_changed_model_takes_what_fits(tmp_path: Path) -> None:
+def test_a_changed_model_loads_matching_parameters(tmp_path: Path) -> None:
     engine, folder = toy.make(toy.seeded(Noisy), 2), str(tmp_path)
     toy.step(engine, toy.tokens(engine.rank, 0))
     engine.save_checkpoint(folder)

@@ -55,7 +55,7 @@ def go_on(engine: Any, steps: range) -> list[float]:
 
 
 @distributed(world_size=(1, 2, 4))
-def test_training_goes_on_as_deepspeed_does(world_size: int, folder: Path) -> None:
+def test_training_continues_as_in_deepspeed(world_size: int, folder: Path) -> None:
     for i, case in list(enumerate(ds.CASES))[:: {1: 1, 2: 2, 4: 4}[world_size]]:
         stage = (case.stage + world_size + i) % 4
         engine = build(case, stage)
@@ -102,7 +102,7 @@ def laughs(pair: bytes, before: bytes = b"", after: bytes = b"") -> bytes:
     return made + (before + b"%c" % 40 if before else b"") + after + b"."
 
 
-def test_a_pickle_changes_nothing_that_outlives_it(tmp_path: Path) -> None:
+def test_a_pickle_has_no_lasting_effect(tmp_path: Path) -> None:
     """Attributes that it sets on a named object disappear with it."""
     file = tmp_path / "c.pt"
     file.write_bytes(archive(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}U\x05kindsU\x01xsb."))
@@ -111,7 +111,7 @@ def test_a_pickle_changes_nothing_that_outlives_it(tmp_path: Path) -> None:
 
 
 @distributed(world_size=1)
-def test_what_a_file_asks_for_is_refused_by_name_and_nothing_runs(folder: Path, tmp_path: Path) -> None:
+def test_names_in_a_pickle_are_refused_and_nothing_runs(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "z1-w2-bf16", tmp_path / "c")
     inside = tmp_path / "c" / "global_step3"
     model, optim = inside / "mp_rank_00_model_states.pt", inside / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -156,7 +156,7 @@ def test_what_a_file_asks_for_is_refused_by_name_and_nothing_runs(folder: Path, 
 
 
 @distributed(world_size=1)
-def test_a_small_file_takes_little_memory(folder: Path, tmp_path: Path) -> None:
+def test_a_small_file_needs_little_memory(folder: Path, tmp_path: Path) -> None:
     """Many tensors over the same bytes, and a sparse file: refused before any memory is allocated."""
     shutil.copytree(folder / "z1-w2-bf16", tmp_path / "c")
     model = tmp_path / "c" / "global_step3" / "mp_rank_00_model_states.pt"

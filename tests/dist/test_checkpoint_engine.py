@@ -120,7 +120,7 @@ def test_saved_at_world_1_loads_at_world_4(tmp_path: Path) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_goes_on_bit_for_bit(dtype: str, transport: str, tmp_path: Path) -> None:
+def test_resumes_bit_for_bit(dtype: str, transport: str, tmp_path: Path) -> None:
     """Restores model, optimizer, schedule, loss scale, random states and data position, in the middle of an epoch."""
     for stage in cases.stages(transport):
         folder = str(tmp_path / str(stage))
@@ -219,7 +219,7 @@ def test_a_missing_checkpoint(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_only_what_is_asked_for_is_loaded(tmp_path: Path) -> None:
+def test_only_requested_parts_are_loaded(tmp_path: Path) -> None:
     engine = build(2)
     go(engine, 4)
     engine.save_checkpoint(str(tmp_path))
@@ -320,7 +320,7 @@ def everything(engine: Any) -> dict[str, Any]:
 
 
 @distributed(world_size=2)
-def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_mismatch_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     engine = small(scheduler=WARMUP, gradient_accumulation_steps=2)
     train(engine, 2)
     for name, (settings, message) in MISFITS.items():
@@ -347,7 +347,7 @@ def older(schedule: Any) -> None:
 
 
 @distributed(world_size=1)
-def test_a_schedules_state_of_another_torch_is_taken(tmp_path: Path) -> None:
+def test_a_schedules_state_of_another_torch_is_loaded(tmp_path: Path) -> None:
     engine, other = small(lr_scheduler=by_lambda, scheduler=None), small(lr_scheduler=by_lambda, scheduler=None)
     train(other, 3)
     older(other.lr_scheduler)

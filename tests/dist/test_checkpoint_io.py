@@ -258,7 +258,7 @@ def test_the_tag_is_rank_zeros(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_ranks_that_write_to_different_folders_are_told(tmp_path: Path) -> None:
+def test_ranks_that_write_to_different_folders_raise(tmp_path: Path) -> None:
     rank = dist.get_rank()
     mine = tmp_path / f"host{rank}"
     part = FlatSlice(torch.zeros(4), (8,), 4 * rank)

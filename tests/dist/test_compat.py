@@ -16,7 +16,7 @@ from tests.pool import distributed
 
 
 @distributed(world_size=2)
-def test_a_model_in_ranges_trains_as_one_that_was_whole() -> None:
+def test_a_sharded_model_trains_as_a_complete_one() -> None:
     """Rank 0's values are used, or those of the named modifier rank; each rank keeps a half."""
     rank = dist.get_rank()
     plain = toy.seeded(toy.Lm)
@@ -70,7 +70,7 @@ def test_a_ranks_own_part_of_a_state() -> None:
 
 @pytest.mark.disk
 @distributed(world_size=2, transports=("shared", "gloo"))
-def test_ds_tensor_is_what_a_rank_keeps(transport: str, tmp_path: Path) -> None:
+def test_ds_tensor_is_the_ranks_shard(transport: str, tmp_path: Path) -> None:
     engine, *_ = initialize(model=toy.seeded(toy.Lm), config=toy.settings(3, transport))
     weight = engine.module.blocks[1].down.weight
     for _ in range(2):  # in place: a step changes it

@@ -82,7 +82,7 @@ def test_averages_are_plain_torch_s(precision: str, over: str) -> None:
 
 @pytest.mark.disk
 @distributed(world_size=2)
-def test_averages_rest_where_the_states_do(tmp_path: Path) -> None:
+def test_averages_are_stored_with_the_states(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     everything = {"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0}}
     for dtype, tiers in (("fp32", everything), ("bf16", {"offload_optimizer": disk})):

@@ -116,7 +116,7 @@ def test_a_rank_that_raises_stops_the_others_with_its_error(nursery: Nursery, tr
     check_named(outcomes["exit"], 1)
 
 
-def test_a_lost_peer_is_told_in_a_sentence_and_the_traceback_on_request(nursery: Nursery) -> None:
+def test_a_lost_peer_prints_a_sentence_and_the_traceback_on_request(nursery: Nursery) -> None:
     jobs = [("shared", ""), ("gloo", ""), ("gloo", "1")]
     for transport, asked in jobs:
         nursery.start(f"{transport}{asked}", "early", stage=3, transport=transport, traceback=asked)
@@ -217,7 +217,7 @@ def test_a_busy_rank_is_named_and_not_stopped(nursery: Nursery) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_on_shared_memory_ranks_may_take_their_own_ways(nursery: Nursery, world: int) -> None:
+def test_on_shared_memory_ranks_may_run_different_branches(nursery: Nursery, world: int) -> None:
     for stage in (0, 1, 2, 3):
         nursery.start(str(stage), "branches", world=world, stage=stage)
     for outcome in nursery.end().values():
@@ -229,7 +229,7 @@ def test_on_shared_memory_ranks_may_take_their_own_ways(nursery: Nursery, world:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_forked_workers_do_not_disturb(nursery: Nursery, transport: str) -> None:
+def test_forked_workers_do_not_affect_the_rank(nursery: Nursery, transport: str) -> None:
     for how in ("", "kill", "kill worker"):
         nursery.start(how, "with_workers", stage=3, transport=transport, how=how)
     outcomes = nursery.end()

@@ -102,7 +102,7 @@ def drawn(folder: Path) -> list[dict[str, int]]:
     return found
 
 
-def test_draws_know_no_stage_tier_or_world(tmp_path: Path) -> None:
+def test_initial_values_do_not_depend_on_stage_tier_or_world(tmp_path: Path) -> None:
     first, *others = [each for world in (1, 2) for rank in run(world, drawn, tmp_path) for each in rank]
     assert all(each == first for each in others)
 
@@ -248,7 +248,7 @@ def wide(path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
 @distributed(world_size=(1, 2))
-def test_building_takes_a_block_more_than_what_rests(tmp_path: Path, world_size: int) -> None:
+def test_building_needs_one_block_more_than_the_stored_states(tmp_path: Path, world_size: int) -> None:
     """Of 16 blocks. Also for saving and loading checkpoints, and for destroy() with the weights on disk."""
     wide(tmp_path / "weights")
     disk = world_size == 1  # else two ranks, each with half
@@ -286,7 +286,7 @@ def resident() -> float:
 
 
 @distributed(world_size=2)
-def test_destroying_what_rests_on_disk_leaves_meta(tmp_path: Path) -> None:
+def test_destroying_with_weights_on_disk_leaves_meta(tmp_path: Path) -> None:
     saved(tmp_path / f"rank{dist.get_rank()}")
     model = on_meta()
     params = dict(model.named_parameters())

@@ -71,7 +71,7 @@ def answers(server: Any) -> list[list[int]]:
 
 
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
-def test_a_server_says_what_one_of_the_saved_folder_says(transport: str, tmp_path: Path) -> None:
+def test_a_server_answers_as_one_of_the_saved_folder(transport: str, tmp_path: Path) -> None:
     for model, kinds in ((llama, ("fp32", "int8", "int4")), (mixtral, ("fp32",)), (qwen, ("bf16",))):
         made = toy.seeded(model)
         servers = {kind: slipstream.init_inference(made.config, dtype=kind, **SERVING) for kind in kinds}
@@ -218,7 +218,7 @@ def resident() -> int:
 
 
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
-def test_no_more_than_a_unit_is_whole_at_a_time(transport: str) -> None:
+def test_at_most_one_unit_is_complete_at_a_time(transport: str) -> None:
     """The server allocates no further memory, and frees its memory while it sleeps."""
     made = toy.seeded(wide)
     nbytes = sum(each.nbytes for each in made.parameters())
@@ -278,7 +278,7 @@ def test_three_engines_on_the_same_ranks_sleep_in_turns(transport: str, tmp_path
 
 
 @distributed(world_size=2, transports=("shared",))
-def test_a_quantized_base_comes_as_numbers(transport: str) -> None:
+def test_a_quantized_base_is_transferred_dequantized(transport: str) -> None:
     made = slipstream.quantize(toy.seeded(llama), bits=4)
     plain = toy.seeded(llama)
     for path, module in made.named_modules():
@@ -349,7 +349,7 @@ def refuse_adapted() -> None:
 
 
 @pytest.mark.parametrize("served", [serve_adapted, refuse_adapted])
-def test_adapters_come_merged_or_not_at_all(served: Callable[[], None]) -> None:
+def test_adapters_are_transferred_merged_or_refused(served: Callable[[], None]) -> None:
     pytest.importorskip("peft", reason="peft is not installed: make test-clients does")
     run(2, served)
 

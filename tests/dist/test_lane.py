@@ -135,7 +135,7 @@ KINDS = {"none": MemoryStore, "cpu": HostStore, "nvme": DiskStore}
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @distributed(world_size=(1, 2), timeout=120)
-def test_states_beside_the_device_give_the_same_bits(dtype: str, tmp_path: Path) -> None:
+def test_offloaded_states_are_bit_identical(dtype: str, tmp_path: Path) -> None:
     expected: dict[tuple[int, int, str], list[Any]] = {}
     for (stage, weights, optim), micros in itertools.product(CASES, (1, 2)):
         transport = "gloo" if dist.get_world_size() > 1 and stage == 3 else "auto"
@@ -183,7 +183,7 @@ def test_forward_and_backward_wait_for_no_copy() -> None:
         engine.destroy()
 
 
-def test_all_else_knows_no_lane(tmp_path: Path) -> None:
+def test_other_features_wait_for_the_lane(tmp_path: Path) -> None:
     """Checkpoints, gradients by name and sleep wait for pending copies, at any time."""
     for stage, weights in ((0, "none"), (2, "none"), (3, "none"), (3, "cpu")):
         found = []

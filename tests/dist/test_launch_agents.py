@@ -163,7 +163,7 @@ def test_two_nodes_by_ssh_and_environment_files(launcher: Launcher, tmp_path: Pa
     assert ".deepspeed_env: FROM_FILE=it's here" in err
 
 
-def test_a_failure_on_another_node_is_told_once_and_stops_all(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_failure_on_another_node_is_reported_once_and_stops_all(launcher: Launcher, tmp_path: Path) -> None:
     script = launcher.script("""
         import os, time
         if os.environ["RANK"] == "1":
@@ -206,7 +206,7 @@ def test_the_first_failing_rank_is_what_the_user_sees(launcher: Launcher) -> Non
     assert launcher.gone(within=1)
 
 
-def test_a_killed_rank_is_explained_and_a_deaf_one_does_not_hold_up(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_killed_rank_is_explained_and_an_unresponsive_one_causes_no_delay(launcher: Launcher, tmp_path: Path) -> None:
     """Rank 0 catches SIGTERM and sleeps in native code; all processes end within 5 s of rank 1's death."""
     script = launcher.script("""
         import os, signal, sys, time
@@ -345,7 +345,7 @@ def test_scripts_see_what_python_would_show_them(launcher: Launcher, tmp_path: P
     assert (code, out, err) == (0, "", "")
 
 
-def test_ranks_of_an_mpi_find_their_place(launcher: Launcher, tmp_path: Path) -> None:
+def test_ranks_started_by_mpi_find_their_rank(launcher: Launcher, tmp_path: Path) -> None:
     """A substitute for mpirun starts the ranks with Open MPI's variables, and one fails."""
     binary = tmp_path / "bin"
     binary.mkdir()

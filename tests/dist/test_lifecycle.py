@@ -80,7 +80,7 @@ def test_destroy_gives_ordinary_parameters_back(transport: str) -> None:
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
-def test_engines_do_not_touch_each_other(transport: str) -> None:
+def test_engines_are_independent(transport: str) -> None:
     """A teacher without optimizer and two students of different stages, trained alternately, equal separate runs."""
 
     def student(stage: int, other: Any, teacher: Any) -> tuple[int, Any]:
@@ -340,7 +340,7 @@ class Averaging(torch.optim.SGD):
 
 
 @distributed(world_size=2)
-def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+def test_unshardable_optimizers_are_refused_by_name() -> None:
     model, stranger = toy.seeded(toy.Net), nn.Parameter(torch.zeros(3))
     for optimizer, message in (
         (torch.optim.LBFGS(model.parameters()), "LBFGS.*closure"),
@@ -394,7 +394,7 @@ def test_groups_advance_once_a_step() -> None:
 
 
 @distributed(world_size=2)
-def test_a_refusal_leaves_the_model_whole() -> None:
+def test_a_refusal_leaves_the_model_unchanged() -> None:
     """Also errors that appear only when the optimizer, the scheduler and the loader are made."""
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     model = toy.seeded(toy.Net)

@@ -103,7 +103,7 @@ def test_disk_equals_memory_bit_for_bit(dtype: str, tmp_path: Path) -> None:
 
 
 @distributed(world_size=2, timeout=60)
-def test_checkpoints_do_not_know_tiers(tmp_path: Path) -> None:
+def test_checkpoints_are_independent_of_tiers(tmp_path: Path) -> None:
     """Saved from disk and loaded into memory, and vice versa: training continues unchanged."""
     saved = make(tmp_path, 3, dtype="bf16")
     train(saved)
@@ -358,7 +358,7 @@ def test_an_engine_for_inference_offloads_at_every_stage(tmp_path: Path) -> None
     whole.destroy()
 
 
-def test_weights_that_stay_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_stay_in_memory_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for given, told in (({}, True), ({"max_in_cpu": 0}, False), ({"max_in_cpu": 10**9}, False)):
         caplog.clear()
         block = {"device": "nvme", "nvme_path": str(tmp_path), **given}
@@ -368,7 +368,7 @@ def test_weights_that_stay_are_told(tmp_path: Path, caplog: pytest.LogCaptureFix
         engine.destroy()
 
 
-def test_gradients_of_what_is_unfrozen(tmp_path: Path) -> None:
+def test_gradients_of_unfrozen_parameters(tmp_path: Path) -> None:
     """Gradients on disk pass through a buffer as large as the longest unit."""
     for some, tiers in ((True, "everything"), (False, "optimizer")):
         ends = []
@@ -462,7 +462,7 @@ def test_weights_of_a_failed_update_are_not_handed_out(tmp_path: Path) -> None:
 
 @distributed(world_size=2, timeout=60)
 def test_a_disk_that_fails_in_mid_step(tmp_path: Path) -> None:
-    """Rank 1's file is truncated before a step, a forward or a backward: both ranks raise the same error and refuse to step and save;
+    """Rank 1's file is truncated before a step, a forward or a backward: both raise the same error and refuse to step and save;
     the last checkpoint is complete."""
     for stage, tiers, micros in ((1, "optimizer", 1), (3, "optimizer", 1), (3, "everything", 1), (3, "everything", 2)):
         engine = make(tmp_path, stage, tiers, dtype="bf16", gradient_accumulation_steps=micros)
@@ -551,7 +551,7 @@ def test_a_disk_is_introduced_beside_what_a_step_needs(tmp_path: Path, caplog: p
     assert re.search(r"GB/s written at once; a step of one micro-batch reads 0.01 GB and writes 0.01 GB: \d+\.\d\d s", caplog.text)
 
 
-def test_neighbours_share_a_disk() -> None:
+def test_ranks_of_a_host_share_a_disk() -> None:
     """The files of all ranks of a host are summed by disk, whatever their folders."""
     ask = Ask("a", 1, "/x", 100, 40, 80, 0, 0)
     others = [ask._replace(folder="/y"), ask._replace(host="b"), ask._replace(device=2)]

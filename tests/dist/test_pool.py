@@ -267,7 +267,7 @@ def raise_in_a_thread() -> None:
         (raise_in_a_thread, "RuntimeError: in a thread"),
     ],
 )
-def test_what_a_test_leaves_behind_is_its_failure(function: Callable[[], None], message: str) -> None:
+def test_leaks_fail_the_test(function: Callable[[], None], message: str) -> None:
     with pytest.raises(RankError, match=re.escape(message)):
         run(2, function)
     assert len(run(2, pids)) == 2

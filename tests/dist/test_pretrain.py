@@ -24,7 +24,7 @@ def figure(pattern: str, text: str) -> float:
 
 
 @pytest.mark.slow
-def test_the_example_trains_saves_and_goes_on_at_another_stage(
+def test_the_example_trains_saves_and_resumes_at_another_stage(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'slipstream[examples]'")

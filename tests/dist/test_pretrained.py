@@ -61,7 +61,7 @@ def test_every_stage_writes_the_same_folder(world_size: int, transport: str, tmp
 
 
 @distributed(world_size=2)
-def test_a_folder_that_is_there_may_be_a_file_system_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_folder_may_be_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is a mount point: nothing is created next to it or renamed into it. Leftovers of a killed save are removed."""
     engine = toy.make(toy.seeded(toy.Lm), 3)
     there, link = tmp_path / "there", tmp_path / "link"
@@ -267,7 +267,7 @@ def test_codes_of_quantized_weights_are_not_converted(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_a_failure_on_one_rank_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_one_rank_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy.make(toy.seeded(toy.Lm), 3)
 
     def fail(*_: Any) -> Any:

@@ -182,7 +182,7 @@ def test_consolidated_states_hold_wrapper_subclasses() -> None:
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_bytes_at_rest_on_the_wire_and_of_the_optimizer(bits: int) -> None:
+def test_bytes_in_storage_on_the_wire_and_of_the_optimizer(bits: int) -> None:
     """Stage 3: half the bytes on each rank, gathered twice per step; only adapters have gradients and states."""
     blocks, numel = 3, 2 * 64 * 128
     packed = {4: 17, 8: 33}[bits] * numel // 32  # 0.53125 or 1.03125 bytes a parameter
@@ -232,7 +232,7 @@ def test_bytes_are_saved_and_loaded_at_other_worlds_and_stages(tmp_path: Path) -
     assert run(4, load_elsewhere, tmp_path, 3, 2)[0][0] == expected
 
 
-def test_adapters_alone_are_saved_and_laid_on_the_base(tmp_path: Path) -> None:
+def test_adapters_alone_are_saved_and_loaded_onto_the_base(tmp_path: Path) -> None:
     (expected, _), *_ = run(2, save_somewhere, tmp_path, "adapters")
     names = checkpoint.load_metadata(str(tmp_path), "x").tensors
     assert names and all(name.endswith((".a.weight", ".b.weight")) for name in names), names
@@ -273,7 +273,7 @@ def test_a_layer_of_two_parents_is_the_same_in_both() -> None:
 
 
 @distributed(world_size=1)
-def test_what_cannot_work_is_said() -> None:
+def test_unsupported_uses_raise() -> None:
     model = lora_lm()
     with pytest.raises(ValueError, match=r"no nn\.Linear of Lm is left to quantize"):
         slipstream.quantize(toy.Lm(), skip=("*",))

@@ -161,7 +161,7 @@ class Derived(nn.Module):
 
 
 @distributed(world_size=2)
-def test_constructors_read_what_is_in_ranges() -> None:
+def test_constructors_read_sharded_parameters() -> None:
     """With DeepSpeed's zero.Init a child's parameters are already sharded while its parent's constructor runs."""
     expected = values_in_memory(Derived)
     torch.manual_seed(3)
@@ -183,7 +183,7 @@ def test_the_tape_goes_with_the_last_parameter() -> None:
 
 
 @distributed(world_size=1)
-def test_what_is_lost_is_named() -> None:
+def test_lost_values_are_named() -> None:
     with slipstream.zero.Init():
         model = nn.Linear(4, 4)
     with torch.no_grad():

@@ -93,7 +93,7 @@ def test_weights_are_not_written_without_their_masters(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_one_that_sleeps_takes_no_other_with_it(tmp_path: Path) -> None:
+def test_a_sleeping_engine_does_not_affect_another(tmp_path: Path) -> None:
     """gathered() of two engines' parameters raises if one sleeps, and the other continues to train unaffected."""
     engines = [toy.make(toy.seeded(toy.Lm), 3) for _ in range(3)]
     *pair, sleeper = engines
@@ -108,7 +108,7 @@ def test_one_that_sleeps_takes_no_other_with_it(tmp_path: Path) -> None:
         engine.destroy()
 
 
-def test_what_is_in_host_memory_already_does_not_go_there() -> None:
+def test_states_in_host_memory_are_not_copied_there() -> None:
     """Like the optimizer of a GPU's engine if it is offloaded to the host."""
     engine = toy.make(toy.seeded(toy.Lm), 2, dtype="bf16")
     toy.step(engine, toy.tokens(0, 0))
@@ -119,7 +119,7 @@ def test_what_is_in_host_memory_already_does_not_go_there() -> None:
     engine.destroy()
 
 
-def test_the_memory_that_gradients_pass_through_goes_too(tmp_path: Path) -> None:
+def test_the_gradient_buffers_are_freed_too(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     engine = toy.make(
         toy.seeded(toy.Lm),
@@ -137,7 +137,7 @@ def test_the_memory_that_gradients_pass_through_goes_too(tmp_path: Path) -> None
 
 
 @distributed(world_size=2, timeout=60)
-def test_a_disk_that_does_not_give_back(tmp_path: Path) -> None:
+def test_a_disk_that_fails_on_wake(tmp_path: Path) -> None:
     """All ranks wake and raise; the engine is broken, but can be destroyed."""
     engine = toy.make(toy.seeded(toy.Lm), 1, dtype="bf16")
     engine.sleep(None, "disk", str(tmp_path))

@@ -86,7 +86,7 @@ def rebuild_every_unit(engine: Any) -> None:
 
 @distributed(world_size=(1, 2))
 @pytest.mark.parametrize(("dtype", "over"), [("fp32", "shared"), ("bf16", "gloo"), ("fp16", "shared")])
-def test_what_stays_goes_on_bit_for_bit(dtype: str, over: str, world_size: int) -> None:
+def test_unchanged_parts_continue_bit_for_bit(dtype: str, over: str, world_size: int) -> None:
     for stage in STAGES if world_size > 1 else (0, 3):
         found = []
         for operated in (False, True):
@@ -107,7 +107,7 @@ def test_what_stays_goes_on_bit_for_bit(dtype: str, over: str, world_size: int) 
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("tier", [name for name in TIERS if name != "memory"])
-def test_what_stays_goes_on_in_every_tier(tier: str, tmp_path: Path) -> None:
+def test_unchanged_parts_continue_in_every_tier(tier: str, tmp_path: Path) -> None:
     found = []
     for operated in (False, True):
         engine = make(toy.seeded(toy.Lm), 3, tmp_path, tier, dtype="bf16")
@@ -167,7 +167,7 @@ def test_lora_is_added_after_initialize(transport: str) -> None:
 
 
 @distributed(world_size=2)
-def test_what_is_removed_is_an_ordinary_module() -> None:
+def test_removed_parts_are_ordinary_modules() -> None:
     for stage in STAGES:
         engine = toy.make(toy.seeded(toy.Lm), stage)
         step(engine, 0)
@@ -222,7 +222,7 @@ def test_a_resized_embedding_keeps_the_moments_of_its_rows(transport: str) -> No
 
 
 @distributed(world_size=2)
-def test_a_parameter_that_was_replaced_by_itself_goes_on() -> None:
+def test_a_parameter_that_was_replaced_by_itself_continues() -> None:
     """`new.data[:n] = old.data[:n]` in a new module, as transformers resizes a head. Other values make it another parameter."""
     for stage in STAGES:
         engine = toy.make(toy.seeded(toy.Lm), stage)
@@ -265,7 +265,7 @@ def test_values_are_the_first_ranks() -> None:
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
-def test_one_rank_may_look_where_that_moves_nothing(transport: str) -> None:
+def test_one_rank_may_read_if_that_moves_nothing(transport: str) -> None:
     """Over shared memory rank 0 alone may read values that all ranks then replace; over gloo all ranks must read."""
     engine = make(toy.seeded(toy.Lm), 3, transport=transport)
     step(engine, 0)
@@ -282,7 +282,7 @@ def test_one_rank_may_look_where_that_moves_nothing(transport: str) -> None:
 
 
 @distributed(world_size=2)
-def test_weight_norm_and_a_new_root_are_taken() -> None:
+def test_weight_norm_and_a_new_root_are_adopted() -> None:
     """A parametrized module, and a wrapper around the whole model."""
 
     class Wrapper(nn.Module):
@@ -314,7 +314,7 @@ def test_weight_norm_and_a_new_root_are_taken() -> None:
 
 
 @distributed(world_size=2)
-def test_groups_and_schedule_go_on() -> None:
+def test_groups_and_schedule_continue() -> None:
     for stage in (0, 3):
         model = toy.seeded(toy.Lm)
         decay = [{"params": list(model.blocks.parameters())}, {"params": [*model.embedding.parameters(), *model.head.parameters()]}]
@@ -353,7 +353,7 @@ def adapters_of(model: Any) -> list[nn.Parameter]:
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_group_that_is_added_is_one_that_was_given(schedule: str, tmp_path: Path) -> None:
+def test_an_added_group_equals_one_given_to_initialize(schedule: str, tmp_path: Path) -> None:
     """Adapters with their own learning rate and decay: as if the adapted model and both groups were given to initialize. The
     checkpoint of one run resumes in the other, at another stage."""
     own = {"lr": 3e-2, "weight_decay": 0.0}
@@ -434,7 +434,7 @@ def test_a_parameter_may_change_its_group() -> None:
 
 
 @distributed(world_size=2)
-def test_a_group_comes_with_its_surgery_or_not_at_all() -> None:
+def test_a_group_is_added_with_its_surgery_or_not_at_all() -> None:
     for stage in (0, 3):
         model = toy.seeded(toy.Lm)
         engine, optimizer, *_ = slipstream.initialize(model=model, config=toy.settings(stage, **SCHEDULES["torch"]))
@@ -482,7 +482,7 @@ def test_a_group_comes_with_its_surgery_or_not_at_all() -> None:
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "Muon", "Adafactor"])
-def test_other_optimizers_go_on(name: str) -> None:
+def test_other_optimizers_continue(name: str) -> None:
     for stage in (0, 3):
         found = []
         for operated in (False, True):
@@ -556,7 +556,7 @@ def test_surgery_is_refused_in_the_middle_of_a_window() -> None:
 
 
 @distributed(world_size=2)
-def test_ranks_that_differ_are_told() -> None:
+def test_ranks_that_differ_raise() -> None:
     for stage, transport in ((0, "shared"), (3, "gloo")):
         engine = toy.make(toy.seeded(toy.Lm), stage, transport)
         with pytest.raises(ValueError, match=r"ranks changed the model differently. Rank 0 has parameter 'extra' \(2,\)"):
