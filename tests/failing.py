@@ -73,18 +73,18 @@ class Nursery:
 
     def end(self, timeout: float = 60.0) -> dict[str, Outcome]:
         """Wait for all jobs. Ranks that still run after `timeout` are killed; their exit code is None."""
-        told = self._ask({"end": timeout})
-        spent = told.pop("cpu_s")
+        answer = self._ask({"end": timeout})
+        spent = answer.pop("cpu_s")
         self._counted += spent
         add_workers(spent)
         jobs, self._jobs = self._jobs, {}
         outcomes = {}
         for name in jobs:
-            folder = Path(told[name]["folder"])
+            folder = Path(answer[name]["folder"])
             files = [[folder / f"{rank}.{kind}" for rank in range(jobs[name])] for kind in ("json", "out", "err")]
             records = [json.loads(file.read_text()) if file.exists() else {} for file in files[0]]
             out, err = ([file.read_text(errors="replace") for file in column] for column in files[1:])
-            outcomes[name] = Outcome(told[name]["codes"], records, out, err, told[name]["ended"])
+            outcomes[name] = Outcome(answer[name]["codes"], records, out, err, answer[name]["ended"])
             folder.rename(folder.with_name(f"done-{time.monotonic_ns()}"))
         return outcomes
 
@@ -158,11 +158,11 @@ def serve() -> None:
         answers.flush()
 
 
-_told = 0.0  # processor seconds of this process and its ranks in earlier answers
+_reported = 0.0  # processor seconds of this process and its ranks in earlier answers
 
 
 def _wait(jobs: dict[str, dict[str, Any]], timeout: float) -> dict[str, Any]:
-    global _told
+    global _reported
     codes: dict[int, int | None] = {}
     ended: dict[int, float] = {}
     pids = [pid for job in jobs.values() for pid in job["pids"]]
@@ -180,7 +180,7 @@ def _wait(jobs: dict[str, dict[str, Any]], timeout: float) -> dict[str, Any]:
                 codes[pid], ended[pid] = None, time.monotonic()
         time.sleep(0.01)
     now = spent_here()
-    spent, _told = now - _told, now
+    spent, _reported = now - _reported, now
     return {"cpu_s": spent} | {
         name: {"folder": job["folder"], "codes": [codes[pid] for pid in job["pids"]], "ended": [ended[pid] for pid in job["pids"]]}
         for name, job in jobs.items()

@@ -158,20 +158,20 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
         )
 
 
-def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], what: str) -> None:
+def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], source: str) -> None:
     """Raises ValueError unless `function(subject, **kwargs)` can be called; for an unknown name it suggests the nearest."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     names = {parameter.name for parameter in parameters}
     for key in kwargs:
         if key not in names:
-            raise ValueError(f"{what}: unknown {key!r}{nearest(key, names)}; known: {sorted(names)}")
+            raise ValueError(f"{source}: unknown {key!r}{nearest(key, names)}; known: {sorted(names)}")
     required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     missing = [key for key in required if key not in kwargs]
     if missing:
-        raise ValueError(f"{what}: {', '.join(missing)} must be given")
+        raise ValueError(f"{source}: {', '.join(missing)} must be given")
 
 
-def _check_kinds(cls: type[Optimizer], kwargs: Mapping[str, Any], what: str) -> None:
+def _check_kinds(cls: type[Optimizer], kwargs: Mapping[str, Any], source: str) -> None:
     """Raises ValueError if an argument whose default is a number, or a tuple of numbers, has a value of another kind."""
     for key, parameter in inspect.signature(cls).parameters.items():
         value, default = kwargs.get(key), parameter.default
@@ -180,9 +180,9 @@ def _check_kinds(cls: type[Optimizer], kwargs: Mapping[str, Any], what: str) -> 
             and value is not None
             and not (isinstance(value, tuple) and len(value) == len(default) and all(map(_is_number, value)))
         ):
-            raise ValueError(f"{what}: {key} must be {len(default)} numbers, like {list(default)}, not {value!r}")
+            raise ValueError(f"{source}: {key} must be {len(default)} numbers, like {list(default)}, not {value!r}")
         if _is_number(default) and value is not None and not _is_number(value):
-            raise ValueError(f"{what}: {key} must be a number, like {default:g}, not {value!r}")
+            raise ValueError(f"{source}: {key} must be a number, like {default:g}, not {value!r}")
 
 
 def _is_number(value: Any) -> bool:
