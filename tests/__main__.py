@@ -1,7 +1,7 @@
-"""`python -m tests [--all] [pytest's arguments]`: the suite in lanes that share the machine, then what must run alone.
+"""`python -m tests [--all] [pytest's arguments]`: run the suite in parallel lanes, then the tests that must run alone.
 
-Tests marked `alone` look at clocks or at all the machine's processes: they run afterwards, in one lane. `--all` takes the tests
-marked `slow` too, full products in place of pairs (tests/cases.py), and a random seed.
+Tests marked `alone` depend on clocks or on all processes of the machine: they run afterwards, in one lane. `--all` also runs the
+tests marked `slow`, full products instead of pairs (tests/cases.py), and a random seed.
 """
 
 import os
@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 
-NO_TESTS = 5  # pytest's exit code where nothing was selected
-LANES = (os.cpu_count() or 1) + 1  # a distributed test waits for its slowest rank: one lane more than processors keeps them busy
+NO_TESTS = 5  # pytest's exit code if no test was selected
+LANES = (os.cpu_count() or 1) + 1  # a distributed test waits for its slowest rank: one more lane than processors keeps them busy
 
 
 def main(arguments: list[str]) -> int:

@@ -1,7 +1,7 @@
-"""What each test costs in processor time, and the limit that holds the suite's time.
+"""The processor time of each test, and its limit.
 
-A test's cost is counted over its whole process tree: this process, the children that it waited for, and the pool's workers (each
-reports a job's own). Wall time says nothing here: other tests run beside.
+A test's cost covers its process tree: this process, the children that it waited for, and the pool's workers (each reports the cost
+of its job). Wall time is meaningless, because other tests run concurrently.
 """
 
 import resource
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-TEST_S = 10.0  # processor seconds that a test may take without the mark `slow`: one over it is named
-FAILS_S = 25.0  # the run fails: more than a machine of half the speed explains
+TEST_S = 10.0  # limit in processor seconds for a test without the mark `slow`; the summary lists those above it
+FAILS_S = 25.0  # above this the run fails: half the speed of the usual machine does not explain it
 NUM_SHOWN = 20
 
-_in_workers = 0.0  # processor seconds of the pool's workers in this process's tests so far
+_in_workers = 0.0  # processor seconds of the pool's workers so far, for this process's tests
 
 
 def add_workers(seconds: float) -> None:
@@ -30,11 +30,11 @@ def spent_here() -> float:
 
 
 class Budget:
-    """Registered as a plugin: notes each phase's cost in its report, sums them where results are shown, and fails the run."""
+    """A pytest plugin that records the cost of each phase in its report, sums the costs in the controller, and fails the run."""
 
     def __init__(self) -> None:
         self.costs: dict[str, float] = defaultdict(float)  # node id -> processor seconds
-        self._calls: dict[str, float] = {}  # without fixtures, which the first and the last test of a module would pay for
+        self._calls: dict[str, float] = {}  # without fixtures, whose cost falls on the first and the last test of a module
         self._slow: set[str] = set()
         self._last = spent_here()
 
@@ -42,7 +42,7 @@ class Budget:
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         now = spent_here() + _in_workers
-        report.cpu_s = now - self._last  # type: ignore[attr-defined]  # travels to xdist's controller with the report
+        report.cpu_s = now - self._last  # type: ignore[attr-defined]  # xdist sends it to the controller with the report
         report.is_slow = item.get_closest_marker("slow") is not None  # type: ignore[attr-defined]
         self._last = now
         return report

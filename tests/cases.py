@@ -1,7 +1,7 @@
-"""Which combinations a test runs: every one in `make test-all`, and in `make test` enough that any two values meet.
+"""The combinations that a test runs: all in `make test-all`, and in `make test` enough to cover every pair of values.
 
-The stages are bit-identical by tests of their own (tests/parity), so a scenario needs each stage once, and only stage 3, whose
-weights move, on both transports.
+Tests in tests/parity check that the stages are bit-identical, so a scenario needs each stage once, and only stage 3, which moves
+weights, on both transports.
 """
 
 import itertools
@@ -18,9 +18,9 @@ def stages(transport: str, of: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[int, ...
 
 
 def pairs(*factors: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Rows of one value a factor: each pair of values of two factors stands in some row.
+    """Rows with one value per factor that cover each pair of values of two factors.
 
-    Greedy: the next row is the first one, of those that meet the most pairs not yet met.
+    Greedy: the next row is the first of those that cover the most uncovered pairs.
     """
     rows = list(itertools.product(*factors))
     if EVERYTHING:

@@ -1,4 +1,4 @@
-"""What all tests share: the pool's life, seeds, folders, budgets, and ranks as plain processes for crash tests."""
+"""Setup shared by all tests: the pool's lifetime, seeds, folders, budgets, and ranks as plain processes for crash tests."""
 
 import os
 import random
@@ -18,9 +18,9 @@ from tests.ranks import SpawnRanks
 from tests.skips import Skips
 
 MEMORY = Path("/dev/shm")
-MEMORY_NBYTES = 2 << 30  # that tests' folders may take there
+MEMORY_NBYTES = 2 << 30  # that the tests' folders may use there
 
-# Read when triton is first imported, which torch does, too.
+# Set before triton is first imported, which torch also does.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 settings.register_profile("slipstream", max_examples=500 if EVERYTHING else 40, deadline=None, database=None, print_blob=True)
@@ -29,14 +29,14 @@ settings.load_profile("slipstream")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets the seed, which hypothesis reads from this option: 0, or a random one in `make test-all`, or the command line's."""
+    """Set the seed, which hypothesis reads from this option: the command line's, else random in `make test-all`, else 0."""
     option = config.option
     if option.hypothesis_seed is None:
         option.hypothesis_seed = "random" if EVERYTHING else "0"
     if option.hypothesis_seed == "random":
         option.hypothesis_seed = str(random.SystemRandom().randrange(1 << 32))
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > MEMORY_NBYTES:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # where tmp_path lies
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # the parent of tmp_path
     pool.filters = list(config.getini("filterwarnings"))
     config.pluginmanager.register(Budget())
     config.pluginmanager.register(Skips())
@@ -52,13 +52,13 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def seed(pytestconfig: pytest.Config) -> int:
-    """For tests that draw their own random choices; printed in the header of the run."""
+    """The seed for tests that make random choices themselves; the header of the run shows it."""
     return int(pytestconfig.option.hypothesis_seed)
 
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """In memory, where fsync is free; tests marked `disk` get a folder of a disk, as direct I/O and io_uring want one."""
+    """A folder in memory, where fsync is free; for tests marked `disk` a folder on disk, which direct I/O and io_uring need."""
     if request.node.get_closest_marker("disk") is None:
         yield tmp_path
     else:
@@ -68,7 +68,7 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def spawn_ranks(tmp_path: Path) -> Iterator[SpawnRanks]:
-    """`spawn_ranks(script, nproc, env)` starts plain processes, which do not outlive the test."""
+    """`spawn_ranks(script, nproc, env)` starts plain processes, which are killed at the end of the test."""
     spawn = SpawnRanks(tmp_path)
     yield spawn
     spawn.close()

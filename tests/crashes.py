@@ -1,7 +1,7 @@
-"""Saves that are killed: `python crashes.py FOLDER SEED "at once"|behind|pretrained KILLS`.
+"""Kill a process while it saves: `python crashes.py FOLDER SEED "at once"|behind|pretrained KILLS`.
 
-After each, the checkpoint before or the new one loads (pretrained: the Hugging Face folder, over which the next is written).
-Killed KILLS times at a random instant, then before each system call that makes a save, in turn.
+Kills KILLS times at random, then before each system call of a save in turn. After each kill the previous or the new checkpoint must
+load (pretrained: the Hugging Face folder, which each save overwrites).
 """
 
 import json
@@ -27,9 +27,9 @@ STAGING = Staging(pinned=False)
 
 
 def step(directory: Path, way: str, n: int) -> None:
-    """The same tag again and again, and now and then a new one. Folders of one file and of several, in turns of three."""
+    """Save number `n`: to the same tag, every fifth time to a new one; folders alternate every three saves: one file or several."""
     if way == "pretrained":
-        # Every other save has another config.json, as another architecture has: it and the weights change at once
+        # Every other save has a new config.json, like another architecture: it must change atomically with the weights
         outs = {name: pretrained.Out(torch.full((NUMEL // 3,), float(n)), torch.float32) for name in "abc"}
         limit = NUMEL if n // 3 % 2 else 100 * NUMEL
         pretrained.write(directory / "hf", outs, texts={"config.json": json.dumps({"n": n // 2})}, shard_nbytes=limit)
@@ -43,7 +43,7 @@ def step(directory: Path, way: str, n: int) -> None:
 
 
 def check(directory: Path, way: str) -> int:
-    """Every checkpoint that is there is whole; what the latest one holds."""
+    """Check that every checkpoint is complete; return the value in the latest one."""
     if way == "pretrained":
         return check_folder(directory / "hf")
     latest = latest_tag(directory)
@@ -57,7 +57,7 @@ def check(directory: Path, way: str) -> int:
 
 
 def check_folder(folder: Path) -> int:
-    """Whole for who looks for the single file first, as transformers does, and for who looks for an index first."""
+    """Check that the folder is complete for readers that prefer the single file, as transformers does, and that prefer an index."""
     config = json.loads((folder / "config.json").read_text())
     assert (folder / "notes.txt").read_text() == "kept"
     ways = [[SINGLE]] if (folder / SINGLE).exists() else []
@@ -83,7 +83,7 @@ def child(work: Callable[[], None]) -> int:
 
 
 def end_before(call: int) -> None:
-    """This process ends before its `call`-th system call of those that make a save."""
+    """Make this process exit before the `call`-th system call of a save."""
     left = [call]
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
-"""What `tests/data/deepspeed.tar.xz` is made of, by the real DeepSpeed 0.19.8, and the model that the test goes on with.
+"""Generates `tests/data/deepspeed.tar.xz` with the real DeepSpeed 0.19.8, and defines the model that the tests resume.
 
-    python tests/deepspeed_checkpoints.py       # in an environment with deepspeed and torch; neither knows slipstream
+    python tests/deepspeed_checkpoints.py       # in an environment with deepspeed and torch, without slipstream
 
-Each case is a folder as `save_checkpoint` left it after `STEPS` steps (without the scripts that DeepSpeed adds), or what
-`ds_to_universal` made of one; `losses.json` has the mean losses of the steps that DeepSpeed itself went on with.
+Each case is a folder written by `save_checkpoint` after `STEPS` steps (without the scripts that DeepSpeed adds), or converted from
+one by `ds_to_universal`; `losses.json` has the mean losses of DeepSpeed's own next steps.
 """
 
 import json
@@ -75,7 +75,7 @@ def model() -> Model:
 
 
 def groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay; vectors do not, and learn faster."""
+    """Matrices with weight decay; vectors without it and with a higher learning rate."""
     trained = [param for param in module.parameters() if param.requires_grad]
     return [
         {"params": [param for param in trained if param.dim() > 1], "weight_decay": 0.1},
@@ -84,7 +84,7 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def batch(step: int, rank: int, world: int) -> Tensor:
-    """This rank's rows of a global batch that is the same at every world size."""
+    """This rank's rows of a global batch that does not depend on the world size."""
     rows = torch.randint(13, (ROWS, 7), generator=torch.Generator().manual_seed(step))
     return rows[rank * ROWS // world : (rank + 1) * ROWS // world]
 
@@ -106,11 +106,11 @@ def config(case: Case, world: int, stage: int) -> dict[str, Any]:
 
 
 def train(case: Case, folder: Path) -> None:
-    """One rank."""
+    """Train and save one rank's part with DeepSpeed."""
     import deepspeed
     import torch.distributed as dist
 
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # it is refused on CPUs, which can do it
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # refused on CPUs, although they support it
 
     settings = config(case, case.world, case.stage)
     if case.stage == 3:

@@ -1,12 +1,12 @@
-"""Ranks that die, fail or wait for ever: jobs of a few forked processes, many at once, told apart by their records.
+"""Ranks that die, fail or hang: many concurrent jobs of a few forked processes, each with its own records.
 
     nursery = Nursery(folder)                       # imports torch once; jobs are forks of it
     nursery.start("a name", "train", world=2, edge="publish", bad=1, act="kill")
     outcome = nursery.end()["a name"]
     assert outcome.codes == [1, -9] and outcome.records[0]["error"] == "PeerError"
 
-A rank is a forked interpreter that runs one function of this module, as a script would, with its own stdout and stderr,
-in a session of its own, and leaves through the interpreter's whole exit. No launcher is there to help.
+A rank is a forked interpreter that runs one function of this module like a script, with its own stdout, stderr and session, and
+ends through the complete interpreter exit. There is no launcher.
 """
 
 import contextlib
@@ -31,26 +31,26 @@ HERE = Path(__file__).resolve()
 
 
 class Outcome(NamedTuple):
-    """What came of one job, by rank."""
+    """The result of one job, by rank."""
 
-    codes: list[int | None]  # None: still there when time was up
-    records: list[dict[str, Any]]  # what `note` wrote
+    codes: list[int | None]  # None: killed after the timeout
+    records: list[dict[str, Any]]  # written by `note`
     stdout: list[str]
     stderr: list[str]
     ended: list[float]  # time.monotonic()
 
     def late(self, rank: int, bad: int) -> float:
-        """How long after the bad rank's act this rank knew."""
+        """Seconds from the bad rank's act to this rank's error."""
         return float(self.records[rank]["when"] - self.records[bad]["acted"])
 
 
 class Nursery:
-    """The process that jobs are forked from, and their ends."""
+    """The process that forks jobs and waits for them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._jobs: dict[str, int] = {}
-        self._counted = 0.0  # processor seconds of ranks, told to the budget
+        self._counted = 0.0  # processor seconds of ranks that are already in the budget
         self.token = f"nursery{os.getpid()}-{time.monotonic_ns()}"
         path = os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
         env = single_threaded(os.environ) | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", TOKEN: self.token}
@@ -63,7 +63,7 @@ class Nursery:
         )
 
     def start(self, name: str, function: str, world: int = 2, **options: Any) -> Path:
-        """Fork the ranks of one job; its folder."""
+        """Fork the ranks of one job; return its folder."""
         folder = self._folder / f"job{len(self._jobs)}"
         folder.mkdir()
         self._jobs[name] = world
@@ -72,24 +72,24 @@ class Nursery:
         return folder
 
     def end(self, timeout: float = 60.0) -> dict[str, Outcome]:
-        """Wait for all jobs; what still runs after `timeout` is killed, and its exit code is None."""
-        told = self._ask({"end": timeout})
-        spent = told.pop("cpu_s")
+        """Wait for all jobs. Ranks that still run after `timeout` are killed; their exit code is None."""
+        answer = self._ask({"end": timeout})
+        spent = answer.pop("cpu_s")
         self._counted += spent
         add_workers(spent)
         jobs, self._jobs = self._jobs, {}
         outcomes = {}
         for name in jobs:
-            folder = Path(told[name]["folder"])
+            folder = Path(answer[name]["folder"])
             files = [[folder / f"{rank}.{kind}" for rank in range(jobs[name])] for kind in ("json", "out", "err")]
             records = [json.loads(file.read_text()) if file.exists() else {} for file in files[0]]
             out, err = ([file.read_text(errors="replace") for file in column] for column in files[1:])
-            outcomes[name] = Outcome(told[name]["codes"], records, out, err, told[name]["ended"])
+            outcomes[name] = Outcome(answer[name]["codes"], records, out, err, answer[name]["ended"])
             folder.rename(folder.with_name(f"done-{time.monotonic_ns()}"))
         return outcomes
 
     def survivors(self) -> list[int]:
-        """Processes that came of a job and still run, however they detached."""
+        """The running processes of all jobs, even detached ones."""
         mark = f"{TOKEN}={self.token}".encode()
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
@@ -106,7 +106,7 @@ class Nursery:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(20)
-        add_workers(-self._counted)  # from now on they are of a child that this process has waited for
+        add_workers(-self._counted)  # this process has now waited for the nursery, so its own children include them
         self._process.stdout.close()
         for pid in self.survivors():
             with contextlib.suppress(ProcessLookupError):
@@ -150,7 +150,7 @@ def serve() -> None:
                     answers.close()
                     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                     _become(question, rank, port)
-                    return  # through the interpreter's own exit
+                    return  # end through the interpreter's exit
                 question["pids"].append(pid)
             jobs[question["name"]] = question
             answer = question["pids"]
@@ -158,11 +158,11 @@ def serve() -> None:
         answers.flush()
 
 
-_told = 0.0  # processor seconds of this process and its ranks in earlier answers
+_reported = 0.0  # processor seconds of this process and its ranks in earlier answers
 
 
 def _wait(jobs: dict[str, dict[str, Any]], timeout: float) -> dict[str, Any]:
-    global _told
+    global _reported
     codes: dict[int, int | None] = {}
     ended: dict[int, float] = {}
     pids = [pid for job in jobs.values() for pid in job["pids"]]
@@ -173,14 +173,14 @@ def _wait(jobs: dict[str, dict[str, Any]], timeout: float) -> dict[str, Any]:
             if done:
                 codes[pid], ended[pid] = os.waitstatus_to_exitcode(status), time.monotonic()
             elif time.monotonic() > deadline:
-                os.kill(pid, signal.SIGUSR1)  # its stacks
+                os.kill(pid, signal.SIGUSR1)  # dumps its stacks
                 time.sleep(0.2)
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 codes[pid], ended[pid] = None, time.monotonic()
         time.sleep(0.01)
     now = spent_here()
-    spent, _told = now - _told, now
+    spent, _reported = now - _reported, now
     return {"cpu_s": spent} | {
         name: {"folder": job["folder"], "codes": [codes[pid] for pid in job["pids"]], "ended": [ended[pid] for pid in job["pids"]]}
         for name, job in jobs.items()
@@ -204,14 +204,14 @@ def _become(job: dict[str, Any], rank: int, port: int) -> None:
     globals()[job["function"]](**job["options"])
 
 
-# ---- what ranks use
+# ---- helpers of ranks
 
 _record = Path(os.devnull)
 _rank = 0
 
 
 def note(**facts: Any) -> None:
-    """Add to this rank's record, on disk when it returns."""
+    """Add to this rank's record on disk."""
     known = json.loads(_record.read_text()) if _record.exists() else {}
     part = _record.with_suffix(".part")
     part.write_text(json.dumps(known | facts))
@@ -228,7 +228,7 @@ def noting_errors() -> Any:
 
 
 def act(how: str) -> None:
-    """The bad rank's deed."""
+    """The failure of the bad rank."""
     note(acted=time.monotonic())
     match how:
         case "kill":
@@ -240,7 +240,7 @@ def act(how: str) -> None:
 
 
 def strike(edge: str, bad: int, how: str, nth: int) -> None:
-    """Make rank `bad` act when it is about to enter an edge for the nth time."""
+    """Make rank `bad` call `act(how)` before it enters an edge for the nth time."""
     if _rank != bad:
         return
     from slipstream.checkpoint import directory, storage
@@ -302,7 +302,7 @@ def train(stage: int, transport: str, edge: str, bad: int, how: str, nth: int = 
 
 
 def early(stage: int, transport: str, traceback: str) -> None:
-    """Rank 1 ends its script after one step; the error of the others is theirs to print."""
+    """Rank 1 ends its script after one step; the others do not catch their error."""
     os.environ["SLIPSTREAM_TRACEBACK"] = traceback
     engine = engine_of(stage, transport)
     for step in range(1 if _rank == 1 else 9):
@@ -310,7 +310,7 @@ def early(stage: int, transport: str, traceback: str) -> None:
 
 
 def mismatch(stage: int, transport: str, what: str, folder: str) -> None:
-    """Rank 1 does something that the others do not."""
+    """Rank 1 makes different calls than the others."""
     from tests import toy
 
     engine = engine_of(stage, transport, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
@@ -339,7 +339,7 @@ def mismatch(stage: int, transport: str, what: str, folder: str) -> None:
 
 
 def busy(stage: int, transport: str, by: str, seconds: float, timeout_s: float) -> None:
-    """Rank 0 evaluates alone, while the others wait in their next step, or in a barrier of their own."""
+    """Rank 0 evaluates alone, while the others wait in their next step or in a barrier."""
     import logging
 
     import torch
@@ -369,7 +369,7 @@ def busy(stage: int, transport: str, by: str, seconds: float, timeout_s: float) 
 
 
 def branches(stage: int) -> None:
-    """On shared memory each rank may take its own way through the model, and generate for as long as it likes."""
+    """On shared memory each rank may run its own branch of the model and its own number of forwards."""
     import torch
 
     from tests import toy
@@ -389,7 +389,7 @@ def branches(stage: int) -> None:
 
 
 class Batches:
-    """A map-style dataset whose workers say who they are."""
+    """A map-style dataset of `Lm` rows."""
 
     def __len__(self) -> int:
         return 64
@@ -401,7 +401,7 @@ class Batches:
 
 
 def with_workers(stage: int, transport: str, how: str) -> None:
-    """Train from a DataLoader with two forked workers; then as `how` says."""
+    """Train from a DataLoader with two forked workers; `how`: which process is killed."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -409,7 +409,7 @@ def with_workers(stage: int, transport: str, how: str) -> None:
 
     engine = engine_of(stage, transport)
     train_step(engine, 0)
-    pid = os.fork()  # a child that leaves through the interpreter's exit says nothing about the rank
+    pid = os.fork()  # a child's interpreter exit must not count as the rank's end
     if pid == 0:
         sys.exit(0)
     os.waitpid(pid, 0)
@@ -431,14 +431,14 @@ def with_workers(stage: int, transport: str, how: str) -> None:
                         time.sleep(0.1)
                 except RuntimeError as error:
                     note(worker=str(error))
-                del iterator  # while it is there, torch raises the same again whenever another child ends
+                del iterator  # while it exists, torch raises the same error whenever another child ends
         train_step(engine, 1)
         assert torch.isfinite(toy.checksum(engine).float())
         note(sum=int(toy.checksum(engine)))
 
 
 def leave(stage: int, transport: str, how: str) -> None:
-    """Leave the script without engine.destroy()."""
+    """End the script without engine.destroy()."""
     import threading
     import weakref
 
@@ -470,7 +470,7 @@ def leave(stage: int, transport: str, how: str) -> None:
                 time.sleep(0.1)
             note(alive=gone() is not None, threads=threads, mappings=mappings())
             dist.barrier()
-            engine = engine_of(stage, transport)  # and the next one works
+            engine = engine_of(stage, transport)  # another engine works
             train_step(engine, 0)
     note(finished=True)
 
@@ -479,7 +479,7 @@ keep: list[Any] = []
 
 
 def train_step_alone(engine: Any) -> None:
-    """Look at the weights without the others, where that needs none of them."""
+    """Evaluate on this rank alone, which needs no other rank here."""
     import torch
 
     from tests import toy

@@ -1,4 +1,4 @@
-"""What the pool and its workers say to each other: jobs, reports, signals, requests for a fork."""
+"""The protocol between the pool and its workers: jobs, reports, signals, fork requests."""
 
 import signal
 import struct
@@ -16,7 +16,7 @@ class Job(NamedTuple):
     rank: int
     world_size: int
     port: int  # of the session's TCPStore on 127.0.0.1
-    prefix: str  # this test's keys in it
+    prefix: str  # of this test's keys in the store
     timeout: float
     path: list[str]  # sys.path
     filters: list[str]  # of warnings, as in pytest's ini file
@@ -32,4 +32,4 @@ class Report(NamedTuple):
     text: str  # traceback or reason
     value: bytes  # pickled return value
     when: float  # time.monotonic()
-    cpu_s: float = 0.0  # processor seconds that the job took in this process and in children that it waited for
+    cpu_s: float = 0.0  # processor seconds of the job in this process and in children that it waited for

@@ -1,23 +1,21 @@
-"""Distributed tests as ordinary functions, over a pool of worker processes that is started once.
+"""Distributed tests as ordinary functions, run by a pool of worker processes that is started once.
 
     @distributed(world_size=(2, 4), transports=("shared", "gloo"))
-    def test_x(world_size: int, transport: str) -> None:    # on every rank, in a gloo group of its own
+    def test_x(world_size: int, transport: str) -> None:    # on every rank, in its own gloo group
         assert dist.get_world_size() == world_size
 
     def test_y() -> None:
         ranks = run(2, some_module_level_function, 1, key="a")    # the return values, by rank
 
-Arguments (parameters, fixtures such as `tmp_path`) and return values are pickled; the function itself travels
-by its module and qualified name. Seeds are fixed, warnings are errors (filter inside the body: marks stay in
-pytest's process).
+Arguments (parameters, fixtures such as `tmp_path`) and return values are pickled; workers import the function by its module and
+qualified name. Seeds are fixed, and warnings are errors (filter them inside the body: marks stay in pytest's process).
 
-What goes wrong shows as the test's failure: the traceback of the rank that failed first, then what each other
-rank was doing, then what the ranks printed. Other ranks are interrupted; those that do not listen (blocked in
-native code) are killed, as is everybody after `timeout` seconds, each with its Python stacks in the report. A
-test that passes but leaves something behind (a shared mapping, a descriptor, a thread, a changed default)
-fails. Killed workers are replaced at the next test. Which process does what: `worker.py`.
+A failure shows the traceback of the rank that failed first, then the state of each other rank, then the output of all ranks.
+The pool interrupts the other ranks and kills those that do not react (blocked in native code). After `timeout` seconds it kills all
+ranks. The report has the Python stacks of killed ranks. A test that passes but leaks something (a shared mapping, a descriptor, a
+thread, a changed default) fails. The next test replaces killed workers. `worker.py` describes the processes.
 
-What it costs: `python -m pytest tests/dist/test_pool.py -k costs -s`.
+To measure the overhead: `python -m pytest tests/dist/test_pool.py -k costs -s`.
 """
 
 import contextlib
@@ -43,8 +41,8 @@ from tests.budget import add_workers
 from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report
 
 MAX_WORLD = 4
-GRACE_S = 0.3  # after the first failure, for the other ranks to report failures of their own
-PATIENCE_S = 2.0  # after the interrupt, for them to notice it
+GRACE_S = 0.3  # after the first failure, for the other ranks to report their own failures
+PATIENCE_S = 2.0  # after the interrupt, for the other ranks to react
 CLEAN_UP_S = 15.0
 START_S = 120.0
 OUTPUT_TAIL = 8000  # characters of each rank's output in a failure
@@ -52,7 +50,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 
 
 class RankError(Exception):
-    """Some rank did not pass: `first` is the report of the one that failed first, the message the story."""
+    """Some rank did not pass. `first`: the report of the rank that failed first; the message describes all ranks."""
 
     def __init__(self, first: Report, story: str) -> None:
         super().__init__(story)
@@ -60,11 +58,11 @@ class RankError(Exception):
 
 
 def single_threaded(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of test processes: one thread each on CPU, the loopback interface, nobody's rank."""
+    """The environment of test processes: one CPU thread each, the loopback interface, no variables of a rank."""
     clean = {key: value for key, value in environ.items() if key not in RANK_VARIABLES}
     loopback = "lo" if sys.platform == "linux" else "lo0"
     return clean | {
-        "CUDA_VISIBLE_DEVICES": "",  # tests/gpu is for those
+        "CUDA_VISIBLE_DEVICES": "",  # tests/gpu tests CUDA
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "GLOO_SOCKET_IFNAME": loopback,
@@ -72,12 +70,12 @@ def single_threaded(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Worker:
-    """One forked process: its connection, and the file that its stdout and stderr go to."""
+    """One forked process: its connection, and the file with its stdout and stderr."""
 
     def __init__(self, template: "_Template") -> None:
         self.connection, theirs = Pipe()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
-        self._output_end: int | None = None  # where stacks follow what the test printed
+        self._output_end: int | None = None  # end of the test's output; stacks follow
         self._template = template
         self._exit_code: int | None = None
         self.pid = template.fork(theirs, self._output)
@@ -85,14 +83,14 @@ class _Worker:
 
     def begin(self, job: Job) -> None:
         os.ftruncate(self._output.fileno(), 0)
-        os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the worker's position too
+        os.lseek(self._output.fileno(), 0, os.SEEK_SET)  # the worker shares this position
         self.connection.send_bytes(pickle.dumps(job))
 
     def printed(self) -> str:
         return self._read(0, self._output_end if self._output_end is not None else self._size())
 
     def stacks(self) -> str:
-        """Every thread's Python stack, even of a blocked process, which is then to be killed."""
+        """Every thread's Python stack, even of a blocked process. The process must be killed afterwards."""
         self._output_end = start = self._size()
         _signal(self.pid, DUMP)
         deadline = time.monotonic() + 1.0
@@ -102,7 +100,7 @@ class _Worker:
         return self._read(start, self._size()) or "(no stack: the process does not answer)"
 
     def exit_code(self) -> int:
-        """Of a process that has ended, or closed its connection and so is ended."""
+        """The exit code of a process that has ended or closed its connection; one that still runs is killed."""
         if self._exit_code is None:
             self._exit_code = self._template.exit_code(self.pid)
         return self._exit_code
@@ -130,7 +128,7 @@ class _Template:
             pass_fds=[theirs.fileno()],
             env=single_threaded(os.environ),
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is pytest's
+            start_new_session=True,  # only pytest handles Ctrl-C
         )
         theirs.close()
         ours.settimeout(START_S)
@@ -202,7 +200,7 @@ class Pool:
                 self.kill()
 
     def kill(self) -> None:
-        """SIGKILL for every worker and what it started; the next test gets fresh ones."""
+        """Kill every worker and its process group; the next test starts new ones."""
         workers, self._workers = self._workers, []
         for worker in workers:
             _signal_group(worker.pid, signal.SIGKILL)
@@ -222,21 +220,21 @@ class Pool:
             from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's import, in parallel
 
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        if any(worker.connection.poll() for worker in self._workers):  # end of file: one died while idle
+        if any(worker.connection.poll() for worker in self._workers):  # end of file: a worker died while idle
             self.kill()
         while len(self._workers) < world_size:
             self._workers.append(_Worker(self._template))
 
 
 class _Round:
-    """One test on its workers: reports come in, and after the first bad one the other ranks are stopped."""
+    """One test on its workers: collects reports, and stops the other ranks after the first failure."""
 
     def __init__(self, workers: list[_Worker], timeout: float) -> None:
         self._workers = workers
         self._timeout = timeout
         self._reports: dict[int, Report] = {}
         self._released: set[int] = set()
-        self.clean = False  # the workers may take another test
+        self.clean = False  # whether the workers can run another test
 
     def results(self, job: Job) -> list[Any]:
         for rank, worker in enumerate(self._workers):
@@ -263,7 +261,7 @@ class _Round:
         return {w.connection: rank for rank, w in enumerate(self._workers) if rank not in self._reports}
 
     def _collect(self) -> None:
-        """A report from every rank. Phases: running; grace, for further failures; interrupted."""
+        """Collect a report from every rank. Phases: running; grace, for further failures; interrupted."""
         deadline, phase = time.monotonic() + self._timeout, "running"
         while pending := self._pending():
             ready = wait(list(pending), max(deadline - time.monotonic(), 0.0))
@@ -281,7 +279,7 @@ class _Round:
                     text = f"{late}; its stacks:\n{self._workers[rank].stacks()}"
                     self._reports[rank] = Report(rank, "hung", text, b"", time.monotonic())
             if phase == "interrupted":
-                for rank in self._reports:  # their groups close, which ends the others' collectives
+                for rank in self._reports:  # closing their groups ends the collectives of the others
                     self._release(rank)
         for rank in self._reports:
             self._release(rank)
@@ -290,7 +288,7 @@ class _Round:
         try:
             self._reports[rank] = pickle.loads(self._workers[rank].connection.recv_bytes())
         except (EOFError, ConnectionError):
-            # A death is the cause of what the others report, though they may notice it first.
+            # A death is the cause of the others' failures, even if they report first.
             when = time.monotonic() if phase == "interrupted" else 0.0
             code = self._workers[rank].exit_code()
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
@@ -302,7 +300,7 @@ class _Round:
         self._released.add(rank)
 
     def _clean_up(self) -> list[tuple[int, str]]:
-        """What each rank says that the test left behind."""
+        """The leaks that each rank reports."""
         leaks: list[tuple[int, str]] = []
         deadline = time.monotonic() + CLEAN_UP_S
         for rank, worker in enumerate(self._workers):
@@ -335,7 +333,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 def _signal_group(pid: int, number: signal.Signals) -> None:
     try:
         os.killpg(pid, number)
-    except ProcessLookupError:  # not yet in a session of its own, or gone
+    except ProcessLookupError:  # not yet a session leader, or ended
         _signal(pid, number)
 
 
@@ -343,7 +341,7 @@ pool = Pool()
 
 
 def run(world_size: int, function: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
-    """Call `function(*args, **kwargs)` on `world_size` ranks; the results by rank, or `RankError`."""
+    """Call `function(*args, **kwargs)` on `world_size` ranks and return the results by rank. Raises RankError."""
     __tracebackhide__ = True
     return pool.run(world_size, function, args, kwargs, timeout)
 
@@ -353,7 +351,7 @@ def distributed(
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a test run on every rank of each world size, once per transport.
 
-    The function takes `transport` where transports are given, and may take `world_size`.
+    The function has a parameter `transport` if `transports` is given, and may have `world_size`.
     """
     worlds = (world_size,) if isinstance(world_size, int) else world_size
 

@@ -1,18 +1,18 @@
-"""Ports that no other lane of the suite takes between the choice and the use."""
+"""Ports that no other lane of the suite takes between choosing and binding them."""
 
 import itertools
 import os
 import socket
 
 _PER_LANE = 1500
-# Below the ports that the kernel gives out by itself (32768).
+# Below the kernel's ephemeral ports (from 32768).
 _FIRST = 10000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 14 * _PER_LANE
-_START = os.getpid() * 37 % _PER_LANE  # not always the same: another suite may run
+_START = os.getpid() * 37 % _PER_LANE  # varies, because another suite may run
 _ports = itertools.cycle(_FIRST + (_START + i) % _PER_LANE for i in range(_PER_LANE))
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on, and that this process does not give out again soon."""
+    """A free port of 127.0.0.1 that this process does not return again soon."""
     for port in itertools.islice(_ports, _PER_LANE):
         with socket.socket() as probe:
             try:

@@ -1,8 +1,8 @@
-"""What tests see of an engine's inside. The engine may change; then this module does, and no test.
+"""The tests' only access to an engine's internals. If the engine changes, this module changes, not the tests.
 
-for unit in probe.units(engine):        # views: `FACTS` says what each name means
+for unit in probe.units(engine):        # views: `FACTS` defines their attributes
     assert unit.is_released
-probe.owner_of("gather")                # the class whose method is the edge, for tests that watch or delay it
+probe.owner_of("gather")                # the class whose method is the edge, for tests that observe or delay it
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FACTS: Mapping[str, Fact] = {
         name: _same(name)
         for name in ("name", "names", "index", "trainable", "block", "params", "layout", "span", "dtypes", "placement")
     },
-    # where states rest: each a Store, with whole(), nbytes, resident_nbytes, numel and dtype; `grads` is None if frozen
+    # storage of states: each a Store, with whole(), nbytes, resident_nbytes, numel and dtype; `grads` is None if frozen
     **{name: _same(name) for name in ("weights", "master", "grads")},
-    # memory: the flat gathered weights, their bytes, what is shared between ranks, pages that come and go
+    # memory: the flat gathered weights, their bytes, memory shared between ranks, pages that are mapped on demand
     **{name: _same(name) for name in ("full", "full_nbytes", "memory", "pages")},
     "is_released": lambda unit: unit.state is State.RELEASED,
     "is_gathered": lambda unit: unit.state is State.GATHERED,
-    "is_direct": lambda unit: unit.direct,  # gathered for the whole backward: its parameters are used outside of its block
-    "is_lent": lambda unit: unit.lent,  # shown whole to a surgery
-    "is_arriving": lambda unit: unit.arriving is not None,  # its weights are being read ahead
-    "updating": _same("updating"),  # the optimizer has the unit in hand on another thread
-    "has_masters": lambda unit: unit.out is not None,  # beside weights of lower precision
+    "is_direct": lambda unit: unit.direct,  # gathered for the whole backward, because its parameters are used outside of its block
+    "is_lent": lambda unit: unit.lent,  # gathered for a surgery
+    "is_arriving": lambda unit: unit.arriving is not None,  # its weights are being prefetched
+    "updating": _same("updating"),  # the optimizer is stepping the unit on another thread
+    "has_masters": lambda unit: unit.out is not None,  # in addition to weights of lower precision
     "whole": _same("whole"),  # (part, is_sharded) -> the flat tensor of all ranks; collective
     "gather": _same("gather"),
     "close": _same("close"),
@@ -42,7 +42,7 @@ FACTS: Mapping[str, Fact] = {
 
 
 class View:
-    """One unit, as `FACTS` tells it."""
+    """One unit, with the attributes of `FACTS`."""
 
     __slots__ = ("_unit",)
 
@@ -77,21 +77,21 @@ def owner_of(edge: str) -> type:
     return Unit
 
 
-# -- the optimizer's part --
+# -- the optimizer --
 
 
 def pieces(engine: Any, unit: View) -> Any:
-    """A unit's ranges that one parameter group updates on this rank."""
+    """The parts of a unit's parameters that this rank's optimizer owns."""
     return engine.steps.pieces[unit.index]
 
 
 def moments(engine: Any, unit: View, piece: Any) -> Any:
-    """Name -> this rank's moments of a piece."""
+    """The moments of a piece, by name."""
     return engine.steps.states(unit._unit, piece)
 
 
 def stores(engine: Any, unit: View | None = None) -> Any:
-    """Name -> where a unit's moments rest; without a unit, all of them by the unit's index."""
+    """The stores of a unit's moments, by name; without `unit`, of all units, by index."""
     return engine.steps.stores if unit is None else engine.steps.stores[unit.index]
 
 
@@ -100,7 +100,7 @@ def state_nbytes(engine: Any, unit: View) -> int:
 
 
 def chunks(engine: Any) -> int:
-    """How many chunks one step streams."""
+    """The number of chunks in one step."""
     return sum(len(engine.steps.chunks(unit)) for unit in engine.units)
 
 
@@ -113,11 +113,11 @@ def updater(engine: Any) -> Any:
     return engine.updater
 
 
-# -- the rest --
+# -- other parts --
 
 
 def transport(engine: Any) -> Any:
-    """Of reductions and agreements over the data ranks."""
+    """The transport of reductions and agreements over the data ranks."""
     return engine.comms.data
 
 
@@ -126,5 +126,5 @@ def hooks(engine: Any) -> Any:
 
 
 def homes(engine: Any) -> Any:
-    """An engine's files and memory for states at rest."""
+    """The files and memory in which the engine stores its states."""
     return engine.homes

@@ -1,12 +1,12 @@
-"""Ranks as plain processes, for tests that crash them: what `torchrun` would start, without its agent.
+"""Ranks as plain processes, for tests that crash them: as `torchrun` starts them, but without its agent.
 
     ranks = spawn_ranks(SCRIPT, 2, {"KILL_AT": "publish"})    # the fixture
     ranks.kill(1)
     assert ranks.wait(timeout=5) == [1, -signal.SIGKILL]       # exit codes by rank
     assert "rank 1" in ranks.stderr(0) and not ranks.survivors()
 
-Each rank is in a session of its own, with stdout and stderr in files of its own. A token in the environment
-marks every process that a rank starts, however it detaches: `survivors` finds them, the fixture kills them.
+Each rank has its own session and its own files for stdout and stderr. A token in the environment marks every process that a rank
+starts, even if it detaches: `survivors` finds them, the fixture kills them.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class Ranks:
                 )
 
     def wait(self, timeout: float = 60.0) -> list[int]:
-        """Exit codes by rank, once all have ended; `TimeoutError` shows what those that have not printed."""
+        """Wait for all ranks and return their exit codes. Raises TimeoutError with the output of the ranks that still run."""
         deadline = time.monotonic() + timeout
         while alive := [rank for rank, process in enumerate(self.processes) if process.poll() is None]:
             if time.monotonic() > deadline:
@@ -68,7 +68,7 @@ class Ranks:
         return [process.returncode for process in self.processes]
 
     def wait_for(self, rank: int, text: str, timeout: float = 60.0) -> None:
-        """Return once the rank has printed `text` to stdout."""
+        """Wait until the rank has printed `text` to stdout."""
         deadline = time.monotonic() + timeout
         while text not in self.stdout(rank):
             ended = self.processes[rank].poll()
@@ -88,19 +88,19 @@ class Ranks:
         return self._file(rank, "stderr").read_text(errors="replace")
 
     def survivors(self) -> list[int]:
-        """Processes that the ranks started, or ranks themselves, that still run."""
+        """The running ranks and processes that ranks started."""
         mark = f"{TOKEN}={self._token}".encode()
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
-            except OSError:  # ended meanwhile, or another user's
+            except OSError:  # the process has ended or belongs to another user
                 continue
         return sorted(found)
 
     def close(self) -> None:
-        """SIGKILL for every rank and everything that came of it."""
+        """Kill every rank and all processes that it started."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -117,7 +117,7 @@ class Ranks:
 
 
 class SpawnRanks:
-    """The fixture's value: starts `Ranks`, and ends all of them."""
+    """The fixture's value: starts `Ranks`, and kills them all at the end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,6 +1,6 @@
-"""Counts skips by reason, and fails a run in which a test is skipped for a reason that the machine does not explain.
+"""Counts skips by reason, and fails a run with a skip that the machine does not explain.
 
-A missing package or compiler would otherwise turn tests off in silence. `EXPECTED` says which reasons are fine, and when.
+Otherwise a missing package or compiler would silently disable tests. `EXPECTED` lists the valid reasons and their conditions.
 """
 
 import importlib.util
@@ -24,16 +24,16 @@ def _no_clients() -> bool:
     return os.environ.get("SLIPSTREAM_TEST_CLIENTS") != "1"
 
 
-# A pattern of the reason -> whether it is a good one on this machine
+# Pattern of the reason -> whether it is valid on this machine
 EXPECTED: dict[str, Callable[[], bool]] = {
     r"no CUDA device": lambda: not torch.cuda.is_available(),
     r"there is a GPU": torch.cuda.is_available,
     r"make test-clients|peft": _no_clients,
-    r"this processor lacks|not tested on this machine": lambda: True,  # nothing can be installed against it
+    r"this processor lacks|not tested on this machine": lambda: True,  # no installation can fix it
     r"no native|no C compiler|handles overlap": lambda: os.environ.get("SLIPSTREAM_NATIVE") == "0" or shutil.which("cc") is None,
     r"SIMDe|simde|emulat": lambda: not Path("/usr/include/simde").is_dir(),
     r"the page's test needs": lambda: shutil.which("chromedriver") is None or _lacks("selenium"),
-    r"O_DIRECT|io_uring": lambda: True,  # of the file system and the kernel
+    r"O_DIRECT|io_uring": lambda: True,  # depends on the file system and the kernel
     r"true graphs|without a GPU": torch.cuda.is_available,
     r"inductor needs": lambda: shutil.which("g++") is None,
     r"its states are not kept in 8 bits|in processes of its own|not on this rank": lambda: True,

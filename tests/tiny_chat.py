@@ -1,4 +1,4 @@
-"""A chat model of 60 thousand weights whose tokens are bytes, as a Hugging Face folder: for what wants one and not what it says."""
+"""A chat model of 60 thousand weights whose tokens are bytes, as a Hugging Face folder, for tests that ignore its answers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tiny models, their batches, and the shortest way from one to an engine: what distributed tests train."""
+"""Tiny models for distributed tests, their batches, and helpers to make an engine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Floats in, floats out: three blocks between two linear layers that belong to the root unit."""
+    """Floats to floats: three blocks between two linear layers, which belong to the root unit."""
 
     def __init__(self, dim: int = 16, depth: int = 3) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 class Lm(nn.Module):
-    """A language model without attention: tokens in, the mean cross-entropy out, in fp32."""
+    """A language model without attention: tokens to mean cross-entropy, in fp32."""
 
     def __init__(self, dim: int = 16, depth: int = 3) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Lm(nn.Module):
 
 
 def seeded(kind: Callable[[], nn.Module], seed: int = 0) -> Any:
-    """A model of `kind`, the same on every call; `Any`, for its own attributes."""
+    """A model of `kind`, equal on every call; `Any`, so that tests may use its attributes."""
     torch.manual_seed(seed)
     return kind()
 
@@ -77,7 +77,7 @@ def tokens(rank: int, step: int, which: int = 0) -> Tensor:
 
 
 def settings(stage: int, transport: str = "auto", *, dtype: str = "fp32", **blocks: Any) -> dict[str, Any]:
-    """A config: AdamW and nothing else unless `blocks` (top-level keys) say so; dictionaries are joined."""
+    """A config with AdamW and defaults, overridden by `blocks` (top-level keys); dictionaries are merged."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage},
@@ -94,13 +94,13 @@ def settings(stage: int, transport: str = "auto", *, dtype: str = "fp32", **bloc
 
 
 def make(model: nn.Module, stage: int, transport: str = "auto", *, dtype: str = "fp32", **blocks: Any) -> Any:
-    """An engine of `model`; `Any`, because tests look inside. Disks are not measured, which takes 0.2 s each."""
+    """An engine of `model`; `Any`, because tests access its internals. Skips the measurement of disks, 0.2 s each."""
     with mock.patch("slipstream.train.tiers.preflight", lambda *_, **__: DiskFacts("not tried", 0, 1e9, 1e9)):
         return slipstream.initialize(model=model, config=settings(stage, transport, dtype=dtype, **blocks))[0]
 
 
 def step(engine: Any, batch: Tensor) -> Tensor:
-    """One step of an `Lm`; its loss."""
+    """Train an `Lm` for one step; returns the loss."""
     loss: Tensor = engine(batch)
     engine.backward(loss)
     engine.step()
@@ -108,7 +108,7 @@ def step(engine: Any, batch: Tensor) -> Tensor:
 
 
 def checksum(engine: Any) -> Tensor:
-    """Every bit of the complete weights, in one number that any change of one bit changes. Collective."""
+    """A checksum of the complete weights, which any change of one bit changes. Collective."""
     total = torch.zeros((), dtype=torch.int64)
     for value in engine.state_dict().values():
         raw = value.contiguous().view(-1).view(torch.uint8).long()

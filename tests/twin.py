@@ -1,10 +1,10 @@
-"""The plain-torch twin of a training run: one process, the whole batch, nothing of ours.
+"""The plain-torch twin of a training run: one process, the whole batch, no code of Slipstream.
 
-`batches[step][micro][rank]` is what `loss(model, batch)` takes. Each rank's backward runs alone in `dtype`. A
-micro-batch's gradients are added in rank order in fp32, times 1 / world, and kept in `accum_dtype` (as they
-came at accumulation 1, fp32 above). A parameter that no rank used has gradient zero. The norm is that of
-`clip_grad_norm_`, the optimizer steps fp32 masters, and weights are masters rounded to `dtype`. Masters start
-as the weights given: pass a model that `dtype` can hold where the system under test rounds first.
+`batches[step][micro][rank]` is the `batch` of `loss(model, batch)`. Each rank's backward runs separately, in `dtype`. A
+micro-batch's gradients are added in rank order in fp32, times 1 / world, and stored in `accum_dtype` (default: `dtype` without
+accumulation, else fp32). A parameter that no rank used has gradient zero. The norm is that of `clip_grad_norm_`, the optimizer
+steps fp32 masters, and weights are masters rounded to `dtype`. Masters start as the weights of `model`: if the system under test
+rounds these first, pass a model whose weights `dtype` represents exactly.
 """
 
 import copy

@@ -1,13 +1,12 @@
-"""What runs inside the pool's processes: the template that forks workers, and a worker's loop over jobs.
+"""The pool's processes: the template that forks workers, and a worker's loop over jobs.
 
-The template is one plain subprocess with torch and pytest imported, a single thread and nothing started. Each
-worker is a fork of it, so starting one costs milliseconds, not an import of torch, and so does killing one.
+The template is one subprocess with torch and pytest imported, with a single thread and nothing started. Each worker is a fork of
+it, so starting or replacing one takes milliseconds, not an import of torch.
 
-A job is one rank's part of one test. The worker answers with a `Report`, waits until every rank has reported
-(a group destroyed earlier would reset the connections of ranks still inside a collective), then cleans up and
-answers once more, with what the test left behind. Invariants:
+A job is one rank's part of one test. The worker answers with a `Report`, waits until every rank has reported (destroying its group
+earlier would reset the connections of ranks inside a collective), then cleans up and sends the list of leaks. Invariants:
 
-- every test has a process group of its own, over a store prefix of its own; nothing of it outlives the test;
+- every test has its own process group, over its own store prefix, which does not outlive the test;
 - warnings are errors, by pytest's own filters, and so are exceptions in `__del__` and in threads;
 - the seeds and the environment are the same at the start of every test.
 
@@ -45,14 +44,14 @@ from _pytest.config import apply_warning_filters
 from tests.budget import spent_here
 from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report, Status
 
-# What most tests import, once for all workers: together seven seconds of a processor.
-# Hypothesis warns when it is first imported after a plugin's objects were frozen: it no longer sees who refers to them.
+# Imported once for all workers, because most tests import them: together seven processor seconds.
+# Hypothesis warns if it is first imported after a plugin's objects were frozen: it then cannot see their referrers.
 PRELOADED = ("torch.distributed.checkpoint", "torch._dynamo", "slipstream.train.initialize", "hypothesis")
-SETTLE_S = 1.0  # how long threads and mappings may take to go after a test
+SETTLE_S = 1.0  # limit for threads and mappings to disappear after a test
 
 
 class Interrupted(BaseException):
-    """Raised in a rank whose test has already failed on another."""
+    """Raised in a rank if the test has already failed on another."""
 
 
 # ---- the template
@@ -62,7 +61,7 @@ def serve(fd: int) -> None:
     """Fork a worker for each request on the socket `fd`, until its other end closes."""
     faulthandler.enable()
     _die_with_parent()
-    os.chdir(Path(__file__).parents[1])  # pytest may have been in a folder that goes with its test
+    os.chdir(Path(__file__).parents[1])  # pytest's current folder may be deleted with its test
     for name in PRELOADED:
         importlib.import_module(name)
     assert threading.active_count() == 1, f"a fork keeps one thread, but the template's imports started {threading.enumerate()}"
@@ -73,7 +72,7 @@ def serve(fd: int) -> None:
     while True:
         data, fds, _, _ = socket.recv_fds(requests, REQUEST.size, 2)
         if not data:
-            os._exit(0)  # nothing to tidy up, and tearing torch down takes a while
+            os._exit(0)  # nothing to clean up, and shutting torch down takes time
         verb, pid = REQUEST.unpack(data)
         if verb == WAIT:
             requests.sendall(REQUEST.pack(WAIT, _exit_code(pid)))
@@ -95,7 +94,7 @@ def serve(fd: int) -> None:
 
 
 def _exit_code(pid: int) -> int:
-    """Wait for a worker that has closed its connection; one that stays is killed after a second."""
+    """Wait for a worker that has closed its connection; kill it after a second."""
     deadline = time.monotonic() + 1.0
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -107,7 +106,7 @@ def _exit_code(pid: int) -> int:
 
 
 def _die_with_parent() -> None:
-    """Ask Linux for SIGKILL when the parent dies, so that no end of pytest leaves a process behind."""
+    """Ask Linux for SIGKILL when the parent dies, so that no process outlives pytest, however that ends."""
     if sys.platform == "linux":
         import ctypes
 
@@ -164,7 +163,7 @@ def _join(job: Job) -> None:
     torch.manual_seed(0)
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
     os.environ.update(LOCAL_RANK=str(job.rank), LOCAL_WORLD_SIZE=str(job.world_size))
-    patience = timedelta(seconds=job.timeout + 30)  # the pool, which shows stacks, is to be first
+    patience = timedelta(seconds=job.timeout + 30)  # longer than the pool's, because the pool shows stacks
     server = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
     store = dist.PrefixStore(job.prefix, server)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=patience)
@@ -189,18 +188,18 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _test_frames(error: BaseException) -> Any:
-    """The traceback from the test's own frame on, or all of it where the worker itself failed."""
+    """The traceback from the test's own frame on, or all of it if the worker itself failed."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return frames if frames is not None else error.__traceback__
 
 
-# ---- what a test may not leave behind
+# ---- leaks
 
 
 class _Loud:
-    """Collects what Python would only print: exceptions in `__del__` and in threads."""
+    """Collects exceptions that Python only prints: those in `__del__` and in threads."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -218,7 +217,7 @@ class _Loud:
 
 
 def _ambient() -> dict[str, Any]:
-    """What must be the same after a test as before it."""
+    """Process state that a test must not change."""
     facts: dict[str, Any] = {
         "default dtype": torch.get_default_dtype(),
         "grad mode": torch.is_grad_enabled(),
@@ -242,7 +241,7 @@ def _link(path: Path) -> str:
 
 
 def _clean_up(before: dict[str, Any]) -> list[str]:
-    """Destroy the test's groups, collect its garbage and say what is still there."""
+    """Destroy the test's groups, collect its garbage and return the leaks."""
     if dist.is_initialized():
         dist.destroy_process_group()
     deadline = time.monotonic() + SETTLE_S
@@ -253,7 +252,7 @@ def _clean_up(before: dict[str, Any]) -> list[str]:
         if not leaks or time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    gc.freeze()  # keeps the next collection to the next test's own objects
+    gc.freeze()  # limits the next collection to the next test's objects
     return leaks
 
 
@@ -261,7 +260,7 @@ def _clean_up(before: dict[str, Any]) -> list[str]:
 
 
 class _Rewriting(importlib.machinery.SourceFileLoader):
-    """Imports a test module as pytest does, so that a failed assert shows its values here too."""
+    """Imports a test module as pytest does, so that a failed assert shows its values."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -278,7 +277,7 @@ def _load(job: Job) -> Callable[..., object]:
     found: Any = module
     for name in job.qualname.split("."):
         found = getattr(found, name)
-    body: Callable[..., object] = getattr(found, "body", found)  # what `distributed` wraps
+    body: Callable[..., object] = getattr(found, "body", found)  # the function that `distributed` wraps
     return body
 
 

@@ -1,5 +1,5 @@
 """Adapters of PEFT on their way from a trainer to a server: where PEFT is installed, with what else is handed over."""
 
-from tests.dist.test_handover import test_adapters_come_merged_or_not_at_all
+from tests.dist.test_handover import test_adapters_are_transferred_merged_or_refused
 
-__all__ = ["test_adapters_come_merged_or_not_at_all"]
+__all__ = ["test_adapters_are_transferred_merged_or_refused"]

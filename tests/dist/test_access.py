@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state by name, whole, in every stage; and what is refused, by name."""
+"""Complete parameters, gradients and optimizer state by name, in every stage; and the errors of invalid accesses."""
 
 import copy
 from pathlib import Path
@@ -19,7 +19,7 @@ STAGES = (0, 1, 2, 3)
 
 
 class Everything(toy.Net):
-    """Tied, frozen, buffers saved and not."""
+    """Tied and frozen parameters, persistent and other buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_an_exception_in_gathered_writes_nothing(transport: str) -> None:
 
 
 @distributed(world_size=2)
-def test_gathered_leaves_strangers_alone() -> None:
+def test_gathered_ignores_ordinary_parameters() -> None:
     linear = nn.Linear(2, 2)
     with zero.gathered(linear), torch.no_grad():
         linear.weight.fill_(1.0)
@@ -163,7 +163,7 @@ def test_gradients_by_name(transport: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_gradients_can_be_written(transport: str) -> None:
-    """What was set is what the norm and the optimizer see, in the middle of a window too."""
+    """The norm and the optimizer see the values that were set, also in the middle of a window."""
     new = torch.arange(128.0).view(16, 8) / 64
     for stage in cases.stages(transport):
         weights = []
@@ -215,7 +215,7 @@ def test_the_engine_runs_inside_gathered(transport: str) -> None:
 
 @distributed(world_size=2)
 def test_a_write_right_after_the_step_is_this_ranks_own() -> None:
-    """Nobody copies a published span while its owner's user already writes it."""
+    """No rank copies a published span while the user of its owner already writes it."""
     for stage in (0, 1, 2):
         engine = toy.make(toy.seeded(lambda: toy.Net(dim=256)), stage)
         for _ in range(10):
@@ -352,7 +352,7 @@ def test_the_optimizer_is_stepped_by_the_engine_only() -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_a_deep_copy_is_a_plain_model(transport: str) -> None:
-    """For averages of the weights: copied while gathered, it computes, learns and leaves the engine alone."""
+    """For averages of the weights: a copy made while gathered computes and trains without affecting the engine."""
     for stage in cases.stages(transport):
         engine = toy.make(toy.seeded(toy.Lm), stage, transport)
         toy.step(engine, toy.tokens(engine.rank, 0))
@@ -371,7 +371,7 @@ def test_a_deep_copy_is_a_plain_model(transport: str) -> None:
         torch.optim.SGD(copied.parameters(), lr=0.1).step()
         assert all(type(p) is nn.Parameter and p.grad is not None for p in copied.parameters())
         assert all(value.equal(before[name]) for name, value in engine.state_dict().items())
-        loss.backward()  # a forward of the copy in between does not disturb the engine's
+        loss.backward()  # a forward of the copy in between does not affect the engine's
         engine.step()
         assert int(toy.checksum(engine)) == int(twin)
         engine.destroy()
@@ -379,11 +379,11 @@ def test_a_deep_copy_is_a_plain_model(transport: str) -> None:
 
 @distributed(world_size=2)
 def test_an_optimizers_state_dict_is_torchs(tmp_path: Path) -> None:
-    """Whole, from every stage; a plain optimizer goes on from it, and another engine from a plain one's."""
+    """It is complete in every stage. A plain optimizer can continue from it, and another engine from a plain optimizer's."""
     rank = dist.get_rank()
     adamw: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-2}}
     rmsprop, muon = {"type": "RMSprop", "params": {"lr": 1e-3}}, {"type": "Muon", "params": {"lr": 1e-2}}
-    sgd = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}  # torch's keeps no count of steps beside its momentum
+    sgd = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}  # torch's keeps no step count in addition to its momentum
     for stage, kind, dtype in ((3, adamw, "fp32"), (1, rmsprop, "fp32"), (2, adamw, "bf16"), (2, sgd, "fp32"), (1, muon, "bf16")):
         engine = toy.make(toy.seeded(toy.Lm), stage, dtype=dtype, optimizer=kind)
         assert engine.optimizer.state_dict()["state"] == {}
@@ -391,7 +391,7 @@ def test_an_optimizers_state_dict_is_torchs(tmp_path: Path) -> None:
         saved, weights = engine.optimizer.state_dict(), engine.state_dict()
         torch.save(saved, file := tmp_path / f"{stage}{rank}")
         read = torch.load(file, weights_only=True)
-        copied = copy.deepcopy(read)  # a plain optimizer goes on in the tensors themselves
+        copied = copy.deepcopy(read)  # a plain optimizer continues in the same tensors
         plain = toy.seeded(toy.Lm)
         if dtype == "fp32":
             plain.load_state_dict(weights)
@@ -415,7 +415,7 @@ def test_an_optimizers_state_dict_is_torchs(tmp_path: Path) -> None:
         fewer = {**read, "param_groups": [{**read["param_groups"][0], "params": [0]}]}
         with pytest.raises(ValueError, match=r"groups of \[1\] parameters"):
             engine.optimizer.load_state_dict(fewer)
-        if kind["type"] == "AdamW":  # whose rule has two states; amsgrad's third is not known to it
+        if kind["type"] == "AdamW":  # the rule has two states and lacks amsgrad's third
             steps = engine.optimizer.state_dict()
             more = copy.deepcopy(read) | {"param_groups": [read["param_groups"][0] | {"lr": 0.5}]}
             more["state"][0]["max_exp_avg_sq"] = torch.ones_like(more["state"][0]["exp_avg_sq"])
@@ -433,7 +433,7 @@ def test_an_optimizers_state_dict_is_torchs(tmp_path: Path) -> None:
     [("AdamW", "amsgrad", True), ("AdamW", "maximize", True), ("SGD", "momentum", 0.9), ("Adagrad", "maximize", True)],
 )
 def test_an_option_that_kernels_do_not_compute_is_refused_by_name(kind: str, option: str, value: Any) -> None:
-    """Assigned, it is refused by the next step, which goes on once it is set back; loaded, at once and with nothing changed."""
+    """If assigned, the next step raises until it is reset; if loaded, loading raises and changes nothing."""
     engine, twin = (toy.make(toy.seeded(toy.Lm), 3, optimizer={"type": kind, "params": {"lr": 1e-2}}) for _ in range(2))
     for each in (engine, twin):
         toy.step(each, toy.tokens(engine.rank, 0))
@@ -477,7 +477,7 @@ def test_a_checkpoint_with_an_option_that_kernels_do_not_compute_is_refused(tmp_
 
 @distributed(world_size=2)
 def test_groups_are_loaded_as_torch_loads_them() -> None:
-    """What a class does not know stays in the group; AdamW decouples also what Adam has saved."""
+    """Options unknown to the class stay in the group; AdamW sets decoupled decay even in groups that Adam saved."""
     model, plain = toy.seeded(toy.Lm), toy.seeded(toy.Lm)
     foreign = torch.optim.Adam(plain.parameters(), lr=0.03, weight_decay=0.1)
     saved = foreign.state_dict()
@@ -500,7 +500,7 @@ def test_groups_are_loaded_as_torch_loads_them() -> None:
 
 @distributed(world_size=2)
 def test_groups_differ_in_what_adam_does() -> None:
-    """Each parameter moves as in an engine whose groups all are as its own: decoupled or not, with corrected bias or without."""
+    """Each parameter moves as in an engine whose groups all have its options: decoupled decay or not, bias correction or not."""
     kinds = [{"decoupled_weight_decay": False}, {"decoupled_weight_decay": True}, {"bias_correction": False}]
     ends = []
     for mixed in (*kinds, None):
@@ -518,11 +518,11 @@ def test_groups_differ_in_what_adam_does() -> None:
         assert len({tuple(end[name].flatten().tolist()) for end in ends[:3]}) == 3, name
 
 
-# ---- what a user gets wrong
+# ---- user errors
 
 
 @distributed(world_size=2)
-def test_mistakes_are_told_by_name(tmp_path: Path) -> None:
+def test_mistakes_raise_by_name(tmp_path: Path) -> None:
     tied = toy.seeded(toy.Lm)
     tied.other = torch.nn.Linear(1, 1, bias=False)
     tied.other.weight = tied.head.weight

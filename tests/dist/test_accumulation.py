@@ -1,4 +1,4 @@
-"""Windows of micro-batches: managed or not, synchronized or not, of equal number on every rank."""
+"""Accumulation windows: managed or not, synchronized or not, with an equal number of micro-batches on every rank."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ def finish(engine: Any) -> dict[str, Tensor]:
 
 
 def close(engine: Any) -> None:
-    """`destroy` without its fences: the ranks no longer agree where they are."""
+    """`destroy` without its fences, because the ranks are at different points."""
     probe.hooks(engine).remove()
     for unit in probe.units(engine):
         unit.close()
@@ -46,7 +46,7 @@ def whole_batch(rank: int) -> dict[str, Tensor]:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_two_micro_batches_are_one_batch(transport: str) -> None:
-    """Managed, unmanaged, with no_sync, and with losses that the caller divided."""
+    """Managed, unmanaged, with no_sync, and with losses divided by the caller."""
     rank = dist.get_rank()
     expected = whole_batch(rank)
     for stage in cases.stages(transport):
@@ -109,7 +109,7 @@ def test_no_sync_adds_up_in_the_accumulation_dtype(transport: str) -> None:
             communication_data_type="fp32",
         )
         with engine.no_sync():
-            for slope in (1.0, 2**-10, 2**-10):  # bf16 would lose the last two
+            for slope in (1.0, 2**-10, 2**-10):  # bf16 would drop the last two
                 (engine(toy.floats(0, 0).bfloat16()).float().sum() * slope).backward()
             found = engine.gradient("out.bias")
         assert found.eq(4 * (1 + 2**-9)).all(), (stage, found)
@@ -134,7 +134,7 @@ def test_an_unequal_number_in_no_sync_is_refused_by_rank() -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_micro_batches_may_differ_in_size(transport: str) -> None:
-    """The mean is over ranks, as everywhere; what counts is that nothing hangs and all ranks agree."""
+    """The mean is over ranks, as usual; the test checks that nothing hangs and that all ranks agree."""
     for stage in cases.stages(transport):
         engine = toy.make(toy.seeded(toy.Lm), stage, transport, gradient_accumulation_steps=2)
         for size in (1, 2):
@@ -166,8 +166,8 @@ def test_an_unequal_number_is_refused_by_rank(stage: int, transport: str) -> Non
     story = str(caught.value)
     named = ("{0: 1, 1: 2}",), ("rank", "phase", "\n0 ", "\n1 "), ("different numbers of micro-batches", "ranks [0]", "ranks [1]")
     assert any(all(text in story for text in texts) for texts in named), story
-    del caught  # its traceback holds the engine
-    dist.barrier()  # not destroy(), which would be one more exchange
+    del caught  # its traceback references the engine
+    dist.barrier()  # not destroy(), which would add an exchange
     close(engine)
 
 
@@ -194,7 +194,7 @@ def test_counters() -> None:
 
 
 @distributed(world_size=1)
-def test_a_loop_that_steps_once_a_window_is_told() -> None:
+def test_a_loop_that_steps_once_a_window_is_warned() -> None:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -219,7 +219,7 @@ def test_a_loop_that_steps_once_a_window_is_told() -> None:
 
 @distributed(world_size=2)
 def test_a_boundary_by_hand() -> None:
-    """As accelerate does it."""
+    """As accelerate calls it."""
     engine = toy.make(toy.seeded(toy.Lm), 2, gradient_accumulation_steps=4)
     applied = []
     for micro in range(3):

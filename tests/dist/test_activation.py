@@ -1,4 +1,4 @@
-"""Recomputed blocks and tiled layers between ranks: every stage trains the same bits, and gathers no more than it did."""
+"""Activation checkpointing and tiled layers on several ranks: bit-identical training in every stage, without extra gathers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +80,7 @@ def test_compiled_blocks_are_recomputed(ways: str, name: str) -> None:
 
 
 class Plain(toy.Lm):
-    """The loss over the head's weight, and over one that belongs to a block's unit."""
+    """A loss over the head's weight, and over a weight that belongs to a block's unit."""
 
     def loss(self, h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(h, weight, bias).flatten(0, 1), target.flatten())

@@ -1,4 +1,4 @@
-"""Ranks that begin with different configs, models, optimizers or versions are told so, each of them, and in the same words."""
+"""If ranks start with different configs, models, optimizers or versions, every rank raises the same error."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tests.pool import distributed
 
 
 def refused(odd: int, **blocks: Any) -> str:
-    """What `initialize` says where one rank has other blocks in its config."""
+    """The error of `initialize` if one rank has other blocks in its config."""
     return told(lambda rank: toy.make(toy.seeded(toy.Net), 1, **(blocks if rank == odd else {})))
 
 
@@ -32,7 +32,7 @@ def told(make: Callable[[int], Any]) -> str:
 
 @distributed(world_size=3)
 def test_a_config_that_differs() -> None:
-    """The ranks that are fewer are named, also where the first is one of them."""
+    """The error names the minority, even if rank 0 is in it."""
     assert refused(1, gradient_clipping=0.5) == "rank 1 has gradient_clipping 0.5 where rank 0 has 0.0"
     assert refused(0, slipstream={"seed": 3}) == "rank 0 has slipstream.seed 3 where rank 1 has 0"
     rate = {"type": "AdamW", "params": {"lr": 1e-2 + 1e-9}}
@@ -47,7 +47,7 @@ def test_a_config_that_differs() -> None:
 
 
 class Tailed(nn.Module):
-    """One layer; `change` may be made to it."""
+    """One layer, to which `change` may be applied."""
 
     def __init__(self, change: Callable[[nn.Module], Any] | None) -> None:
         super().__init__()
@@ -104,8 +104,8 @@ def test_an_optimizer_or_a_version_that_differs() -> None:
 
 @pytest.mark.disk
 @distributed(world_size=2)
-def test_what_a_rank_may_have_for_itself(tmp_path: Path) -> None:
-    """Disk paths and how they are driven, prints, time-outs, torch's seed, first values: the first rank's weights count."""
+def test_settings_that_may_differ_by_rank(tmp_path: Path) -> None:
+    """Disk paths and I/O settings, prints, time-outs, torch's seed, initial values: rank 0's weights are used."""
     rank = dist.get_rank()
     folder = tmp_path / str(rank)
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Whatever autograd can do with the model it can do with the engine: every scenario against plain data parallelism."""
+"""All autograd features of a model also work with the engine: every scenario against plain data parallelism."""
 
 import contextlib
 import dataclasses
@@ -68,7 +68,7 @@ class CheckpointedReusedReentrant(CheckpointedReused):
 
 
 class CheckpointedInside(toy.Net):
-    """Parameters of a block are used outside the block's own forward."""
+    """Uses parameters of a block outside the block's own forward."""
 
     def body(self, h: Tensor) -> Tensor:
         for block in self.blocks:
@@ -180,7 +180,7 @@ Step = Callable[[Any, int, int], None]
 class Scenario(NamedTuple):
     step: Step
     kind: Callable[[], nn.Module] = toy.Net
-    same_gathers: bool = True  # on all ranks; where not, gloo cannot match them, which stage 3 needs
+    same_gathers: bool = True  # on all ranks; otherwise gloo cannot match the collectives of stage 3
 
 
 def plain(m: Any, r: int, i: int) -> None:

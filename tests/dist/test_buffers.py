@@ -1,4 +1,4 @@
-"""Buffers that training changes: each rank's own while it trains, the first rank's wherever one set counts."""
+"""Buffers that training changes: local to each rank during training; rank 0's are used if one set is needed."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tests.pool import distributed, run
 
 
 class Normed(nn.Module):
-    """A batch norm between linear layers, and two buffers that are not saved, one an expanded row; the loss of a batch."""
+    """A batch norm between linear layers, and two non-persistent buffers, one an expanded row; forward returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def save(folder: Path, stage: int, transport: str) -> tuple[dict[str, Tensor], float]:
-    """What rank 0 has is what is saved, everywhere; saving changes no rank's own. Returns rank 0's, with its evaluation."""
+    """Check that every save has rank 0's buffers and changes no rank's own. Returns rank 0's, with its evaluation."""
     engine = trained(stage, transport, checkpoint={"writer": {"decoupled": stage == 0}})
     own = buffers(engine)
     everyone = gather_objects(own, engine.mesh.data)
@@ -84,7 +84,7 @@ def test_saved_buffers_are_the_first_rank_s(world: int, stage: int, transport: s
 
 
 def different() -> Any:
-    """A model whose buffers begin with the rank's own values."""
+    """A model whose buffers start with values that differ by rank."""
     model = toy.seeded(Normed)
     model.norm.running_mean.fill_(float(torch.distributed.get_rank()))
     return model
@@ -92,7 +92,7 @@ def different() -> Any:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_slipstream_broadcast_buffers(transport: str) -> None:
-    """With the key every rank evaluates and goes on from the first rank's buffers; training and what is saved is the same."""
+    """With the key every rank evaluates and continues with rank 0's buffers; training and saved files stay the same."""
     losses, saved = {}, {}
     for on in (False, True):
         engine = toy.make(different(), 3, transport, slipstream={"broadcast_buffers": on})
@@ -109,7 +109,7 @@ def test_slipstream_broadcast_buffers(transport: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_two_forwards_before_a_backward_with_broadcast_buffers(transport: str) -> None:
-    """A graph that has saved a running statistic is not broken by the next forward's broadcast."""
+    """The next forward's broadcast does not break a graph that saved a running statistic."""
     engine = toy.make(toy.seeded(Normed), 0, transport, slipstream={"broadcast_buffers": True})
     engine.module.norm.eval()
     loss = engine(toy.floats(engine.rank, 0)) + engine(toy.floats(engine.rank, 1))

@@ -1,4 +1,4 @@
-"""Saves that are written while training goes on, and checkpoints of a part."""
+"""Asynchronous and partial checkpoints."""
 
 import errno
 import importlib
@@ -22,7 +22,7 @@ from tests import toy
 from tests.dist.test_checkpoint_engine import Noisy
 from tests.pool import distributed
 
-save_module: Any = importlib.import_module("slipstream.checkpoint.save")  # the package has the function under that name
+save_module: Any = importlib.import_module("slipstream.checkpoint.save")  # in the package, this name is the function
 BEHIND = {"writer": {"decoupled": True}}
 
 
@@ -32,7 +32,7 @@ def engine_of(stage: int, transport: str = "auto", **blocks: Any) -> Any:
 
 @contextmanager
 def writing(before: Any) -> Iterator[None]:
-    """Every write behind training runs `before()` first."""
+    """Run `before()` before every asynchronous write."""
     real = Writer.flush
 
     def flush(self: Writer) -> Any:
@@ -55,11 +55,11 @@ def test_what_is_written_is_the_moment_of_the_call(transport: str, tmp_path: Pat
         expected = engine.state_dict()
         with writing(gate.wait):
             engine.save_checkpoint(str(folder), client_state={"nothing": torch.zeros(0), "after": torch.ones(3)})
-            for i in range(2):  # training goes on, and nothing is there yet
+            for i in range(2):  # training continues, and there is no checkpoint yet
                 toy.step(engine, toy.tokens(dist.get_rank(), i))
             assert latest_tag(folder) is None
             threading.Timer(0.05, gate.set).start()
-            engine.save_checkpoint(str(folder), tag="next")  # waits for the one before
+            engine.save_checkpoint(str(folder), tag="next")  # waits for the previous save
             assert "global_step1" in committed_tags(folder)
             engine.finish_save()
         assert latest_tag(folder) == "next" and not [name for name in os.listdir(folder) if "tmp" in name]
@@ -72,7 +72,7 @@ def test_what_is_written_is_the_moment_of_the_call(transport: str, tmp_path: Pat
 
 
 @distributed(world_size=2)
-def test_a_failure_is_told_at_the_next_call_on_every_rank(tmp_path: Path) -> None:
+def test_a_failure_raises_at_the_next_call_on_every_rank(tmp_path: Path) -> None:
     engine, folder = engine_of(3), str(tmp_path)
     engine.save_checkpoint(folder, tag="good")
     engine.finish_save()
@@ -100,8 +100,8 @@ def test_a_failure_is_told_at_the_next_call_on_every_rank(tmp_path: Path) -> Non
 
 @pytest.mark.disk
 @distributed(world_size=2)
-def test_a_save_needs_none_of_the_states_any_more(tmp_path: Path) -> None:
-    """It is finished, and its failure is told, while the engine sleeps; so is it by destroy()."""
+def test_a_save_completes_while_the_engine_sleeps(tmp_path: Path) -> None:
+    """It completes, and its failure is raised, while the engine sleeps, and also in destroy()."""
     engine, gate = engine_of(2), threading.Event()
 
     def full() -> None:
@@ -126,7 +126,7 @@ def test_a_save_needs_none_of_the_states_any_more(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_a_rank_that_writes_no_more_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_save_does_not_wait_for_a_rank_that_stopped_writing(tmp_path: Path) -> None:
     rank, gate = dist.get_rank(), threading.Event()
     part = FlatSlice(torch.full((4,), float(rank)), (8,), 4 * rank)
     what = {"tensors": {"w": part}, "shared": {}, "per_rank": {}, "group": dist.group.WORLD}
@@ -150,12 +150,12 @@ def test_a_rank_that_writes_no_more_is_not_waited_for(tmp_path: Path) -> None:
 
 @distributed(world_size=2)
 def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step that has reached the disk shows, although the file has its size from the start."""
+    """Progress is visible for each part on disk, although the file has its full size from the start."""
     rank = dist.get_rank()
     part = FlatSlice(torch.full((4,), float(rank)), (8,), 4 * rank)
     real = os.fsync
 
-    def slow(file: int) -> None:  # as a sync in steps is
+    def slow(file: int) -> None:  # like an incremental sync
         for _ in range(6 if rank == 1 else 0):
             time.sleep(0.1)
             os.utime(file)
@@ -169,7 +169,7 @@ def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
 
 @distributed(world_size=2)
-def test_what_cannot_be_removed_does_not_unsave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_removal_does_not_undo_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy.make(toy.seeded(Noisy), 1, checkpoint=BEHIND, slipstream={"keep_checkpoints": 1})
     engine.save_checkpoint(str(tmp_path), tag="a")
     engine.finish_save()
@@ -188,7 +188,7 @@ def test_what_cannot_be_removed_does_not_unsave(tmp_path: Path, monkeypatch: pyt
 
 
 @distributed(world_size=2)
-def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path) -> None:
+def test_ranks_with_different_requests_raise(tmp_path: Path) -> None:
     engine, folder = toy.make(toy.seeded(Noisy), 2), str(tmp_path)
     with pytest.raises(CheckpointError, match=r"contents is 'all' on rank 0 and 'weights' on rank 1; give the same on all"):
         engine.save_checkpoint(folder, contents="all" if engine.rank == 0 else "weights")
@@ -209,7 +209,7 @@ def size(folder: Path) -> int:
 
 @distributed(world_size=2)
 def test_parts_of_a_checkpoint(tmp_path: Path) -> None:
-    """What is left out is small, and loads into an engine that has the rest."""
+    """A partial checkpoint is small, and loads into an engine that has the other parts."""
     engine, folder = toy.make(toy.seeded(Noisy), 3), str(tmp_path)
     toy.step(engine, toy.tokens(engine.rank, 0))
     for contents in ("all", "without_optimizer", "weights", "adapters"):
@@ -219,7 +219,7 @@ def test_parts_of_a_checkpoint(tmp_path: Path) -> None:
     frozen = sum(param.numel() for param in engine.module.parameters() if not param.requires_grad)
     assert size(tmp_path / "all") > 4 * (3 * trained + frozen)
     for contents, floats in (("without_optimizer", trained + frozen), ("weights", trained + frozen), ("adapters", trained)):
-        assert 4 * floats <= size(tmp_path / contents) < 4 * floats + 16_000  # and random states
+        assert 4 * floats <= size(tmp_path / contents) < 4 * floats + 16_000  # including random states
     for contents in ("without_optimizer", "weights", "adapters"):
         toy.step(engine, toy.tokens(engine.rank, 1))
         if contents == "without_optimizer":
@@ -235,7 +235,7 @@ def test_parts_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 class Wider(Noisy):
-    """The same with another head, and a layer more."""
+    """The same model with another head and one more layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Wider(Noisy):
 
 
 @distributed(world_size=2)
-def test_a_changed_model_takes_what_fits(tmp_path: Path) -> None:
+def test_a_changed_model_loads_matching_parameters(tmp_path: Path) -> None:
     engine, folder = toy.make(toy.seeded(Noisy), 2), str(tmp_path)
     toy.step(engine, toy.tokens(engine.rank, 0))
     engine.save_checkpoint(folder)

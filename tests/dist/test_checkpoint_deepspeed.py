@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints: loaded at another world and stage, training goes on as DeepSpeed went on."""
+"""DeepSpeed's checkpoints: loaded at another world size and stage, training continues as in DeepSpeed."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from slipstream.checkpoint import CheckpointError, deepspeed, pickled
 from tests import deepspeed_checkpoints as ds
 from tests.pool import distributed
 
-# fp32 differs by the order of sums; in 16 bits a weight may round the other way
+# fp32 differs by the order of sums; in 16 bits a weight may round differently
 CLOSE = {"fp32": 2e-6, "bf16": 2e-3, "fp16": 1e-3}
 
 
@@ -36,7 +36,7 @@ def build(case: ds.Case, stage: int, **blocks: Any) -> Any:
     module = ds.model()
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            tensor.fill_(0.5)  # nothing of it is to be left
+            tensor.fill_(0.5)  # nothing of it must remain
     settings = ds.config(case, dist.get_world_size(), stage) | {"slipstream": {"timeout_s": 20}} | blocks
     settings["optimizer"]["params"].pop("torch_adam", None)
     return slipstream.initialize(model=module, model_parameters=ds.groups(module), config=settings)[0]
@@ -55,7 +55,7 @@ def go_on(engine: Any, steps: range) -> list[float]:
 
 
 @distributed(world_size=(1, 2, 4))
-def test_training_goes_on_as_deepspeed_does(world_size: int, folder: Path) -> None:
+def test_training_continues_as_in_deepspeed(world_size: int, folder: Path) -> None:
     for i, case in list(enumerate(ds.CASES))[:: {1: 1, 2: 2, 4: 4}[world_size]]:
         stage = (case.stage + world_size + i) % 4
         engine = build(case, stage)
@@ -70,7 +70,7 @@ def test_training_goes_on_as_deepspeed_does(world_size: int, folder: Path) -> No
 
 
 class Hostile:
-    """A pickle that runs a command where anything executes it."""
+    """A pickle that runs a command if anything executes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,14 +80,14 @@ class Hostile:
 
 
 class Nested:
-    """A pickle in a pickle."""
+    """A pickle inside a pickle."""
 
     def __reduce__(self) -> Any:
         return pickle.loads, (b"",)
 
 
 def archive(raw: bytes) -> bytes:
-    """A file of torch.save with that pickle."""
+    """A torch.save file with this pickle."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as file:
         file.writestr("archive/data.pkl", raw)
@@ -95,15 +95,15 @@ def archive(raw: bytes) -> bytes:
 
 
 def laughs(pair: bytes, before: bytes = b"", after: bytes = b"") -> bytes:
-    """Pairs of pairs of ..., 40 deep, of a few hundred bytes; alone, or as a key of a dictionary."""
+    """Pairs nested 40 deep in a few hundred bytes; alone, or as a key of a dictionary."""
     made = b"\x80\x02)q\x00"
     for i in range(40):
         made += b"h%ch%c" % (i, i) + pair + b"q%c" % (i + 1)
     return made + (before + b"%c" % 40 if before else b"") + after + b"."
 
 
-def test_a_pickle_changes_nothing_that_outlives_it(tmp_path: Path) -> None:
-    """Attributes that it sets on what a name stands for are gone with it."""
+def test_a_pickle_has_no_lasting_effect(tmp_path: Path) -> None:
+    """Attributes that it sets on a named object disappear with it."""
     file = tmp_path / "c.pt"
     file.write_bytes(archive(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}U\x05kindsU\x01xsb."))
     pickled.read(file)
@@ -111,7 +111,7 @@ def test_a_pickle_changes_nothing_that_outlives_it(tmp_path: Path) -> None:
 
 
 @distributed(world_size=1)
-def test_what_a_file_asks_for_is_refused_by_name_and_nothing_runs(folder: Path, tmp_path: Path) -> None:
+def test_names_in_a_pickle_are_refused_and_nothing_runs(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "z1-w2-bf16", tmp_path / "c")
     inside = tmp_path / "c" / "global_step3"
     model, optim = inside / "mp_rank_00_model_states.pt", inside / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -156,8 +156,8 @@ def test_what_a_file_asks_for_is_refused_by_name_and_nothing_runs(folder: Path, 
 
 
 @distributed(world_size=1)
-def test_a_small_file_takes_little_memory(folder: Path, tmp_path: Path) -> None:
-    """Many tensors that are the same bytes, and a file that is a hole: refused before room for them is made."""
+def test_a_small_file_needs_little_memory(folder: Path, tmp_path: Path) -> None:
+    """Many tensors over the same bytes, and a sparse file: refused before any memory is allocated."""
     shutil.copytree(folder / "z1-w2-bf16", tmp_path / "c")
     model = tmp_path / "c" / "global_step3" / "mp_rank_00_model_states.pt"
     engine = build(ds.CASES[0], 2)
@@ -185,7 +185,7 @@ def test_a_small_file_takes_little_memory(folder: Path, tmp_path: Path) -> None:
 
 @distributed(world_size=1)
 def test_states_of_other_optimizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed's Adagrad and Lion name theirs as Adam; SGD counts no steps. Of an AdamW's file, changed to what theirs have."""
+    """DeepSpeed's Adagrad and Lion use Adam's state names; SGD counts no steps. The files are modified from AdamW's."""
     case = ds.CASES[0]
     engine = build(case, 1)
     engine.load_checkpoint(str(folder / case.name))
@@ -217,7 +217,7 @@ def test_states_of_other_optimizers(folder: Path, monkeypatch: pytest.MonkeyPatc
             engine.load_checkpoint(str(folder / case.name))
         state = engine.optimizer_state("up.weight")
         assert state.keys() == {"master", ours} and state[ours].equal(adam[theirs]) and state[ours].any()
-        if kind == "SGD":  # what was loaded stays in the sum: a first step would begin one
+        if kind == "SGD":  # the loaded momentum stays in the sum: a first step would start a new one
             begun = build(case, 3, optimizer={"type": kind, "params": params})
             begun.load_checkpoint(str(folder / case.name), load_module_only=True)
             for each in (engine, begun):
@@ -242,7 +242,7 @@ def test_another_optimizer_is_refused_and_weights_load_without(folder: Path) -> 
 
 @distributed(world_size=2)
 def test_each_byte_of_a_state_is_read_once_and_summed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each file's structure, by one rank."""
+    """Also, one rank alone reads each file's structure."""
     read: list[tuple[int, int, int]] = []
     structures: list[str] = []
     real = os.preadv
@@ -266,12 +266,12 @@ def test_each_byte_of_a_state_is_read_once_and_summed_once(folder: Path, monkeyp
     dist.all_gather_object(everyone, read)
     trained = sum(param.numel() for param in engine.module.parameters() if param.requires_grad)
     values = [byte for mine in everyone for byte in mine]
-    # Also frozen weights in bf16, the buffer on each rank, and a step count of 4 bytes for each parameter on each
+    # Also frozen weights in bf16, the buffer on each rank, and a 4-byte step count per parameter and rank
     frozen, buffer, steps = 30 * 2, 2 * 5 * 4, 2 * 8 * 4
     archives = [zipfile.ZipFile(file) for file in (folder / ds.CASES[3].name).rglob("*.pt")]
     records = sum(record.file_size for archive in archives for record in archive.infolist() if "/data/" in record.filename)
     summed = len(values) - (trained * 12 + frozen + buffer + steps)
-    assert trained * 12 + frozen < summed < records  # by one rank, each record that is needed: not the 16-bit copies of weights
+    assert trained * 12 + frozen < summed < records  # by one rank, the needed records only: not the 16-bit copies of weights
     often = sum(times > 2 for times in Counter(values).values())
-    assert often <= buffer + steps  # what both ranks read
+    assert often <= buffer + steps  # read by both ranks
     engine.destroy()

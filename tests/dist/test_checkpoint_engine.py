@@ -1,4 +1,4 @@
-"""Checkpoints of engines: another world and stage, going on bit for bit, and failures that change nothing."""
+"""Checkpoints of engines: other world sizes and stages, bit-identical resumption, and failures that change nothing."""
 
 import logging
 import random
@@ -31,7 +31,7 @@ class Numbers(Dataset[Tensor]):
 
 
 class Noisy(toy.Lm):
-    """Draws from every generator that a checkpoint keeps, has a buffer that changes, ties and freezes."""
+    """Uses every random generator that a checkpoint saves; has a changing buffer, tied and frozen parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,14 +62,14 @@ def build(stage: int, transport: str = "auto", optimizer: str = "AdamW", dtype: 
 
 
 def go(engine: Any, micro_steps: int) -> list[float]:
-    """The losses; epochs of six micro-batches a rank at world 2, over which calls go on."""
+    """Train and return the losses. Epochs have six micro-batches per rank at world size 2; successive calls continue them."""
     if not hasattr(engine, "stream"):
         engine.stream = slipstream.RepeatingLoader(engine.training_dataloader)
     return [toy.step(engine, next(engine.stream)).item() for _ in range(micro_steps)]
 
 
 def snapshot(engine: Any) -> dict[str, Any]:
-    """Everything that a checkpoint brings back, whole."""
+    """All state that a checkpoint restores, complete."""
     states: dict[str, Any] = {f"model.{name}": value for name, value in engine.state_dict().items()}
     for name, _ in engine.module.named_parameters():
         found = engine.optimizer_state(name)
@@ -120,8 +120,8 @@ def test_saved_at_world_1_loads_at_world_4(tmp_path: Path) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_goes_on_bit_for_bit(dtype: str, transport: str, tmp_path: Path) -> None:
-    """Model, optimizer, schedule, loss scale, random states and data position, in the middle of an epoch."""
+def test_resumes_bit_for_bit(dtype: str, transport: str, tmp_path: Path) -> None:
+    """Restores model, optimizer, schedule, loss scale, random states and data position, in the middle of an epoch."""
     for stage in cases.stages(transport):
         folder = str(tmp_path / str(stage))
         engine = build(stage, transport, dtype=dtype)
@@ -160,7 +160,7 @@ def garbage(folder: Path) -> None:
 
 
 def flipped(folder: Path) -> None:
-    """Seen only where the bytes are read, when the values have been taken."""
+    """Detected only when the bytes are read, after the scalars have been loaded."""
     for file in folder.glob("*.bin"):
         file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
 
@@ -219,7 +219,7 @@ def test_a_missing_checkpoint(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_only_what_is_asked_for_is_loaded(tmp_path: Path) -> None:
+def test_only_requested_parts_are_loaded(tmp_path: Path) -> None:
     engine = build(2)
     go(engine, 4)
     engine.save_checkpoint(str(tmp_path))
@@ -304,7 +304,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "groups": ({"optimizer": groups}, "has 2 parameter groups .*load_optimizer_states=False"),
     "schedule": ({"lr_scheduler": step_lr, "scheduler": None}, "another scheduler's; load_lr_scheduler_states=False"),
 }
-# In the reverse order of the checks, because they add up
+# In the reverse order of the checks, because the changes accumulate
 HOSTILE: dict[str, tuple[Callable[[Any], None], str]] = {
     "schedule": (lambda engine: setattr(engine.lr_scheduler, "last_batch_iteration", "x"), "last_batch_iteration is x"),
     "moments' step": (lambda engine: setattr(engine.steps.pieces[1][0], "step", "n"), "blocks.0.*step is n"),
@@ -320,7 +320,7 @@ def everything(engine: Any) -> dict[str, Any]:
 
 
 @distributed(world_size=2)
-def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_mismatch_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     engine = small(scheduler=WARMUP, gradient_accumulation_steps=2)
     train(engine, 2)
     for name, (settings, message) in MISFITS.items():
@@ -337,17 +337,17 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
 
 
 def by_lambda(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)  # as transformers' Trainer makes it
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)  # as transformers' Trainer creates it
 
 
 def older(schedule: Any) -> None:
-    """What other versions of torch keep in a schedule's state."""
+    """A schedule's state as other versions of torch save it."""
     del schedule._is_initial
     schedule.verbose, schedule.history = False, [0.1, 0.2]
 
 
 @distributed(world_size=1)
-def test_a_schedules_state_of_another_torch_is_taken(tmp_path: Path) -> None:
+def test_a_schedules_state_of_another_torch_is_loaded(tmp_path: Path) -> None:
     engine, other = small(lr_scheduler=by_lambda, scheduler=None), small(lr_scheduler=by_lambda, scheduler=None)
     train(other, 3)
     older(other.lr_scheduler)
@@ -387,7 +387,7 @@ def refused(engine: Any, folder: Path, tag: str, message: str) -> None:
 
 
 class Own(IterableDataset[Tensor]):
-    """A rank's own shard, which says how far it was read; rank 1 is one batch ahead."""
+    """A rank's own shard, which saves its position; rank 1 is one batch ahead."""
 
     already_sharded = True
 
@@ -451,7 +451,7 @@ def test_data_positions_are_each_ranks_own_or_left_out(tmp_path: Path) -> None:
 
 
 class Alone:
-    """An mpu whose data-parallel groups have one rank each."""
+    """An mpu with data-parallel groups of one rank."""
 
     def __init__(self) -> None:
         self.group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -480,7 +480,7 @@ def test_a_state_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path) ->
 
 
 class Swapping:
-    """A schedule that, when it is loaded, stands for another process: it puts a newer checkpoint into the tag's place."""
+    """A schedule that simulates another process: when it is loaded, it replaces the tag by a newer checkpoint."""
 
     def __init__(self, swap: Callable[[], None]) -> None:
         self.swap = swap
@@ -514,6 +514,6 @@ def test_a_tag_that_is_replaced_while_ranks_read_it_is_read_again(tmp_path: Path
     expected = engine.state_dict()
     engine.load_checkpoint(str(tmp_path), "t")
     found = engine.state_dict()
-    assert len(calls) == 3 and engine.global_steps == 2  # taken, undone, taken again
+    assert len(calls) == 3 and engine.global_steps == 2  # loaded, undone, loaded again
     assert all(found[name].equal(expected[name]) for name in expected)
     engine.destroy()

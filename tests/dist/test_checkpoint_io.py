@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: any world loads any other's, errors are everybody's, crashes cost nothing."""
+"""Checkpoints of several ranks: loading at any world size, errors on all ranks, crash safety."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def whole() -> dict[str, torch.Tensor]:
 
 
 def cut(tensors: dict[str, torch.Tensor], rank: int, world: int, seed: int) -> dict[str, FlatSlice]:
-    """This rank's slices under a random split, in which some ranks have nothing of some tensors."""
+    """This rank's slices of a random split, in which some ranks have no part of some tensors."""
     rng, held = random.Random(seed), {}
     for name, tensor in tensors.items():
         inner = [rng.choice([0, tensor.numel(), rng.randint(0, tensor.numel())]) for _ in range(world - 1)]
         bounds = [0, *sorted(inner), tensor.numel()]
         start, stop = bounds[rank], bounds[rank + 1]
-        leave_out = rng.random() < 0.5 and tensor.numel() > 0  # rather than have an empty slice
+        leave_out = rng.random() < 0.5 and tensor.numel() > 0  # instead of an empty slice
         if start < stop or not leave_out:
             held[name] = FlatSlice(tensor.flatten()[start:stop].clone(), tuple(tensor.shape), start)
     return held
@@ -94,7 +94,7 @@ def test_save_at_four_load_at_any(tmp_path: Path) -> None:
     assert held <= stored < held + 4000, "what all ranks have is stored once; the rest is padding"
     for world in (4, 3, 2):
         run(world, load_randomly_cut, tmp_path, seeds, 4)
-    load_randomly_cut(tmp_path, seeds, 4)  # here, without processes
+    load_randomly_cut(tmp_path, seeds, 4)  # in this process
 
 
 def test_save_at_two_load_at_four(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_group_that_is_not_the_world(tmp_path: Path) -> None:
 
 @distributed(world_size=2)
 def test_two_dimensional_shards(tmp_path: Path) -> None:
-    """What tensor parallelism stores (columns) loads as rows, as flat ranges, and the other way round."""
+    """Column shards of tensor parallelism load as rows and as flat ranges, and vice versa."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -144,7 +144,7 @@ def test_two_dimensional_shards(tmp_path: Path) -> None:
     assert torch.equal(again.to_local(), columns.to_local())
 
 
-# Errors are everybody's
+# Errors on all ranks
 
 
 def good_checkpoint(directory: Path) -> None:
@@ -158,7 +158,7 @@ def no_values() -> dict[str, Any]:
 
 
 def fails_everywhere(step: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """The one message that every rank raises."""
+    """The message, which every rank must raise."""
     try:
         step(*args, **kwargs)
     except CheckpointError as error:
@@ -229,7 +229,7 @@ def test_damage_that_one_rank_finds_changes_nothing_on_any(tmp_path: Path) -> No
     message = fails_everywhere(load_metadata, elsewhere, "good", group=dist.group.WORLD)
     assert "rank 1 of 2: checkpoint directory" in message and message.endswith("elsewhere does not exist")
     message = fails_everywhere(load, tmp_path, "absent", tensors={"w": part}, group=dist.group.WORLD)
-    assert message.endswith("has no checkpoint 'absent'; it has good")  # alike on all ranks: said once
+    assert message.endswith("has no checkpoint 'absent'; it has good")  # equal on all ranks: reported once
     assert bool((part.data == -1).all())
 
 
@@ -258,7 +258,7 @@ def test_the_tag_is_rank_zeros(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_ranks_that_write_to_different_folders_are_told(tmp_path: Path) -> None:
+def test_ranks_that_write_to_different_folders_raise(tmp_path: Path) -> None:
     rank = dist.get_rank()
     mine = tmp_path / f"host{rank}"
     part = FlatSlice(torch.zeros(4), (8,), 4 * rank)
@@ -276,24 +276,24 @@ def from_disk() -> int:
 @pytest.mark.disk
 @distributed(world_size=(1, 4))
 def test_each_byte_comes_from_the_disk_once(world_size: int, tmp_path: Path) -> None:
-    """Counted by the kernel, at another world size than saved; verified first and then read, which is one pass for the disk."""
+    """Counted by the kernel, at another world size. Verifying and reading together are one pass over the disk."""
     rank, group, numel = dist.get_rank(), dist.group.WORLD, 8 << 20
     if rank == 0:
         save(tmp_path, "t", tensors={"w": torch.arange(numel, dtype=torch.float32)}, shared={}, per_rank={})
     dist.barrier()
     part = FlatSlice(torch.zeros(numel // world_size), (numel,), rank * numel // world_size)
-    load(tmp_path, "t", tensors={}, group=group)  # what is read at every load
+    load(tmp_path, "t", tensors={}, group=group)  # the files that every load reads
     before = from_disk()
     load(tmp_path, "t", tensors={"w": part}, group=group)
     read = torch.tensor(from_disk() - before)
     dist.all_reduce(read)
     assert part.data[0] == part.start and part.data[-1] == part.stop - 1
-    assert read == 0 or 4 * numel <= read < 4 * numel * 1.05  # 0: a file system in memory, or one that does not count
+    assert read == 0 or 4 * numel <= read < 4 * numel * 1.05  # 0: the file system is in memory or does not count
 
 
 # Crashes
 
-KILLS = 12 if cases.EVERYTHING else 3  # at random moments, beside one at each call
+KILLS = 12 if cases.EVERYTHING else 3  # at random moments, in addition to one at each call
 
 
 @pytest.mark.parametrize("way", ["at once", "behind", "pretrained"])

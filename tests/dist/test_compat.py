@@ -1,4 +1,4 @@
-"""DeepSpeed's names over two ranks: models built in ranges, parameters shown whole, states of a rank's own part."""
+"""DeepSpeed's API on two ranks: models built in shards, gathered parameters, states of a rank's own part."""
 
 import copy
 from pathlib import Path
@@ -16,8 +16,8 @@ from tests.pool import distributed
 
 
 @distributed(world_size=2)
-def test_a_model_in_ranges_trains_as_one_that_was_whole() -> None:
-    """The first rank's values count, written by whichever rank is named; each rank keeps a half."""
+def test_a_sharded_model_trains_as_a_complete_one() -> None:
+    """Rank 0's values are used, or those of the named modifier rank; each rank keeps a half."""
     rank = dist.get_rank()
     plain = toy.seeded(toy.Lm)
     with torch.no_grad():
@@ -28,7 +28,7 @@ def test_a_model_in_ranges_trains_as_one_that_was_whole() -> None:
         model.blocks[0].up.weight.data.mul_(2)
     weight = model.head.weight
     assert zero.is_held(weight) and weight.ds_tensor.numel() == weight.numel() // 2
-    with zero.GatheredParameters({weight, *model.parameters()}, modifier_rank=1):  # a set: its order differs from rank to rank
+    with zero.GatheredParameters({weight, *model.parameters()}, modifier_rank=1):  # a set: its order differs by rank
         if rank == 1:
             weight.data.fill_(0.25)
     with zero.GatheredParameters(weight):
@@ -70,7 +70,7 @@ def test_a_ranks_own_part_of_a_state() -> None:
 
 @pytest.mark.disk
 @distributed(world_size=2, transports=("shared", "gloo"))
-def test_ds_tensor_is_what_a_rank_keeps(transport: str, tmp_path: Path) -> None:
+def test_ds_tensor_is_the_ranks_shard(transport: str, tmp_path: Path) -> None:
     engine, *_ = initialize(model=toy.seeded(toy.Lm), config=toy.settings(3, transport))
     weight = engine.module.blocks[1].down.weight
     for _ in range(2):  # in place: a step changes it
@@ -89,7 +89,7 @@ def test_ds_tensor_is_what_a_rank_keeps(transport: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
 @distributed(world_size=2)
 def test_a_model_in_ranges_takes_a_block_more_than_they_do() -> None:
-    """Of 16 blocks. Its ranges are given back as the engine takes them: no rank keeps its shards twice (8 blocks more)."""
+    """Of 16 blocks. Shards are freed as the engine copies them: no rank holds its shards twice (8 more blocks)."""
     with Peak() as building, zero.Init():
         model = toy.seeded(Wide)
     before = torch.cat([param.ds_tensor[:1] for param in model.parameters()])
@@ -105,7 +105,7 @@ def test_a_model_in_ranges_takes_a_block_more_than_they_do() -> None:
 @torch.no_grad()
 def change(param: Any, how: str) -> None:
     if how == "in place":
-        param[-1, -1] = param[-1, -1]  # is a write, whatever it writes
+        param[-1, -1] = param[-1, -1]  # counts as a write, whatever the value
     elif how == ".data":
         param.data[0, 0] += 0.5
     elif how == ".data =":
@@ -114,7 +114,7 @@ def change(param: Any, how: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_a_change_without_modifier_rank_raises_on_all_ranks(transport: str) -> None:
-    """Of a model in ranges and of an engine's, made on one rank; the values stay, and what was taken back is no change."""
+    """Of a sharded model and of an engine's, made on one rank. The values stay, and a change that is undone does not count."""
     with zero.Init():
         model = toy.seeded(toy.Lm)
     engines = {stage: initialize(model=toy.seeded(toy.Lm), config=toy.settings(stage, transport))[0] for stage in (0, 3)}
@@ -128,11 +128,11 @@ def test_a_change_without_modifier_rank_raises_on_all_ranks(transport: str) -> N
                 with zero.GatheredParameters(params):
                     change(weight, how if dist.get_rank() == rank % 2 or how == ".data" else "")
         with zero.GatheredParameters(params):
-            for sign in (1, -1):  # as PEFT merges an adapter and takes it out again
+            for sign in (1, -1):  # as PEFT merges and unmerges an adapter
                 weight.data += sign * 0.3 * torch.ones(32, 16)
         with zero.GatheredParameters(params, modifier_rank=0):
             change(weight, ".data")
-            with zero.GatheredParameters(params):  # which the outer one shows
+            with zero.GatheredParameters(params):  # already gathered by the outer one
                 assert weight[0, 0] == before[0, 0] + 0.5
             weight.data.copy_(before)
         with zero.GatheredParameters(weight):
@@ -147,7 +147,7 @@ class Positions(torch.nn.Module):
         super().__init__()
         self.table = torch.nn.Parameter(torch.zeros(4, 4))
         self.inner = torch.nn.Linear(4, 4)
-        with zero.GatheredParameters(self.inner.weight, modifier_rank=None):  # transformers' PatchTST
+        with zero.GatheredParameters(self.inner.weight, modifier_rank=None):  # as in transformers' PatchTST
             self.inner.weight.data.fill_(dist.get_rank() + 1.0)
 
 
@@ -160,7 +160,7 @@ def test_a_constructor_writes_without_modifier_rank() -> None:
 
 
 class Saved(toy.Lm):
-    """With transformers' method."""
+    """Saved by transformers' own method."""
 
     def save_pretrained(
         self, folder: Path, is_main_process: bool = True, state_dict: dict[str, torch.Tensor] | None = None
@@ -196,7 +196,7 @@ def test_an_engine_that_cannot_be_made_leaves_the_model_in_ranges() -> None:
 
 @distributed(world_size=2)
 def test_a_surgery_keeps_deepspeed_s_attributes_true() -> None:
-    """Of what is new, resized and removed; a module that was built in ranges inside brings its values."""
+    """Attributes of new, resized and removed parameters; a module built in shards inside keeps its values."""
     marks = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules", "ds_tensor", "ds_persist")
     for stage in range(4):
         engine, *_ = initialize(model=toy.seeded(Saved), config=toy.settings(stage))
@@ -239,7 +239,7 @@ def test_a_surgery_keeps_deepspeed_s_attributes_true() -> None:
 
 @distributed(world_size=2)
 def test_deepspeeds_assertions(tmp_path: Path) -> None:
-    """Tags that differ under tag_validation "Fail", and the first unused parameter, raise AssertionError on all ranks."""
+    """Different tags with tag_validation "Fail", and the first unused parameter, raise AssertionError on all ranks."""
     zero_block = {"stage": 2, "ignore_unused_parameters": False}
     config = toy.settings(2, zero_optimization=zero_block, checkpoint={"tag_validation": "Fail"})
     engine, *_ = initialize(model=toy.seeded(toy.Lm), config=config)
@@ -258,7 +258,7 @@ def test_deepspeeds_assertions(tmp_path: Path) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_one_reduction_of_several_backwards(transport: str) -> None:
-    """Inside, a gradient is this rank's own, as summed up so far; the step takes the mean over ranks, as without."""
+    """Inside, a gradient is this rank's own sum so far; the step uses the mean over ranks, as usual."""
     for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp16")):
         ours, theirs = (
             initialize(model=toy.seeded(toy.Lm), config=toy.settings(stage, transport, dtype=dtype))[0] for _ in range(2)

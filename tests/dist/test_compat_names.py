@@ -1,4 +1,4 @@
-"""DeepSpeed's utilities over two ranks."""
+"""DeepSpeed's utilities on two ranks."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_parts_norms_and_overflow_are_the_ranks_together() -> None:
 
     param = torch.nn.Parameter(torch.full((4,), 1.0 + rank))
     param.grad = torch.tensor([3.0 + rank, 0.0, 0.0, 0.0])
-    assert get_weight_norm(param, mpu=Mpu()) == 2.0  # the first rank counts what all ranks have
+    assert get_weight_norm(param, mpu=Mpu()) == 2.0  # rank 0 counts parameters that all ranks have
     param.model_parallel = True  # type: ignore[attr-defined]
     assert math.isclose(get_weight_norm([param], mpu=Mpu()), math.sqrt(4 + 16), rel_tol=1e-6)
     assert get_grad_zeros([param], mpu=Mpu()) == 6.0

@@ -31,21 +31,21 @@ Backend = Callable[..., Any]
 
 
 class Recorder:
-    """A backend that keeps what each of its graphs computes."""
+    """A backend that records its graphs."""
 
     def __init__(self, name: str) -> None:
         self.compile = torch._dynamo.lookup_backend(name)
         self.graphs: list[list[str]] = []
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # what is checkpointed is one below
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # a level below
         calls = [str(node.target) for part in parts for node in part.graph.nodes if node.op == "call_function"]
         self.graphs.append(calls)
         return self.compile(graph, inputs)
 
 
 def by_method(model: Any, backend: Backend) -> None:
-    """Hooks are called by what is compiled: they break the graph, around the block and not inside it."""
+    """Compiled code calls the hooks: graphs break around a block, not inside it."""
     for block in model.blocks:
         block.compile(backend=backend)
 
@@ -70,7 +70,7 @@ AFTER: dict[str, Way] = {"by method": by_method, "by forward": by_forward, "the 
 
 
 def quiet_tqdm() -> None:
-    """dynamo draws progress bars where tqdm is installed; their thread and semaphore would outlive the test."""
+    """dynamo shows progress bars if tqdm is installed; their thread and semaphore would outlive the test."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -79,13 +79,13 @@ def quiet_tqdm() -> None:
     tqdm.set_lock(threading.RLock())
 
 
-recorded = Recorder("aot_eager")  # which a config names "tests.dist.test_compile.recorded"
+recorded = Recorder("aot_eager")  # a config refers to it as "tests.dist.test_compile.recorded"
 
 
 def check(way: Way, before: bool, transport: str, backend: str, stages: tuple[int, ...] = STAGES, **config: Any) -> None:
-    """`config`: more of what the compiled model trains with."""
+    """`config`: more keys for the compiled model's engine."""
     quiet_tqdm()
-    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # dynamo's own look
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # dynamo's own check
     for stage in cases.stages(transport, stages):
         plain = toy.make(toy.seeded(toy.Net), stage, transport)
         expected = train(plain)
@@ -138,7 +138,7 @@ def check_config(stage: int, transport: str, backend: str, **config: Any) -> Non
 
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
 def test_blocks_are_compiled_as_the_config_says(transport: str) -> None:
-    """One graph for all blocks, with the whole block in it; recomputed blocks too."""
+    """One graph for all blocks, which contains the whole block; also with activation checkpointing."""
     for stage in cases.stages(transport, (0, 3)):
         for activations in ("keep", "recompute") if stage == 3 else ("keep",):
             recorded.graphs.clear()

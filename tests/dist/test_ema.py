@@ -1,4 +1,4 @@
-"""Moving averages in shards: the bits of plain torch's over whole weights, in every stage and tier."""
+"""Sharded moving averages: bit-identical to plain torch's over complete weights, in every stage and tier."""
 
 import logging
 from pathlib import Path
@@ -26,12 +26,12 @@ def small() -> torch.nn.Module:
 
 
 def masters(engine: Any) -> dict[str, Tensor]:
-    """Whole, in fp32."""
+    """The complete master weights, in fp32."""
     return {name: engine.optimizer_state(name)["master"].clone() for name, _ in engine.module.named_parameters()}
 
 
 def follow(engine: Any, average: Ema, plain: dict[str, Tensor], steps: range, decay: float = DECAY) -> None:
-    """Train; `plain` is averaged in plain torch."""
+    """Train, and average `plain` in plain torch."""
     for i in steps:
         toy.step(engine, toy.tokens(engine.rank, i))
         assert average.update()
@@ -47,7 +47,7 @@ def assert_same(average: Ema, plain: dict[str, Tensor]) -> None:
 
 
 def assert_averages_stand_in(engine: Any, plain: dict[str, Tensor], model: torch.nn.Module) -> None:
-    """Inside `applied`, the engine computes with the averages as a plain model would."""
+    """Check that inside `applied` the engine computes as a plain model with the averages."""
     dtype = next(engine.module.parameters()).dtype
     model.load_state_dict(plain)
     state = engine.state_dict()
@@ -60,7 +60,7 @@ def assert_averages_stand_in(engine: Any, plain: dict[str, Tensor], model: torch
 @pytest.mark.parametrize("precision, over", [("fp32", "shared"), ("fp32", "gloo"), ("bf16", "gloo"), ("bf16 masters", "shared")])
 @distributed(world_size=2)
 def test_averages_are_plain_torch_s(precision: str, over: str) -> None:
-    """And training goes on as if nobody had looked."""
+    """Reading them does not affect training."""
     sums = {}
     for stage in cases.stages(over):
         for looks in (True, False) if stage == 3 else (True,):
@@ -82,7 +82,7 @@ def test_averages_are_plain_torch_s(precision: str, over: str) -> None:
 
 @pytest.mark.disk
 @distributed(world_size=2)
-def test_averages_rest_where_the_states_do(tmp_path: Path) -> None:
+def test_averages_are_stored_with_the_states(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     everything = {"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0}}
     for dtype, tiers in (("fp32", everything), ("bf16", {"offload_optimizer": disk})):
@@ -165,7 +165,7 @@ def test_state_dict_comes_back() -> None:
 def test_decay_warms_up() -> None:
     engine = toy.make(toy.seeded(toy.Lm), 0)
     average, plain = Ema(engine, 0.15, warmup=True), masters(engine)
-    for i, decay in enumerate((1 / 10, 0.15, 0.15)):  # (1 + n) / (10 + n) is 0.18 already in the second
+    for i, decay in enumerate((1 / 10, 0.15, 0.15)):  # (1 + n) / (10 + n) is already 0.18 in the second step
         follow(engine, average, plain, range(i, i + 1), decay)
     assert_same(average, plain)
     engine.destroy()

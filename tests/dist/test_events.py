@@ -1,4 +1,4 @@
-"""What happens in a step, in order and to the byte: edges of units, collectives of the process group."""
+"""The exact events of a step: edges of units in order, collectives of the process group with their bytes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ SHORT = {"<root>": "r", "blocks.0": "0", "blocks.1": "1", "blocks.2": "2"}
 
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Events]:
-    """Edges that move something: `g0` gathers block 0, `f0` frees it, `R0` reduces, `S0` settles, `P0` publishes."""
+    """Record the edges that move data: `g0` gathers block 0, `f0` frees it, `R0` reduces, `S0` settles, `P0` publishes."""
     events: Events = []
 
     def spy(method: str, letter: str) -> None:
@@ -86,7 +86,7 @@ def test_the_order_under_accumulation(transport: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_the_order_with_checkpointed_blocks(transport: str) -> None:
-    """Recompute gathers nothing twice."""
+    """Recomputation gathers nothing twice."""
     from tests.dist.test_autograd import Checkpointed, CheckpointedReentrant
 
     with recorded(pytest.MonkeyPatch()) as events:
@@ -128,7 +128,7 @@ Sent = list[tuple[str, int]]  # (collective, bytes that this rank sends to other
 
 @contextmanager
 def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
-    """Every collective of torch.distributed and what it sends, from the sizes of its arguments."""
+    """Record every collective of torch.distributed and the bytes it sends, computed from the sizes of its arguments."""
     sent: Sent = []
 
     def others(tensor: Tensor, group: Any) -> int:
@@ -168,7 +168,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
 
 @distributed(world_size=(2, 4))
 def test_counts_and_bytes_over_gloo(world_size: int) -> None:
-    """The formulas: every reduction and every gathering sends (N - 1) / N of the unit; a few numbers for the verdict."""
+    """The formulas: every reduce and every gather sends (N - 1) / N of the unit, and the verdict a few numbers."""
     with wire(pytest.MonkeyPatch()) as sent:
         for stage in (0, 1, 2, 3):
             for accumulation in (1, 2):
@@ -181,7 +181,7 @@ def test_counts_and_bytes_over_gloo(world_size: int) -> None:
                     data_types={"grad_accum_dtype": "bf16"},
                 )
                 units, numel = len(probe.units(engine)), sum(unit.layout.numel for unit in probe.units(engine))
-                for _ in range(3):  # collectives in an order not seen before are compared between the ranks, which costs more
+                for _ in range(3):  # ranks compare a new order of collectives, which sends more
                     sent.clear()
                     for micro in range(accumulation):
                         engine(toy.floats(engine.rank, 0, micro).bfloat16()).float().square().mean().backward()

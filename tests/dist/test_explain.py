@@ -1,4 +1,4 @@
-"""engine.explain() on several ranks: each stage divides its states by the ranks, and sends what the formulas say."""
+"""engine.explain() on several ranks: memory and traffic of each stage follow the formulas."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ NUMEL, BLOCKS = 64 * 64, 3  # of a block: divides by 4 ranks without padding
 def formula(stage: int, weight_bytes: int, world: int) -> tuple[int, ...]:
     """Bytes per rank of weights, gradients, masters and Adam's two moments; Rajbhandari et al., ZeRO (arXiv 1910.02054)."""
     masters = 4 if weight_bytes == 2 else 0
-    per_parameter = ((weight_bytes, 3), (weight_bytes, 2), (masters, 1), (8, 1))  # and the stage that shards it
+    per_parameter = ((weight_bytes, 3), (weight_bytes, 2), (masters, 1), (8, 1))  # and the first stage that shards it
     return tuple(NUMEL * BLOCKS * nbytes // (world if stage >= sharded else 1) for nbytes, sharded in per_parameter)
 
 
 def sent(stage: int, weight_bytes: int, world: int) -> Fraction:
-    """A ring's (N-1)/N of all parameters, twice: reduce-scatter and all-gather; a third time where forward gathers too."""
+    """A ring sends (N-1)/N of all parameters, twice: reduce-scatter and all-gather; three times if forward also gathers."""
     return Fraction(world - 1, world) * (3 if stage == 3 else 2) * NUMEL * BLOCKS * weight_bytes
 
 
 def resident(engine: Any) -> tuple[int, ...]:
-    """What the units' stores say that they hold."""
+    """Bytes according to the units' stores."""
     found = [0, 0, 0, 0]
     for unit in probe.units(engine):
         common = unit.memory.common or unit.memory.full

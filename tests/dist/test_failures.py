@@ -1,7 +1,7 @@
-"""What happens when things go wrong: dead ranks, waits that never match, busy ranks, interrupts, forks, exits.
+"""Failures: dead ranks, waits that never match, busy ranks, interrupts, forks, exits.
 
-Ranks are forks of one process (tests/failing.py) and many jobs run at once, so that all of this costs little more than its
-longest wait. What is measured is what the ranks themselves noted; a loaded machine only makes the ends later.
+Ranks are forks of one process (tests/failing.py) and many jobs run concurrently, so that all tests together take little longer
+than the longest wait. Times are those that the ranks noted; a loaded machine only delays the ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def the_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @pytest.fixture
 def nursery(the_nursery: Nursery) -> Iterator[Nursery]:
-    """Whatever happened, no process and no shared memory is left."""
+    """The nursery; checks at the end that no process and no shared memory remains."""
     yield the_nursery
     deadline = time.monotonic() + 6  # DataLoader's workers look for their parent every 5 s
     while the_nursery.survivors() and time.monotonic() < deadline:
@@ -48,7 +48,7 @@ def nursery(the_nursery: Nursery) -> Iterator[Nursery]:
 
 
 def holds_memory(pid: int | str) -> bool:
-    """Whether a process maps a segment of ours or has one open. It is a memfd: no folder lists it; it lives while they do."""
+    """Whether a process maps or has open one of our segments: memfds, which no folder lists and which exist while in use."""
     links = []
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -74,7 +74,7 @@ def story(outcome: Outcome) -> str:
 
 
 def check_named(outcome: Outcome, bad: int, within: float = 5.0) -> None:
-    """All but the bad rank know of it in time."""
+    """Check that all other ranks name the bad rank in time."""
     for rank, record in enumerate(outcome.records):
         if rank != bad:
             assert outcome.codes[rank] == 1, story(outcome)
@@ -116,7 +116,7 @@ def test_a_rank_that_raises_stops_the_others_with_its_error(nursery: Nursery, tr
     check_named(outcomes["exit"], 1)
 
 
-def test_a_lost_peer_is_told_in_a_sentence_and_the_traceback_on_request(nursery: Nursery) -> None:
+def test_a_lost_peer_prints_a_sentence_and_the_traceback_on_request(nursery: Nursery) -> None:
     jobs = [("shared", ""), ("gloo", ""), ("gloo", "1")]
     for transport, asked in jobs:
         nursery.start(f"{transport}{asked}", "early", stage=3, transport=transport, traceback=asked)
@@ -160,7 +160,7 @@ def test_a_crash_in_a_save_leaves_the_last_checkpoint_whole(nursery: Nursery, tr
             assert left == ["good", "latest"], "rank 0 removes what was begun"
 
 
-# ---- waits that can never match
+# ---- waits that never match
 
 MISMATCHES = ("skips a backward", "one more backward", "state_dict alone", "save alone", "destroy alone")
 
@@ -179,7 +179,7 @@ def test_waits_that_never_match_end_with_a_table(nursery: Nursery, tmp_path: Pat
             assert outcome.codes[rank] == 1, told
             assert "PeerError: " in outcome.stderr[rank], told
             assert outcome.ended[rank] - outcome.records[rank]["acted"] < 30, told
-        said = outcome.stderr[0].replace("[rank0]: ", "")  # torch's mark
+        said = outcome.stderr[0].replace("[rank0]: ", "")  # torch's marker
         table = re.search(r"rank  step  phase .*unit .*waits in\n(.*\n.*)\n", said)
         agreed = "different ways through the model" in outcome.stderr[0] or "others called another method" in outcome.stderr[1]
         assert table or agreed, told
@@ -188,7 +188,7 @@ def test_waits_that_never_match_end_with_a_table(nursery: Nursery, tmp_path: Pat
             assert "PeerError: all ranks wait for each other" in outcome.stderr[1], told
 
 
-# ---- ranks that are merely busy
+# ---- busy ranks
 
 
 def test_a_busy_rank_is_named_and_not_stopped(nursery: Nursery) -> None:
@@ -217,7 +217,7 @@ def test_a_busy_rank_is_named_and_not_stopped(nursery: Nursery) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_on_shared_memory_ranks_may_take_their_own_ways(nursery: Nursery, world: int) -> None:
+def test_on_shared_memory_ranks_may_run_different_branches(nursery: Nursery, world: int) -> None:
     for stage in (0, 1, 2, 3):
         nursery.start(str(stage), "branches", world=world, stage=stage)
     for outcome in nursery.end().values():
@@ -229,7 +229,7 @@ def test_on_shared_memory_ranks_may_take_their_own_ways(nursery: Nursery, world:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_forked_workers_do_not_disturb(nursery: Nursery, transport: str) -> None:
+def test_forked_workers_do_not_affect_the_rank(nursery: Nursery, transport: str) -> None:
     for how in ("", "kill", "kill worker"):
         nursery.start(how, "with_workers", stage=3, transport=transport, how=how)
     outcomes = nursery.end()
@@ -254,7 +254,7 @@ def test_the_interpreter_exits_cleanly_without_destroy(nursery: Nursery, transpo
         if how == "raise":
             assert all("KeyError: 'on purpose'" in text and "PeerError" not in text for text in outcome.stderr)
         else:
-            # torch's own store may warn when rank 0, its server, was the first to leave
+            # torch's own store may warn if rank 0, its server, is the first to exit
             assert not any(text and "TCPStore.cpp" not in text for text in outcome.stderr), story(outcome)
     for record in outcomes["drop"].records:
         assert not record["alive"] and record["mappings"] == [] and "slipstream-watch" not in record["threads"]
@@ -300,7 +300,7 @@ def test_under_the_launcher_the_cause_is_what_the_user_sees(launcher: Launcher) 
     assert launcher.gone(within=10)
 
 
-@pytest.mark.parametrize("transport", ["gloo"])  # on shared memory every wait listens for signals (tests/unit/test_words.py)
+@pytest.mark.parametrize("transport", ["gloo"])  # on shared memory every wait handles signals (tests/unit/test_words.py)
 def test_an_interrupt_ends_everything_without_tracebacks(launcher: Launcher, transport: str) -> None:
     process = launcher.start("--nproc", "2", launcher.script(TRAINING), "interrupt", transport)
     for rank in range(2):

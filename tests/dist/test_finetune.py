@@ -1,4 +1,4 @@
-"""The fine-tuning example with a tiny model: in full, by the native loop. tests/clients/test_finetune.py has the other loops."""
+"""The fine-tuning example with a tiny model: full, native loop. The other loops: tests/clients/test_finetune.py."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_right_is_the_object_and_accepted_is_what_slipstream_trains_by(lesson: M
         assert not lesson.accepted(wrong), wrong
 
 
-def test_only_the_answer_is_learnt(lesson: ModuleType, tmp_path: Path) -> None:
+def test_only_the_answer_is_trained(lesson: ModuleType, tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_chat.write(tmp_path))
     (row,) = lesson.samples(tokenizer, [lesson.Pair("Why?", "So.", "Be brief.")])
     assert tokenizer.decode(row["input_ids"]) == "system: Be brief.<end>user: Why?<end>assistant: So.<end>"
@@ -111,7 +111,7 @@ def test_a_folder_is_whole_or_not_there(lesson: ModuleType, tmp_path: Path) -> N
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["model", "model/second"]
 
 
-def test_what_is_not_installed_is_one_sentence() -> None:
+def test_a_missing_package_is_one_sentence() -> None:
     done = subprocess.run([sys.executable, "-I", "-S", EXAMPLE / "finetune.py"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert "not installed: transformers" in done.stderr and "`make finetune`" in done.stderr

@@ -1,4 +1,4 @@
-"""Models that never fit: on meta until `initialize`, given values block by block, by initializers or straight from files."""
+"""Models larger than memory: on meta until `initialize`, then initialized block by block or loaded directly from files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.pool import distributed, run
 
 pytestmark = pytest.mark.disk
 
-WORDS, DIM = 24, 48  # rows of 48: spans end in mid-row
+WORDS, DIM = 24, 48  # rows of 48: spans end inside a row
 
 
 class Block(nn.Module):
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Reaching(nn.Module):
-    """Initialized from afar, as models of transformers are: from the model into its blocks, from blocks into what they share."""
+    """Initialized by other modules, as in transformers: the model initializes its blocks, and blocks their shared modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Reaching(nn.Module):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Block):
             nn.init.normal_(module.up.weight, std=0.5)
-            nn.init.constant_(module.shared.weight, 9.0)  # the model's branch below has the last word
+            nn.init.constant_(module.shared.weight, 9.0)  # the model's branch below takes precedence
         elif isinstance(module, Reaching):
             nn.init.normal_(module.shared.weight, std=0.02)
             for block in module.blocks:
@@ -71,13 +71,13 @@ class Reaching(nn.Module):
 
 
 def on_meta(kind: Any = Reaching) -> Any:
-    """Without `zero.Init`, which would record what constructors do (test_recording.py)."""
+    """Without `zero.Init`, which records initialization in constructors (test_recording.py)."""
     with torch.device("meta"):
         return kind()
 
 
 def settings(stage: int, folder: Path | None, **blocks: Any) -> dict[str, Any]:
-    """Stage 3 with a folder rests everything on disk."""
+    """A config; stage 3 with a folder stores all states on disk."""
     zero: dict[str, Any] = {"sub_group_size": 4096}
     if folder is not None:
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 2}
@@ -90,7 +90,7 @@ def drawn(folder: Path) -> list[dict[str, int]]:
     """Checksums of the weights, in memory and on disk."""
     found = []
     for stage, where in ((0, None), (3, None), (3, folder)):
-        torch.manual_seed(7 + dist.get_rank())  # the first rank's draw counts
+        torch.manual_seed(7 + dist.get_rank())  # rank 0's draw is used
         engine = toy.make(on_meta(), stage, **settings(stage, where))
         state = engine.state_dict()
         assert state["head.weight"].equal(state["shared.weight"]) and 0.01 < state["shared.weight"].std() < 0.03
@@ -102,16 +102,16 @@ def drawn(folder: Path) -> list[dict[str, int]]:
     return found
 
 
-def test_draws_know_no_stage_tier_or_world(tmp_path: Path) -> None:
+def test_initial_values_do_not_depend_on_stage_tier_or_world(tmp_path: Path) -> None:
     first, *others = [each for world in (1, 2) for rank in run(world, drawn, tmp_path) for each in rank]
     assert all(each == first for each in others)
 
 
-# ---- straight from files
+# ---- directly from files
 
 
 def saved(folder: Path) -> dict[str, Tensor]:
-    """The weights of a model in two files and an index; of what is tied, one name only."""
+    """Save the weights of a model in two files and an index; tied weights under one name only."""
     torch.manual_seed(3)
     model = Reaching()
     for block in model.blocks:
@@ -128,7 +128,7 @@ def saved(folder: Path) -> dict[str, Tensor]:
 
 @distributed(world_size=(1, 2), transports=("shared", "gloo"), timeout=120)
 def test_each_rank_reads_its_spans(tmp_path: Path, transport: str) -> None:
-    folder = tmp_path / f"rank{dist.get_rank() if dist.is_initialized() else 0}"  # another rank's may be half written
+    folder = tmp_path / f"rank{dist.get_rank() if dist.is_initialized() else 0}"  # another rank's may be incomplete
     state = saved(folder)
     cases = [(stage, disk) for stage in range(4) for disk in (False, True)]
     for stage, disk in cases:
@@ -206,7 +206,7 @@ def test_what_the_files_lack_is_initialized(tmp_path: Path, caplog: pytest.LogCa
     engine.destroy()
 
 
-# ---- what it takes
+# ---- memory
 
 
 class Wide(nn.Module):
@@ -223,12 +223,12 @@ class Wide(nn.Module):
 
 
 class Peak:
-    """Resident memory inside, at its highest, beyond what is there afterwards; in blocks of `Wide`."""
+    """Peak resident memory inside the context, above the level at its end, in blocks of `Wide`."""
 
     def __enter__(self) -> Peak:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what malloc has kept of tests before would go inside, and count
-        Path("/proc/self/clear_refs").write_text("5")  # the highest so far is now
+        ctypes.CDLL(None).malloc_trim(0)  # else memory that malloc kept from earlier tests is reused inside and distorts the result
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current level
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -248,10 +248,10 @@ def wide(path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
 @distributed(world_size=(1, 2))
-def test_building_takes_a_block_more_than_what_rests(tmp_path: Path, world_size: int) -> None:
-    """Of 16 blocks; saving and loading checkpoints too, and destroying where the weights rest on disk."""
+def test_building_needs_one_block_more_than_the_stored_states(tmp_path: Path, world_size: int) -> None:
+    """Of 16 blocks. Also for saving and loading checkpoints, and for destroy() with the weights on disk."""
     wide(tmp_path / "weights")
-    disk = world_size == 1  # else two ranks of which each keeps half
+    disk = world_size == 1  # else two ranks, each with half
     for source in ("draw", "file"):
         model = on_meta(Wide)
         if source == "file":
@@ -272,21 +272,21 @@ def test_building_takes_a_block_more_than_what_rests(tmp_path: Path, world_size:
                 engine.destroy()
             took["destroy"] = peak.blocks
             gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps for later is not blocks either
-            assert resident() - before < 10, "blocks stay"  # modules that saving imports are the rest
+            ctypes.CDLL(None).malloc_trim(0)  # nor is memory that malloc keeps for later
+            assert resident() - before < 10, "blocks stay"  # the remainder is modules that saving imports
         engine.destroy()
         del engine, model
-        limits = dict.fromkeys(took, 6) | {"save": 10}  # of 48 that are saved; 4 are the stages that a file is written from
+        limits = dict.fromkeys(took, 6) | {"save": 10}  # of 48 that are saved; 4 are staging buffers of the file
         assert all(took[what] < limits[what] for what in took), f"disk {disk}, {source}: {took} of 16 blocks at once"
 
 
 def resident() -> float:
-    """In blocks of `Wide`."""
+    """Resident memory in blocks of `Wide`."""
     return int(Path("/proc/self/statm").read_text().split()[1]) / 1024
 
 
 @distributed(world_size=2)
-def test_destroying_what_rests_on_disk_leaves_meta(tmp_path: Path) -> None:
+def test_destroying_with_weights_on_disk_leaves_meta(tmp_path: Path) -> None:
     saved(tmp_path / f"rank{dist.get_rank()}")
     model = on_meta()
     params = dict(model.named_parameters())
@@ -294,7 +294,7 @@ def test_destroying_what_rests_on_disk_leaves_meta(tmp_path: Path) -> None:
     for _ in range(2):
         slipstream.zero.load(model, tmp_path / f"rank{dist.get_rank()}")
         engine = toy.make(model, 3, **settings(3, tmp_path))
-        loss = engine(toy.tokens(engine.rank, 0) % WORDS)  # a graph that is alive
+        loss = engine(toy.tokens(engine.rank, 0) % WORDS)  # a live graph
         trained = engine.state_dict()
         engine.backward(loss)
         engine.step()
@@ -332,7 +332,7 @@ def test_init_builds_on_meta_and_leaves_no_trace(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 def test_transformers_from_a_folder(tmp_path: Path) -> None:
-    """Constructors as they are, folders as `save_pretrained` writes them, and a base model's into one with a head."""
+    """Unmodified constructors; folders of `save_pretrained`; a base model's folder into a model with a head."""
     transformers: Any = pytest.importorskip("transformers")
     from tests.dist.test_huggingface import gpt2, llama
 

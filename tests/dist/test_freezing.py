@@ -1,4 +1,4 @@
-"""Frozen parameters: from the start, and frozen or unfrozen between steps."""
+"""Frozen parameters: frozen from the start, and frozen or unfrozen between steps."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.pool import distributed
 
 STAGES = (0, 1, 2, 3)
 SGD = {"lr": 0.1, "momentum": 0.9}
-Changes = dict[int, list[tuple[str, bool]]]  # before which step which modules become trainable or not
+Changes = dict[int, list[tuple[str, bool]]]  # step -> modules that become trainable or frozen before it
 
 FREEZE: Changes = {1: [("blocks.1", False), ("inp", False)]}
 FREEZE_AND_BACK: Changes = {1: [("blocks.1", False)], 3: [("blocks.1", True)]}

@@ -1,4 +1,4 @@
-"""Random timing, random branches: no order of events between ranks changes what is trained."""
+"""Random timing and branches: the order of events on the ranks does not change the trained weights."""
 
 import random
 import time
@@ -20,7 +20,7 @@ STAGES = (0, 1, 2, 3)
 
 @contextmanager
 def random_sleeps(seed: int) -> Iterator[None]:
-    """Before every edge, on every third call, up to 5 ms; on each rank others."""
+    """Sleep up to 5 ms before every third call of an edge, at random and differently on each rank."""
     patch = pytest.MonkeyPatch()
     draw = random.Random(seed * 97 + dist.get_rank())
 
@@ -44,7 +44,7 @@ def random_sleeps(seed: int) -> Iterator[None]:
 
 
 def all_ranks_agree(engine: Any) -> int:
-    """The checksum of the weights, which must be the same everywhere."""
+    """The checksum of the weights, which must be equal on all ranks."""
     mine = toy.checksum(engine)
     sums = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sums, mine)
@@ -75,7 +75,7 @@ def test_timing_changes_nothing(world_size: int, transport: str, seed: int) -> N
 
 
 class Branching(toy.Net):
-    """Skips blocks, repeats them, or takes them in another order, as it is told."""
+    """Runs the given blocks in the given order, so that some are skipped, repeated or reordered."""
 
     def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2)) -> Tensor:
         h = self.inp(x)
@@ -87,7 +87,7 @@ class Branching(toy.Net):
 
 @distributed(world_size=(2, 4))
 def test_random_branches_by_rank_on_shared_memory(world_size: int, seed: int) -> None:
-    """Against plain torch, which takes the same branches."""
+    """Against plain torch with the same branches."""
     steps, sgd = 8, {"lr": 0.05}
     orders = random.Random(seed)
     plan = [[tuple(orders.choices(range(3), k=orders.randrange(5))) for _ in range(world_size)] for _ in range(steps)]
@@ -115,7 +115,7 @@ def test_random_branches_by_rank_on_shared_memory(world_size: int, seed: int) ->
 
 
 class Generator(toy.Lm):
-    """The next token's logits."""
+    """Returns the next token's logits."""
 
     def forward(self, tokens: Tensor, generate: bool = False) -> Tensor:
         if not generate:
@@ -129,7 +129,7 @@ class Generator(toy.Lm):
 
 @distributed(world_size=(2, 4))
 def test_generation_ends_at_another_token_on_each_rank(world_size: int, seed: int) -> None:
-    """Also with one rank that generates nothing at all, between a forward and its backward."""
+    """Also if one rank generates nothing, and between a forward and its backward."""
     for stage in STAGES:
         engine = toy.make(toy.seeded(Generator), stage, "shared")
         expected = toy.make(toy.seeded(Generator), stage, "shared")

@@ -1,4 +1,4 @@
-"""Weights from a training engine to a serving one, unit by unit, and what is generated in the middle of training."""
+"""Weight transfer from a training engine to a serving engine, unit by unit, and generation during training."""
 
 import contextlib
 import ctypes
@@ -52,7 +52,7 @@ def mixtral() -> nn.Module:
 
 
 def qwen() -> nn.Module:
-    """With biases."""
+    """A Qwen model, which has biases."""
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, tie_word_embeddings=False))
 
 
@@ -71,7 +71,7 @@ def answers(server: Any) -> list[list[int]]:
 
 
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
-def test_a_server_says_what_one_of_the_saved_folder_says(transport: str, tmp_path: Path) -> None:
+def test_a_server_answers_as_one_of_the_saved_folder(transport: str, tmp_path: Path) -> None:
     for model, kinds in ((llama, ("fp32", "int8", "int4")), (mixtral, ("fp32",)), (qwen, ("bf16",))):
         made = toy.seeded(model)
         servers = {kind: slipstream.init_inference(made.config, dtype=kind, **SERVING) for kind in kinds}
@@ -99,7 +99,7 @@ SERVED: dict[str, Any] = {"llama": llama, "mixtral": mixtral, "qwen": qwen}
 
 @distributed(world_size=2, transports=("gloo",), timeout=120)
 def test_the_trainer_computes_the_servers_log_probabilities_bit_for_bit(transport: str) -> None:
-    """Sampled in whatever batch, before and after a step, under stage 3; and the gradient is that of torch's own forward."""
+    """In any sampling batch, before and after a step, under stage 3. The gradient is that of torch's own forward."""
     for name, model in SERVED.items():
         made, plain = toy.seeded(model), toy.seeded(model)
         server = slipstream.init_inference(made.config, dtype="fp32", **SERVING)
@@ -145,7 +145,7 @@ def test_the_trainer_computes_the_servers_log_probabilities_bit_for_bit(transpor
 
 @distributed(world_size=2, transports=("shared",), timeout=120)
 def test_another_process_serves_them(transport: str, tmp_path: Path) -> None:
-    """Both ranks train; rank 0 sends, and a server in rank 1's process receives in a thread of its own."""
+    """Both ranks train; rank 0 sends, and a server thread in rank 1's process receives."""
     path, rank = tmp_path / "weights.sock", dist.get_rank()
     made = toy.seeded(llama)
     engine = toy.make(made, 3, transport)
@@ -185,7 +185,7 @@ def test_another_process_serves_them(transport: str, tmp_path: Path) -> None:
 
 @distributed(world_size=2, transports=("gloo",))
 def test_a_refused_update_leaves_the_trainer_as_it_was(transport: str) -> None:
-    """Refused on one rank alone: the others do not wait for it, and gradients are on."""
+    """Refused on one rank only: the others do not wait for it, and gradients are enabled."""
     made = toy.seeded(llama)
     engine = toy.make(made, 3, transport)
     with slipstream.init_inference(made.config, dtype="fp32", **SERVING) as server:
@@ -212,14 +212,14 @@ def wide() -> nn.Module:
 
 
 def resident() -> int:
-    """Bytes, without what malloc keeps."""
+    """Resident bytes, without memory that malloc keeps."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
-def test_no_more_than_a_unit_is_whole_at_a_time(transport: str) -> None:
-    """And the server takes no memory but what it has. While it sleeps, it has given that back."""
+def test_at_most_one_unit_is_complete_at_a_time(transport: str) -> None:
+    """The server allocates no further memory, and frees its memory while it sleeps."""
     made = toy.seeded(wide)
     nbytes = sum(each.nbytes for each in made.parameters())
     server = slipstream.init_inference(made.config, dtype="fp32", **SERVING)
@@ -251,7 +251,7 @@ def test_no_more_than_a_unit_is_whole_at_a_time(transport: str) -> None:
 @pytest.mark.disk
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
 def test_three_engines_on_the_same_ranks_sleep_in_turns(transport: str, tmp_path: Path) -> None:
-    """A policy, its frozen reference and a reward model: what sleeps has given its memory back, and nobody minds who has gone."""
+    """A policy, its frozen reference and a reward model: sleeping frees an engine's memory, destroying affects no other."""
     ids = tokens(dist.get_rank(), 0)
     policy = toy.make(toy.seeded(wide), 3, transport)
     reference, reward = (toy.make(toy.seeded(wide, seed).requires_grad_(False), 3, transport, optimizer=None) for seed in (0, 1))
@@ -278,7 +278,7 @@ def test_three_engines_on_the_same_ranks_sleep_in_turns(transport: str, tmp_path
 
 
 @distributed(world_size=2, transports=("shared",))
-def test_a_quantized_base_comes_as_numbers(transport: str) -> None:
+def test_a_quantized_base_is_transferred_dequantized(transport: str) -> None:
     made = slipstream.quantize(toy.seeded(llama), bits=4)
     plain = toy.seeded(llama)
     for path, module in made.named_modules():
@@ -295,7 +295,7 @@ def test_a_quantized_base_comes_as_numbers(transport: str) -> None:
 
 
 def serve_adapted() -> None:
-    warnings.simplefilter("ignore")  # of peft's, and of what it finds installed
+    warnings.simplefilter("ignore")  # from peft and the packages that it finds
     import peft
 
     some: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["norm"], "task_type": "CAUSAL_LM"}
@@ -349,14 +349,14 @@ def refuse_adapted() -> None:
 
 
 @pytest.mark.parametrize("served", [serve_adapted, refuse_adapted])
-def test_adapters_come_merged_or_not_at_all(served: Callable[[], None]) -> None:
+def test_adapters_are_transferred_merged_or_refused(served: Callable[[], None]) -> None:
     pytest.importorskip("peft", reason="peft is not installed: make test-clients does")
     run(2, served)
 
 
 @distributed(world_size=2, timeout=120)
 def test_the_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stops by itself where the server's log-probabilities are not the trainer's."""
+    """The example itself fails if the server's log-probabilities differ from the trainer's."""
     said = io.StringIO()
     with monkeypatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(sys, "argv", ["grpo.py", "--steps", "2", "--prompts", "2", "--group", "3", "--tokens", "5"])

@@ -1,4 +1,4 @@
-"""The honored keys of the JSON whose effect takes several ranks to see: one test per key, as in `tests/unit`."""
+"""The honored keys of the JSON whose effect needs several ranks: one test per key, as in `tests/unit`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def held(engine: Any) -> dict[str, int]:
 
 
 def shares(engine: Any) -> dict[str, float]:
-    """How many copies of each state all ranks hold together, where none of them is in shared memory."""
+    """The number of copies of each state over all ranks, with no state in shared memory."""
     totals = torch.tensor(list(held(engine).values()), dtype=torch.float64)
     dist.all_reduce(totals)
     padded, numel = sum(unit.layout.numel for unit in probe.units(engine)), sum(p.numel() for p in engine.module.parameters())
@@ -54,7 +54,7 @@ def shares(engine: Any) -> dict[str, float]:
 
 @distributed(world_size=2)
 def test_zero_optimization_stage() -> None:
-    """Each stage shards one state more: on two ranks there is one copy of it instead of two. Training is the same."""
+    """Each stage shards one more state: two ranks have one copy of it instead of two. Training is the same."""
     sums = set()
     for stage, copies in enumerate(((2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 1, 1))):
         engine = toy.make(toy.seeded(toy.Lm), stage, "gloo")
@@ -68,7 +68,7 @@ def test_zero_optimization_stage() -> None:
 
 @distributed(world_size=2)
 def test_zero_optimization_mics_shard_size() -> None:
-    """Groups of one rank each hold everything; without the key the two ranks share."""
+    """Groups of one rank each hold all states; without the key the two ranks shard them."""
     sums = set()
     for size, copies in ((-1, 1.0), (1, 2.0), (2, 1.0)):
         engine = toy.make(toy.seeded(toy.Lm), 3, "gloo", zero_optimization={"mics_shard_size": size})
@@ -89,7 +89,7 @@ def test_zero_optimization_mics_shard_size() -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_communication_data_type(transport: str) -> None:
-    """1 + 2**-9 needs more bits than bf16 has: each rank's gradient is rounded on its way to the other."""
+    """1 + 2**-9 needs more bits than bf16 has: each rank's gradient is rounded before it is sent."""
     for stage in cases.stages(transport):
         for dtype, expected in ((None, 1 + 2.0**-9), ("fp32", 1 + 2.0**-9), ("bf16", 1.0)):
             engine = sgd(Dot(1), stage=stage, communication_data_type=dtype, slipstream={"transport": transport})
@@ -120,14 +120,14 @@ class Branching(toy.Net):
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_ignore_unused_parameters(transport: str) -> None:
-    """Where one rank does not use a block, all raise, before anything is updated; the engine goes on."""
+    """If one rank does not use a block, all ranks raise before any update; the engine can continue."""
     for stage in cases.stages(transport):
         for ignore in (True, False):
             zero = {"stage": stage, "ignore_unused_parameters": ignore}
             engine = toy.make(toy.seeded(Branching), stage, transport, zero_optimization=zero, gradient_accumulation_steps=2)
-            engine.module.out.bias.requires_grad_(False)  # nothing is asked of what is frozen
+            engine.module.out.bias.requires_grad_(False)  # frozen parameters may be unused
             before = toy.checksum(engine)
-            skips = engine.rank == 1 or (stage == 3 and transport == "gloo")  # where ranks take the same way
+            skips = engine.rank == 1 or (stage == 3 and transport == "gloo")  # if ranks run the same branch
             for i in range(2):
                 engine.backward(engine(toy.floats(engine.rank, i), skip=1 if skips else -1).square().mean())
                 if i == 1 and not ignore:
@@ -137,7 +137,7 @@ def test_ignore_unused_parameters(transport: str) -> None:
                     assert toy.checksum(engine) == before
                 else:
                     engine.step()
-            for i in range(2):  # both together use all
+            for i in range(2):  # together they use all
                 engine.backward(engine(toy.floats(engine.rank, i), skip=i).square().mean())
                 engine.step()
             assert toy.checksum(engine) != before
@@ -146,7 +146,7 @@ def test_ignore_unused_parameters(transport: str) -> None:
 
 @contextmanager
 def log() -> Iterator[list[str]]:
-    """What the package logs meanwhile."""
+    """Capture the package's log."""
     messages: list[str] = []
 
     class Keep(logging.Handler):
@@ -163,7 +163,7 @@ def log() -> Iterator[list[str]]:
 
 @distributed(world_size=2)
 def test_checkpoint_tag_validation(tmp_path: Path) -> None:
-    """Each rank gives a tag of its own."""
+    """Each rank passes another tag."""
     for how, warns in (("Ignore", False), ("Warn", True), ("Fail", False)):
         engine = toy.make(toy.seeded(toy.Net), 1, checkpoint={"tag_validation": how})
         folder = tmp_path / how
@@ -182,7 +182,7 @@ def test_checkpoint_tag_validation(tmp_path: Path) -> None:
 
 @distributed(world_size=1)
 def test_checkpoint_load_universal(tmp_path: Path) -> None:
-    """Which of two files says what a load without a tag takes, where both are there; the one that is there, where not."""
+    """The key selects which of two files names the tag of a load without a tag; if only one exists, it is used."""
     engine = toy.make(toy.seeded(toy.Net), 1)
     for tag in ("a", "b"):
         engine.save_checkpoint(str(tmp_path), tag=tag)
@@ -199,7 +199,7 @@ def test_checkpoint_load_universal(tmp_path: Path) -> None:
 
 @distributed(world_size=2)
 def test_checkpoint_writer_decoupled(tmp_path: Path) -> None:
-    """What is saved is not there when the call returns, and is there when it is waited for."""
+    """The checkpoint does not exist yet when the call returns, and exists after waiting for it."""
     for behind in (False, True):
         engine = toy.make(toy.seeded(toy.Net), 1, checkpoint={"writer": {"decoupled": behind}})
         engine.save_checkpoint(str(tmp_path / str(behind)))
@@ -223,7 +223,7 @@ def test_slipstream_keep_checkpoints(tmp_path: Path) -> None:
 
 @distributed(world_size=2)
 def test_slipstream_transport() -> None:
-    """Shared memory moves nothing through the process group; "auto" takes it where the ranks can, "shared" insists."""
+    """Shared memory moves nothing through the process group; "auto" uses it if the ranks can, "shared" requires it."""
     for transport, shared in (("auto", True), ("shared", True), ("gloo", False)):
         engine = toy.make(toy.seeded(toy.Lm), 3, transport)
         toy.step(engine, toy.tokens(engine.rank, 0))
@@ -232,20 +232,20 @@ def test_slipstream_transport() -> None:
         assert (operations == 0) is shared, f"{transport}: {operations} operations"
         engine.destroy()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "hosts_agree", lambda axis: False)  # as on two hosts
+        patch.setattr(build, "hosts_agree", lambda axis: False)  # like on two hosts
         engine = toy.make(toy.seeded(toy.Lm), 3, "auto")
         assert not isinstance(probe.transport(engine), SharedComm)
         engine.destroy()
         with pytest.raises(ValueError, match="cannot map each other's memory"):
             toy.make(toy.seeded(toy.Lm), 3, "shared")
     for thread in threading.enumerate():
-        if thread.name == "slipstream-watch":  # of the engine that was refused; it ends at its next beat
+        if thread.name == "slipstream-watch":  # of the refused engine; it ends at its next beat
             thread.join(10)
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_slipstream_timeout_s(tmp_path: Path, transport: str) -> None:
-    """Rank 1 is busy until rank 0 gives up, which is after two seconds and not after the default half an hour."""
+    """Rank 1 is busy until rank 0 gives up, which is after two seconds instead of the default half hour."""
     engine = sgd(Dot(), stage=2, slipstream={"transport": transport, "timeout_s": 2})
     gave_up = tmp_path / "rank 0 gave up"
     engine.backward(engine(torch.ones(2)))
@@ -260,22 +260,22 @@ def test_slipstream_timeout_s(tmp_path: Path, transport: str) -> None:
         while not gave_up.exists():
             assert time.monotonic() < deadline, "rank 0 waits for ever"
             time.sleep(0.02)
-    if transport == "gloo":  # a group that was given up on is of no more use
+    if transport == "gloo":  # a group is unusable after a time-out
         engine.watch.stop()
         return
     if engine.rank == 1:
-        probe.transport(engine).exchange(torch.zeros(2, dtype=torch.float64))  # what rank 0 waited for
+        probe.transport(engine).exchange(torch.zeros(2, dtype=torch.float64))  # rank 0 waited for this
     engine.destroy()
 
 
 def losses(poison: bool) -> tuple[list[float], Tensor]:
-    """Of three steps at stage 3; and a released block's weights, as a forward hook that kept them sees them."""
+    """Losses of three steps at stage 3, and a released block's weights as seen by a forward hook that kept them."""
     engine = toy.make(toy.seeded(toy.Lm), 3, "gloo", slipstream={"transport": "gloo", "poison_released": poison})
     kept: list[Tensor] = []
     block = engine.module.blocks[0]
     block.register_forward_pre_hook(lambda module, args: kept.append(module.up.weight.detach()))
     found = [toy.step(engine, toy.tokens(engine.rank, i)).item() for i in range(3)]
-    released = kept[-1].clone() if poison else torch.empty(0)  # without poison there is no memory behind it
+    released = kept[-1].clone() if poison else torch.empty(0)  # without poison it has no memory
     engine.destroy()
     return found, released
 

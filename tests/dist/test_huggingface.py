@@ -83,7 +83,7 @@ def plain_torch(name: str, steps: int) -> tuple[dict[str, Tensor], float]:
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_plain_torch(name: str, transport: str) -> None:
-    """Training, with generation in the middle: as long as it takes on each rank where the transport allows it."""
+    """Training with generation in between, of different lengths by rank if the transport allows it."""
     import warnings
 
     warnings.simplefilter("ignore")  # transformers' own
@@ -142,7 +142,7 @@ def test_a_llama_on_meta_is_initialized_as_it_would_be() -> None:
             assert state[name].std().item() == pytest.approx(value.std().item(), rel=0.2), name
             assert state[name].mean().item() == pytest.approx(value.mean().item(), abs=0.01), name
         buffers = dict(model.named_buffers())
-        for name, buffer in plain.named_buffers():  # rotary frequencies are in no state
+        for name, buffer in plain.named_buffers():  # rotary frequencies are not in the state dict
             torch.testing.assert_close(buffers[name], buffer, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
         assert model.model.rotary_emb.original_inv_freq.device.type == "cpu"
         for i in range(2):

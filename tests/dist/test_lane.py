@@ -1,7 +1,7 @@
-"""The paths of a device with its own memory, on a CPU: each copy happens as late as it may, so a missing wait gives wrong numbers.
+"""GPU offload paths, simulated on a CPU: each copy happens as late as possible, so a missing wait gives wrong numbers.
 
-`Late` stands for the CUDA streams (`CudaLane`): the engine is told that its device has a memory of its own and takes every path
-that it takes on a GPU, on CPU tensors. What no CPU can show is what `now` means: that a copy follows what was computed before.
+`Late` replaces the CUDA streams (`CudaLane`): the engine assumes that its device has its own memory and takes all paths of a GPU on
+CPU tensors. A CPU cannot test `now`: that a copy is ordered after earlier computation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.disk
 
 
 class Late(Lane):
-    """Copies when somebody waits. A fence shows the device what it copied; only a wait shows it to the host."""
+    """Copies at a wait only. A fence makes copies visible to the device; only a wait makes them visible to the host."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, Tensor] = {}
@@ -73,7 +73,7 @@ class Copy(Event):
         self.taken: Tensor | None = None
         self.over = False
         if all(copy.over for copy in after):
-            target.view(torch.uint8).fill_(255)  # under way: not a number
+            target.view(torch.uint8).fill_(255)  # in flight: NaN
 
     def wait(self) -> None:
         self.lane.waits += not self.over
@@ -101,7 +101,7 @@ class Copy(Event):
 def make(
     lane: Lane | None, stage: int, weights: str = "none", optim: str = "none", folder: Path | None = None, **blocks: Any
 ) -> Any:
-    """An engine that computes on a device beside the host, or (None) on the host."""
+    """An engine that computes on a simulated device, or on the host if None."""
     path = str(folder)
     zero: dict[str, Any] = {
         "sub_group_size": 4096,
@@ -122,7 +122,7 @@ def train(engine: Any, micros: int, steps: int = 3) -> list[Any]:
     return [*found, int(toy.checksum(engine))]
 
 
-CASES = [  # stage, where weights rest, where the optimizer's states do
+CASES = [  # stage, tier of the weights, tier of the optimizer's states
     *((stage, "none", "cpu") for stage in range(4)),
     (3, "cpu", "cpu"),
     (3, "cpu", "none"),
@@ -135,7 +135,7 @@ KINDS = {"none": MemoryStore, "cpu": HostStore, "nvme": DiskStore}
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @distributed(world_size=(1, 2), timeout=120)
-def test_states_beside_the_device_give_the_same_bits(dtype: str, tmp_path: Path) -> None:
+def test_offloaded_states_are_bit_identical(dtype: str, tmp_path: Path) -> None:
     expected: dict[tuple[int, int, str], list[Any]] = {}
     for (stage, weights, optim), micros in itertools.product(CASES, (1, 2)):
         transport = "gloo" if dist.get_world_size() > 1 and stage == 3 else "auto"
@@ -156,7 +156,7 @@ def test_states_beside_the_device_give_the_same_bits(dtype: str, tmp_path: Path)
 
 
 def test_a_missing_wait_would_show() -> None:
-    """What the test above rests on."""
+    """The assumption of the test above."""
     for stage, what in ((2, HostStore), (2, MemoryStore), (3, MemoryStore)):
         found = []
         for forgets in (False, True):
@@ -168,7 +168,7 @@ def test_a_missing_wait_would_show() -> None:
 
 
 def test_forward_and_backward_wait_for_no_copy() -> None:
-    """And the thread that launches them goes on: what waits is the device."""
+    """The launching thread continues: only the device waits."""
     for stage, weights in ((2, "none"), (3, "none"), (3, "cpu")):
         lane = Late()
         engine = make(lane, stage, weights, "cpu", dtype="bf16", gradient_accumulation_steps=3)
@@ -183,8 +183,8 @@ def test_forward_and_backward_wait_for_no_copy() -> None:
         engine.destroy()
 
 
-def test_all_else_knows_no_lane(tmp_path: Path) -> None:
-    """Checkpoints, gradients by name and sleep find what copies were to bring, at any moment."""
+def test_other_features_wait_for_the_lane(tmp_path: Path) -> None:
+    """Checkpoints, gradients by name and sleep wait for pending copies, at any time."""
     for stage, weights in ((0, "none"), (2, "none"), (3, "none"), (3, "cpu")):
         found = []
         for lane in (None, Late()):

@@ -1,4 +1,4 @@
-"""`slipstream run` with real processes: agents on loopback, the first failure told once, timely ends."""
+"""`slipstream run` with real processes: agents on loopback, one report of the first failure, timely termination."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALL_REDUCE = """
 
 
 class Launcher:
-    """Starts `slipstream` commands; nothing that came of them outlives the test."""
+    """Starts `slipstream` commands; kills all their processes at the end of the test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,7 +89,7 @@ class Launcher:
         return self.ended(self.survivors, within)
 
     def ranks_gone(self, within: float) -> bool:
-        """The same of all processes but the command itself, which takes a while to unload torch."""
+        """The same for all processes except the command itself, which needs time to unload torch."""
         own = {process.pid for process in self.started}
         return self.ended(lambda: [pid for pid in self.survivors() if pid not in own], within)
 
@@ -138,7 +138,7 @@ def test_two_nodes_started_by_hand(launcher: Launcher) -> None:
 
 
 def fake_ssh(folder: Path) -> Path:
-    """An `ssh` that runs the line on this host, as a login shell of the far end would."""
+    """An `ssh` that runs the command line on this host, as a remote login shell would."""
     binary = folder / "bin"
     binary.mkdir()
     ssh = binary / "ssh"
@@ -166,7 +166,7 @@ def test_two_nodes_by_ssh_and_environment_files(launcher: Launcher, tmp_path: Pa
     assert ".deepspeed_env: FROM_FILE=it's here" in err
 
 
-def test_a_failure_on_another_node_is_told_once_and_stops_all(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_failure_on_another_node_is_reported_once_and_stops_all(launcher: Launcher, tmp_path: Path) -> None:
     script = launcher.script("""
         import os, time
         if os.environ["RANK"] == "1":
@@ -209,8 +209,8 @@ def test_the_first_failing_rank_is_what_the_user_sees(launcher: Launcher) -> Non
     assert launcher.gone(within=1)
 
 
-def test_a_killed_rank_is_explained_and_a_deaf_one_does_not_hold_up(launcher: Launcher, tmp_path: Path) -> None:
-    """Rank 0 catches SIGTERM and sleeps in native code; all is over within 5 s of rank 1's death."""
+def test_a_killed_rank_is_explained_and_an_unresponsive_one_causes_no_delay(launcher: Launcher, tmp_path: Path) -> None:
+    """Rank 0 catches SIGTERM and sleeps in native code; all processes end within 5 s of rank 1's death."""
     script = launcher.script("""
         import os, signal, sys, time
         from pathlib import Path
@@ -293,7 +293,7 @@ def test_ranks_die_with_their_agent(launcher: Launcher, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_restart_on_failure(launcher: Launcher) -> None:
-    """The second attempt has process groups of its own: keys of the first would name dead ranks."""
+    """The second attempt has new process groups: keys of the first would refer to dead ranks."""
     script = launcher.script("""
         import os, torch, torch.distributed as dist
         dist.init_process_group("gloo")
@@ -367,8 +367,8 @@ def test_scripts_see_what_python_would_show_them(launcher: Launcher, tmp_path: P
     assert (code, out, err) == (0, "", "")
 
 
-def test_ranks_of_an_mpi_find_their_place(launcher: Launcher, tmp_path: Path) -> None:
-    """A stand-in for mpirun starts the ranks with Open MPI's variables, and one fails."""
+def test_ranks_started_by_mpi_find_their_rank(launcher: Launcher, tmp_path: Path) -> None:
+    """A substitute for mpirun starts the ranks with Open MPI's variables, and one fails."""
     binary = tmp_path / "bin"
     binary.mkdir()
     mpirun = binary / "mpirun"

@@ -1,4 +1,4 @@
-"""From `initialize` to `destroy`: what an engine takes, how several live together, and that nothing stays behind."""
+"""From `initialize` to `destroy`: arguments, several engines in one process, and no leaks."""
 
 import argparse
 import copy
@@ -24,7 +24,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def resident() -> int:
-    """Bytes, shared ones counted."""
+    """Resident bytes, including shared ones."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -80,8 +80,8 @@ def test_destroy_gives_ordinary_parameters_back(transport: str) -> None:
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
-def test_engines_do_not_touch_each_other(transport: str) -> None:
-    """A teacher without optimizer, and two students of different stages trained in turn, as each alone."""
+def test_engines_are_independent(transport: str) -> None:
+    """A teacher without optimizer and two students of different stages, trained alternately, equal separate runs."""
 
     def student(stage: int, other: Any, teacher: Any) -> tuple[int, Any]:
         engine = toy.make(toy.seeded(toy.Net), stage, transport)
@@ -115,7 +115,7 @@ def test_an_engine_without_optimizer_says_so() -> None:
     engine.destroy()
 
 
-# ---- where a model and its optimizer come from
+# ---- sources of models and optimizers
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
@@ -160,7 +160,7 @@ def test_meta_shared_with_a_module_that_can_initialize_it() -> None:
 
 
 class Partial(nn.Module):
-    """A model whose own initializer knows linear layers only, as nanoGPT's."""
+    """A model whose own initializer handles linear layers only, like nanoGPT's."""
 
     def __init__(self, last: nn.Module) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def test_meta_with_an_initializer_of_the_models_own() -> None:
 
 @distributed(world_size=2)
 def test_the_arguments_of_an_older_script(tmp_path: Path) -> None:
-    """`--deepspeed --deepspeed_config PATH` through its parser into initialize(args=), and a step is made."""
+    """`--deepspeed --deepspeed_config PATH`, parsed and passed to initialize(args=); one step."""
     path = tmp_path / f"config{dist.get_rank()}.json"
     path.write_text(json.dumps(toy.settings(2)))
     parser = slipstream.add_config_arguments(argparse.ArgumentParser())
@@ -221,7 +221,7 @@ def test_a_model_has_one_engine_at_a_time() -> None:
 
 
 class Mpu:
-    """Of a run whose ranks 0, 1 and 2, 3 are data-parallel pairs."""
+    """The mpu of a run whose ranks 0, 1 and 2, 3 are data-parallel pairs."""
 
     def __init__(self) -> None:
         self.group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
@@ -330,7 +330,7 @@ def test_an_optimizer_that_has_stepped_brings_its_state() -> None:
 
 
 class Averaging(torch.optim.SGD):
-    """Evaluates other weights than it trains, as schedule-free optimizers do."""
+    """Evaluates with other weights than it trains, like schedule-free optimizers."""
 
     def train(self) -> None:
         pass
@@ -340,12 +340,12 @@ class Averaging(torch.optim.SGD):
 
 
 @distributed(world_size=2)
-def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+def test_unshardable_optimizers_are_refused_by_name() -> None:
     model, stranger = toy.seeded(toy.Net), nn.Parameter(torch.zeros(3))
     for optimizer, message in (
         (torch.optim.LBFGS(model.parameters()), "LBFGS.*closure"),
         (torch.optim.SparseAdam(model.parameters()), "SparseAdam.*sparse"),
-        (Averaging(model.parameters()), r"Averaging has train\(\) and eval\(\).*would exchange nothing"),
+        (Averaging(model.parameters()), r"Averaging has train\(\) and eval\(\).*would swap nothing"),
         (torch.optim.SGD([stranger], lr=0.1), r"group 0 holds a parameter of shape \(3,\) that is not the model's"),
         (lambda params: "no optimizer", "returned a str"),
     ):
@@ -354,7 +354,7 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in its groups, as Apex's FusedAdam and schedule-free optimizers do; the rate falls with the count."""
+    """Counts steps in its groups, like Apex's FusedAdam and schedule-free optimizers; the rate decreases with the count."""
 
     elementwise = True
 
@@ -368,7 +368,7 @@ class Counting(torch.optim.SGD):
 
 
 def counting(model: nn.Module) -> Counting:
-    """One group has parameters of the first unit only."""
+    """Two groups, one with parameters of the first unit only."""
     named = list(model.named_parameters())
     groups = [{"params": [p for n, p in named if ("inp" in n) is first], "clock": torch.zeros(())} for first in (True, False)]
     return Counting(groups, lr=0.1)
@@ -394,8 +394,8 @@ def test_groups_advance_once_a_step() -> None:
 
 
 @distributed(world_size=2)
-def test_a_refusal_leaves_the_model_whole() -> None:
-    """Also what is only seen when the optimizer, the scheduler and the loader are made."""
+def test_a_refusal_leaves_the_model_unchanged() -> None:
+    """Also errors that appear only when the optimizer, the scheduler and the loader are made."""
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     model = toy.seeded(toy.Net)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -453,7 +453,7 @@ def test_distributed_port_is_passed_on() -> None:
 
 @distributed(world_size=2)
 def test_schedules_tick_on_applied_steps() -> None:
-    """By name, as an object's maker, and that the engine sees the rate."""
+    """Given by name and as a callable; the engine reports the rate."""
     named = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_max_lr": 0.4}}}
     for stage in (0, 3):
         engine = toy.make(toy.seeded(toy.Lm), stage, gradient_accumulation_steps=2, **named)

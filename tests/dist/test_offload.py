@@ -1,4 +1,4 @@
-"""States that rest on disk: the same numbers as in memory, bit for bit, in every stage; and everything else still works on them."""
+"""States on disk: training is bit-identical to memory in every stage, and all other features work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model() -> Any:
 
 
 def make(folder: Path | None, stage: int, tiers: str = "everything", **blocks: Any) -> Any:
-    """An engine of the toy whose states rest in `folder`; None: in memory."""
+    """An engine of the toy model with its states on disk in `folder`; None: in memory."""
     return make_of(model(), folder, stage, tiers, **blocks)
 
 
@@ -54,7 +54,7 @@ def make_of(model: Any, folder: Path | None, stage: int, tiers: str = "everythin
 
 
 def train(engine: Any, steps: int = 3, micros: int = 1) -> list[float]:
-    """Losses and norms, and one number of all the weights."""
+    """Train; return losses, norms and a checksum of the weights."""
     found = []
     for i in range(steps):
         for micro in range(micros):
@@ -94,7 +94,7 @@ def test_disk_equals_memory_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     cases += ((3, "weights", 2), (3, "everything", 1), (3, "everything", 2))
     in_memory: dict[Any, list[float]] = {}
     for stage, tiers, micros in cases:
-        # weights on disk go over gloo, and bits are compared within one transport; over stages as [Note: Bit identity] says
+        # weights on disk use gloo, and bits are equal within one transport; for stages see [Note: Bit identity]
         transport = "gloo" if dist.get_world_size() > 1 and tiers != "optimizer" else "auto"
         kind = (micros, transport, micros > 1 and stage >= 2)
         if kind not in in_memory:
@@ -103,8 +103,8 @@ def test_disk_equals_memory_bit_for_bit(dtype: str, tmp_path: Path) -> None:
 
 
 @distributed(world_size=2, timeout=60)
-def test_checkpoints_do_not_know_tiers(tmp_path: Path) -> None:
-    """Saved from disk and loaded into memory, and the other way round: both go on as if nothing had happened."""
+def test_checkpoints_are_independent_of_tiers(tmp_path: Path) -> None:
+    """Saved from disk and loaded into memory, and vice versa: training continues unchanged."""
     saved = make(tmp_path, 3, dtype="bf16")
     train(saved)
     saved.save_checkpoint(str(tmp_path / "a"))
@@ -122,7 +122,7 @@ def test_checkpoints_do_not_know_tiers(tmp_path: Path) -> None:
     back.destroy()
 
 
-# What a script may do between a backward and its step, where an update that is made ahead has begun already
+# Actions of a script between a backward and its step, after an early update has started
 def _nothing(engine: Any, i: int) -> None:
     pass
 
@@ -152,7 +152,7 @@ def _again(engine: Any, i: int) -> None:
 
 
 def _look(engine: Any, i: int) -> None:
-    before = int(toy.checksum(engine))  # of weights that are in force
+    before = int(toy.checksum(engine))  # with current weights
     engine(toy.tokens(engine.rank, i, 9)).detach()
     assert int(toy.checksum(engine)) == before
 
@@ -161,7 +161,7 @@ MEDDLING = (_nothing, _new_rate, _new_gradient, _new_state, _second_backward, _a
 
 
 def test_the_forward_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A unit is being read while the one before it computes, as soon as its update is done."""
+    """A unit is prefetched while the previous one computes, as soon as its update is done."""
     engine = make(tmp_path, 3, dtype="bf16")
     for i in range(2):  # the first forward learns the order
         toy.step(engine, toy.tokens(0, i))
@@ -170,7 +170,7 @@ def test_the_forward_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert time.monotonic() < deadline
         time.sleep(1e-3)
     assert any(unit.updating for unit in probe.units(engine)), "nobody has waited for the updates"
-    read: dict[int, bool] = {}  # unit -> whether it was begun before its turn
+    read: dict[int, bool] = {}  # unit -> whether it started before its turn
     owner: Any = probe.owner_of("gather")
     gather = owner.gather
     monkeypatch.setattr(owner, "gather", lambda unit: (read.setdefault(unit.index, probe.View(unit).is_arriving), gather(unit))[1])
@@ -186,8 +186,8 @@ def chunks(engine: Any) -> int:
 
 @distributed(world_size=(1, 2), timeout=120)
 def test_slipstream_update_ahead(tmp_path: Path) -> None:
-    """An update that begins in the backward is the one that is made after the verdict, whatever happens in between; one that
-    was wrong, because gradients are clipped after all, is not seen."""
+    """An update that starts during the backward equals the one after the verdict, whatever happens in between; one that was
+    invalid, because gradients are clipped, is discarded."""
     ends = {}
     cases = (("memory", False, False), ("optimizer", False, False), ("optimizer", True, True), ("everything", True, False))
     for tiers, ahead, in_time in cases:
@@ -229,7 +229,7 @@ def test_slipstream_update_ahead(tmp_path: Path) -> None:
 
 
 def test_offload_optimizer_device(tmp_path: Path) -> None:
-    """On disk masters and moments take no memory, and nothing is left in the folder."""
+    """On disk, masters and moments use no memory, and the folder stays empty."""
     engine = make(tmp_path, 2, dtype="bf16")
     train(engine, 1)
     stores = [store for unit in probe.units(engine) for store in (unit.master, *probe.stores(engine, unit).values())]
@@ -259,7 +259,7 @@ def test_offload_optimizer_ratio(tmp_path: Path) -> None:
 
 
 def slots(folder: Path, count: int, numel: int) -> list[int]:
-    """Bytes of each buffer that chunks pass through."""
+    """Bytes of each buffer of the ring."""
     offload = {"device": "nvme", "nvme_path": str(folder), "buffer_count": count}
     engine = make(folder, 1, dtype="bf16", zero_optimization={"sub_group_size": numel, "offload_optimizer": offload})
     train(engine, 1)
@@ -277,7 +277,7 @@ def test_sub_group_size(tmp_path: Path) -> None:
 
 
 def test_slipstream_optimizer_states(tmp_path: Path) -> None:
-    """Moments in 8 bits: a quarter of the bytes, the same on disk as in memory at every stage, and nearly the same losses."""
+    """8-bit moments: a quarter of the bytes, equal on disk and in memory at every stage, and nearly the same losses."""
     found: dict[str, list[float]] = {}
     states = {}
     for name, where, stage, kept in (
@@ -298,7 +298,7 @@ def test_slipstream_optimizer_states(tmp_path: Path) -> None:
 
 
 def test_slipstream_stochastic_rounding(tmp_path: Path) -> None:
-    """bf16 weights without masters that move on average as fp32 ones do; the same wherever they rest."""
+    """bf16 weights without masters, which move on average like fp32 ones; equal on every tier."""
     found = {}
     for name, where, stage, options in (
         ("masters", None, 1, {}),
@@ -315,14 +315,14 @@ def test_slipstream_stochastic_rounding(tmp_path: Path) -> None:
 
 
 def resident(memory: torch.Tensor) -> int:
-    """Pages of it that the kernel holds: mincore(2)."""
+    """Resident pages of the tensor, by mincore(2)."""
     pages = (ctypes.c_ubyte * (memory.nbytes // mmap.PAGESIZE))()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), pages) == 0
     return sum(page & 1 for page in pages)
 
 
 def test_offload_param_device(tmp_path: Path) -> None:
-    """Weights are in memory while their block computes, and not else."""
+    """Weights are in memory only while their block computes."""
     engine = make(tmp_path, 3, "weights")
     blocks = [unit for unit in probe.units(engine) if unit.block is not None]
     seen = []
@@ -338,7 +338,7 @@ def test_offload_param_device(tmp_path: Path) -> None:
 
 @distributed(world_size=2)
 def test_an_engine_for_inference_offloads_at_every_stage(tmp_path: Path) -> None:
-    """Below stage 3 each rank has all weights, in its own file, and computes without the others."""
+    """Below stage 3 each rank has all weights in its own file and computes without the others."""
     plain = model()
     for stage in range(4):
         block = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
@@ -358,7 +358,7 @@ def test_an_engine_for_inference_offloads_at_every_stage(tmp_path: Path) -> None
     whole.destroy()
 
 
-def test_weights_that_stay_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_stay_in_memory_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for given, told in (({}, True), ({"max_in_cpu": 0}, False), ({"max_in_cpu": 10**9}, False)):
         caplog.clear()
         block = {"device": "nvme", "nvme_path": str(tmp_path), **given}
@@ -368,8 +368,8 @@ def test_weights_that_stay_are_told(tmp_path: Path, caplog: pytest.LogCaptureFix
         engine.destroy()
 
 
-def test_gradients_of_what_is_unfrozen(tmp_path: Path) -> None:
-    """Gradients on disk pass through memory that grows with the longest unit."""
+def test_gradients_of_unfrozen_parameters(tmp_path: Path) -> None:
+    """Gradients on disk pass through a buffer as large as the longest unit."""
     for some, tiers in ((True, "everything"), (False, "optimizer")):
         ends = []
         for folder in (None, tmp_path):
@@ -413,7 +413,7 @@ def test_aio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cpu_offload() -> None:
-    """The older names of device "cpu": on a GPU the states leave it. (On a CPU they are there already, which is said.)"""
+    """The older names of device "cpu", which offloads states from a GPU. (On a CPU this is a no-op, which is logged.)"""
     facts = ModelFacts(device_type="cuda", supports_bf16=True)
     for key, found in (("cpu_offload", lambda tiers: tiers.optim), ("cpu_offload_param", lambda tiers: tiers.weights)):
         raw = toy.settings(3, zero_optimization={key: True})
@@ -423,7 +423,7 @@ def test_cpu_offload() -> None:
 
 
 def cut(engine: Any) -> None:
-    """Rank 1's file ends before its first byte."""
+    """Truncate rank 1's file to zero bytes."""
     if engine.rank == 1:
         _, _, (_, file, *_), _ = probe.homes(engine).spaces.optim.disks[0]._closing.peek()
         os.ftruncate(file, 0)
@@ -444,7 +444,7 @@ def _gather(engine: Any, whole: Any) -> None:
 
 @distributed(world_size=2, timeout=60)
 def test_weights_of_a_failed_update_are_not_handed_out(tmp_path: Path) -> None:
-    """The failure is behind `step`, which has returned. Destroying always works."""
+    """The failure occurs after `step` has returned. destroy() always works."""
     for look in (_read, _load, _gather, None):
         engine = make(tmp_path, 3, "optimizer", dtype="bf16")
         whole = engine.state_dict()
@@ -462,8 +462,8 @@ def test_weights_of_a_failed_update_are_not_handed_out(tmp_path: Path) -> None:
 
 @distributed(world_size=2, timeout=60)
 def test_a_disk_that_fails_in_mid_step(tmp_path: Path) -> None:
-    """Rank 1's file is cut before a step, a forward or a backward: both ranks raise the same error and refuse to step and save;
-    the last checkpoint is whole."""
+    """Rank 1's file is truncated before a step, a forward or a backward: both raise the same error and refuse to step and save;
+    the last checkpoint is complete."""
     for stage, tiers, micros in ((1, "optimizer", 1), (3, "optimizer", 1), (3, "everything", 1), (3, "everything", 2)):
         engine = make(tmp_path, stage, tiers, dtype="bf16", gradient_accumulation_steps=micros)
         train(engine, 1, micros)
@@ -513,7 +513,7 @@ def test_masters_on_disk_need_a_kernel(tmp_path: Path) -> None:
 
 @distributed(world_size=2, timeout=60)
 def test_whole_parameters_stream_whole(tmp_path: Path) -> None:
-    """LAMB takes their norms: no chunk cuts them, however short chunks are to be."""
+    """LAMB needs their norms: no chunk cuts them, however small the configured chunks."""
     lamb = {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}}
     found = set()
     for where, stage, tiers in ((None, 0, ""), (tmp_path, 1, "optimizer"), (tmp_path, 3, "everything")):
@@ -528,7 +528,7 @@ def test_whole_parameters_stream_whole(tmp_path: Path) -> None:
 
 @distributed(world_size=2, timeout=60)
 def test_a_folder_that_one_rank_lacks(tmp_path: Path) -> None:
-    """Of two; nobody waits for the other, and all say what it was."""
+    """One of two ranks; neither waits for the other, and both raise the reason."""
     own = tmp_path / f"rank{dist.get_rank()}"
     if dist.get_rank() == 0:
         own.mkdir()
@@ -551,8 +551,8 @@ def test_a_disk_is_introduced_beside_what_a_step_needs(tmp_path: Path, caplog: p
     assert re.search(r"GB/s written at once; a step of one micro-batch reads 0.01 GB and writes 0.01 GB: \d+\.\d\d s", caplog.text)
 
 
-def test_neighbours_share_a_disk() -> None:
-    """All ranks' files of a host are added up by disk, whatever the folders."""
+def test_ranks_of_a_host_share_a_disk() -> None:
+    """The files of all ranks of a host are summed by disk, whatever their folders."""
     ask = Ask("a", 1, "/x", 100, 40, 80, 0, 0)
     others = [ask._replace(folder="/y"), ask._replace(host="b"), ask._replace(device=2)]
     assert not too_much([ask, *others], lambda ask: ask.nbytes)

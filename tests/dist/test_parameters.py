@@ -1,4 +1,4 @@
-"""What scripts do with parameters besides training them: averages, penalties, parametrisations; in every stage and tier."""
+"""Other uses of parameters in scripts: averages, penalties, parametrizations; in every stage and tier."""
 
 import copy
 from pathlib import Path
@@ -19,14 +19,14 @@ ON_DISK = {"offload_param": {"device": "nvme", "max_in_cpu": 0}, "offload_optimi
 
 
 def plans(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Every stage in memory, and the last on disk."""
+    """Every stage in memory, and stage 3 on disk."""
     disk = {name: block | {"nvme_path": str(folder)} for name, block in ON_DISK.items()}
     return [*((stage, {}) for stage in STAGES), (3, {"zero_optimization": disk})]
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_an_average_is_kept_and_swapped_in(transport: str, tmp_path: Path) -> None:
-    """By name, a parameter at a time; and torch's own AveragedModel."""
+    """By name, one parameter at a time, and with torch's AveragedModel."""
     for stage, blocks in plans(tmp_path) if transport == "shared" else ((3, {}),):
         auto = "auto" if blocks else transport
         model = toy.seeded(toy.Lm)
@@ -62,7 +62,7 @@ def penalty(params: Any) -> Tensor:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_norms_of_weights_in_the_loss(transport: str) -> None:
-    """Inside `gathered`, with the backward inside or after it; the gradients are those of plain torch."""
+    """Inside `gathered`, with the backward inside or after it; gradients equal plain torch's."""
     twin = toy.seeded(toy.Lm)
     (sum(twin(toy.tokens(rank, 0)) / 2 for rank in range(2)) + 0.1 * penalty(twin.parameters())).backward()
     for stage in cases.stages(transport):

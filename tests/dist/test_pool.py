@@ -1,4 +1,4 @@
-"""The pool itself: what passes, how each failure is shown, and that none of it reaches the next test."""
+"""The pool itself: passing tests, the report of each kind of failure, and isolation of the next test."""
 
 import ctypes
 import functools
@@ -24,7 +24,7 @@ from tests.ranks import SpawnRanks
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-# ---- what passes
+# ---- passing tests
 
 
 @distributed(world_size=(1, 2, 4), transports=("shared", "gloo"))
@@ -74,7 +74,7 @@ def test_a_skip_reaches_pytest() -> None:
         run(2, skip_on_rank_1)
 
 
-# ---- what fails
+# ---- failures
 
 
 def pids() -> int:
@@ -267,7 +267,7 @@ def raise_in_a_thread() -> None:
         (raise_in_a_thread, "RuntimeError: in a thread"),
     ],
 )
-def test_what_a_test_leaves_behind_is_its_failure(function: Callable[[], None], message: str) -> None:
+def test_leaks_fail_the_test(function: Callable[[], None], message: str) -> None:
     with pytest.raises(RankError, match=re.escape(message)):
         run(2, function)
     assert len(run(2, pids)) == 2
@@ -285,7 +285,7 @@ def test_wrong_use_is_refused() -> None:
         distributed(transports=("gloo",))(pids)
 
 
-# ---- what it costs
+# ---- costs
 
 
 def nothing() -> None:
@@ -299,7 +299,7 @@ def repeat(own: Pool, world: int) -> None:
 
 @pytest.mark.alone
 def test_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds far above what is measured; -s shows the figures."""
+    """Bounds far above the measured costs; -s shows the figures."""
     figures: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[], object]) -> None:
@@ -311,7 +311,7 @@ def test_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         timed("start, then a test at world 2", lambda: own.run(2, nothing, (), {}, 60))
         for world in (2, 4):
-            own.run(world, nothing, (), {}, 60)  # its workers are there
+            own.run(world, nothing, (), {}, 60)  # its workers exist
             timed(f"5 tests at world {world}", functools.partial(repeat, own, world))
         own.kill()
         timed("workers replaced, then a test at world 2", lambda: own.run(2, nothing, (), {}, 60))

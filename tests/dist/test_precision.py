@@ -1,4 +1,4 @@
-"""fp32, bf16, fp16 and autocast as the engine computes them: overflows, loss scales, dtypes of every state."""
+"""fp32, bf16, fp16 and autocast: overflows, loss scales, dtypes of every state."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ def dynamic(**options: Any) -> dict[str, Any]:
 
 
 def spoiled_step(engine: Any, by: float, rank: int = 1, name: str = "blocks.1.up.weight") -> None:
-    """A step in which one rank's gradient of one parameter is multiplied by `by`."""
+    """A step with one rank's gradient of one parameter multiplied by `by`."""
     engine.watch.phase = "test"
     param = engine.module.get_parameter(name)
     handle = param.register_hook(lambda grad: grad * by if engine.rank == rank else grad)
@@ -154,7 +154,7 @@ def loss_of(out: Any) -> Tensor:
 
 @distributed(world_size=2)
 def test_gradients_do_not_depend_on_the_scale() -> None:
-    """Also with a loss so large that a scale applied in fp16 would be infinite."""
+    """Also with a loss so large that scaling it in fp16 would overflow."""
     for stage in (1, 3):
         norms, inputs = [], []
         for scale in (1.0, 2.0**15):
@@ -214,7 +214,7 @@ def test_outputs_of_any_class_carry_the_scale() -> None:
 @distributed(world_size=2)
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_every_kind_of_output_is_scaled(kind: str) -> None:
-    """Its tensors come out in fp32, its own type and everything else as it was; gradients are those of a plain model."""
+    """Its tensors are returned in fp32, its type and other contents unchanged; gradients equal a plain model's."""
     names = ("inp.weight", "blocks.0.up.weight", "out.bias")
     plain = OUTPUTS[kind](toy.seeded(toy.Net)).half()
     for rank in range(2):
@@ -234,7 +234,7 @@ def test_every_kind_of_output_is_scaled(kind: str) -> None:
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_a_gan_of_two_engines_in_fp16(transport: str) -> None:
-    """The generator's gradient goes through the discriminator's engine; their scales differ."""
+    """The generator's gradient passes through the discriminator's engine, with another loss scale."""
 
     def run(scale_g: float, scale_d: float) -> list[Tensor]:
         engines = [
@@ -277,7 +277,7 @@ def test_scale_is_for_losses_beside_the_outputs() -> None:
 
 
 class Dtypes(nn.Module):
-    """Remembers in which dtypes it computed."""
+    """Records the dtypes of its computations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,7 +359,7 @@ CASES: dict[str, tuple[dict[str, Any], Shown]] = {
 @pytest.mark.parametrize("name", CASES)
 @distributed(world_size=2)
 def test_states_are_kept_as_the_config_says(name: str) -> None:
-    """The dtypes, that training works in them, and that stages agree."""
+    """Checks the dtypes, training in them, and equality of the stages."""
     config, expected = CASES[name]
     sums = set()
     for stage in STAGES:

@@ -1,4 +1,4 @@
-"""The example, as `make train` starts it: two processes on a little text, and on from its checkpoint at another stage."""
+"""The example, as `make train` starts it: two processes train on a small text and resume at another stage."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def figure(pattern: str, text: str) -> float:
 
 
 @pytest.mark.slow
-def test_the_example_trains_saves_and_goes_on_at_another_stage(
+def test_the_example_trains_saves_and_resumes_at_another_stage(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'slipstream[examples]'")
     matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'slipstream[examples]'")
-    monkeypatch.setenv("MPLCONFIGDIR", matplotlib.get_cachedir())  # the launcher's HOME is empty, and fonts take seconds
+    monkeypatch.setenv("MPLCONFIGDIR", matplotlib.get_cachedir())  # HOME is empty: building the font cache takes seconds
     shutil.copytree(Path(sysconfig.get_paths()["stdlib"], "json"), tmp_path / "text")
     arguments = ["--data", tmp_path / "text", "--out", tmp_path / "out", "--prompt", "import json", "--new-tokens", "3"]
     command = ["--nproc", "2", str(EXAMPLE / "train.py"), *map(str, arguments), "--glance-every", "4"]

@@ -23,7 +23,7 @@ from tests.pool import distributed, run
 
 
 def content(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a folder, found as its index says."""
+    """Every tensor of a folder, read according to its index."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return load_file(folder / "model.safetensors")
@@ -50,7 +50,7 @@ def test_every_stage_writes_the_same_folder(world_size: int, transport: str, tmp
             assert found.keys() == wide.keys() == expected.keys()
             assert all(found[name].dtype is value.dtype and found[name].equal(value) for name, value in expected.items())
             assert all(wide[name].equal(value) for name, value in masters.items())
-        # Again, into the same folder, with fewer files, and of what is trained alone
+        # Again, into the same folder, with fewer files and trainable parameters only
         engine.save_pretrained(str(folder), only_trainable=True)
         if dist.get_rank() == 0:
             trained = {name for name, param in engine.module.named_parameters() if param.requires_grad}
@@ -61,8 +61,8 @@ def test_every_stage_writes_the_same_folder(world_size: int, transport: str, tmp
 
 
 @distributed(world_size=2)
-def test_a_folder_that_is_there_may_be_a_file_system_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is made beside it or renamed into it; a killed save's leftovers go, other folders with such names stay."""
+def test_an_existing_folder_may_be_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is a mount point: nothing is created next to it or renamed into it. Leftovers of a killed save are removed."""
     engine = toy.make(toy.seeded(toy.Lm), 3)
     there, link = tmp_path / "there", tmp_path / "link"
     if dist.get_rank() == 0:
@@ -94,7 +94,7 @@ def test_a_folder_that_is_there_may_be_a_file_system_of_its_own(tmp_path: Path, 
 def test_a_config_of_another_architecture_comes_with_its_weights(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one step where the folder can be exchanged; other files, folders and the mode stay, wherever it is."""
+    """Atomically if the folder can be exchanged. Other files, folders and the mode are kept everywhere."""
     folder = tmp_path / "there"
     folder.mkdir(mode=0o750)
     target = folder
@@ -162,7 +162,7 @@ def save_mixtures(folder: Path) -> None:
 
 
 def test_transformers_loads_experts_that_are_one_tensor(tmp_path: Path) -> None:
-    """Its own form in memory, whereas its own folders have a tensor for each expert."""
+    """transformers' form in memory; its folders have a tensor for each expert."""
     transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'slipstream[hf]'")
     run(2, save_mixtures, tmp_path, timeout=120)
     ids = torch.arange(24).view(2, 12)
@@ -190,8 +190,8 @@ def adapted_llama(tied: bool = False, **lora: Any) -> Any:
 
 
 def save_adapted(folder: Path) -> dict[str, torch.Tensor]:
-    """At stages 0 and 3; returns the logits of what was trained."""
-    warnings.simplefilter("ignore")  # of peft's, and of what it finds installed
+    """Save at stages 0 and 3; return the logits of the trained model."""
+    warnings.simplefilter("ignore")  # from peft and the packages that it finds
     import peft
 
     ids, said = torch.arange(48).view(4, 12), {}
@@ -232,7 +232,7 @@ def save_adapted(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_adapters_are_saved_merged_or_as_peft_s_own_folder(tmp_path: Path) -> None:
-    """Both load, with the outputs of what was trained; offline, where nothing merges, they are refused."""
+    """Both load with the trained model's outputs. Offline conversion cannot merge and refuses them."""
     transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'slipstream[hf]'")
     peft: Any = pytest.importorskip("peft", reason="peft is not installed: make test-clients does")
     ids = torch.arange(48).view(4, 12)
@@ -267,7 +267,7 @@ def test_codes_of_quantized_weights_are_not_converted(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_a_failure_on_one_rank_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_one_rank_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = toy.make(toy.seeded(toy.Lm), 3)
 
     def fail(*_: Any) -> Any:
@@ -288,7 +288,7 @@ def test_a_failure_on_one_rank_leaves_nothing(tmp_path: Path, monkeypatch: pytes
 
 @distributed(world_size=1)
 def test_conversions_keep_everything(tmp_path: Path) -> None:
-    """DeepSpeed's -> ours -> DeepSpeed's universal -> ours, and each -> Hugging Face, offline."""
+    """Offline: DeepSpeed's -> ours -> DeepSpeed's universal -> ours, and each -> Hugging Face."""
     with tarfile.open(ds.ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     for case in (ds.CASES[3], ds.CASES[4]):
@@ -312,7 +312,7 @@ def test_conversions_keep_everything(tmp_path: Path) -> None:
 
 @distributed(world_size=1)
 def test_a_hugging_face_folder_becomes_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which loads at any stage, and goes back bit for bit; from where one stands, too."""
+    """It loads at any stage and converts back bit for bit, also from the current folder."""
     engine = toy.make(toy.seeded(toy.Lm), 0)
     engine.save_pretrained(str(tmp_path / "hf"), max_shard_size="2KB")
     expected = engine.state_dict()
@@ -325,7 +325,7 @@ def test_a_hugging_face_folder_becomes_a_checkpoint(tmp_path: Path, monkeypatch:
     assert all(state[name].equal(value) for name, value in expected.items()) and engine.global_steps == 0
     engine.destroy()
     monkeypatch.chdir(tmp_path / "ours" / "hf")
-    like = {"config.json": b"{}", "tokenizer.model": b"\n\x0e\xff\xfe", "notes.txt": b""}  # sentencepiece's is no text
+    like = {"config.json": b"{}", "tokenizer.model": b"\n\x0e\xff\xfe", "notes.txt": b""}  # sentencepiece's is binary
     (tmp_path / "like").mkdir()
     for name, held in like.items():
         (tmp_path / "like" / name).write_bytes(held)
@@ -345,7 +345,7 @@ def test_a_hugging_face_folder_becomes_a_checkpoint(tmp_path: Path, monkeypatch:
 
 @distributed(world_size=1)
 def test_weights_beside_a_checkpoint_do_not_hide_it(tmp_path: Path) -> None:
-    """A Trainer's folder: `latest`, DeepSpeed's files, and the weights in 16 bits."""
+    """A Trainer's folder: `latest`, DeepSpeed's files, and 16-bit weights."""
     with tarfile.open(ds.ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     case = ds.CASES[3]

@@ -1,4 +1,4 @@
-"""A quantized, frozen base with adapters on top: the same numbers in every stage, in bytes everywhere."""
+"""A quantized, frozen base with adapters: bit-identical in every stage, and stored, sent and saved as bytes."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ STAGES = (0, 1, 2, 3)
 
 
 class Lora(nn.Module):
-    """A base layer that is not trained, plus the product of two thin matrices that are."""
+    """A frozen base layer plus the product of two trained thin matrices."""
 
     def __init__(self, base: nn.Module, rank: int = 4) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def with_lora(model: Any) -> Any:
 
 
 def lora_lm(bits: int = 4, *, dim: int = 32, block: int = 16, seed: int = 0) -> Any:
-    """An `Lm` of which only adapters are trained."""
+    """An `Lm` with only its adapters trained."""
     model = toy.seeded(lambda: toy.Lm(dim=dim), seed).requires_grad_(False)
     return with_lora(slipstream.quantize(model, bits=bits, block=block, skip=("head",)))
 
@@ -84,11 +84,11 @@ def test_losses_are_the_same_bits_in_every_stage(bits: int, transport: str, tmp_
         optimizer=lambda masters: torch.optim.AdamW(masters.values(), lr=1e-2),
     ).losses[:, 0, dist.get_rank()]
     assert losses["stage 0"][0] == alone[0] and len(alone.unique()) == 3
-    torch.testing.assert_close(losses["stage 0"], alone, rtol=0, atol=2e-3)  # torch's AdamW rounds otherwise
+    torch.testing.assert_close(losses["stage 0"], alone, rtol=0, atol=2e-3)  # torch's AdamW rounds differently
 
 
 class Scaled(torch.Tensor):
-    """Codes and a scale for each row behind the face of a float matrix: what torchao's tensors are."""
+    """A wrapper subclass like torchao's tensors: codes and a scale per row, presented as a float matrix."""
 
     codes: Tensor
     scale: Tensor
@@ -122,7 +122,7 @@ class Scaled(torch.Tensor):
 
 
 def wrapped_lm() -> Any:
-    """An `Lm` with weights of `Scaled` under adapters."""
+    """An `Lm` with `Scaled` weights under adapters."""
     model = toy.seeded(lambda: toy.Lm(dim=32))
     model.requires_grad_(False)
     for block in model.blocks:
@@ -157,14 +157,14 @@ def test_wrapper_subclasses_are_sharded_by_their_inner_tensors(transport: str) -
 
 @distributed(world_size=2)
 def test_consolidated_states_hold_wrapper_subclasses() -> None:
-    """Under all their names, whole, and without what they stand on where frozen ones are left out."""
+    """Under all their names, complete, and without the base if frozen parameters are excluded."""
     model = wrapped_lm()
     model.blocks[2].up.base = model.blocks[1].up.base
     engine = toy.make(model, 3, "gloo", dtype="bf16")
     train(engine, 1)
     expected, found = engine.state_dict(), consolidated(engine)
     some = consolidated(engine, exclude_frozen=True)
-    train(engine, 1)  # what was shown for it is gone again
+    train(engine, 1)  # the gathered copy is freed
     assert (found is None) == (some is None) == (engine.rank > 0)
     if found is not None and some is not None:
         assert list(found) == list(expected)
@@ -182,8 +182,8 @@ def test_consolidated_states_hold_wrapper_subclasses() -> None:
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_bytes_at_rest_on_the_wire_and_of_the_optimizer(bits: int) -> None:
-    """Stage 3: half the bytes on each rank, gathered twice a step; only adapters have gradients and states."""
+def test_bytes_in_storage_on_the_wire_and_of_the_optimizer(bits: int) -> None:
+    """Stage 3: half the bytes on each rank, gathered twice per step; only adapters have gradients and states."""
     blocks, numel = 3, 2 * 64 * 128
     packed = {4: 17, 8: 33}[bits] * numel // 32  # 0.53125 or 1.03125 bytes a parameter
     with wire(pytest.MonkeyPatch()) as sent:
@@ -232,7 +232,7 @@ def test_bytes_are_saved_and_loaded_at_other_worlds_and_stages(tmp_path: Path) -
     assert run(4, load_elsewhere, tmp_path, 3, 2)[0][0] == expected
 
 
-def test_adapters_alone_are_saved_and_laid_on_the_base(tmp_path: Path) -> None:
+def test_adapters_alone_are_saved_and_loaded_onto_the_base(tmp_path: Path) -> None:
     (expected, _), *_ = run(2, save_somewhere, tmp_path, "adapters")
     names = checkpoint.load_metadata(str(tmp_path), "x").tensors
     assert names and all(name.endswith((".a.weight", ".b.weight")) for name in names), names
@@ -242,7 +242,7 @@ def test_adapters_alone_are_saved_and_laid_on_the_base(tmp_path: Path) -> None:
 
 @distributed(world_size=2)
 def test_files_are_quantized_as_they_are_read(tmp_path: Path) -> None:
-    """No rank holds the weights as numbers, nor the bytes of others; they are those of `quantize` in memory."""
+    """No rank holds float weights or the bytes of other ranks. The bytes equal those of `quantize` in memory."""
     from safetensors.torch import save_file
 
     source = toy.seeded(toy.Lm).bfloat16()
@@ -273,7 +273,7 @@ def test_a_layer_of_two_parents_is_the_same_in_both() -> None:
 
 
 @distributed(world_size=1)
-def test_what_cannot_work_is_said() -> None:
+def test_unsupported_uses_raise() -> None:
     model = lora_lm()
     with pytest.raises(ValueError, match=r"no nn\.Linear of Lm is left to quantize"):
         slipstream.quantize(toy.Lm(), skip=("*",))
@@ -301,7 +301,7 @@ def test_what_cannot_work_is_said() -> None:
 @distributed(world_size=(2, 4), transports=("gloo",))
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_hugging_face_folder_holds_the_numbers(bits: int, world_size: int, transport: str, tmp_path: Path) -> None:
-    """Of every row, whichever rank's range cuts it; adapters and the rest as they are."""
+    """The dequantized values of every row, even if a rank's range cuts it; adapters and other parameters unchanged."""
     from safetensors.torch import load_file
 
     for name, zero in OFFLOADS.items():
@@ -351,7 +351,7 @@ def test_another_library_s_codes_are_in_no_folder(tmp_path: Path) -> None:
 
 
 def bare_lm(kind: str) -> tuple[Any, Any]:
-    """An `Lm` of which `up` and `down` are quantized, or (late) are not yet, and what puts adapters onto it."""
+    """An `Lm` with `up` and `down` quantized (if late, not yet), and the function that adds adapters to it."""
     model = toy.seeded(lambda: toy.Lm(dim=32)).requires_grad_(False)
     if kind == "wrapped":
         for block in model.blocks:
@@ -378,7 +378,7 @@ def bare_lm(kind: str) -> tuple[Any, Any]:
 @distributed(world_size=2, transports=("shared", "gloo"))
 @pytest.mark.parametrize("kind", ["wrapped", "ours", "late"])
 def test_adapters_are_added_to_a_quantized_base_by_surgery(kind: str, transport: str) -> None:
-    """The same bits as when they were there at initialize, in every stage; codes stay where they were, and stay codes."""
+    """Bit-identical to adapters that exist at initialize, in every stage; codes stay in place and stay codes."""
     losses = []
     for stage in cases.stages(transport):
         for added in (True, False):
@@ -387,7 +387,7 @@ def test_adapters_are_added_to_a_quantized_base_by_surgery(kind: str, transport:
                 adapt()
             engine = toy.make(model, stage, transport, dtype="fp32" if kind == "late" else "bf16")
             if added:
-                toy.step(engine, toy.tokens(engine.rank, 9))  # trains the head, which is put back
+                toy.step(engine, toy.tokens(engine.rank, 9))  # trains the head, which is reset here
                 codes = [unit for unit in probe.units(engine) if not unit.full.is_floating_point()]
                 with engine.surgery():
                     model.head.load_state_dict(toy.seeded(lambda: toy.Lm(dim=32)).head.state_dict())
@@ -409,7 +409,7 @@ def test_a_quantized_weight_that_is_unfrozen_is_named() -> None:
         weight = engine.module.blocks[1].down.base.weight
         weight.requires_grad_(True)
         with torch.no_grad():
-            engine(toy.tokens(engine.rank, 0))  # asks for no gradient
+            engine(toy.tokens(engine.rank, 0))  # requires no gradient
         for _ in range(2):
             with pytest.raises(ValueError, match=r"'blocks\.1\.down\.base\.weight' is quantized \(its parts: codes, scale\)"):
                 engine(toy.tokens(engine.rank, 0))

@@ -1,4 +1,4 @@
-"""`zero.Init` gives the values that the constructors wrote: those of the same model built in memory under the same seed."""
+"""`zero.Init` reproduces the values that constructors write: bit-identical to the model built in memory with the same seed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.pool import distributed
 
 
 class Written(nn.Module):
-    """Every way in which constructors in the wild give values."""
+    """All ways in which real constructors initialize values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Written(nn.Module):
             self.default.bias[2:4] = 7
             self.default.bias.mul_(3)
             nn.init.uniform_(self.zeroed.bias, generator=torch.Generator().manual_seed(5))
-        torch.manual_seed(11)  # in mid-way
+        torch.manual_seed(11)  # in the middle
         self.after = nn.Linear(8, 8)
         self.tied = nn.Linear(8, 9, bias=False)
         self.tied.weight = self.padded.weight
@@ -63,7 +63,7 @@ class Written(nn.Module):
 
 
 class NanoGpt(nn.Module):
-    """As nanoGPT initializes: by its own function over all modules, then scaled residual projections by name."""
+    """Initialized like nanoGPT: a function over all modules, then scaled residual projections by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,12 +123,12 @@ def test_as_built_in_memory(name: str) -> None:
     build = model_of(name)
     expected = values_in_memory(build)
     for stage in (0, 3):
-        torch.manual_seed(3 + 10 * dist.get_rank())  # the first rank's values count
+        torch.manual_seed(3 + 10 * dist.get_rank())  # rank 0's values are used
         with slipstream.zero.Init():
             model = build()
         assert all(param.is_meta for param in model.parameters())
         torch.manual_seed(99)
-        own = {"drawn"} if dist.get_rank() else set()  # a buffer is each rank's own
+        own = {"drawn"} if dist.get_rank() else set()  # buffers are local to each rank
         compare(toy.make(model, stage, "gloo"), {name: value for name, value in expected.items() if name not in own})
 
 
@@ -144,7 +144,7 @@ def test_under_deepspeeds_name(name: str) -> None:
 
 
 class Derived(nn.Module):
-    """Values that a constructor computes from parameters of children, which are complete by then, and writes through views."""
+    """The constructor computes values from its children's initialized parameters and writes them through views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,13 +156,13 @@ class Derived(nn.Module):
             self.third.weight[0].zero_()
             self.third.bias[2:][1] = 7.0
             self.first.bias.data = F.pad(self.first.bias.data, (0, 0))
-        if self.first.weight.abs().sum() > 0:  # of NaN it is not
+        if self.first.weight.abs().sum() > 0:  # NaN is not
             nn.init.ones_(self.second.bias)
 
 
 @distributed(world_size=2)
-def test_constructors_read_what_is_in_ranges() -> None:
-    """Under DeepSpeed's name a child's parameters are in ranges while its parent's constructor still runs."""
+def test_constructors_read_sharded_parameters() -> None:
+    """With DeepSpeed's zero.Init a child's parameters are already sharded while its parent's constructor runs."""
     expected = values_in_memory(Derived)
     torch.manual_seed(3)
     with deepspeed_zero.Init():
@@ -183,7 +183,7 @@ def test_the_tape_goes_with_the_last_parameter() -> None:
 
 
 @distributed(world_size=1)
-def test_what_is_lost_is_named() -> None:
+def test_lost_values_are_named() -> None:
     with slipstream.zero.Init():
         model = nn.Linear(4, 4)
     with torch.no_grad():

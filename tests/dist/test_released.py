@@ -1,4 +1,4 @@
-"""A released parameter: every operation on it raises by name, and none crashes the process or succeeds in silence."""
+"""A released parameter: every operation raises an error with its name; none crashes the process or succeeds silently."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 from tests.ranks import SpawnRanks
 
-# Each in one expression over `p`, a released parameter of shape (16, 8), and `t`, an ordinary tensor like it.
+# Expressions over `p`, a released parameter of shape (16, 8), and `t`, an ordinary tensor of the same shape.
 OPERATIONS = (
     "p + 1",
     "1 - p",
@@ -75,7 +75,7 @@ OPERATIONS = (
     "p.swapaxes(0, 1)",
 )
 
-# What needs no memory stays true.
+# Metadata, which needs no memory, stays available.
 FACTS = (
     "p.shape == (16, 8)",
     "p.size(0) == 16",
@@ -107,7 +107,7 @@ FACTS = (
     "not p.is_meta",
 )
 
-# What torch reads in C++ without asking the class: no name, but no crash, and nothing that looks like a weight.
+# Reads in C++ that bypass the class: no error with the name, but no crash and no plausible weights.
 UNASKED = (
     "torch.tensor(p)",
     "torch.Tensor(p)",

@@ -1,4 +1,4 @@
-"""`engine.sleep()`: memory goes, and training goes on from where it was, bit for bit."""
+"""`engine.sleep()` frees memory, and training resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.disk
 
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=60)
 def test_training_goes_on_bit_for_bit(transport: str, tmp_path: Path) -> None:
-    """Every stage, a native and a torch optimizer, between steps and in the middle of a window."""
+    """In every stage, with a native and a torch optimizer, between steps and in the middle of a window."""
     awake: dict[tuple[int, str], int] = {}  # stages 0 and 1, and 2 and 3, are the same bits ([Note: Bit identity])
     for stage, optimizer in ((0, "AdamW"), (1, "AdamW"), (2, "AdamW"), (3, "AdamW"), (1, "Adafactor"), (3, "Adafactor")):
         for naps in (False, True):
@@ -71,7 +71,7 @@ def test_without_optimizer_and_gradients_it_still_computes(tmp_path: Path) -> No
 
 @distributed(world_size=(1, 2), timeout=60)
 def test_weights_are_not_written_without_their_masters(tmp_path: Path) -> None:
-    """Reading goes on; what writes is told to wake the engine, and has written nothing."""
+    """Reads work; writes raise an error that says to wake the engine, and write nothing."""
     for stage in (1, 3):
         engine = toy.make(toy.seeded(toy.Lm), stage, dtype="bf16")
         toy.step(engine, toy.tokens(engine.rank, 0))
@@ -93,8 +93,8 @@ def test_weights_are_not_written_without_their_masters(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_one_that_sleeps_takes_no_other_with_it(tmp_path: Path) -> None:
-    """gathered() of two engines' parameters is refused where one sleeps, and the other trains on as if nothing had been."""
+def test_a_sleeping_engine_does_not_affect_another(tmp_path: Path) -> None:
+    """gathered() of two engines' parameters raises if one sleeps, and the other continues to train unaffected."""
     engines = [toy.make(toy.seeded(toy.Lm), 3) for _ in range(3)]
     *pair, sleeper = engines
     sleeper.sleep(["weights"], "disk", str(tmp_path))
@@ -108,8 +108,8 @@ def test_one_that_sleeps_takes_no_other_with_it(tmp_path: Path) -> None:
         engine.destroy()
 
 
-def test_what_is_in_host_memory_already_does_not_go_there() -> None:
-    """As with the optimizer of a GPU's engine that is offloaded to the host."""
+def test_states_in_host_memory_are_not_copied_there() -> None:
+    """Like the optimizer of a GPU's engine if it is offloaded to the host."""
     engine = toy.make(toy.seeded(toy.Lm), 2, dtype="bf16")
     toy.step(engine, toy.tokens(0, 0))
     before = int(toy.checksum(engine))
@@ -119,7 +119,7 @@ def test_what_is_in_host_memory_already_does_not_go_there() -> None:
     engine.destroy()
 
 
-def test_the_memory_that_gradients_pass_through_goes_too(tmp_path: Path) -> None:
+def test_the_gradient_buffers_are_freed_too(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     engine = toy.make(
         toy.seeded(toy.Lm),
@@ -137,8 +137,8 @@ def test_the_memory_that_gradients_pass_through_goes_too(tmp_path: Path) -> None
 
 
 @distributed(world_size=2, timeout=60)
-def test_a_disk_that_does_not_give_back(tmp_path: Path) -> None:
-    """All ranks wake and are told; the engine is broken, and can be destroyed."""
+def test_a_disk_that_fails_on_wake(tmp_path: Path) -> None:
+    """All ranks wake and raise; the engine is broken, but can be destroyed."""
     engine = toy.make(toy.seeded(toy.Lm), 1, dtype="bf16")
     engine.sleep(None, "disk", str(tmp_path))
     if engine.rank == 1:

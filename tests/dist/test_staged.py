@@ -1,4 +1,4 @@
-"""gloo for another device: what it moves goes through host memory. On CPU the way is the same, and can be forced."""
+"""gloo for other devices stages transfers in host memory. The path can be forced on CPU."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The model is changed between steps, and the engine goes on: `engine.surgery()` in every stage, tier and dtype."""
+"""Changing the model between steps with `engine.surgery()`, in every stage, tier and dtype."""
 
 import copy
 import warnings
@@ -44,7 +44,7 @@ def step(engine: Any, i: int) -> Tensor:
 
 
 def everything(engine: Any) -> dict[str, dict[str, Tensor]]:
-    """Weights, masters and states of each parameter."""
+    """Weights, masters and optimizer states of each parameter."""
     weights = engine.state_dict()
     names = [name for unit in probe.units(engine) for name in unit.names]
     return {name: {"weight": weights[name], **engine.optimizer_state(name)} for name in names}
@@ -73,11 +73,11 @@ def adapt(model: Any) -> None:
         block.up = Lora(block.up)
 
 
-# ---- what stays
+# ---- unchanged parts
 
 
 def rebuild_every_unit(engine: Any) -> None:
-    """A parameter more in each block and in the root, which nothing uses: all layouts change."""
+    """Add an unused parameter to each block and to the root, so that all layouts change."""
     torch.manual_seed(7)
     with engine.surgery():
         for module in (engine.module, *engine.module.blocks):
@@ -86,7 +86,7 @@ def rebuild_every_unit(engine: Any) -> None:
 
 @distributed(world_size=(1, 2))
 @pytest.mark.parametrize(("dtype", "over"), [("fp32", "shared"), ("bf16", "gloo"), ("fp16", "shared")])
-def test_what_stays_goes_on_bit_for_bit(dtype: str, over: str, world_size: int) -> None:
+def test_unchanged_parts_continue_bit_for_bit(dtype: str, over: str, world_size: int) -> None:
     for stage in STAGES if world_size > 1 else (0, 3):
         found = []
         for operated in (False, True):
@@ -107,7 +107,7 @@ def test_what_stays_goes_on_bit_for_bit(dtype: str, over: str, world_size: int) 
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("tier", [name for name in TIERS if name != "memory"])
-def test_what_stays_goes_on_in_every_tier(tier: str, tmp_path: Path) -> None:
+def test_unchanged_parts_continue_in_every_tier(tier: str, tmp_path: Path) -> None:
     found = []
     for operated in (False, True):
         engine = make(toy.seeded(toy.Lm), 3, tmp_path, tier, dtype="bf16")
@@ -138,12 +138,12 @@ def test_units_that_did_not_change_are_not_touched() -> None:
         engine.destroy()
 
 
-# ---- what comes and goes
+# ---- added and removed parts
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_lora_is_added_after_initialize(transport: str) -> None:
-    """Against an engine that is made of the adapted model: the same losses and weights, and no states of the base."""
+    """Against an engine of the adapted model: equal losses and weights, and no states for the base."""
     for stage in cases.stages(transport):
         losses = []
         for late in (True, False):
@@ -167,7 +167,7 @@ def test_lora_is_added_after_initialize(transport: str) -> None:
 
 
 @distributed(world_size=2)
-def test_what_is_removed_is_an_ordinary_module() -> None:
+def test_removed_parts_are_ordinary_modules() -> None:
     for stage in STAGES:
         engine = toy.make(toy.seeded(toy.Lm), stage)
         step(engine, 0)
@@ -183,7 +183,7 @@ def test_what_is_removed_is_an_ordinary_module() -> None:
         assert held == {id(param) for param in engine.module.parameters()}
         step(engine, 1)
         with engine.surgery():
-            engine.module.blocks.append(block)  # it comes back as what it is
+            engine.module.blocks.append(block)  # it keeps its own class
         assert engine.state_dict()["blocks.2.up.weight"].equal(expected["blocks.2.up.weight"])
         assert not engine.optimizer_state("blocks.2.up.weight")["exp_avg"].any(), "with fresh states"
         step(engine, 2)
@@ -222,8 +222,8 @@ def test_a_resized_embedding_keeps_the_moments_of_its_rows(transport: str) -> No
 
 
 @distributed(world_size=2)
-def test_a_parameter_that_was_replaced_by_itself_goes_on() -> None:
-    """`new.data[:n] = old.data[:n]` in a new module, as transformers resizes a head. Another's values are another parameter."""
+def test_a_parameter_that_was_replaced_by_itself_continues() -> None:
+    """`new.data[:n] = old.data[:n]` in a new module, as transformers resizes a head. Other values make it another parameter."""
     for stage in STAGES:
         engine = toy.make(toy.seeded(toy.Lm), stage)
         step(engine, 0)
@@ -250,8 +250,8 @@ def test_values_are_the_first_ranks() -> None:
         torch.manual_seed(engine.rank)
         with engine.surgery(), torch.no_grad():
             engine.module.extra = nn.Linear(3, 3)
-            engine.module.head.weight[0].fill_(engine.rank)  # a unit that is built anew
-            engine.module.blocks[1].up.bias.fill_(0.5 + engine.rank)  # and one that stays
+            engine.module.head.weight[0].fill_(engine.rank)  # a unit that is rebuilt
+            engine.module.blocks[1].up.bias.fill_(0.5 + engine.rank)  # and one that is kept
         state = engine.state_dict()
         for value in (state["extra.weight"], state["blocks.1.up.bias"]):
             theirs = [torch.empty_like(value) for _ in range(2)]
@@ -265,8 +265,8 @@ def test_values_are_the_first_ranks() -> None:
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
-def test_one_rank_may_look_where_that_moves_nothing(transport: str) -> None:
-    """Over shared memory the first rank alone reads what all ranks then replace; over gloo reading is for all."""
+def test_one_rank_may_read_if_that_moves_nothing(transport: str) -> None:
+    """Over shared memory rank 0 alone may read values that all ranks then replace; over gloo all ranks must read."""
     engine = make(toy.seeded(toy.Lm), 3, transport=transport)
     step(engine, 0)
     with engine.surgery():
@@ -282,8 +282,8 @@ def test_one_rank_may_look_where_that_moves_nothing(transport: str) -> None:
 
 
 @distributed(world_size=2)
-def test_weight_norm_and_a_new_root_are_taken() -> None:
-    """A parametrised module, and a wrapper around the whole model."""
+def test_weight_norm_and_a_new_root_are_adopted() -> None:
+    """A parametrized module, and a wrapper around the whole model."""
 
     class Wrapper(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -314,7 +314,7 @@ def test_weight_norm_and_a_new_root_are_taken() -> None:
 
 
 @distributed(world_size=2)
-def test_groups_and_schedule_go_on() -> None:
+def test_groups_and_schedule_continue() -> None:
     for stage in (0, 3):
         model = toy.seeded(toy.Lm)
         decay = [{"params": list(model.blocks.parameters())}, {"params": [*model.embedding.parameters(), *model.head.parameters()]}]
@@ -353,9 +353,9 @@ def adapters_of(model: Any) -> list[nn.Parameter]:
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_group_that_is_added_is_one_that_was_given(schedule: str, tmp_path: Path) -> None:
-    """Adapters with a rate and a decay of their own: as when the adapted model and both groups are given to initialize. The
-    checkpoint of the one goes on in the other at another stage."""
+def test_an_added_group_equals_one_given_to_initialize(schedule: str, tmp_path: Path) -> None:
+    """Adapters with their own learning rate and decay: as if the adapted model and both groups were given to initialize. The
+    checkpoint of one run resumes in the other, at another stage."""
     own = {"lr": 3e-2, "weight_decay": 0.0}
     for stage in STAGES:
         losses, engines, rates = [], [], []
@@ -406,7 +406,7 @@ def test_a_group_that_is_added_is_one_that_was_given(schedule: str, tmp_path: Pa
 
 @distributed(world_size=2)
 def test_a_parameter_may_change_its_group() -> None:
-    """One that trains in another goes on with its moments, one that was in none gets them."""
+    """A parameter that was in another group keeps its moments; one that was in none gets fresh ones."""
     for stage in STAGES:
         model = toy.seeded(toy.Lm)
         inner = torch.optim.AdamW([p for p in model.parameters() if p is not model.head.bias], lr=1e-2)
@@ -434,7 +434,7 @@ def test_a_parameter_may_change_its_group() -> None:
 
 
 @distributed(world_size=2)
-def test_a_group_comes_with_its_surgery_or_not_at_all() -> None:
+def test_a_group_is_added_with_its_surgery_or_not_at_all() -> None:
     for stage in (0, 3):
         model = toy.seeded(toy.Lm)
         engine, optimizer, *_ = slipstream.initialize(model=model, config=toy.settings(stage, **SCHEDULES["torch"]))
@@ -472,7 +472,7 @@ def test_a_group_comes_with_its_surgery_or_not_at_all() -> None:
         for i in range(2):
             step(engine, i)
         assert [group["max_lr"] for group in groups] == [1e-2, 2e-2]
-        with engine.surgery(group=2):  # a group that is empty, filled by rule
+        with engine.surgery(group=2):  # an empty group, filled by the rule
             model.more = nn.Parameter(torch.zeros(2))
             engine.lr_scheduler = None
             optimizer.add_param_group({"params": []})
@@ -482,7 +482,7 @@ def test_a_group_comes_with_its_surgery_or_not_at_all() -> None:
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "Muon", "Adafactor"])
-def test_other_optimizers_go_on(name: str) -> None:
+def test_other_optimizers_continue(name: str) -> None:
     for stage in (0, 3):
         found = []
         for operated in (False, True):
@@ -530,7 +530,7 @@ def test_checkpoints_of_a_changed_model_load(tmp_path: Path) -> None:
         other.destroy()
 
 
-# ---- what is refused
+# ---- refusals
 
 
 @distributed(world_size=2)
@@ -556,7 +556,7 @@ def test_surgery_is_refused_in_the_middle_of_a_window() -> None:
 
 
 @distributed(world_size=2)
-def test_ranks_that_differ_are_told() -> None:
+def test_ranks_that_differ_raise() -> None:
     for stage, transport in ((0, "shared"), (3, "gloo")):
         engine = toy.make(toy.seeded(toy.Lm), stage, transport)
         with pytest.raises(ValueError, match=r"ranks changed the model differently. Rank 0 has parameter 'extra' \(2,\)"):
@@ -572,7 +572,7 @@ def test_ranks_that_differ_are_told() -> None:
 
 @distributed(world_size=2)
 def test_a_write_before_an_exception_leaves_no_rank_alone() -> None:
-    """If every rank holds the weights, an in-place write of one rank stays; the next surgery takes rank 0's for all."""
+    """If every rank holds the weights, one rank's in-place write stays; the next surgery uses rank 0's values on all ranks."""
     engine = toy.make(toy.seeded(toy.Lm), 0)
     with pytest.raises(KeyError, match="half-way") if engine.rank else pytest.raises(RuntimeError, match="rank 1 raised"):
         with engine.surgery(), torch.no_grad():
@@ -676,7 +676,7 @@ def test_get_peft_model_knows_nothing_of_an_engine() -> None:
     for stage in (0, 3):
         engine = toy.make(llama(True), stage)
         llama_step(engine, 0)
-        with engine.surgery(), warnings.catch_warnings(action="ignore"):  # PEFT asks transformers by deprecated names
+        with engine.surgery(), warnings.catch_warnings(action="ignore"):  # PEFT uses deprecated names of transformers
             engine.module = peft.get_peft_model(engine.module, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
             assert not any(unit.is_lent for unit in probe.units(engine)), "no sharded weight was needed"
         trained = {name for unit in probe.units(engine) if unit.trainable for name in unit.names}

@@ -1,4 +1,4 @@
-"""torch.func's transforms through an engine give what they give through the model, and leave its training alone."""
+"""torch.func's transforms of an engine equal those of the model, and do not affect its training."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,14 +52,14 @@ def test_transforms_of_the_engine_are_the_models(transport: str) -> None:
         for number, transform in enumerate(TRANSFORMS):
             for got, wanted in zip(tree_leaves(transform(engine, x)), tree_leaves(transform(plain, x)), strict=True):
                 torch.testing.assert_close(got, wanted, msg=lambda text, number=number: f"transform {number}: {text}")
-        if stage < 3 and rank == 0:  # nothing lands, so nothing is reduced, and no other rank is needed
+        if stage < 3 and rank == 0:  # no gradient lands, so nothing is reduced, and no other rank is needed
             TRANSFORMS[0](engine, x)
         assert train(engine, lambda model, x: model(x)) == train(undisturbed, lambda model, x: model(x))
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_an_engine_trains_through_vmap(transport: str) -> None:
-    """Also in fp16, whose loss scale is put in at the outputs."""
+    """Also in fp16, whose loss scale is applied at the outputs."""
     for stage, dtype in ((3, "fp32"), (0, "fp16"), (3, "fp16")):
         grads, half = [], dtype == "fp16"
         for through in (vmap, lambda engine: engine):

@@ -1,4 +1,4 @@
-"""Parameters that no engine trains are refused by name, with what to do."""
+"""Parameters that an engine cannot train raise an error that names them and says what to do."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ STAGES = (0, 1, 2, 3)
 
 
 class Functional(nn.Module):
-    """An embedding of its own, which no module's attribute says is sparse."""
+    """A functional sparse embedding, which no module attribute reveals."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ def test_a_sparse_embedding_is_refused_before_anything_is_sharded(kind: type[nn.
         toy.make(model, 3)
     tokens = torch.tensor([[1, 2, 2]])
     model[0].sparse = False
-    engine = toy.make(model, 3)  # the remedy; and nothing had been changed
+    engine = toy.make(model, 3)  # the fix works, and the refusal changed nothing
     engine(tokens).sum().backward()
     assert engine.gradient("0.weight").any(1).tolist() == [row in (1, 2) for row in range(10)]
     engine.destroy()

@@ -171,7 +171,7 @@ def test_a_read_that_the_file_cuts_short(start: Open) -> None:
     disk.write([(0, noise(512))]).wait()
     os.ftruncate(disk._file, 97 * PAGE)
     failing, other = disk.read([(64 * PAGE, noise(64))]), disk.read([(0, back)])
-    with pytest.raises(DiskError, match=r"end of file; the file was cut"):
+    with pytest.raises(DiskError, match=r"end of file; the file was truncated"):
         failing.wait()
     other.wait()
 

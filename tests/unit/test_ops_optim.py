@@ -347,15 +347,13 @@ def test_refusals_name_the_tensor() -> None:
     refused(r"adamw: exp_avg_sq.codes has numel 256 where master has 512", "adamw", x, x, first, second.span(0, 256), None)
     short = Blocks(first.codes, first.scales[:1])
     refused(r"lion: exp_avg.scales is torch.float32 of shape \(1,\); 512 codes need .* \(2,\)", "lion", x, x, short, None, None)
-    refused(r"adagrad: a state is given as 8-bit codes", "adagrad", x, x, None, second, None)
-    refused(r"lamb_update: a state is given as 8-bit codes", "lamb", x, x, first, x, None)
+    refused(r"adagrad: a state is in 8-bit codes", "adagrad", x, x, None, second, None)
+    refused(r"lamb_update: a state is in 8-bit codes", "lamb", x, x, first, x, None)
     refused(r"sgd: momentum_buffer is torch.int32", "sgd", x, x, x.int(), None, None)
     refused(r"sgd: momentum is 0.9 and momentum_buffer is None", "sgd", x, x, None, None, None)
     refused(r"lion: betas \(1.0, 0.99\)", "lion", x, x, x, None, None, beta=1.0)
     refused(r"adamw: rounding.offset \(8\)", "adamw", x, x, first, second, None, rounding=Stochastic(0, 1, 8))
-    refused(
-        r"adamw: exp_avg is torch.float16, rounded to nearest only", "adamw", x, x, x.half(), x, None, rounding=Stochastic(0, 1, 0)
-    )
+    refused(r"adamw: exp_avg is torch.float16, which has no stoch", "adamw", x, x, x.half(), x, None, rounding=Stochastic(0, 1, 0))
     with pytest.raises(ValueError, match=r"elements 64 to 512 of 512 cut a block of 256 codes"):
         first.span(64, 512)
     assert first.span(256, 512).scales.numel() == 1

@@ -157,10 +157,18 @@ def test_refusals(make: Callable[[list[nn.Parameter]], Any], message: str) -> No
         make(parameters([(3, 3)]))
 
 
+@pytest.mark.parametrize("make", [Lion, Lamb, lambda params: Muon([{"params": params, "use_muon": True}])])
+def test_sparse_gradients_are_refused(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    (param,) = parameters([(3, 3)])
+    param.grad = torch.ones(3, 3).to_sparse()
+    with pytest.raises(ValueError, match=r"parameter of shape \(3, 3\) is sparse"):
+        make([param]).step()
+
+
 def test_muon_refuses_vectors_by_shape() -> None:
     (param,) = parameters([(5,)])
     param.grad = torch.ones(5)
-    with pytest.raises(ValueError, match=r"shape \(5,\) is no matrix"):
+    with pytest.raises(ValueError, match=r"shape \(5,\) is not a matrix"):
         Muon([{"params": [param], "use_muon": True}]).step()
 
 

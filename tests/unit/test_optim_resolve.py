@@ -105,7 +105,7 @@ def test_native(params: dict[str, Any], native: bool) -> None:
         ("Lamb", {"amsgrad": True}, "not a variant"),
         ("Muon", {"per_head_muon": True}, "not built yet"),
         ("SGD", {"torch_adam": True}, "unknown 'torch_adam'"),
-        ("AdamW", {"bias_correction": False, "amsgrad": True}, "native kernel's"),
+        ("AdamW", {"bias_correction": False, "amsgrad": True}, "only the native kernel supports"),
         ("SGD", {"params": []}, "unknown 'params'"),
     ],
 )
@@ -206,8 +206,8 @@ def test_elementwise_is_declared_not_inherited_from_torch() -> None:
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"betas": [0.9]}, r"betas is 2 numbers, as \[0\.9, 0\.999\], not \(0\.9,\)"),
-        ({"lr": "fast"}, r"lr is a number, as 0\.001, not 'fast'"),
+        ({"betas": [0.9]}, r"betas must be 2 numbers, like \[0\.9, 0\.999\], not \(0\.9,\)"),
+        ({"lr": "fast"}, r"lr must be a number, like 0\.001, not 'fast'"),
     ],
 )
 def test_values_of_another_kind_are_told_by_key(params: dict[str, object], said: str) -> None:

@@ -45,7 +45,7 @@ def test_the_book_is_the_paper_s() -> None:
 def test_bytes_are_as_documented() -> None:
     assert RowForm(bits=4, columns=4096).row_nbytes / 4096 == 0.53125
     assert RowForm(bits=8, columns=4096).row_nbytes / 4096 == 1.03125
-    with pytest.raises(ValueError, match=r"bits \(3\) is to be 8 or 4"):
+    with pytest.raises(ValueError, match=r"bits \(3\) must be 8 or 4"):
         RowForm(bits=3, columns=64)
 
 

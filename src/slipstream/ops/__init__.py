@@ -1,9 +1,8 @@
-"""Kernels for the hot loops, each with a torch twin: rank sums, one-pass optimizers, streaming copies, quantization, words.
+"""Kernels for the hot loops: sums over ranks, fused optimizers, streaming copies, quantization, atomics. Each has a twin in torch.
 
-`cpu.py` and `optim.py` check arguments and choose, `reference.py` and `optim_reference.py` hold the twins,
-`build.py` compiles and finds the C library (`csrc/`), `words.py` does atomics and futexes. Importing compiles and
-loads nothing; the first call does. With SLIPSTREAM_NATIVE=0, or without a compiler, the twins serve; `report()`
-says which and why.
+`cpu.py` and `optim.py` check arguments and dispatch, `reference.py` and `optim_reference.py` hold the torch twins, `build.py`
+compiles and loads the C library (`csrc/`), `words.py` does atomics and futexes. Importing compiles and loads nothing; the first
+call does. With SLIPSTREAM_NATIVE=0, or without a compiler, the twins run. `report()` lists the implementations and the reason.
 """
 
 from slipstream.ops import words

@@ -1,13 +1,12 @@
-"""The native kernels as a shared library: compile it, find it, say why it is not there.
+"""Compile and load the shared library of native kernels.
 
-`setup.py` compiles `csrc/` into the package when a C compiler is present. Where that did not happen (no
-compiler then, a changed source tree), the first use compiles once into a per-user cache. Nothing here raises
-when it fails: the torch twins in `reference.py` serve instead, and `Library.reason` says why.
+`setup.py` compiles `csrc/` into the package if it finds a C compiler. If it did not, or if the sources have changed since, the
+first use compiles into a per-user cache. `load` never raises: without a library the torch twins in `reference.py` run, and
+`Library.reason` gives the reason.
 
-Invariants: only the standard library is imported, because `setup.py` loads this file by path, before the
-package exists. A library is used only if it was built from these very sources and flags (`source_hash`). A
-file appears under its final name whole or not at all. Importing this module does nothing; the environment is
-read in `load` and `find_compiler`.
+Invariants: this file imports only the standard library, because `setup.py` loads it by path, before the package exists. A library
+is used only if it was built from the current sources and flags (`source_hash`). The compiled file is renamed into place, so it is
+never partial. Only `load` and `find_compiler` read the environment.
 """
 
 import ctypes
@@ -44,11 +43,11 @@ FLAGS = (
 
 
 class BuildError(RuntimeError):
-    """The compiler was found but did not give a library; the text ends with what it said."""
+    """The compiler failed. The text ends with its first error."""
 
 
 class Library(NamedTuple):
-    """What `load` found. `kernels` releases the GIL in a call; `quick`, for short calls, does not."""
+    """The loaded library, or None twice. Calls through `kernels` release the GIL; `quick`, for short calls, keeps it."""
 
     kernels: ctypes.CDLL | None
     quick: ctypes.PyDLL | None
@@ -65,7 +64,7 @@ def source_hash() -> str:
 
 
 def find_compiler() -> list[str] | None:
-    """The C compiler as a command: $CC if it is set, else the first of cc, gcc and clang on the PATH."""
+    """The command of the C compiler: $CC if set, else the first of cc, gcc and clang on the PATH."""
     chosen = os.environ.get("CC")
     for candidate in [chosen] if chosen else ["cc", "gcc", "clang"]:
         command = shlex.split(candidate)
@@ -75,20 +74,20 @@ def find_compiler() -> list[str] | None:
 
 
 def compile_library(target: Path, compiler: list[str]) -> None:
-    """Compile `csrc/` to `target`, replacing it in one step. Raises BuildError."""
+    """Compile `csrc/` and rename the result to `target`. Raises BuildError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
         objects = [str(Path(scratch, source).with_suffix(".o")) for source in SOURCES]
         define = f'-DSLIPSTREAM_SOURCE_HASH="{source_hash()}"'
         compile_one = [*compiler, *FLAGS, define, "-c"]
-        _run([[*compile_one, str(CSRC / name), "-o", to] for name, to in zip(SOURCES, objects, strict=True)])
+        _run([[*compile_one, str(CSRC / name), "-o", path] for name, path in zip(SOURCES, objects, strict=True)])
         linked = str(Path(scratch, LIBRARY))
         _run([[*compiler, "-shared", *objects, "-o", linked, "-lm", "-lpthread"]])
         os.replace(linked, target)
 
 
 def _run(commands: Sequence[list[str]]) -> None:
-    """Run compiler commands side by side and wait for all of them."""
+    """Run compiler commands in parallel and wait for all of them."""
     running: list[subprocess.Popen[str]] = []
     try:
         for command in commands:
@@ -105,7 +104,7 @@ def _run(commands: Sequence[list[str]]) -> None:
 
 @functools.cache
 def load() -> Library:
-    """The kernels, from the package, the user's cache, or compiled now. Cached; never raises."""
+    """Load the kernels from the package or the user's cache, else compile them. Never raises; the result is cached."""
     if os.environ.get("SLIPSTREAM_NATIVE") == "0":
         return Library(None, None, "SLIPSTREAM_NATIVE=0")
     cached = _cache_directory() / LIBRARY
@@ -125,23 +124,23 @@ def _build_now(cached: Path, compiler: list[str]) -> Library:
     try:
         compile_library(cached, compiler)
         library = _open(cached, f"compiled now, cached in {cached}")
-    except OSError:  # a home that cannot be written: build for this process alone
+    except OSError:  # the cache is not writable: build for this process alone
         with tempfile.TemporaryDirectory(prefix="slipstream-ops-") as private:
             compile_library(Path(private, LIBRARY), compiler)
             library = _open(Path(private, LIBRARY), f"compiled now, not kept: cannot write {cached.parent}")
     if library is None:
-        raise BuildError(f"what `{shlex.join(compiler)}` made cannot be loaded here")
+        raise BuildError(f"the library that `{shlex.join(compiler)}` built cannot be loaded here")
     return library
 
 
 def _cache_directory() -> Path:
-    """One directory per machine type and source, so that versions and architectures live side by side."""
+    """One directory per machine type and source hash, so that versions and architectures coexist."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base, "slipstream", "ops", f"{platform.machine()}-{source_hash()}")
 
 
 def _open(path: Path, origin: str) -> Library | None:
-    """The library at `path` if it loads here and was built from these sources."""
+    """The library at `path`, or None if it does not load here or was built from other sources."""
     if not path.is_file():
         return None
     try:
@@ -151,5 +150,5 @@ def _open(path: Path, origin: str) -> Library | None:
         if kernels.slipstream_source_hash() != source_hash().encode():
             return None
         return Library(kernels, quick, f"{kernels.slipstream_compiler().decode()}, {origin}")
-    except (OSError, AttributeError):  # another architecture or C library; not ours
+    except (OSError, AttributeError):  # built for another architecture or C library, or not our library
         return None

@@ -1,11 +1,11 @@
-"""The kernels' Python side: argument checks, the choice between native code and torch twin, threads. The optimizers' is `optim.py`.
+"""Python wrappers of the kernels: argument checks, dispatch to native code or to the torch twin, threads. (Optimizers: `optim.py`.)
 
-All but quantization work on 1-D contiguous tensors. CPU tensors go to the C library (GIL released) where there
-is one; other devices go to the twin in `reference.py`, which gives the same bits.
+All but quantization work on 1-D contiguous tensors. CPU tensors go to the C library, if it loads; the GIL is released. Other
+devices use the twin in `reference.py`, whose results are bit-identical.
 
-[Note: Call cost] These run once per unit and step, on units that may be small, so the fixed cost of a call
-matters (`benchmarks/ops.py` prints it): function pointers are bound once, dtypes are compared by identity,
-and the error text is worked out only after a check failed.
+[Note: Call cost] These run once per unit and step, on units that may be small, so the fixed cost of a call matters
+(`benchmarks/ops.py` prints it): function pointers are bound once, dtypes are compared by identity, and an error's text is built
+only after a check has failed.
 """
 
 import ctypes
@@ -22,14 +22,14 @@ from torch import Tensor
 from slipstream.ops import build, reference
 from slipstream.ops.reference import BLOCK, Partial, added
 
-# As in csrc/slipstream_ops.h. The key None, no dtype, is never there: it lets a look-up say so.
+# As in csrc/slipstream_ops.h. None is never a key; the type allows it so that `DTYPES.get(None)` type-checks.
 DTYPES: dict[torch.dtype | None, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WIDTHS = (4, 2, 2)  # bytes per element
 
-# Write past the caches what is at least this large: the next reader would not find it there anyway, and sums become
+# Results of at least this size are written past the caches: they would be evicted before the next read anyway, and sums become
 # 10% faster (Adam 0 to 8%; Zen 3, cold destination). Smaller results stay in cache for their reader.
 STREAM_BYTES = 4 << 20
-# Elements per thread below which a second thread costs more than it brings.
+# With fewer elements per thread, a second thread costs more than it saves.
 THREAD_NUMEL = 4 * BLOCK
 MAX_GROUP = 128  # as in csrc/quantize.h
 
@@ -74,7 +74,7 @@ def _kernels() -> _Kernels | None:
 
 
 def report() -> list[OpReport]:
-    """Which implementation each op runs on CPU tensors, and why. Compiles the kernels if need be."""
+    """The implementation of each op on CPU tensors, and the reason for it. Compiles the kernels if necessary."""
     library = build.load()
     kernels, native = library.kernels, "torch"
     if kernels is not None:
@@ -88,7 +88,7 @@ def report() -> list[OpReport]:
 
 
 def isa() -> str:
-    """The native code's instruction set: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable"; "" where there is none."""
+    """The native code's instruction set: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable"; "" without native code."""
     library = build.load().kernels
     if library is None:
         return ""
@@ -97,7 +97,7 @@ def isa() -> str:
 
 
 def use_isa(name: str) -> bool:
-    """Use this instruction set from now on; False where the machine lacks it. For tests."""
+    """Switch to this instruction set; returns False if the machine lacks it. For tests."""
     library = build.load().kernels
     return library is not None and bool(library.slipstream_use_isa(name.encode()))
 
@@ -105,9 +105,8 @@ def use_isa(name: str) -> bool:
 def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulate: bool) -> Partial:
     """out = alpha * (sources added in order, in fp32), plus out if `accumulate`, rounded once to out's dtype.
 
-    out: 1-D, fp32, bf16 or fp16; it may be exactly one of the sources. sources: 1-D, of out's numel, all of
-    one such dtype. Returns the fp64 sum of squares of the rounded elements, which no number of threads
-    changes, and whether all of them are finite.
+    out: 1-D, fp32, bf16 or fp16; it may be exactly one of the sources. sources: 1-D, of out's numel, all of one such dtype.
+    Returns the fp64 sum of squares of the rounded elements, the same for any number of threads, and whether all are finite.
     """
     numel, on_cpu, dtype = out.numel(), out.is_cpu, sources[0].dtype if sources else None
     target, source = DTYPES.get(out.dtype), DTYPES.get(dtype)
@@ -130,7 +129,7 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
         if low < pointer < high and (pointer != start or width != out_width):
             raise ValueError(
                 f"sum_ranks: sources[{len(pointers)}] ({numel} x {dtype}) overlaps out ({out.dtype}), "
-                f"which starts {start - pointer} bytes after it; out is exactly one source, or its own memory"
+                f"which starts {start - pointer} bytes after it; out must be exactly one of the sources or not overlap any"
             )
         pointers.append(pointer)
     kernels = _kernels()
@@ -156,7 +155,7 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
 
 
 def copy_stream(dst: Tensor, src: Tensor) -> None:
-    """dst = src, past the caches: for what this core will not read soon. 1-D, one dtype, not overlapping."""
+    """dst = src with non-temporal stores, for data that this core will not read soon. 1-D, one dtype, not overlapping."""
     numel = dst.numel()
     if (
         dst.dtype is not src.dtype
@@ -171,15 +170,15 @@ def copy_stream(dst: Tensor, src: Tensor) -> None:
     if kernels is None or not dst.is_cpu or not src.is_cpu:
         reference.copy_stream(dst, src)
         return
-    to, source, width = dst.data_ptr(), src.data_ptr(), dst.element_size()
-    if abs(to - source) < numel * width:
-        raise ValueError(f"copy_stream: dst and src overlap: {numel} elements, {abs(to - source)} bytes apart")
+    target, source, width = dst.data_ptr(), src.data_ptr(), dst.element_size()
+    if abs(target - source) < numel * width:
+        raise ValueError(f"copy_stream: dst and src overlap: {numel} elements, {abs(target - source)} bytes apart")
     if numel * width < STREAM_BYTES or (threads := torch.get_num_threads()) == 1:
-        kernels.copy_stream(to, source, numel * width)
+        kernels.copy_stream(target, source, numel * width)
         return
 
     def run(begin: int, end: int) -> None:
-        kernels.copy_stream(to + begin * width, source + begin * width, (end - begin) * width)
+        kernels.copy_stream(target + begin * width, source + begin * width, (end - begin) * width)
 
     in_threads(run, numel, threads)
 
@@ -187,7 +186,7 @@ def copy_stream(dst: Tensor, src: Tensor) -> None:
 def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, columns], fp32, bf16 or fp16 -> codes int8 of its shape and scale fp32 [rows]: w = codes * scale[:, None].
 
-    Symmetric; the error is at most half a scale. A row that holds what is not finite gets a scale that is not.
+    Symmetric; the error is at most half a scale. A row with a non-finite value gets a non-finite scale.
     """
     _check_matrix("quantize_int8", w)
     kernels = _kernels()
@@ -222,16 +221,16 @@ def dequantize_int8(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[rows, columns], fp32, bf16 or fp16 -> codes uint8 [rows, columns / 2], two a byte, the first in the low half, and
-    scale and low fp32 [rows, columns / group], which are fp16 numbers: w = codes * scale + low.
+    """[rows, columns], fp32, bf16 or fp16 -> codes uint8 [rows, columns / 2], two per byte, the first in the low half, and
+    scale and low fp32 [rows, columns / group], both representable in fp16: w = codes * scale + low.
 
-    Of a few ranges for each group the one of the least squared error. A group that holds what is not finite gets a `low`
-    that is not.
+    Tries a few ranges for each group and keeps the one with the least squared error. A group with a non-finite value gets a
+    non-finite `low`.
     """
     _check_matrix("quantize_int4", w)
     rows, columns = w.shape
     if group % 2 or not 2 <= group <= MAX_GROUP or columns % group:
-        raise ValueError(f"int4 needs an even group up to {MAX_GROUP} that divides the input: group {group}, input {columns}")
+        raise ValueError(f"int4 needs an even group of at most {MAX_GROUP} that divides the input: group {group}, input {columns}")
     kernels = _kernels()
     if kernels is None or not w.is_cpu:
         return reference.quantize_int4(w, group)
@@ -248,7 +247,7 @@ def quantize_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
-    """The reverse of `quantize_int4`, in fp32; groups of any even size, and scale and low may be fp16."""
+    """The reverse of `quantize_int4`, in fp32. Groups may have any even size; scale and low may be fp16."""
     kernels = _kernels()
     if kernels is None or not codes.is_cpu:
         return reference.dequantize_int4(codes, scale, low)
@@ -273,7 +272,7 @@ def _check_matrix(op: str, w: Tensor) -> None:
 def in_threads(
     run: Callable[[int, int], None], size: int, threads: int, *, least: int = THREAD_NUMEL, multiple: int = BLOCK
 ) -> None:
-    """Call run(begin, end) for shares of `size`, one of them on this thread: multiples, and of at least `least`."""
+    """Call run(begin, end) for each share of `size`, in threads and on this one. Shares are multiples, of at least `least`."""
     shares = max(1, min(threads, size // least))
     share = -(-size // (shares * multiple)) * multiple
     pool = _pool(os.getpid())
@@ -285,7 +284,7 @@ def in_threads(
 
 @functools.cache
 def _pool(process: int) -> ThreadPoolExecutor:
-    """Threads of this process: after a fork, the parent's are not there."""
+    """The pool of process `process`: a fork does not copy its parent's threads."""
     return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix=f"slipstream-ops-{process}")
 
 
@@ -294,7 +293,7 @@ def _numbered(sources: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def refusal(op: str, tensors: dict[str, Tensor], floating: bool = True) -> ValueError:
-    """The error for the first tensor that does not fit, named, with what it is and what it must be."""
+    """The error that names the first invalid tensor, its value and the requirement."""
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         if floating and tensor.dtype not in DTYPES and not name.endswith(".codes"):
@@ -313,4 +312,4 @@ def refusal(op: str, tensors: dict[str, Tensor], floating: bool = True) -> Value
     if len(tensors) == 1:
         return ValueError(f"{op}: there are no sources; pass at least one tensor")
     dtypes = ", ".join(f"{name} is {tensor.dtype}" for name, tensor in tensors.items())
-    return ValueError(f"{op}: the dtypes differ ({dtypes}); all but out must share one")
+    return ValueError(f"{op}: the dtypes differ ({dtypes}); all but out must have the same dtype")

@@ -1,19 +1,19 @@
-"""One file on a disk, read and written past the page cache, many blocks at a time.
+"""Asynchronous direct I/O (O_DIRECT) on one file, with many blocks in flight.
 
-A `Disk` makes its file in a folder, without a name: it is gone when the process is, however that ends. It is allocated in full at
-the start, so that a full disk is found then. (Or it is given one, of a checkpoint, that whoever opened it has allocated.) `read`
-and `write` take parts, (byte offset in the file, tensor), begin to move them and return a `Transfer`.
-Batches run together and end in any order: two that touch the same bytes are for the caller to put one after the other. Each
-direction has `queue_depth` blocks in flight, so that neither waits behind the other.
+A `Disk` creates an anonymous file in a folder, which vanishes with the process however that ends. The file is fully allocated at
+the start, so that a full disk fails there. (Or the caller passes an open, allocated file, as checkpoints do.) `read` and `write`
+take parts, (byte offset in the file, tensor), start to move them and return a `Transfer`. Batches run concurrently and complete in
+any order: the caller orders two that touch the same bytes. Each direction has `queue_depth` blocks in flight of its own, so reads
+and writes do not wait for each other.
 
-Two engines move blocks: `io_uring` (`csrc/disk.c`, a thread of its own in C, no GIL) and, where the kernel refuses that or no
-compiler is, `threads` of preadv and pwritev. Both fill the same record, `_Batch`, whose first word a `Transfer` waits on.
+Two engines move blocks: `io_uring` (`csrc/disk.c`, its own thread in C, no GIL) and, if the kernel refuses it or there is no
+compiler, `threads` of preadv and pwritev. Both fill the same record, `_Batch`, whose first word a `Transfer` waits on.
 
-The first pass of writes over a file is half as fast as later ones (ext4: 1.9 against 3.7 GB/s). It is not made beforehand: that
-would cost the same pass, and FALLOC_FL_ZERO_RANGE changes nothing (1.9).
+The first pass of writes over a file is half as fast as later ones (ext4: 1.9 against 3.7 GB/s). Writing in advance would cost the
+same pass, and FALLOC_FL_ZERO_RANGE does not help (1.9).
 
-Invariants: a tensor under way is kept alive until the kernel is done with it, whoever drops the Transfer. Offsets, addresses and
-sizes are multiples of 4096, as O_DIRECT wants them. A forked child has neither engine nor ring: it is told so.
+Invariants: a tensor in flight is kept alive until the kernel is done with it, even if its Transfer is dropped. Offsets, addresses
+and sizes are multiples of 4096, which O_DIRECT requires. A forked child has neither engine nor ring: every call there raises.
 """
 
 import ctypes
@@ -42,20 +42,20 @@ Parts = Sequence[tuple[int, Tensor]]
 ALIGNMENT = 4096
 _HUGE = 2 << 20
 _PUNCH_HOLE = 3  # fallocate(2): FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-_SHORT = -1  # _Batch.error of a transfer that the file's end cut short
+_SHORT = -1  # _Batch.error of a transfer that reached the end of the file
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # statfs(2); Linux 6.6 accepts O_DIRECT there
 _REMEDIES = {
-    _SHORT: "the file was cut behind our back",
-    errno.EIO: "the disk or its driver failed, see the kernel's log; name a folder on another disk",
+    _SHORT: "the file was truncated by another process",
+    errno.EIO: "the disk or its driver failed, see the kernel's log; use a folder on another disk",
     errno.ENOSPC: "the disk is full although the file was allocated (thin provisioning?); free space there",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EFBIG: "raise the file size limit (ulimit -f)",
 }
 
 logger = logging.getLogger(__name__)
 
 
 class DiskError(OSError):
-    """A read or write failed in mid-transfer. What the tensors of a failed read hold is undefined."""
+    """A read or write failed. The tensors of a failed read have undefined contents."""
 
 
 class _Part(ctypes.Structure):
@@ -63,7 +63,7 @@ class _Part(ctypes.Structure):
 
 
 class _Batch(ctypes.Structure):
-    """`struct disk_batch` of disk.c, which says what is what."""
+    """`struct disk_batch` of disk.c, which documents the fields."""
 
     _fields_ = [
         *(("done", ctypes.c_uint32), ("error", ctypes.c_int32)),
@@ -76,7 +76,7 @@ class _Batch(ctypes.Structure):
 
 
 class Transfer:
-    """A batch of reads or writes under way."""
+    """A batch of reads or writes in flight."""
 
     def __init__(self, folder: str, parts: Parts, write: bool) -> None:
         array = (_Part * len(parts))(*(_Part(tensor.data_ptr(), offset, tensor.nbytes) for offset, tensor in parts))
@@ -90,17 +90,19 @@ class Transfer:
         return words.load_acquire(ctypes.addressof(self._batch)) == 1
 
     def wait(self) -> None:
-        """Until all is moved; raises DiskError. The GIL is released, and Ctrl-C raises within 50 ms and leaves it under way."""
+        """Wait until the batch is complete, without the GIL. Raises DiskError if it failed.
+
+        Ctrl-C raises within 50 ms and leaves the batch in flight."""
         while not self.done():
             words.wait_at_least(ctypes.addressof(self._batch), 1, 0, 60_000)
         self._tensors.clear()
         batch = self._batch
         if batch.error:
-            number, what = (errno.EIO, "end of file") if batch.error == _SHORT else (batch.error, os.strerror(batch.error))
+            number, reason = (errno.EIO, "end of file") if batch.error == _SHORT else (batch.error, os.strerror(batch.error))
             raise DiskError(
                 number,
                 f"{'write' if batch.write else 'read'} of {batch.asked} bytes at offset {batch.offset} of the file "
-                f"in {self._folder} ended after {batch.moved} bytes: {what}; {_REMEDIES.get(batch.error, 'see pwrite(2)')}",
+                f"in {self._folder} ended after {batch.moved} bytes: {reason}; {_REMEDIES.get(batch.error, 'see pwrite(2)')}",
             )
 
 
@@ -112,13 +114,13 @@ class _Ring:
     def __init__(self, file: int, block_nbytes: int, queue_depth: int) -> None:
         library = build.load()
         if library.kernels is None:
-            raise OSError(errno.ENOSYS, f"there are no native kernels ({library.reason})")
+            raise OSError(errno.ENOSYS, f"the native kernels are not available ({library.reason})")
         native, error = library.kernels, ctypes.c_int()
         native.slipstream_disk_open.restype = ctypes.c_void_p
         native.slipstream_disk_open.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.POINTER(ctypes.c_int))
         handle = native.slipstream_disk_open(file, block_nbytes, queue_depth, error)
         if handle is None:
-            raise OSError(error.value, f"the kernel refuses it: {os.strerror(error.value)}")
+            raise OSError(error.value, f"the kernel refuses io_uring: {os.strerror(error.value)}")
         self._native, self._handle = native, ctypes.c_void_p(handle)
 
     def submit(self, batch: _Batch) -> None:
@@ -129,7 +131,7 @@ class _Ring:
 
 
 class _Threads:
-    """The engine in Python. No executor: those take nothing more once the interpreter ends, and a save may be under way then."""
+    """The engine in Python. Not an executor: at interpreter exit those accept no more work, and a save may be in flight then."""
 
     name = "threads"
 
@@ -144,19 +146,19 @@ class _Threads:
                 thread.start()
 
     def _run(self, blocks: "SimpleQueue[tuple[_Batch, int, int, int] | None]") -> None:
-        while (each := blocks.get()) is not None:
-            self._move(*each)
+        while (block := blocks.get()) is not None:
+            self._move(*block)
 
     def submit(self, batch: _Batch) -> None:
-        block = self._block_nbytes
+        most = self._block_nbytes
         blocks = [
-            (part.memory + at, part.offset + at, min(block, part.nbytes - at))
+            (part.memory + at, part.offset + at, min(most, part.nbytes - at))
             for part in batch.parts[: batch.num_parts]
-            for at in range(0, part.nbytes, block)
+            for at in range(0, part.nbytes, most)
         ]
-        batch.in_flight = len(blocks) + 1  # one more, for this function: the batch may be empty
-        for each in blocks:
-            self._blocks[batch.write].put((batch, *each))
+        batch.in_flight = len(blocks) + 1  # one more for this function, because the batch may be empty
+        for block in blocks:
+            self._blocks[batch.write].put((batch, *block))
         self._end(batch)
 
     def _move(self, batch: _Batch, memory: int, offset: int, nbytes: int) -> None:
@@ -182,17 +184,17 @@ class _Threads:
     def close(self) -> None:
         for blocks in self._blocks:
             for _ in self._threads:
-                blocks.put(None)  # more than enough
+                blocks.put(None)
         for thread in self._threads:
             thread.join()
 
 
 class Disk:
-    """A file of `nbytes`, rounded up to 4096: an anonymous one in `folder`, or a given one. Any thread may call anything.
+    """A file of `nbytes`, rounded up to a multiple of 4096. All methods are thread-safe.
 
-    file: the descriptor of a file to take instead, which is closed with the disk; `folder` then names it in messages.
-    queue_depth: blocks in flight in each direction, of io_uring; `threads`: threads of each direction, of the other engine.
-    ValueError where the folder will not do, says why.
+    folder: where the anonymous file is created. file: a descriptor to use instead, closed with the disk; `folder` then only names
+    it in messages. queue_depth: blocks in flight per direction (io_uring). threads: per direction (the other engine).
+    Raises ValueError with the reason if the folder cannot be used.
     """
 
     def __init__(
@@ -207,7 +209,7 @@ class Disk:
         file: int | None = None,
     ) -> None:
         if block_nbytes % ALIGNMENT or not ALIGNMENT <= block_nbytes <= 1 << 30:
-            raise ValueError(f"block_nbytes ({block_nbytes}) must be a multiple of {ALIGNMENT} of at most 1 GiB")
+            raise ValueError(f"block_nbytes ({block_nbytes}) must be a multiple of {ALIGNMENT} and at most 1 GiB")
         if not 1 <= queue_depth <= 4096 or threads < 1 or nbytes < 1:
             raise ValueError(f"queue_depth ({queue_depth}) must be 1 to 4096, threads ({threads}) and nbytes ({nbytes}) at least 1")
         self.folder, self.nbytes = folder, -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -223,15 +225,15 @@ class Disk:
         self._closing = weakref.finalize(self, _close, self._engine, file, self._process, self._under_way)
 
     def read(self, parts: Parts) -> Transfer:
-        """Begin to fill the tensors (CPU, contiguous) from their offsets in the file."""
+        """Start to fill the tensors (CPU, contiguous) from their offsets in the file."""
         return self._begin(parts, write=False)
 
     def write(self, parts: Parts) -> Transfer:
-        """Begin to write the tensors, which must not change before the transfer is done."""
+        """Start to write the tensors, which must not change before the transfer is done."""
         return self._begin(parts, write=True)
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Give the blocks of a range back to the file system, where it can take them: the range reads as zeros."""
+        """Free the blocks of a range, if the file system supports it: the range then reads as zeros."""
         with self._open():
             ctypes.CDLL(None).fallocate(self._file, _PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(nbytes))
 
@@ -239,11 +241,14 @@ class Disk:
         for offset, tensor in parts:
             nbytes = tensor.nbytes
             if not tensor.is_cpu or not tensor.is_contiguous():
-                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} is not contiguous memory of the host")
+                raise ValueError(
+                    f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} is not contiguous host memory; "
+                    "pass a contiguous CPU tensor"
+                )
             if offset % ALIGNMENT or tensor.data_ptr() % ALIGNMENT or nbytes % ALIGNMENT:
                 raise ValueError(
                     f"offset {offset}, address {tensor.data_ptr():#x} and size {nbytes} must be multiples of {ALIGNMENT}: "
-                    "take memory from slipstream.ops.disk.aligned and round sizes up"
+                    "allocate with slipstream.ops.disk.aligned and round sizes up"
                 )
             if not 0 <= offset <= self.nbytes - nbytes:
                 raise ValueError(f"{nbytes} bytes at offset {offset} are not in the file of {self.nbytes} bytes in {self.folder}")
@@ -255,14 +260,14 @@ class Disk:
         return transfer
 
     def close(self) -> None:
-        """Wait for what is under way, whose errors remain in their Transfers, and give the space back. Nothing in a fork."""
+        """Wait for transfers in flight, whose errors stay in their Transfers, and free the space. A no-op in a fork."""
         if os.getpid() == self._process:
             with self._lock:
                 self._closing()
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """The lock of an open disk. A fork may have copied it locked, so the process is looked at first."""
+        """Hold the lock of an open disk. Checks the process first, because a fork may have copied the lock while it was held."""
         _check_process(self._process, self.folder)
         with self._lock:
             if not self._closing.alive:
@@ -271,26 +276,26 @@ class Disk:
 
 
 def aligned(nbytes: int) -> Tensor:
-    """uint8 [nbytes] of zeros at the start of a page, of huge pages as far as it fills them; `nbytes` is a multiple of 4096.
+    """Page-aligned uint8 [nbytes] of zeros, on huge pages as far as it fills them. `nbytes` is a multiple of 4096.
 
-    A block in huge pages is one segment for the device, in small ones a segment per page: reads and writes are twice as fast.
+    On huge pages a block is one segment for the device, else a segment per page: reads and writes are twice as fast.
     """
     if nbytes % ALIGNMENT:
         raise ValueError(f"nbytes ({nbytes}) must be a multiple of {ALIGNMENT}; round it up")
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # what is not touched costs nothing
+    memory = mmap.mmap(-1, nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # untouched pages use no memory
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE
     if nbytes >= _HUGE:
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE * _HUGE)  # not what follows: it would be a huge page whole
+        with suppress(OSError):  # the kernel may lack huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE * _HUGE)  # the tail would take a whole huge page
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
 
 class DiskFacts(NamedTuple):
     engine: str
-    free_nbytes: int  # without the file
-    read_bytes_per_s: float  # both while reads and writes run together
+    free_nbytes: int  # before the file is created
+    read_bytes_per_s: float  # both with reads and writes running concurrently
     write_bytes_per_s: float
 
 
@@ -304,38 +309,38 @@ def preflight(
     engine: Literal["auto", "io_uring", "threads"] = "auto",
     probe_nbytes: int = 64 << 20,
 ) -> DiskFacts:
-    """Does a Disk of `nbytes` work in `folder`, and how fast? About 0.3 s. ValueError says what is wrong and what helps."""
+    """Check that a Disk of `nbytes` works in `folder`, and measure its rates, in about 0.3 s. Raises ValueError as Disk does."""
     disk = Disk(folder, nbytes, block_nbytes=block_nbytes, queue_depth=queue_depth, threads=threads, engine=engine)
     try:
         free = _free(folder) + disk.nbytes
         probe = min(disk.nbytes, probe_nbytes // ALIGNMENT * ALIGNMENT)
         source, target = (aligned(min(probe, block_nbytes * queue_depth)) for _ in range(2))
-        source.random_(generator=torch.Generator())  # a virtual disk may know zeros; the model's own draws are not disturbed
+        source.random_(generator=torch.Generator())  # virtual disks may elide zeros; leaves the global generator untouched
         fill = [(at, source[: probe - at]) for at in range(0, probe, source.numel())]
-        disk.write(fill).wait()  # what was never written is read without the disk
+        disk.write(fill).wait()  # reads of unwritten blocks do not reach the disk
         return DiskFacts(disk.engine, free, *rates(disk, 0.2, probe, target, source))
     finally:
         disk.close()
 
 
 def rates(disk: Disk, seconds: float, span: int, target: Tensor | None, source: Tensor | None) -> tuple[float, float]:
-    """Bytes per second of reading into `target` and of writing from `source`, both at once; 0 where None.
+    """Bytes per second of concurrent reads into `target` and writes from `source`; 0 for a direction whose tensor is None.
 
-    Over the first `span` bytes, which is at least one of each, again and again; writing begins in the middle. Four transfers of
-    each are under way all the time, so that the queues never run dry.
+    Cycles over the first `span` bytes, at least the size of each tensor; writing starts in the middle. Keeps four transfers per
+    direction in flight, so that the queues never drain.
     """
     deadline = time.perf_counter() + seconds
 
     def run(move: Callable[[Parts], Transfer], memory: Tensor, first: int) -> float:
-        under_way, moved, began = deque[Transfer](), 0, time.perf_counter()
+        in_flight, moved, start = deque[Transfer](), 0, time.perf_counter()
         chunk, chunks = memory.numel(), span // memory.numel()
-        while (more := time.perf_counter() < deadline) or under_way:
+        while (more := time.perf_counter() < deadline) or in_flight:
             if more:
-                under_way.append(move([((first * chunks // 2 + moved // chunk) % chunks * chunk, memory)]))
+                in_flight.append(move([((first * chunks // 2 + moved // chunk) % chunks * chunk, memory)]))
                 moved += chunk
-            if not more or len(under_way) == 4:
-                under_way.popleft().wait()
-        return moved / (time.perf_counter() - began)
+            if not more or len(in_flight) == 4:
+                in_flight.popleft().wait()
+        return moved / (time.perf_counter() - start)
 
     with ThreadPoolExecutor(2) as pool:
         reading = None if target is None else pool.submit(run, disk.read, target, 0)
@@ -344,9 +349,9 @@ def rates(disk: Disk, seconds: float, span: int, target: Tensor | None, source: 
 
 
 def _create(folder: str, nbytes: int) -> int:
-    """The descriptor of an anonymous file of allocated blocks. ValueError, with the remedy."""
+    """Create an anonymous, fully allocated file and return its descriptor. Raises ValueError that says how to fix the problem."""
     if not os.path.isdir(folder):
-        raise ValueError(f"there is no folder {folder!r}; create it, on a disk of this machine")
+        raise ValueError(f"there is no folder {folder!r}; create it, on a local disk")
     flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
     try:
         try:
@@ -354,25 +359,25 @@ def _create(folder: str, nbytes: int) -> int:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
                 raise
-            path = os.path.join(folder, f".slipstream-{uuid.uuid4().hex}")  # a kill just here leaves an empty file behind
+            path = os.path.join(folder, f".slipstream-{uuid.uuid4().hex}")  # a kill before unlink leaves an empty file
             file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
             os.unlink(path)
     except OSError as error:
         if error.errno == errno.EINVAL:
-            raise ValueError(f"the file system of {folder} has no O_DIRECT; name a folder on a local disk (ext4, xfs)") from error
-        raise ValueError(f"cannot create a file in {folder}: {error.strerror}; name a folder that this user can write") from error
+            raise ValueError(f"the file system of {folder} has no O_DIRECT; use a folder on a local disk (ext4, xfs)") from error
+        raise ValueError(f"cannot create a file in {folder}: {error.strerror}; use a folder that this user can write") from error
     try:
         if kind := _IN_MEMORY.get(_file_system(file)):
-            raise ValueError(f"{folder} is a {kind}, which is memory; name a folder on a disk, or offload to the host ('cpu')")
+            raise ValueError(f"{folder} is a {kind}, which is in memory; use a folder on a disk, or offload to the host ('cpu')")
         free = _free(folder)
         if nbytes > free:
-            raise ValueError(f"{folder} has {free} bytes free of the {nbytes} needed; free space there or name another folder")
+            raise ValueError(f"{folder} has {free} bytes free of the {nbytes} needed; free space there or use another folder")
         try:
             os.posix_fallocate(file, 0, nbytes)
         except OSError as error:
             raise ValueError(
                 f"cannot allocate {nbytes} bytes in {folder}, where {free} bytes are free: {error.strerror}; "
-                f"{_REMEDIES.get(error.errno or 0, 'free space there or name another folder')}"
+                f"{_REMEDIES.get(error.errno or 0, 'free space there or use another folder')}"
             ) from error
     except BaseException:
         os.close(file)
@@ -397,8 +402,8 @@ def _start(file: int, block_nbytes: int, queue_depth: int, threads: int, engine:
             return _Ring(file, block_nbytes, queue_depth)
         except OSError as error:
             if engine == "io_uring":
-                raise ValueError(f"no io_uring here: {error.strerror}; take engine='auto' or 'threads'") from error
-            logger.info("reading and writing by %d threads each, not by io_uring: %s", threads, error.strerror)
+                raise ValueError(f"io_uring is not available: {error.strerror}; use engine='auto' or 'threads'") from error
+            logger.info("using %d threads each for reads and writes instead of io_uring: %s", threads, error.strerror)
     return _Threads(file, block_nbytes, threads)
 
 
@@ -411,4 +416,4 @@ def _close(engine: _Ring | _Threads, file: int, process: int, under_way: list[Tr
 
 def _check_process(process: int, folder: str) -> None:
     if os.getpid() != process:
-        raise RuntimeError(f"the disk in {folder} is of process {process}, and this is its fork {os.getpid()}: open another here")
+        raise RuntimeError(f"the disk in {folder} is of process {process}, not of its fork {os.getpid()}: open another here")

@@ -1,9 +1,9 @@
-"""The optimizers: one pass over gradient, master, states and weights, native on CPU, by the twin elsewhere, with the same bits.
+"""Fused optimizers: one pass over gradient, master, states and weights. Native on CPU, the torch twin elsewhere, bit-identical.
 
-Common to all: tensors are 1-D and contiguous. `master` holds the weights that are stepped, in place; `grad` is multiplied by
-`scale` (unscaling and clipping) as it is read; `out` gets the weights in their own dtype, or is None where the master is they.
-Each tensor is fp32, bf16 or fp16 for itself; all is computed in fp32 and rounded once, to nearest or, with `rounding`, at random.
-Where a state may be `Blocks`, it rests in 8 bits.
+Common to all: tensors are 1-D and contiguous. `master` holds the master weights, updated in place. `grad` is multiplied by `scale`
+(unscaling and clipping) as it is read. `out` receives the weights in their own dtype; None if the master weights are the weights.
+The dtype of each tensor is fp32, bf16 or fp16, independently. All arithmetic is in fp32 and rounded once: to nearest, or
+stochastically with `rounding`. A state given as `Blocks` is stored in 8 bits.
 """
 
 import ctypes
@@ -54,16 +54,16 @@ def adamw(
     bias_correction: bool,
     rounding: Stochastic | None = None,
 ) -> None:
-    """Adam by the formulas of torch.optim.AdamW (`decoupled`) or Adam. step counts from 1."""
+    """Adam with the formulas of torch.optim.AdamW (`decoupled`) or torch.optim.Adam. `step` counts from 1."""
     _check_step("adamw", step)
     _check_betas("adamw", beta1, beta2)
     correction1, correction2 = _corrections(bias_correction, step, beta1, beta2)
     keep = 1.0 - lr * weight_decay if decoupled else 1.0
     rate, flags = _lerp(beta1, FROM_GRAD)
     root = math.sqrt(correction2)
-    of_root = 1.0 / root
-    if not _all_fp32(exp_avg, exp_avg_sq):  # one multiplication less for each element; in fp32 the order of operations is torch's
-        lr, eps, of_root = lr * root, eps * root, 1.0
+    root_correction = 1.0 / root
+    if not _all_fp32(exp_avg, exp_avg_sq):  # saves a multiplication per element; fp32 keeps torch's order of operations
+        lr, eps, root_correction = lr * root, eps * root, 1.0
     c = Coefficients(
         scale=scale,
         keep=keep,
@@ -73,7 +73,7 @@ def adamw(
         rest1=1.0 - beta1,
         beta=beta2,
         rest=1.0 - beta2,
-        correction2=of_root,
+        correction2=root_correction,
         eps=eps,
         lr=lr / correction1,
     )
@@ -94,7 +94,7 @@ def lion(
     weight_decay: float,
     rounding: Stochastic | None = None,
 ) -> None:
-    """Lion by the formulas of slipstream.optim.Lion."""
+    """Lion with the formulas of slipstream.optim.Lion."""
     _check_betas("lion", beta1, beta2)
     (update_rate, update_flag), (rate, flag) = _lerp(beta1, UPDATE_FROM_GRAD), _lerp(beta2, FROM_GRAD)
     c = Coefficients(scale=scale, keep=1.0 - lr * weight_decay, rate=rate, update_rate=update_rate, lr=lr)
@@ -117,10 +117,12 @@ def sgd(
     first: bool,
     rounding: Stochastic | None = None,
 ) -> None:
-    """SGD by the formulas of torch.optim.SGD. first: whether the buffer has yet to be filled; it is None without momentum."""
+    """SGD with the formulas of torch.optim.SGD. `first`: this step fills the momentum buffer, which is None without momentum."""
     if (momentum_buffer is None) != (momentum == 0.0):
-        have = "is None" if momentum_buffer is None else "is given"
-        raise ValueError(f"sgd: momentum is {momentum} and momentum_buffer {have}; a buffer goes with a momentum that is not 0")
+        buffer = "None" if momentum_buffer is None else "a tensor"
+        raise ValueError(
+            f"sgd: momentum is {momentum} and momentum_buffer is {buffer}; pass a buffer if momentum is not 0, else None"
+        )
     c = Coefficients(scale=scale, l2=weight_decay, beta=momentum, rest=1.0 - dampening, lr=lr)
     flags = first * FIRST_STEP | nesterov * NESTEROV
     names = ("master", "grad", "momentum_buffer", "", "out")
@@ -141,7 +143,7 @@ def adagrad(
     step: int,
     rounding: Stochastic | None = None,
 ) -> None:
-    """Adagrad by the formulas of torch.optim.Adagrad. step counts from 1. A sum that only grows is kept in no 8 bits."""
+    """Adagrad with the formulas of torch.optim.Adagrad. `step` counts from 1. No 8-bit state: they would lose small increments."""
     _check_step("adagrad", step)
     c = Coefficients(scale=scale, l2=weight_decay, eps=eps, lr=lr / (1 + (step - 1) * lr_decay))
     names = ("master", "grad", "", "square_sum", "out")
@@ -164,10 +166,10 @@ def lamb_update(
     bias_correction: bool,
     rounding: Stochastic | None = None,
 ) -> tuple[float | Tensor, float | Tensor]:
-    """The first of LAMB's two passes, by the formulas of slipstream.optim.Lamb: steps the moments.
+    """The first of LAMB's two passes, with the formulas of slipstream.optim.Lamb: updates the moments.
 
-    Returns the fp64 sums of squares of the weights and of the update, which no number of threads changes; a tensor's ranges may
-    be added. Where reading them would wait for a device they are 0-dim tensors.
+    Returns the fp64 sums of squares of the weights and of the update: floats on CPU, 0-dim tensors on other devices, so that
+    nothing synchronizes. They do not depend on the number of threads. Sums over the ranges of a tensor may be added.
     """
     c, flags = _lamb("lamb_update", step, scale, beta1, beta2, eps, eps_inside_sqrt, weight_decay, bias_correction)
     moments = (_plain("lamb_update", exp_avg), _plain("lamb_update", exp_avg_sq))
@@ -191,7 +193,7 @@ def lamb_apply(
     bias_correction: bool,
     rounding: Stochastic | None = None,
 ) -> None:
-    """The second: master -= lr * update, with the trust ratio in `lr`."""
+    """LAMB's second pass: master -= lr * update. `lr` includes the trust ratio."""
     c, flags = _lamb("lamb_apply", step, 1.0, beta1, beta2, eps, eps_inside_sqrt, weight_decay, bias_correction)
     moments = (_plain("lamb_apply", exp_avg), _plain("lamb_apply", exp_avg_sq))
     names = ("master", "", "exp_avg", "exp_avg_sq", "out")
@@ -241,7 +243,7 @@ def _corrections(bias_correction: bool, step: int, beta1: float, beta2: float) -
 
 
 def _lerp(beta: float, from_grad: int) -> tuple[float, int]:
-    """The rate of an average, and the flag of whether it starts from the gradient, which does what weighs more."""
+    """The rate of an interpolation, and the flag to start it from the gradient, which it does if that has the larger weight."""
     return (beta, from_grad) if beta <= 0.5 else (1.0 - beta, 0)
 
 
@@ -251,7 +253,7 @@ def _all_fp32(*states: State) -> bool:
 
 def _plain(op: str, state: Tensor) -> Tensor:
     if isinstance(state, Blocks):
-        raise ValueError(f"{op}: a state is given as 8-bit codes; this optimizer keeps its states in fp32, bf16 or fp16")
+        raise ValueError(f"{op}: a state is in 8-bit codes; this optimizer has no 8-bit states, pass fp32, bf16 or fp16")
     return state
 
 
@@ -266,7 +268,7 @@ def _step(
 ) -> tuple[float | Tensor, float | Tensor]:
     """arrays: master, gradient, first state (signed), second state (a sum of squares), weights."""
     master, grad, first, second, out = arrays
-    assert master is not None, "there is something to step"
+    assert master is not None, "master is always given"
     numel, on_cpu = master.numel(), master.is_cpu
     packed: list[int] = []
     for i, array in enumerate(arrays):
@@ -306,13 +308,13 @@ def _step(
 
 def _check_blocks(op: str, name: str, blocks: Blocks, dtype: torch.dtype) -> None:
     codes, scales = blocks
-    wanted = -(-codes.numel() // CODED)
+    num_scales = -(-codes.numel() // CODED)
     if codes.dtype is not dtype:
         raise ValueError(f"{op}: {name}.codes is {codes.dtype}; it must be {dtype}")
-    if scales.dtype is not torch.float32 or tuple(scales.shape) != (wanted,) or not scales.is_contiguous():
+    if scales.dtype is not torch.float32 or tuple(scales.shape) != (num_scales,) or not scales.is_contiguous():
         raise ValueError(
             f"{op}: {name}.scales is {scales.dtype} of shape {tuple(scales.shape)}; {codes.numel()} codes need a contiguous "
-            f"torch.float32 of shape ({wanted},), one for every {CODED}"
+            f"torch.float32 of shape ({num_scales},), one for every {CODED}"
         )
     if scales.device != codes.device:
         raise ValueError(f"{op}: {name}.scales is on {scales.device} and the codes are on {codes.device}; move one of them")
@@ -324,7 +326,9 @@ def _check_rounding(op: str, names: tuple[str, ...], arrays: tuple[Tensor | Bloc
     for i in (0, 2, 3):
         array = arrays[i]
         if isinstance(array, Tensor) and array.dtype is torch.float16:
-            raise ValueError(f"{op}: {names[i]} is {array.dtype}, rounded to nearest only; use torch.bfloat16 or no `rounding`")
+            raise ValueError(
+                f"{op}: {names[i]} is {array.dtype}, which has no stochastic rounding; use torch.bfloat16 or no `rounding`"
+            )
 
 
 def _refusal(op: str, names: tuple[str, ...], arrays: tuple[Tensor | Blocks | None, ...]) -> ValueError:

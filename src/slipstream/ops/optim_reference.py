@@ -1,7 +1,7 @@
-"""The torch twins of the optimizers' native passes (`csrc/optim_body.h`), bit for bit: their values, rules and narrow storage.
+"""The torch twins of the native optimizers (`csrc/optim_body.h`), bit-identical to them.
 
-As in `reference.py` an operation here is one IEEE operation there, in the same order. A span is widened to fp32, stepped in place
-(fp32 tensors are stepped where they lie) and rounded once.
+As in `reference.py`, each operation here is one IEEE operation there, in the same order. A span is converted to fp32, updated and
+rounded once; fp32 tensors are updated in place.
 
 Glossary: `p` weights, `g` gradient, `m` the first state (a momentum), `v` the second (a sum of squares), `c` coefficients.
 """
@@ -21,7 +21,7 @@ _LOW = 0xFFFFFFFF
 
 
 class Rule(IntEnum):
-    """As in csrc/optim.h, as are the flags."""
+    """Numbered as in csrc/optim.h, as are the flags below."""
 
     ADAMW = 0
     LION = 1
@@ -35,26 +35,27 @@ STREAM, STOCHASTIC, FROM_GRAD, UPDATE_FROM_GRAD, FIRST_STEP, NESTEROV, EPS_INSID
 
 
 class Coefficients(NamedTuple):
-    """What a rule multiplies by and adds, in the order of csrc/optim.h; each is rounded to fp32 once."""
+    """The factors and addends of a rule, in the order of csrc/optim.h; each is rounded to fp32 once."""
 
     scale: float = 1.0  # of the gradient
-    keep: float = 1.0  # of the weights: 1 - lr * weight_decay where that is decoupled
+    keep: float = 1.0  # of the weights: 1 - lr * weight_decay if that is decoupled
     l2: float = 0.0  # of the weights, added to the gradient; in LAMB to the update
     rate: float = 0.0  # m := a + rate * (b - a): see lerp in csrc/optim_body.h
     update_rate: float = 0.0  # the same for Lion's update
-    beta1: float = 0.0  # m := beta1 * m + rest1 * g where Adam's m rests in codes
+    beta1: float = 0.0  # m := beta1 * m + rest1 * g if Adam's m is stored as codes
     rest1: float = 0.0
     beta: float = 0.0  # v := beta * v + rest * g * g; SGD's m := beta * m + rest * g
     rest: float = 0.0
     correction1: float = 1.0  # of m, in LAMB
     correction2: float = 1.0  # of v in LAMB; of its root in Adam
     eps: float = 0.0
-    lr: float = 0.0  # in Adam with the correction of m
+    lr: float = 0.0  # in Adam, includes the correction of m
 
 
 class Blocks(NamedTuple):
-    """A state as 8-bit codes: int8 for a momentum, uint8 for a sum of squares (of which the root is kept), and a scale fp32 for
-    every 256 of them. What a code stands for: [Note: Codes] in csrc/optim_body.h. Codes and scales of zeros are zero."""
+    """A state as 8-bit codes (int8 for a momentum, uint8 for the root of a sum of squares) with one fp32 scale per 256 codes.
+
+    The encoding: [Note: Codes] in csrc/optim_body.h. Zeros have zero codes and scales."""
 
     codes: Tensor
     scales: Tensor
@@ -65,9 +66,12 @@ class Blocks(NamedTuple):
         return cls(torch.zeros(numel, dtype=dtype, device=device), torch.zeros(-(-numel // CODED), device=device))
 
     def span(self, start: int, stop: int) -> "Blocks":
-        """Elements [start, stop), as views. A block is never cut: `start` is a multiple of 256, and `stop` is too or is the end."""
+        """Elements [start, stop), as views. Raises ValueError unless both are multiples of 256; `stop` may also be the end."""
         if start % CODED or (stop % CODED and stop != self.codes.numel()):
-            raise ValueError(f"elements {start} to {stop} of {self.codes.numel()} cut a block of {CODED} codes with one scale")
+            raise ValueError(
+                f"elements {start} to {stop} of {self.codes.numel()} cut a block of {CODED} codes that share a scale; "
+                f"cut at multiples of {CODED}"
+            )
         return Blocks(self.codes[start:stop], self.scales[start // CODED : -(-stop // CODED)])
 
     def float(self) -> Tensor:
@@ -76,15 +80,16 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, state: Tensor, dtype: torch.dtype) -> "Blocks":
-        """The nearest codes."""
+        """Encode a state, rounding to the nearest codes."""
         blocks = cls.zeros(state.numel(), dtype, state.device)
         _encode(blocks, slice(0, state.numel()), state if dtype is torch.int8 else sqrt(state), None)
         return blocks
 
 
 class Stochastic(NamedTuple):
-    """Round what rests in bf16 or in codes at random, right on average. The bits are a function of all three numbers: `offset` is
-    that of the range's first element in whatever order the caller keeps, a multiple of 16."""
+    """Stochastic rounding of bf16 tensors and codes, unbiased. The random bits are a function of all three fields.
+
+    `offset` is that of the first element, a multiple of 16, in any numbering of elements that the caller chooses."""
 
     seed: int
     step: int
@@ -115,11 +120,11 @@ def step(
     flags: int,
     rounding: Stochastic | None,
 ) -> tuple[float | Tensor, float | Tensor]:
-    """Returns LAMB_UPDATE's sums of squares of weights and update: 0-dim tensors where reading them would wait for a device."""
+    """Returns LAMB_UPDATE's sums of squares of weights and update: floats on CPU, else 0-dim tensors (no synchronization)."""
     squares: tuple[list[Tensor], list[Tensor]] = ([], [])
     for span in spans(master):
         p = master[span].float()
-        if rule is Rule.ADAMW:  # what a state in codes keeps is their product with one factor
+        if rule is Rule.ADAMW:  # a state in codes is decayed as it is decoded
             m, v = _read(first, span, c.beta1), _read(second, span, c.beta)
         else:
             m, v = _read(first, span), _read(second, span)
@@ -143,15 +148,14 @@ def step(
         if rule is not Rule.LAMB_APPLY:
             m, v = _write(first, span, m, state_bits), _write(second, span, v, state_bits)
         if rule is Rule.LAMB_UPDATE:
-            for found, x in zip(squares, (p, _lamb_update(p, m, v, c, flags)), strict=True):
+            for sums, x in zip(squares, (p, _lamb_update(p, m, v, c, flags)), strict=True):
                 square = x.double().square_()
-                found += [part.sum() for part in square.split(CPU_SUM)] if x.is_cpu else [square.sum()]
+                sums += [part.sum() for part in square.split(CPU_SUM)] if x.is_cpu else [square.sum()]
             continue
         p = _write(master, span, p, bits)
         if out is not None:
             out[span] = p
-    weights, updates = (_total(found) for found in squares)
-    return weights, updates
+    return _total(squares[0]), _total(squares[1])
 
 
 def _total(squares: list[Tensor]) -> float | Tensor:
@@ -170,20 +174,20 @@ def _add_square_(v: Tensor, g: Tensor, c: Coefficients) -> None:
 
 
 def _lerp_(m: Tensor, g: Tensor, rate: float, from_grad: int) -> Tensor:
-    if from_grad:  # from the gradient, which weighs more
+    if from_grad:  # start from the gradient, whose weight is larger
         return m.sub_(g).mul_(rate).add_(g)
     return m.add_((g - m).mul_(rate))
 
 
-def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Coefficients, flags: int, kept_m: bool, kept_v: bool) -> None:
-    """kept: the state is already multiplied by what is kept of it."""
+def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Coefficients, flags: int, decayed_m: bool, decayed_v: bool) -> None:
+    """decayed: the state is already multiplied by its beta."""
     if c.keep != 1.0:
         p.mul_(c.keep)
-    if kept_m:
+    if decayed_m:
         m.add_(g * c.rest1)
     else:
         _lerp_(m, g, c.rate, flags & FROM_GRAD)
-    _add_square_(v if kept_v else v.mul_(c.beta), g, c)
+    _add_square_(v if decayed_v else v.mul_(c.beta), g, c)
     p.sub_((m * c.lr).div_(sqrt(v).mul_(c.correction2).add_(c.eps)))
 
 
@@ -208,15 +212,12 @@ def _sgd(p: Tensor, g: Tensor, m: Tensor | None, c: Coefficients, flags: int) ->
 def _lamb_update(p: Tensor, m: Tensor, v: Tensor, c: Coefficients, flags: int) -> Tensor:
     corrected = v * c.correction2
     denominator = sqrt(corrected.add_(c.eps)) if flags & EPS_INSIDE else sqrt(corrected).add_(c.eps)
-    denominator.clamp_min_(2.0**-126)  # also where eps is 0: zeros stay zeros
+    denominator.clamp_min_(2.0**-126)  # zeros stay zeros even if eps is 0
     return (m * c.correction1).div_(denominator).add_(p * c.l2)
 
 
-# -- What rests narrow
-
-
-def _read(state: State, span: slice, kept: float = 1.0) -> Tensor:
-    """In fp32; for fp32 the stored elements themselves. kept: what codes are multiplied by."""
+def _read(state: State, span: slice, factor: float = 1.0) -> Tensor:
+    """The span in fp32: a view of an fp32 state, else a copy. Decoded values are multiplied by `factor`."""
     if state is None:
         return torch.empty(0)
     if isinstance(state, Tensor):
@@ -225,24 +226,24 @@ def _read(state: State, span: slice, kept: float = 1.0) -> Tensor:
     unit = state.scales[span.start // CODED : -(-span.stop // CODED)] / FULL[state.codes.dtype]
     if state.codes.dtype is torch.uint8:
         x, unit = x.square_(), unit.square()
-    return x.mul_((unit * kept).repeat_interleave(CODED)[: len(x)])
+    return x.mul_((unit * factor).repeat_interleave(CODED)[: len(x)])
 
 
 def _write(state: State, span: slice, x: Tensor, bits: Tensor | None) -> Tensor:
-    """Returns the values as they read back, but for codes."""
+    """Store the span. Returns the values as stored (codes: as passed)."""
     if isinstance(state, Blocks):
         _encode(state, span, x if state.codes.dtype is torch.int8 else sqrt(x), bits)
     elif state is not None and state.dtype is not torch.float32:
         if bits is not None and state.dtype is torch.bfloat16:
-            cut = ((x.view(torch.int32) + bits.int()) & -65536).view(torch.float32)
-            x = torch.where(x.isnan(), x, cut)
+            truncated = ((x.view(torch.int32) + bits.int()) & -65536).view(torch.float32)
+            x = torch.where(x.isnan(), x, truncated)
         state[span] = x
         return state[span].float()
     return x
 
 
 def _random_bits(rounding: Stochastic, start: int, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """16 bits for each element, in int64, for weights and for states: see csrc/optim_body.h. int64 products wrap as in C."""
+    """16 random bits per element, in int64, for weights and for states: see csrc/optim_body.h. int64 products wrap as in C."""
     low, high = rounding.keys()
     first = rounding.offset + start
     groups = torch.arange(first // 16, -(-(first + numel) // 16), device=device)
@@ -265,7 +266,7 @@ def _encode(state: Blocks, span: slice, x: Tensor, bits: Tensor | None) -> None:
     full = FULL[state.codes.dtype]
     least = -128.0 if state.codes.dtype is torch.int8 else 1.0
     rows = torch.nn.functional.pad(x, (0, -len(x) % CODED)).view(-1, CODED)
-    most = rows.abs().view(torch.int32).amax(1).view(torch.float32)  # as whole numbers, among which a NaN is above infinity
+    most = rows.abs().view(torch.int32).amax(1).view(torch.float32)  # compared as integers, so that NaN is above infinity
     most = torch.where(most.isfinite(), most, math.nan)
     state.scales[span.start // CODED : span.start // CODED + len(rows)] = most
     tiny = 2.0**-100

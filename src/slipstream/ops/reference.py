@@ -1,12 +1,11 @@
-"""The torch twins of the native kernels: the same results without a compiler, on any device. The optimizers' are in
-`optim_reference.py`.
+"""The torch twins of the native kernels: the same results without a compiler, on any device. (Optimizers: `optim_reference.py`.)
 
-Elementwise results equal the kernels' bit for bit: each operation below is one IEEE operation there too, in
-the same order. So nothing here may use an op that torch fuses or reorders (`add(alpha=)`, `addcmul`, `lerp`).
-Sums of squares agree to fp64 rounding, and are deterministic whatever the number of threads: torch splits no
-reduction of fewer than 32,768 elements, and none here has more than 16,384 on a CPU.
+Elementwise results are bit-identical to the kernels': each operation here is one IEEE operation there, in the same order. So no
+operation that torch fuses or reorders is allowed here (`add(alpha=)`, `addcmul`, `lerp`). Sums of squares agree to fp64 rounding
+and do not depend on the number of threads: torch splits no reduction of fewer than 32,768 elements, and those here have at most
+16,384 on a CPU.
 
-Glossary: `span` is the slice of elements in hand, short enough that its temporaries stay in cache.
+Glossary: `span` is the current slice of elements, short enough that its temporaries stay in cache.
 """
 
 import math
@@ -18,16 +17,16 @@ import torch
 from torch import Tensor
 
 BLOCK = 65536  # elements per partial sum of squares, as in csrc/slipstream_ops.h
-CPU_CHUNK = 65536  # its temporaries stay in cache, and torch's cost per call is small beside it
+CPU_CHUNK = 65536  # its temporaries stay in cache, and torch's overhead per call is small compared with its work
 CPU_SUM = 16384
-DEVICE_CHUNK = 1 << 24  # an accelerator wants few large kernels
-SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of an int4 group's range: outliers are cut where that costs less
+DEVICE_CHUNK = 1 << 24  # few large kernels on an accelerator
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of an int4 group's range: outliers are clipped if that lowers the error
 
 
 class Partial(NamedTuple):
-    """What a sum left behind: the fp64 sum of squares of the elements written, and whether all are finite."""
+    """The fp64 sum of squares of the elements written, and whether all are finite."""
 
-    sumsq: float | Tensor  # a 0-dim tensor of either where reading it would wait for the device
+    sumsq: float | Tensor  # both are 0-dim tensors if reading them would synchronize with the device
     finite: bool | Tensor
 
 
@@ -55,13 +54,13 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
 
 
 def sum_by_block(squares: list[float]) -> float:
-    """Add in order, block by block."""
+    """The sum of the squares: within each block in order, then over the blocks in order."""
     step = BLOCK // CPU_SUM
     return added([added(squares[start : start + step]) for start in range(0, len(squares), step)])
 
 
 def added(values: Iterable[float]) -> float:
-    """In order. Not `sum`, which compensates for rounding from Python 3.12 on."""
+    """The sum in order. Not the builtin `sum`, which compensates for rounding from Python 3.12 on."""
     total = 0.0
     for value in values:
         total += value
@@ -69,7 +68,7 @@ def added(values: Iterable[float]) -> float:
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """numpy's on CPU: torch's comes from a math library that may be off by one unit in the last place."""
+    """The correctly rounded root: numpy's on CPU, because torch's math library may be off by one unit in the last place."""
     if not x.is_cpu:
         return x.sqrt()
     with numpy.errstate(invalid="ignore"):
@@ -84,7 +83,7 @@ def copy_stream(dst: Tensor, src: Tensor) -> None:
 @torch.no_grad()
 def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
     codes, scale = torch.empty_like(w, dtype=torch.int8), torch.empty(len(w), dtype=torch.float32, device=w.device)
-    step = _rows_at_once(w)
+    step = _rows_per_span(w)
     for rows, q, scales in zip(w.split(step), codes.split(step), scale.split(step), strict=True):
         wide = rows.float()
         torch.amax(wide.abs(), 1, out=scales).div_(127)
@@ -100,11 +99,11 @@ def dequantize_int8(codes: Tensor, scale: Tensor) -> Tensor:
 @torch.no_grad()
 def quantize_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     parts = []
-    for some in w.split(_rows_at_once(w)):
-        # A group is a column, so that its sums are taken over whole vectors.
-        q, scale, low = _fit_int4(some.float().view(-1, group).T.contiguous())
-        q = q.T.reshape(some.shape)
-        parts.append((q[:, ::2] | (q[:, 1::2] << 4), scale.view(len(some), -1), low.view(len(some), -1)))
+    for rows in w.split(_rows_per_span(w)):
+        # Groups are columns, so that sums over a group vectorize.
+        q, scale, low = _fit_int4(rows.float().view(-1, group).T.contiguous())
+        q = q.T.reshape(rows.shape)
+        parts.append((q[:, ::2] | (q[:, 1::2] << 4), scale.view(len(rows), -1), low.view(len(rows), -1)))
     codes, scale, low = (torch.cat(part) for part in zip(*parts, strict=True))
     return codes, scale, low
 
@@ -112,14 +111,14 @@ def quantize_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 @torch.no_grad()
 def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
     out = torch.empty(*codes.shape, 2, device=codes.device)
-    step = _rows_at_once(codes)
-    for rows, q, scales, lows in zip(*(whole.split(step) for whole in (out, codes, scale, low)), strict=True):
+    step = _rows_per_span(codes)
+    for rows, q, scales, lows in zip(*(tensor.split(step) for tensor in (out, codes, scale, low)), strict=True):
         rows[..., 0], rows[..., 1] = q & 15, q >> 4
         rows.view(*scales.shape, -1).mul_(scales[..., None]).add_(lows[..., None])
     return out.flatten(1)
 
 
-def _rows_at_once(w: Tensor) -> int:
+def _rows_per_span(w: Tensor) -> int:
     return max(1, (4 * CPU_CHUNK if w.is_cpu else DEVICE_CHUNK) // max(1, w.shape[1]))
 
 
@@ -131,18 +130,18 @@ def _fit_int4(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     best: tuple[Tensor, ...] | None = None
     for shrink in SHRINKS:
         codes = _nearest_code(w, span * (shrink / 15), middle - span * (shrink / 2))
-        # The line through (codes, w) of least squares is the best scale and low for them; codes are then chosen anew.
+        # A least-squares fit of w by codes gives their best scale and low; the codes are then recomputed.
         code_mean = _sum(codes) / size
         centered = codes.sub_(code_mean)
         slope = _sum(centered * w) / _sum(centered.square()).clamp_min_(1e-12)
-        scale = slope.half().float()  # as files and the decoder hold it
+        scale = slope.half().float()  # as stored in files and in the decoder
         low = (mean - scale * code_mean).half().float()
         error = _sum(_nearest_code(w, scale, low).mul_(scale).add_(low).sub_(w).square_())
-        found: tuple[Tensor, ...] = (error, scale, low)
+        candidate: tuple[Tensor, ...] = (error, scale, low)
         if best is not None:
-            found = tuple(torch.where(error < best[0], new, old) for new, old in zip(found, best, strict=True))
-        best = found
-    assert best is not None, "there is a first range"
+            candidate = tuple(torch.where(error < best[0], new, old) for new, old in zip(candidate, best, strict=True))
+        best = candidate
+    assert best is not None, "SHRINKS is not empty"
     _, scale, low = best
     return _nearest_code(w, scale, low).to(torch.uint8), scale, low
 
@@ -156,7 +155,7 @@ def _at_least_tiny(scale: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """[elements, groups] -> [groups], added in the kernel's order: elements with even and with odd numbers apart."""
+    """[elements, groups] -> [groups], added in the kernel's order: even and odd elements separately."""
     sums = torch.zeros_like(x[:2])
     for i in range(0, len(x), 2):
         sums += x[i : i + 2]

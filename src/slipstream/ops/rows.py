@@ -1,12 +1,11 @@
-"""Matrices in 8 or 4 bits, a row at a time, as bytes: what a frozen weight is kept, sharded and moved as.
+"""8-bit and 4-bit matrices, quantized row by row into bytes: the storage of frozen weights, also sharded and in transfers.
 
-row    its codes, then a bf16 scale for each block of `block` columns. A row stands alone: any of them can be made or read without
-       the others
-codes  8 bits: whole numbers from -127 to 127 times scale / 127. 4 bits: indices into NF4, two a byte, the first in the low half
-NF4    16 values at quantiles of a normal distribution, scaled to [-1, 1] and holding 0 exactly (QLoRA, arXiv 2305.14314, eq. 4;
+row    its codes, then a bf16 scale per block of `block` columns. Rows are independent: each is quantized and read on its own
+codes  8 bits: integers from -127 to 127, times scale / 127. 4 bits: indices into NF4, two per byte, the first in the low half
+NF4    16 values at quantiles of a normal distribution, scaled to [-1, 1], with an exact 0 (QLoRA, arXiv 2305.14314, eq. 4;
        the constants as its authors' library derives them)
-scale  the block's largest magnitude, rounded up: no code is clipped. One bf16 for 64 columns is a quarter of a bit each, half of
-       what the paper's fp32 takes before its second quantization
+scale  the block's largest magnitude, rounded up so that no code is clipped. One bf16 per 64 columns costs a quarter of a bit per
+       weight, half of the paper's fp32 before its second quantization
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from slipstream.ops import cpu
 
 
 def _normal_float() -> tuple[float, ...]:
-    offset = 1 - (1 / 32 + 1 / 30) / 2  # the mean of the outermost cells' middles, of 16 and of 15 cells
+    offset = 1 - (1 / 32 + 1 / 30) / 2  # the mean of the outermost cells' centers, for 16 and for 15 cells
     inverse = NormalDist().inv_cdf
     above = [inverse(offset + (0.5 - offset) * i / 8) for i in range(8)]
     below = [-inverse(offset + (0.5 - offset) * i / 7) for i in range(7)]
@@ -36,7 +35,7 @@ NF4 = _normal_float()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowForm:
-    """How the rows of a matrix of `columns` columns lie in bytes."""
+    """The byte layout of the rows of a matrix with `columns` columns."""
 
     bits: int  # 8 or 4
     columns: int
@@ -44,7 +43,7 @@ class RowForm:
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or self.block < 2 or self.block % 2:
-            raise ValueError(f"bits ({self.bits}) is to be 8 or 4, and block ({self.block}) an even number of columns")
+            raise ValueError(f"bits ({self.bits}) must be 8 or 4, and block ({self.block}) an even number of columns")
 
     @property
     def num_blocks(self) -> int:
@@ -52,7 +51,7 @@ class RowForm:
 
     @property
     def code_nbytes(self) -> int:
-        """Of a row; even, so that scales are aligned."""
+        """Bytes of a row's codes; even, so that the scales are aligned."""
         return -(-self.columns * self.bits // 16) * 2
 
     @property
@@ -62,7 +61,7 @@ class RowForm:
 
 @torch.no_grad()
 def quantize_rows(w: Tensor, form: RowForm) -> Tensor:
-    """[rows, columns], floating point and finite -> uint8 [rows, row_nbytes]."""
+    """[rows, columns], floating-point and finite -> uint8 [rows, row_nbytes]."""
     if w.numel() == 0:
         return torch.zeros(len(w), form.row_nbytes, dtype=torch.uint8, device=w.device)
     padded = F.pad(w.float(), (0, form.num_blocks * form.block - form.columns)).view(len(w), form.num_blocks, form.block)
@@ -84,7 +83,7 @@ def dequantize_rows(packed: Tensor, form: RowForm, dtype: torch.dtype) -> Tensor
     return _dequantize(packed, form.bits, form.columns, form.block, dtype)
 
 
-@torch.library.custom_op("slipstream::dequantize_rows", mutates_args=())  # so that compilers and fake tensors see one operation
+@torch.library.custom_op("slipstream::dequantize_rows", mutates_args=())  # one operation for compilers and fake tensors
 def _dequantize(packed: Tensor, bits: int, columns: int, block: int, dtype: torch.dtype) -> Tensor:
     form = RowForm(bits=bits, columns=columns, block=block)
     kernels, code = cpu._kernels(), cpu.DTYPES.get(dtype)
@@ -109,7 +108,7 @@ def _(packed: Tensor, bits: int, columns: int, block: int, dtype: torch.dtype) -
 
 @torch.no_grad()
 def in_torch(packed: Tensor, form: RowForm, dtype: torch.dtype) -> Tensor:
-    """`dequantize_rows`, the twin: any device, dtype and block."""
+    """The torch twin of `dequantize_rows`, for any device, dtype and block."""
     if not len(packed) or not form.columns:
         return torch.zeros(len(packed), form.columns, dtype=dtype, device=packed.device)
     rows = len(packed)
@@ -120,19 +119,18 @@ def in_torch(packed: Tensor, form: RowForm, dtype: torch.dtype) -> Tensor:
         scales = scales / 127
     else:
         units = F.embedding(codes.int(), _pairs(packed.device)).flatten(1)[:, : form.columns]
-    whole = form.columns // form.block * form.block
-    if whole == form.columns:
+    if form.columns % form.block == 0:
         return (units.reshape(rows, -1, form.block) * scales[..., None]).view(rows, -1).to(dtype)
     return (units * scales.repeat_interleave(form.block, 1)[:, : form.columns]).to(dtype)
 
 
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
-    """The two values of every byte of NF4 codes."""
+    """fp32 [256, 2]: the two values that each byte of NF4 codes encodes."""
     byte = torch.arange(256)
     return torch.tensor(NF4)[torch.stack([byte & 15, byte >> 4], 1)].to(device)
 
 
 def _up_to_bf16(x: Tensor) -> Tensor:
-    """The least bf16 number that is not below x >= 0, in fp32."""
+    """Round x >= 0 up to bf16; the result is in fp32."""
     return (((x.contiguous().view(torch.int32) + 0xFFFF) >> 16) << 16).view(torch.float32)

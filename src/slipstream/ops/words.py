@@ -1,13 +1,11 @@
-"""Words in memory that processes share: atomic stores, loads and adds, and waiting for a value.
+"""Atomic words in shared memory: store, load, add, and wait for a value.
 
-A word is a naturally aligned uint32 (a heartbeat a uint64) at an address inside a shared mapping. A store or
-an add releases and a load or a finished wait acquires: who sees a value also sees all that its writer wrote
-before. Values wrap at 2**32 and are compared by signed difference, so a counter may run for ever. The caller
-keeps the mapping alive.
+A word is a naturally aligned uint32 (heartbeats: uint64) in a shared mapping, which the caller keeps alive. Stores and adds have
+release semantics; loads and completed waits have acquire semantics. Values wrap at 2**32 and are compared by signed difference,
+so counters may wrap.
 
-Without a compiler the same functions work through ctypes: waiting polls with short sleeps instead of sleeping
-on the futex, `add` is libstdc++'s atomic add (torch has loaded that library already), and so are the fences
-that processors other than x86 need.
+Without a compiler the same functions work through ctypes: waiting polls with short sleeps instead of a futex, and libstdc++'s
+atomic add (torch has loaded that library already) serves as `add` and as the fences that processors other than x86 need.
 """
 
 import ctypes
@@ -30,12 +28,12 @@ class _Words(NamedTuple):
     add: Callable[[int, int], int]
     store64: Callable[[int, int], object]
     load64: Callable[[int], int]
-    # address, value, spin in ns, timeout in ns; may return False before the time is up
+    # address, value, spin in ns, timeout in ns; may return False before the timeout
     wait: Callable[[int, int, int, int], bool]
 
 
 def store_release_and_wake(address: int, value: int) -> None:
-    """Set the word and wake all that wait on it."""
+    """Set the word and wake all waiters."""
     if address & 3:
         raise _misaligned(address, 4)
     _words().store(address, value)
@@ -48,14 +46,14 @@ def load_acquire(address: int) -> int:
 
 
 def add(address: int, delta: int) -> int:
-    """Add to the word atomically, wake all that wait on it, and return what it was before."""
+    """Atomically add to the word, wake all waiters, and return the previous value."""
     if address & 3:
         raise _misaligned(address, 4)
     return _words().add(address, delta)
 
 
 def store64(address: int, value: int) -> None:
-    """Set a uint64, for instance a heartbeat's time. Nobody is woken."""
+    """Set a uint64, for instance the time of a heartbeat. Wakes no waiters."""
     if address & 7:
         raise _misaligned(address, 8)
     _words().store64(address, value)
@@ -68,9 +66,9 @@ def load64(address: int) -> int:
 
 
 def wait_at_least(address: int, value: int, spin_us: int, timeout_ms: int) -> bool:
-    """Wait until the word is at least `value` (signed difference): spin, then sleep. False when time is up.
+    """Spin, then sleep, until the word is at least `value` (signed difference). Returns False after the timeout.
 
-    The GIL is released, and signals are handled (Ctrl-C raises) within 50 ms.
+    Releases the GIL, and handles signals (Ctrl-C raises) within 50 ms.
     """
     if address & 3:
         raise _misaligned(address, 4)
@@ -84,7 +82,7 @@ def wait_at_least(address: int, value: int, spin_us: int, timeout_ms: int) -> bo
 
 
 def _misaligned(address: int, size: int) -> ValueError:
-    return ValueError(f"address {address:#x} is not a multiple of {size}; atomic words are naturally aligned")
+    return ValueError(f"address {address:#x} is not a multiple of {size}; atomic words must be naturally aligned")
 
 
 @functools.cache
@@ -93,14 +91,14 @@ def _words() -> _Words:
     if library.kernels is None or library.quick is None:
         return _fallback()
     pointer, u32, u64, i64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
-    quick, patient = library.quick, library.kernels
+    quick = library.quick
     return _Words(
         store=_bound(quick.slipstream_store_release_and_wake, None, pointer, u32),
         load=_bound(quick.slipstream_load_acquire, u32, pointer),
         add=_bound(quick.slipstream_add, u32, pointer, u32),
         store64=_bound(quick.slipstream_store64, None, pointer, u64),
         load64=_bound(quick.slipstream_load64, u64, pointer),
-        wait=_bound(patient.slipstream_wait_at_least, ctypes.c_int, pointer, u32, i64, i64),
+        wait=_bound(library.kernels.slipstream_wait_at_least, ctypes.c_int, pointer, u32, i64, i64),
     )
 
 
@@ -114,7 +112,7 @@ def _fallback() -> _Words:
         function = getattr(ctypes.CDLL("libstdc++.so.6"), _ATOMIC_ADD)
     except (OSError, AttributeError) as error:
         raise RuntimeError(
-            "shared words need a C compiler (for the native ops) or libstdc++.so.6, and neither is here; "
+            "shared-memory words need a C compiler (for the native kernels) or libstdc++.so.6, and this machine has neither; "
             'install one, or set "slipstream": {"transport": "gloo"}'
         ) from error
     exchange_and_add = _bound(function, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int32)

@@ -1,8 +1,7 @@
-"""Optimizers that torch does not have, and the way from a name in the JSON to a class.
+"""Optimizers that torch does not have, and the lookup of an optimizer class by its name in the JSON.
 
-Everything here is an ordinary `torch.optim.Optimizer` that steps on tensors with `.grad` set; none of it
-knows of ranks or shards. The engine decides what the tensors are: ranges of a flat buffer for an elementwise
-optimizer (`is_elementwise`), whole tensors, each owned by one rank, for every other.
+These are ordinary `torch.optim.Optimizer`s, unaware of ranks and shards. The engine passes ranges of a flat buffer to an
+elementwise optimizer (`is_elementwise`), and whole tensors, each owned by one rank, to every other.
 """
 
 from slipstream.optim.lamb import Lamb

@@ -1,14 +1,14 @@
 """LAMB (You et al. 2019, arXiv 1904.00962, algorithm 2): Adam with one trust ratio per tensor.
 
-Shape-aware: the ratio takes the norms of a whole tensor, so a tensor may not be cut. States are fp32.
+Shape-aware: the ratio uses the norms of a whole tensor, so tensors must not be cut. States are fp32.
 
     update = m_hat / (sqrt(v_hat) + eps) + weight_decay * param
-    ratio  = clamp(|param| / |update|, min_coeff, max_coeff), or 1 where one of the norms is zero
+    ratio  = clamp(|param| / |update|, min_coeff, max_coeff), or 1 if one of the norms is zero
     param  = param - lr * ratio * update
 
-[Note: Bias correction] The paper corrects m and v before the norm is taken; so does this. DeepSpeed's kernel
-takes the norm of the uncorrected update and corrects the rate instead, which makes its first steps smaller by
-sqrt(1 - beta2^t) / (1 - beta1^t): 0.32 at step 1 of the default betas, 1 in the long run.
+[Note: Bias correction] This implementation corrects m and v before it computes the norm, as the paper does. DeepSpeed's kernel
+computes the norm of the uncorrected update and corrects the learning rate instead, which makes its first steps smaller by a factor
+of sqrt(1 - beta2^t) / (1 - beta1^t): 0.32 at step 1 with the default betas, tending to 1.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from slipstream.optim.loop import step_each
+
 
 class Lamb(Optimizer):
-    """LAMB with DeepSpeed's parameters: `max_coeff` and `min_coeff` bound the trust ratio."""
+    """LAMB with DeepSpeed's arguments: `max_coeff` and `min_coeff` bound the trust ratio."""
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class Lamb(Optimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"Lamb: betas {tuple(betas)} must lie in [0, 1)")
         if not 0 <= min_coeff <= max_coeff:
-            raise ValueError(f"Lamb: needs 0 <= min_coeff ({min_coeff}) <= max_coeff ({max_coeff})")
+            raise ValueError(f"Lamb: must have 0 <= min_coeff ({min_coeff}) <= max_coeff ({max_coeff})")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -54,21 +56,10 @@ class Lamb(Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, group)
-        return loss
+        return step_each(self, closure, self._update)
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        if grad.is_sparse:
-            raise ValueError(f"Lamb: the gradient of a parameter of shape {tuple(param.shape)} is sparse")
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -93,7 +84,7 @@ class Lamb(Optimizer):
 
 
 def trust_ratio(param: Tensor, update: Tensor, minimum: float, maximum: float) -> Tensor:
-    """|param| / |update| in [minimum, maximum]; 1 where either norm is zero. 0-D, no synchronization."""
+    """|param| / |update|, clamped to [minimum, maximum]; 1 if either norm is zero. A 0-dim tensor: no synchronization."""
     param_norm = torch.linalg.vector_norm(param, dtype=torch.float32)
     update_norm = torch.linalg.vector_norm(update, dtype=torch.float32)
     ratio = (param_norm / update_norm).clamp(minimum, maximum)

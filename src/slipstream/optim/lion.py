@@ -1,7 +1,7 @@
 """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum.
 
-Elementwise: an element's update depends on its own weight, gradient and momentum only, so the optimizer may
-run on any range of a flat buffer. One state per element, in fp32, and one temporary of a tensor's size.
+Elementwise: an element's update depends on its own weight, gradient and momentum only, so the optimizer may run on any range of a
+flat buffer. One fp32 state per element, and one temporary of the tensor's size.
 
     update  = sign(beta1 * exp_avg + (1 - beta1) * grad)
     param   = param * (1 - lr * weight_decay) - lr * update
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from slipstream.optim.loop import step_each
+
 
 class Lion(Optimizer):
-    """Lion with DeepSpeed's parameters and defaults. A good rate is 3 to 10 times below AdamW's."""
+    """Lion with DeepSpeed's arguments and defaults. A good learning rate is 3 to 10 times smaller than AdamW's."""
 
     elementwise: ClassVar[bool] = True
 
@@ -32,21 +34,10 @@ class Lion(Optimizer):
             raise ValueError(f"Lion: betas {tuple(betas)} must lie in [0, 1)")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, group)
-        return loss
+        return step_each(self, closure, self._update)
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        if grad.is_sparse:
-            raise ValueError(f"Lion: the gradient of a parameter of shape {tuple(param.shape)} is sparse")
         state = self.state[param]
         if not state:
             state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)

@@ -1,15 +1,15 @@
 """Muon (Jordan 2024, kellerjordan.github.io/posts/muon): orthogonalized momentum for hidden matrices.
 
-Shape-aware: the update of a matrix needs all of it. One optimizer holds both halves of a model: groups with
-`use_muon=True` (hidden matrices, one state) and groups with `use_muon=False` (embeddings, heads, vectors),
-which take Adam with decoupled weight decay (two states). States are fp32.
+Shape-aware: the update of a matrix needs the whole matrix. One optimizer steps all parameters of a model: groups with
+`use_muon=True` (hidden matrices, one state) use Muon, groups with `use_muon=False` (embeddings, heads, vectors) use Adam with
+decoupled weight decay (two states). States are fp32.
 
     momentum = lerp(momentum, grad, 1 - beta)
     update   = orthogonalize(lerp(grad, momentum, beta) if nesterov else momentum)
     param    = param * (1 - lr * weight_decay) - lr * sqrt(max(1, rows / columns)) * update
 
-This is `torch.optim.Muon`, plus the Adam half, stacks of matrices, convolutions, the Gram iteration, and fp32
-where bf16 products have no fast path (50 times slower on an AVX2 CPU: 3.8 s against 0.07 s for 768x768x3072).
+In addition to `torch.optim.Muon`: the Adam half, stacks of matrices, convolutions, the Gram iteration, and fp32 products on CPU,
+where bf16 has no fast path (50 times slower with AVX2: 3.8 s against 0.07 s for 768x768x3072).
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-# The quintic that is steepest at zero (Jordan 2024): singular values end in about [0.7, 1.2], not at 1.
+from slipstream.optim.loop import step_each
+
+# The quintic with the steepest slope at zero (Jordan 2024): singular values converge to about [0.7, 1.2], not to 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _MUON_LR, _ADAM_LR = 0.02, 3e-4
 
 
 class Muon(Optimizer):
-    """Muon and Adam in one, with DeepSpeed's parameters and defaults.
+    """Muon and Adam in one optimizer, with DeepSpeed's arguments and defaults.
 
-    `params`: `model.named_parameters()` (split by `muon_groups`), or groups that each carry `use_muon`. A
-    group's own `lr` wins over `muon_lr` / `adam_lr`, which win over `lr`. With `use_muon`, a 3-D parameter is
-    a stack of matrices (experts), one with more dimensions is flattened to (first, rest) (convolutions).
-    `adam_w_mode=False` adds `weight_decay` to the Adam half's gradients instead. `ns_method`: "gram" (on
-    products of the short side, cheaper for oblong matrices) or "standard"; equal in exact arithmetic.
+    `params`: `model.named_parameters()` (split by `muon_groups`), or groups that each have `use_muon`. A group's own `lr` takes
+    precedence over `muon_lr` / `adam_lr`, which take precedence over `lr`. With `use_muon`, a 3-D parameter is a stack of matrices
+    (experts); one with more dimensions is flattened to two (convolutions). `adam_w_mode=False` adds `weight_decay` to the Adam
+    half's gradients instead. `ns_method`: "gram" (on products of the short side, cheaper for oblong matrices) or "standard"; equal
+    in exact arithmetic.
     """
 
     def __init__(
@@ -58,13 +60,13 @@ class Muon(Optimizer):
             False: next(rate for rate in (adam_lr, lr, _ADAM_LR) if rate is not None),
         }
         if min(rates.values()) < 0 or weight_decay < 0 or eps < 0:
-            raise ValueError(f"Muon: rates ({rates}), weight_decay ({weight_decay}), eps ({eps}) must not be negative")
+            raise ValueError(f"Muon: learning rates ({rates}), weight_decay ({weight_decay}), eps ({eps}) must not be negative")
         if not all(0 <= beta < 1 for beta in (momentum, *betas)):
             raise ValueError(f"Muon: momentum ({momentum}) and betas {tuple(betas)} must lie in [0, 1)")
         if ns_method not in _ITERATIONS:
             raise ValueError(f"Muon: ns_method {ns_method!r} is not one of {sorted(_ITERATIONS)}")
         if not 1 <= ns_steps < 100:
-            raise ValueError(f"Muon: ns_steps ({ns_steps}) must lie in 1..99; 5 is usual")
+            raise ValueError(f"Muon: ns_steps ({ns_steps}) must lie in 1..99; the usual value is 5")
         defaults = {
             "lr": rates[False],
             "use_muon": False,
@@ -79,25 +81,19 @@ class Muon(Optimizer):
         }
         super().__init__([{"lr": rates[bool(group["use_muon"])], **group} for group in _groups(params)], defaults)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            update = self._muon if group["use_muon"] else self._adam
-            for param in group["params"]:
-                if param.grad is not None and param.numel() > 0:
-                    update(param, param.grad, group)
-        return loss
+        return step_each(self, closure, self._update)
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if param.numel() > 0:
+            (self._muon if group["use_muon"] else self._adam)(param, grad, group)
 
     def _muon(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         if not state:
             if param.ndim < 2:
                 raise ValueError(
-                    f"Muon: a parameter of shape {tuple(param.shape)} is no matrix; put it in a group with"
+                    f"Muon: a parameter of shape {tuple(param.shape)} is not a matrix; put it in a group with"
                     f" use_muon=False (muon_groups(model.named_parameters()) does that)"
                 )
             state["momentum_buffer"] = torch.zeros_like(param, dtype=torch.float32)
@@ -137,13 +133,12 @@ class Muon(Optimizer):
 def muon_groups(
     named_parameters: Iterable[tuple[str, Tensor]], groups: Iterable[Mapping[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
-    """Splits parameters into groups for `Muon`: matrices that are no embedding or head, and the rest.
+    """Split parameters into groups for `Muon`: hidden matrices (`use_muon=True`) and all others (`use_muon=False`).
 
-    Muon takes parameters of two or more dimensions. Adam takes vectors, matrices with a side of 1 (there
-    is nothing to orthogonalize), and every parameter whose name, any one of its names if it is tied, says
-    that it is an embedding or a head. `groups` are parameter groups of the caller's own; each is split in
-    two and keeps its options, and one that carries `use_muon` already is left as it is. Empty halves are
-    dropped, so call this with the whole model's parameters, not with one rank's.
+    Hidden matrices have two or more dimensions. Not hidden: vectors, matrices with a side of 1 (nothing to orthogonalize), and
+    parameters that are an embedding or a head by their name, or by any of their names if tied. `groups` are the caller's parameter
+    groups: each is split in two and keeps its options; one that already has `use_muon` stays as it is. Empty groups are dropped,
+    so pass the whole model's parameters, not one rank's.
     """
     named = list(named_parameters)
     parameters = {id(param): param for _, param in named}
@@ -158,7 +153,7 @@ def muon_groups(
             if id(param) not in parameters:
                 raise ValueError(
                     f"Muon: a parameter of shape {tuple(param.shape)} is in a group but not in the model,"
-                    f" so its name is not known; set use_muon in its group"
+                    f" so its name is unknown; set use_muon in its group"
                 )
         for use_muon in (True, False):
             half = [param for param in params if (id(param) not in adam) is use_muon]
@@ -168,15 +163,15 @@ def muon_groups(
 
 
 def as_matrices(tensor: Tensor) -> Tensor:
-    """(rows, columns) or (stack, rows, columns): more dimensions are flattened behind the first."""
+    """[rows, columns] or [stack, rows, columns]; with more dimensions, all but the first are flattened."""
     return tensor if tensor.ndim <= 3 else tensor.flatten(1)
 
 
 def orthogonalize(matrices: Tensor, *, steps: int, method: str, dtype: torch.dtype | None = None) -> Tensor:
-    """About the nearest semi-orthogonal matrix of each of `matrices`, by a quintic Newton-Schulz iteration.
+    """The approximate nearest semi-orthogonal matrix of each of `matrices`, by a quintic Newton-Schulz iteration.
 
-    `dtype` is that of the products: fp32 on CPU; on an accelerator bf16 for "standard" and, for its three
-    more bits, fp16 for "gram" (all values stay near 1 after the normalization). Result in `dtype`.
+    `dtype` is that of the products and the result. The default is fp32 on CPU; on an accelerator bf16 for "standard" and fp16,
+    which has three more bits, for "gram" (all values stay near 1 after the normalization).
     """
     if dtype is None:
         dtype = torch.float32 if matrices.device.type == "cpu" else _ITERATIONS[method][1]
@@ -196,10 +191,10 @@ def _standard(x: Tensor, steps: int) -> Tensor:
 
 
 def _gram(x: Tensor, steps: int) -> Tensor:
-    """`_standard`, with the polynomials built from A alone (square, of the short side) and applied to x last.
+    """`_standard`, but with polynomials of A alone (square, of the short side), which are applied to x at the end.
 
-    A new A is taken after two steps: without it, rounding in half precision makes small eigenvalues of A
-    negative, and they grow 12-fold a step (tridao.me/blog/2026/gram-newton-schulz).
+    A is recomputed after two steps: otherwise rounding in half precision makes small eigenvalues of A negative, and they grow
+    12-fold per step (tridao.me/blog/2026/gram-newton-schulz).
     """
     if x.size(-2) == x.size(-1):
         return _standard(x, steps)
@@ -214,7 +209,7 @@ def _gram(x: Tensor, steps: int) -> Tensor:
                 product.diagonal(dim1=-2, dim2=-1).add_(_A)
             else:
                 product = _fma(product, z, product, beta=_A)
-            if step < stop - 1:  # A <- (a + z) A (a + z); all of them commute
+            if step < stop - 1:  # A <- (a + z) A (a + z); they commute
                 half = _fma(gram, z, gram, beta=_A)
                 gram = _fma(half, z, half, beta=_A)
         assert product is not None, "at least one step between restarts"
@@ -241,7 +236,7 @@ def _is_hidden_matrix(name: str, param: Tensor) -> bool:
     return param.ndim >= 2 and min(as_matrices(param).shape[-2:]) > 1
 
 
-# Embeddings that do not say so: GPT-2's tokens and positions, T5's tokens.
+# Embeddings whose names lack "embed": GPT-2's tokens and positions, T5's tokens.
 _EMBEDDING_MODULES = frozenset({"wte", "wpe", "shared"})
 
 
@@ -253,5 +248,5 @@ def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
         return items
     raise ValueError(
         "Muon needs names to tell hidden matrices from embeddings and heads: pass model.named_parameters(),"
-        " or muon_groups(model.named_parameters(), groups), or groups that each carry use_muon"
+        " or muon_groups(model.named_parameters(), groups), or groups that each have use_muon"
     )

@@ -1,9 +1,9 @@
-"""Optimizers in native passes, chunk by chunk, wherever master, moments, gradients and weights rest.
+"""Optimizers with native kernels, chunk by chunk, wherever master, moments, gradients and weights are stored.
 
-A rule (optim/rules.py) is one optimizer's arithmetic; `NativeSteps` knows where states are and which hyperparameters hold for which
-elements. Resident and offloaded states go through the same calls, so a tier changes when things move and never what is computed.
+A rule (optim/rules.py) is one optimizer's arithmetic; `NativeSteps` locates the states and the hyperparameters of each element.
+Resident and offloaded states use the same calls, so a tier changes when data moves, never the result.
 
-run   a stretch of neighboring pieces that share a parameter group and a step count, cut at chunks
+run   adjacent pieces with the same parameter group and step count, cut at chunks
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slipstream.zero.store import Section, Store, section, write
 from slipstream.zero.stream import Chunk, Use, chunks
 from slipstream.zero.unit import Unit
 
-_CODED = 256  # elements that share a scale where states rest in 8 bits (ops.Blocks)
+_CODED = 256  # elements that share a scale if states are in 8 bits (ops.Blocks)
 
 
 class Run(NamedTuple):
@@ -37,10 +37,10 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """How the states of an optimizer with kernels of its own are kept."""
+    """The storage format of a native optimizer's states."""
 
-    dtype: torch.dtype = torch.float32  # of states; int8: codes with a scale for every 256
-    stochastic_seed: int | None = None  # round what rests in bf16 or in codes at random
+    dtype: torch.dtype = torch.float32  # of states; int8: codes with one scale per 256
+    stochastic_seed: int | None = None  # None: round to nearest; else stochastic rounding of bf16 and codes
 
     @property
     def coded(self) -> bool:
@@ -48,12 +48,12 @@ class Form:
 
     @property
     def align(self) -> int:
-        """Elements that parameters and shards start on a multiple of, so that no block of codes is cut."""
+        """Parameters and shards start at multiples of so many elements, so that no block of codes is cut."""
         return _CODED if self.coded else ALIGN
 
 
 class NativeSteps(ShardedSteps):
-    """A rule over the chunks of all units."""
+    """Applies a rule to the chunks of all units."""
 
     def __init__(
         self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule, form: Form, *, chunk_numel: int, num_buffers: int
@@ -63,7 +63,7 @@ class NativeSteps(ShardedSteps):
         self.apart, self.streams = self.homes.apart, Tier.DISK in (self.homes.tiers.optim, self.homes.tiers.weights)
         self.chunk_numel, self.num_buffers = chunk_numel, num_buffers
         self.stores: dict[int, dict[str, Store]] = {}  # unit index -> the rule's states, or their codes
-        self.scales: dict[int, dict[str, Tensor]] = {}  # unit index -> of codes; they stay in memory, 1/64 byte an element
+        self.scales: dict[int, dict[str, Tensor]] = {}  # unit index -> scales of codes; always in memory, 1/64 byte per element
         self._chunks: dict[int, list[Chunk]] = {}
         self._runs: dict[int, list[Run]] = {}
         self._options: list[dict[str, Any]] = []
@@ -73,7 +73,7 @@ class NativeSteps(ShardedSteps):
         for store in self.stores.pop(unit.index, {}).values():
             self.homes.drop(store)
         self.scales.pop(unit.index, None)
-        self._chunks.pop(unit.index, None)  # which hold the stores
+        self._chunks.pop(unit.index, None)  # they reference the stores
 
     def _stores(self, unit: Unit) -> dict[str, Store]:
         if unit.index not in self.stores:
@@ -85,12 +85,12 @@ class NativeSteps(ShardedSteps):
                     device = "cpu" if store.view(0, 0) is None else store.get(0, 0).device
                     self.scales[unit.index][name] = torch.zeros(-(-store.numel // _CODED), device=device)
             for piece in self.pieces[unit.index]:
-                given = self._given_state(piece, flat=True)
+                initial = self._initial_state(piece, flat=True)
                 for name, part in self.states(unit, piece).items():
-                    if isinstance(given.get(name), Tensor):
-                        write(part, given[name])
-                if given:
-                    piece.step = int(given.get("step", 1))
+                    if isinstance(initial.get(name), Tensor):
+                        write(part, initial[name])
+                if initial:
+                    piece.step = int(initial.get("step", 1))
         return self.stores[unit.index]
 
     def not_computed(self, groups: Sequence[Mapping[str, Any]]) -> str:
@@ -102,7 +102,7 @@ class NativeSteps(ShardedSteps):
             for group in self.inner.param_groups
         ]
         nbytes = max((chunk.nbytes() for unit in units for chunk in self.chunks(unit)), default=0)
-        # After the states are there, which may bring their step counts
+        # Only after `chunks` has made the states: those may set step counts
         self._runs = {unit.index: list(self._runs_of(unit)) for unit in units}
         if nbytes > (self.ring.slots[0].memory.numel() if self.ring else 0):
             self.ring = self.homes.ring(self.num_buffers, nbytes)
@@ -114,7 +114,7 @@ class NativeSteps(ShardedSteps):
         self.prepare(units)
         for piece in (piece for unit in units for piece in self.pieces[unit.index] if piece.param.requires_grad):
             piece.step += 1
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether the optimizer stepped first
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check that the optimizer stepped first
 
     def chunks(self, unit: Unit) -> Sequence[Chunk]:
         if unit.index not in self._chunks:
@@ -130,21 +130,22 @@ class NativeSteps(ShardedSteps):
         return self._chunks[unit.index]
 
     def _runs_of(self, unit: Unit) -> Iterator[Run]:
-        """Maximal runs of trainable neighbors in their next step, or single ones where the rule wants them whole.
+        """Maximal runs of adjacent trainable pieces for their next step, or one run per piece if the rule needs whole parameters.
 
-        The zero gap between two parameters belongs to the run, and so does the one after the last: gradients and weights are zero
-        there, so no update changes them.
+        A run includes the padding between parameters and after the last one: gradients and weights are zero there, so no update
+        changes them.
         """
         run: Run | None = None
         for piece in self.pieces[unit.index]:
             if not piece.param.requires_grad:
                 continue
-            stop, step = _padded(piece.stop, self.form.align, unit.master.numel), piece.step + 1
-            goes_on = run is not None and (run.group, run.step) == (piece.group, step) and piece.start <= run.stop
-            if run is not None and goes_on and not self.rule.is_whole:
-                run = run._replace(stop=stop)
-                continue
+            align, step = self.form.align, piece.step + 1
+            stop = min(-(-piece.stop // align) * align, unit.master.numel)
             if run is not None:
+                extends = (run.group, run.step) == (piece.group, step) and piece.start <= run.stop
+                if extends and not self.rule.is_whole:
+                    run = run._replace(stop=stop)
+                    continue
                 yield run
             run = Run(piece.start, stop, piece.group, step)
         if run is not None:
@@ -152,7 +153,7 @@ class NativeSteps(ShardedSteps):
 
     def step(self, unit: Unit, chunk: Chunk, scale: float) -> None:
         master, grads, weights = chunk.tensors["master"], chunk.tensors["grads"], chunk.tensors.get("out")
-        is_buffer = chunk.slot is not None  # and holds other chunks' weights
+        is_buffer = chunk.slot is not None  # `weights` is then a ring buffer that holds other chunks' weights
         done = 0
         for start, stop, group, step in self._runs[unit.index]:
             a, b = max(start, chunk.start) - chunk.start, min(stop, chunk.stop) - chunk.start
@@ -161,30 +162,30 @@ class NativeSteps(ShardedSteps):
             part = None if weights is None else weights[a:b]
             states = self._states(unit, chunk, a, b)
             rounding = self._rounding(unit, step, chunk.start + a)
-            self.rule.apply(self._options[group], step, master[a:b], grads[a:b], states, part, scale, rounding)
+            self.rule.apply(self._options[group], step, rules.Arrays(master[a:b], grads[a:b], states, part), scale, rounding)
             if weights is not None and is_buffer:
-                weights[done:a].copy_(master[done:a])  # frozen ones, and gaps
+                weights[done:a].copy_(master[done:a])  # frozen parameters and padding
             done = b
         if weights is not None and is_buffer:
             weights[done:].copy_(master[done:])
 
     def _states(self, unit: Unit, chunk: Chunk, a: int, b: int) -> list[Tensor | Blocks]:
-        held = [chunk.tensors[name][a:b] for name in self.rule.states]
+        tensors = [chunk.tensors[name][a:b] for name in self.rule.states]
         if not self.form.coded:
-            return list(held)
+            return list(tensors)
         span = slice((chunk.start + a) // _CODED, -(-(chunk.start + b) // _CODED))
         scales = self.scales[unit.index]
-        return [Blocks(codes, scales[name][span]) for name, codes in zip(self.rule.states, held, strict=True)]
+        return [Blocks(codes, scales[name][span]) for name, codes in zip(self.rule.states, tensors, strict=True)]
 
     def _rounding(self, unit: Unit, step: int, start: int) -> Stochastic | None:
         if self.form.stochastic_seed is None:
             return None
-        # An element's number depends on its place in its unit: not on tiers, chunks or, but for padding, on ranks
+        # An element's number depends on its position in its unit, not on tiers, chunks or (except for padding) ranks
         return Stochastic(self.form.stochastic_seed, step, (unit.index << 40) + unit.optim_span[0] + start)
 
     def state_nbytes(self, unit: Unit) -> int:
-        each = unit.master.numel * self.form.dtype.itemsize + (-(-unit.master.numel // _CODED) * 4 if self.form.coded else 0)
-        return len(self.rule.states) * each
+        nbytes = unit.master.numel * self.form.dtype.itemsize + (-(-unit.master.numel // _CODED) * 4 if self.form.coded else 0)
+        return len(self.rule.states) * nbytes
 
     def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor | Section]:
         stores = self._stores(unit)
@@ -198,14 +199,14 @@ class NativeSteps(ShardedSteps):
         return {"step": piece.step}
 
     def make_states(self, unit: Unit, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
-        return lambda: None  # they are there, or zero
+        return lambda: None  # `_stores` makes them on first use, as zeros
 
     def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
         piece.step = int(values.get("step", 1))
 
 
 class CodedStore(Store):
-    """A state in 8 bits as the fp32 numbers that its codes stand for: what checkpoints and `optimizer_state` see."""
+    """An fp32 view of an 8-bit state, for checkpoints and `optimizer_state`: decodes reads and encodes writes."""
 
     dtype = torch.float32
 
@@ -223,27 +224,23 @@ class CodedStore(Store):
 
     def get(self, start: int, stop: int) -> Tensor:
         first, last = self._blocks(start, stop)
-        return self._held(first, last).float()[start - first : stop - first]
+        return self._read(first, last).float()[start - first : stop - first]
 
     def put(self, start: int, values: Tensor) -> None:
         stop = start + values.numel()
         first, last = self._blocks(start, stop)
-        whole = self._held(first, last).float()
-        whole[start - first : stop - first] = values
-        coded = Blocks.of(whole, self.codes.dtype)
+        state = self._read(first, last).float()
+        state[start - first : stop - first] = values
+        coded = Blocks.of(state, self.codes.dtype)
         self.codes.put(first, coded.codes)
         self.scales[first // _CODED : -(-last // _CODED)] = coded.scales
 
     def _blocks(self, start: int, stop: int) -> tuple[int, int]:
         return start // _CODED * _CODED, min(-(-stop // _CODED) * _CODED, self.numel)
 
-    def _held(self, first: int, last: int) -> Blocks:
+    def _read(self, first: int, last: int) -> Blocks:
         return Blocks(self.codes.get(first, last), self.scales[first // _CODED : -(-last // _CODED)])
 
     @property
     def resident_nbytes(self) -> int:
         return self.codes.resident_nbytes + self.scales.nbytes
-
-
-def _padded(stop: int, align: int, numel: int) -> int:
-    return min(-(-stop // align) * align, numel)

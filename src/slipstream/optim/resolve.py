@@ -1,8 +1,8 @@
-"""From `optimizer.type` and `optimizer.params` of the JSON to a class and its keyword arguments.
+"""Resolve `optimizer.type` and `optimizer.params` of the JSON to a class and its keyword arguments.
 
-Names are matched without regard to case: DeepSpeed's own first, then every optimizer of `torch.optim`; there
-is no whitelist. What cannot work is refused by name with the reason. Unknown names and parameters raise,
-naming the nearest known one. `is_elementwise` says which optimizers may run on ranges of a flat buffer.
+Names are case-insensitive: DeepSpeed's optimizers first, then every optimizer of `torch.optim`; there is no whitelist. An optimizer
+that cannot work raises an error with the reason. Unknown names and arguments raise an error that suggests the nearest known one.
+`is_elementwise` decides whether an optimizer may run on ranges of a flat buffer.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from torch.optim.optimizer import Optimizer
 from slipstream.optim.lamb import Lamb
 from slipstream.optim.lion import Lion
 from slipstream.optim.muon import Muon
+from slipstream.optim.rules import UNSUPPORTED
 
 log = logging.getLogger(__name__)
 
 _OURS: dict[str, type[Optimizer]] = {"lamb": Lamb, "lion": Lion, "muon": Muon}
 
 _ONE_BIT = "is not built yet (compressed communication); use Adam or Lamb until then"
-_MUP = "scales rates by the model's base shapes: build it with the mup package and pass it as optimizer="
+_MUP = "scales learning rates by the model's base shapes: build it with the mup package and pass it as optimizer="
 _REFUSED: dict[str, str] = {
     "lbfgs": "needs a closure that evaluates the model inside step(), and all gradients in one place",
-    "sparseadam": "needs sparse gradients; gradients are dense here. Adam does the same on dense ones",
+    "sparseadam": "needs sparse gradients, but gradients are dense here; use Adam, which is equivalent on dense gradients",
     "onebitadam": _ONE_BIT,
     "onebitlamb": _ONE_BIT,
     "zerooneadam": _ONE_BIT,
@@ -38,11 +39,11 @@ _REFUSED: dict[str, str] = {
     "musgd": _MUP,
 }
 
-# [Note: Elementwise] An optimizer is elementwise when cutting a parameter into pieces, each with its own
-# state, changes nothing: each element's update depends on that element's weight, gradient and state, and on
-# scalars that are a function of the step count alone (`step`; `mu_product` of NAdam; `eta` and `mu` of ASGD).
-# Read in torch 2.13's source, and held by a test that cuts. Adafactor (row and column sums, RMS of the
-# update), Muon and Lamb are not. Membership is by exact type: a subclass may have overridden step().
+# [Note: Elementwise] An optimizer is elementwise if cutting a parameter into pieces, each with its own state, changes nothing: each
+# element's update depends on that element's weight, gradient and state, and on scalars that are a function of the step count alone
+# (`step`; `mu_product` of NAdam; `eta` and `mu` of ASGD). This list follows torch 2.13's source; a test that cuts parameters checks
+# it. Adafactor (row and column sums, RMS of the update), Muon and Lamb are not elementwise. Membership is by exact type: a subclass
+# may override step().
 _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         torch.optim.Adadelta,
@@ -63,9 +64,8 @@ _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 class Resolved(NamedTuple):
     """`cls(groups, **kwargs)` is the optimizer.
 
-    `group_options` go into each of its parameter groups afterwards: hyperparameters that torch's class does
-    not know but the native kernel does (`bias_correction`). `native`: the configuration leaves it to kernels of
-    our own, where the class has any (optim/rules.py).
+    `group_options` are added to each of its parameter groups afterwards: hyperparameters of the native kernel that torch's class
+    lacks (`bias_correction`). `native`: the configuration permits a native kernel, if the class has one (optim/rules.py).
     """
 
     cls: type[Optimizer]
@@ -74,20 +74,20 @@ class Resolved(NamedTuple):
     native: bool
 
     def build(self, groups: Any) -> Optimizer:
-        """Raises ValueError with the arguments where the class refuses their values."""
+        """Make the optimizer. Raises ValueError with the arguments if the class rejects their values."""
         try:
-            made = self.cls(groups, **self.kwargs)
+            optimizer = self.cls(groups, **self.kwargs)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.cls.__name__} refuses optimizer.params {self.kwargs}: {error}") from error
-        for group in made.param_groups:
+        for group in optimizer.param_groups:
             group.update(self.group_options)
-        return made
+        return optimizer
 
 
 def optimizer_class(name: str) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The class behind a name, and those of DeepSpeed's defaults that are not the class's own.
+    """The class of a name, and DeepSpeed's defaults that differ from the class's own.
 
-    "Adam" is AdamW, as in DeepSpeed (`resolve_optimizer` reads `adam_w_mode`), and neither decays by default.
+    "Adam" is AdamW, as in DeepSpeed (`resolve_optimizer` reads `adam_w_mode`). Neither has weight decay by default.
     """
     key = name.lower()
     if key in _REFUSED:
@@ -101,13 +101,13 @@ def optimizer_class(name: str) -> tuple[type[Optimizer], dict[str, Any]]:
         return classes[key], {}
     known = {cls.__name__ for cls in (*_OURS.values(), *classes.values())}
     raise ValueError(
-        f"optimizer.type {name!r} is not known{nearest(name, known)}; it may be any of {sorted(known)},"
+        f"optimizer.type {name!r} is not known{nearest(name, known)}; use one of {sorted(known)},"
         f" or pass an optimizer, or a callable that makes one, as optimizer="
     )
 
 
 def resolve_optimizer(name: str, params: Mapping[str, Any]) -> Resolved:
-    """Class and arguments for `optimizer.type` and `optimizer.params`, DeepSpeed's extra keys included."""
+    """Class and arguments for `optimizer.type` and `optimizer.params`, which may include DeepSpeed's extra keys."""
     cls, defaults = optimizer_class(name)
     kwargs = {**defaults, **params}
     options: dict[str, Any] = {}
@@ -124,11 +124,11 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> Resolved:
             kwargs[key] = tuple(kwargs[key])
     check_arguments(cls, kwargs, f"optimizer.params of {name}")
     _check_kinds(cls, kwargs, f"optimizer.params of {name}")
-    native = not torch_adam and not any(kwargs.get(key) for key in _NOT_NATIVE)
+    native = not torch_adam and not any(kwargs.get(key) for key in UNSUPPORTED)
     if options and not native:
         raise ValueError(
-            f"optimizer.params of {name}: bias_correction=false is the native kernel's, which has no"
-            f" torch_adam, {', '.join(_NOT_NATIVE)}; drop those"
+            f"optimizer.params of {name}: only the native kernel supports bias_correction=false, and it does not support"
+            f" torch_adam, {', '.join(UNSUPPORTED)}; remove those"
         )
     return Resolved(cls, kwargs, options, native)
 
@@ -136,9 +136,9 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> Resolved:
 def is_elementwise(optimizer: type[Optimizer] | Optimizer) -> bool:
     """Whether the optimizer may run on ranges of a flat buffer ([Note: Elementwise]).
 
-    True for the elementwise ones of `torch.optim` and for a class, or an object, with the attribute
-    `elementwise = True`. Set it on your own optimizer if it qualifies: it saves memory and balances the load.
-    Any other runs on whole tensors, each owned by one rank, which is always right.
+    True for the elementwise ones of `torch.optim` and for a class or an object with the attribute `elementwise = True`. Set it on
+    your own optimizer if it qualifies: it saves memory and balances the load. Any other runs on whole tensors, each owned by one
+    rank, which is always correct.
     """
     declared = getattr(optimizer, "elementwise", None)
     if declared is not None:
@@ -146,37 +146,33 @@ def is_elementwise(optimizer: type[Optimizer] | Optimizer) -> bool:
     return (optimizer if isinstance(optimizer, type) else type(optimizer)) in _ELEMENTWISE
 
 
-_NOT_NATIVE = ("amsgrad", "maximize", "capturable", "differentiable")
-
-
 def refuse_unshardable(optimizer: Optimizer) -> None:
-    """Raises ValueError for optimizers that cannot run on shards: of `torch.optim`, and those with weights for evaluation."""
+    """Raises ValueError for optimizers that cannot run on shards: two of `torch.optim`, and those that swap evaluation weights."""
     for cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
         if isinstance(optimizer, cls):
             raise ValueError(f"optimizer {type(optimizer).__name__} {_REFUSED[cls.__name__.lower()]}")
     if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
         raise ValueError(
-            f"optimizer {type(optimizer).__name__} has train() and eval(), which exchange the weights by what it keeps for each "
-            f"of the model's parameters (schedule-free); here it keeps that for shards, and they would exchange nothing: use AdamW "
-            f"and a schedule"
+            f"optimizer {type(optimizer).__name__} has train() and eval(), which swap the model's weights using per-parameter "
+            f"state (schedule-free); here the state belongs to shards, so they would swap nothing: use AdamW and a schedule"
         )
 
 
-def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], what: str) -> None:
-    """Raises unless `function(subject, **kwargs)` can be called: unknown names bring the nearest."""
+def check_arguments(function: Callable[..., Any], kwargs: Mapping[str, Any], source: str) -> None:
+    """Raises ValueError unless `function(subject, **kwargs)` can be called; for an unknown name it suggests the nearest."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     names = {parameter.name for parameter in parameters}
     for key in kwargs:
         if key not in names:
-            raise ValueError(f"{what}: unknown {key!r}{nearest(key, names)}; known: {sorted(names)}")
+            raise ValueError(f"{source}: unknown {key!r}{nearest(key, names)}; known: {sorted(names)}")
     required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     missing = [key for key in required if key not in kwargs]
     if missing:
-        raise ValueError(f"{what}: {', '.join(missing)} must be given")
+        raise ValueError(f"{source}: {', '.join(missing)} must be given")
 
 
-def _check_kinds(cls: type[Optimizer], kwargs: Mapping[str, Any], what: str) -> None:
-    """Raises where a number, or so many of them, is wanted by the default's example, and something else is given."""
+def _check_kinds(cls: type[Optimizer], kwargs: Mapping[str, Any], source: str) -> None:
+    """Raises ValueError if an argument whose default is a number, or a tuple of numbers, has a value of another kind."""
     for key, parameter in inspect.signature(cls).parameters.items():
         value, default = kwargs.get(key), parameter.default
         if (
@@ -184,9 +180,9 @@ def _check_kinds(cls: type[Optimizer], kwargs: Mapping[str, Any], what: str) -> 
             and value is not None
             and not (isinstance(value, tuple) and len(value) == len(default) and all(map(_is_number, value)))
         ):
-            raise ValueError(f"{what}: {key} is {len(default)} numbers, as {list(default)}, not {value!r}")
+            raise ValueError(f"{source}: {key} must be {len(default)} numbers, like {list(default)}, not {value!r}")
         if _is_number(default) and value is not None and not _is_number(value):
-            raise ValueError(f"{what}: {key} is a number, as {default:g}, not {value!r}")
+            raise ValueError(f"{source}: {key} must be a number, like {default:g}, not {value!r}")
 
 
 def _is_number(value: Any) -> bool:
@@ -194,20 +190,20 @@ def _is_number(value: Any) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """', did you mean X?', or nothing where no known name is near."""
+    """', did you mean X?', or "" if no known name is near."""
     lowered = {candidate.lower(): candidate for candidate in sorted(known)}
     matches = difflib.get_close_matches(name.lower(), lowered, n=1)
     return f", did you mean {lowered[matches[0]]!r}?" if matches else ""
 
 
 class _Extra(NamedTuple):
-    neutral: tuple[Any, ...]  # values that change nothing
-    otherwise: str
+    neutral: tuple[Any, ...]  # values without effect
+    otherwise: str  # the error for any other value
 
 
-# Keys of DeepSpeed's optimizers that torch's and ours do not take.
+# Arguments of DeepSpeed's optimizers that torch's and ours lack.
 _EXTRAS: dict[str, _Extra] = {
-    "max_grad_norm": _Extra((None, 0), "clips: set gradient_clipping instead"),
+    "max_grad_norm": _Extra((None, 0), "clips gradients: set gradient_clipping instead"),
     "fp32_optimizer_states": _Extra((None, True), "asks for half-precision states: set bf16.bf16_optimizer_states"),
     "set_grad_none": _Extra((None, True, False), ""),
     "amsgrad": _Extra((None, False), "is not a variant of this optimizer; Adam and AdamW have it"),
@@ -216,8 +212,8 @@ _EXTRAS: dict[str, _Extra] = {
 
 
 def _drop_extras(name: str, cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
-    taken = inspect.signature(cls).parameters
-    for key in [key for key in kwargs if key in _EXTRAS and key not in taken]:
+    accepted = inspect.signature(cls).parameters
+    for key in [key for key in kwargs if key in _EXTRAS and key not in accepted]:
         value, extra = kwargs.pop(key), _EXTRAS[key]
         if value not in extra.neutral:
             raise ValueError(f"optimizer.params.{key} = {value!r} of {name} {extra.otherwise}")

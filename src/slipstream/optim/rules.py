@@ -1,7 +1,7 @@
-"""The optimizers that have kernels of their own (ops/optim.py): which states they keep, and one call on a run of elements.
+"""The optimizers with native kernels (ops/optim.py): their states, and their update of a run of elements.
 
-A rule knows nothing of where its states rest. `rule_of` says whether a torch optimizer is one of these, with options that the
-kernels know; any other runs as torch wrote it (optim/sharded.py, TorchSteps).
+A rule does not know where its states are stored. `rule_of` returns the rule for a torch optimizer whose class and options the
+kernels support; any other runs torch's own step (optim/sharded.py, TorchSteps).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,31 +23,30 @@ from slipstream.optim.lion import Lion as TorchLion
 State = Tensor | Blocks
 
 
-class Rule(ABC):
-    """One optimizer's arithmetic. `states` are named as torch names them; of `signed` ones the codes in 8 bits are int8.
+class Arrays(NamedTuple):
+    """A run of elements. All tensors are 1D."""
 
-    What a group says is read at each step, but for `chosen`: by these options the rule was chosen, and no group may change them.
+    master: Tensor
+    grad: Tensor
+    states: Sequence[State]
+    out: Tensor | None  # the weights, if separate from the master
+
+
+class Rule(ABC):
+    """One optimizer's arithmetic. `states` have torch's names; 8-bit codes of `signed` ones are int8, else uint8.
+
+    A group's options are read at every step, except those in `chosen`: they selected the rule, so no group may change them.
     """
 
     states: tuple[str, ...]
     signed: tuple[bool, ...]
-    may_be_blocks = True  # whether there are kernels for states in 8 bits
+    may_be_blocks = True  # whether the kernels support 8-bit states
     chosen: Mapping[str, bool] = {"amsgrad": False, "maximize": False}
-    is_whole = False  # whether it takes norms of parameters, so that none is cut: not by ranks, and not by chunks
+    is_whole = False  # whether it needs norms of whole parameters, so that neither ranks nor chunks may cut one
 
     @abstractmethod
-    def apply(
-        self,
-        options: Mapping[str, Any],
-        step: int,
-        master: Tensor,
-        grad: Tensor,
-        states: Sequence[State],
-        out: Tensor | None,
-        scale: float,
-        rounding: Stochastic | None,
-    ) -> None:
-        """Update `master` and `states` in place with `grad` times `scale`, and write the new weights to `out`. All 1D."""
+    def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
+        """Update `master` and `states` in place with `grad` times `scale`, and write the new weights to `out`."""
 
 
 class AdamW(Rule):
@@ -57,26 +56,16 @@ class AdamW(Rule):
     signed = (True, False)
 
     def __init__(self, *, decoupled: bool) -> None:
-        self.decoupled = decoupled  # of groups that do not say it
+        self.decoupled = decoupled  # default for groups without the option
 
-    def apply(
-        self,
-        options: Mapping[str, Any],
-        step: int,
-        master: Tensor,
-        grad: Tensor,
-        states: Sequence[State],
-        out: Tensor | None,
-        scale: float,
-        rounding: Stochastic | None,
-    ) -> None:
+    def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
         beta1, beta2 = options["betas"]
         ops.adamw(
-            master,
-            grad,
-            states[0],
-            states[1],
-            out,
+            run.master,
+            run.grad,
+            run.states[0],
+            run.states[1],
+            run.out,
             scale=scale,
             lr=options["lr"],
             beta1=beta1,
@@ -91,28 +80,18 @@ class AdamW(Rule):
 
 
 class Lion(Rule):
-    """Source: Chen et al. (arXiv 2302.06675), as slipstream.optim.Lion."""
+    """slipstream.optim.Lion. Source: Chen et al. (arXiv 2302.06675)."""
 
     states = ("exp_avg",)
     signed = (True,)
 
-    def apply(
-        self,
-        options: Mapping[str, Any],
-        step: int,
-        master: Tensor,
-        grad: Tensor,
-        states: Sequence[State],
-        out: Tensor | None,
-        scale: float,
-        rounding: Stochastic | None,
-    ) -> None:
+    def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
         beta1, beta2 = options["betas"]
         ops.lion(
-            master,
-            grad,
-            states[0],
-            out,
+            run.master,
+            run.grad,
+            run.states[0],
+            run.out,
             scale=scale,
             lr=options["lr"],
             beta1=beta1,
@@ -123,29 +102,19 @@ class Lion(Rule):
 
 
 class Adagrad(Rule):
-    """As torch.optim.Adagrad. Its sum only grows: 8 bits would lose what is added."""
+    """torch.optim.Adagrad. Its sum only grows: 8 bits would lose small increments."""
 
     states = ("sum",)
     signed = (False,)
     may_be_blocks = False
 
-    def apply(
-        self,
-        options: Mapping[str, Any],
-        step: int,
-        master: Tensor,
-        grad: Tensor,
-        states: Sequence[State],
-        out: Tensor | None,
-        scale: float,
-        rounding: Stochastic | None,
-    ) -> None:
-        assert isinstance(states[0], Tensor)
+    def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
+        assert isinstance(run.states[0], Tensor)
         ops.adagrad(
-            master,
-            grad,
-            states[0],
-            out,
+            run.master,
+            run.grad,
+            run.states[0],
+            run.out,
             scale=scale,
             lr=options["lr"],
             lr_decay=options["lr_decay"],
@@ -157,29 +126,19 @@ class Adagrad(Rule):
 
 
 class SGD(Rule):
-    """As torch.optim.SGD."""
+    """torch.optim.SGD."""
 
     def __init__(self, *, momentum: bool) -> None:
         self.states = ("momentum_buffer",) if momentum else ()
         self.signed = (True,) if momentum else ()
         self.chosen = {**Rule.chosen, "momentum": momentum}
 
-    def apply(
-        self,
-        options: Mapping[str, Any],
-        step: int,
-        master: Tensor,
-        grad: Tensor,
-        states: Sequence[State],
-        out: Tensor | None,
-        scale: float,
-        rounding: Stochastic | None,
-    ) -> None:
+    def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
         ops.sgd(
-            master,
-            grad,
-            states[0] if states else None,
-            out,
+            run.master,
+            run.grad,
+            run.states[0] if run.states else None,
+            run.out,
             scale=scale,
             lr=options["lr"],
             momentum=options["momentum"],
@@ -192,25 +151,15 @@ class SGD(Rule):
 
 
 class Lamb(Rule):
-    """As slipstream.optim.Lamb."""
+    """slipstream.optim.Lamb."""
 
     states = ("exp_avg", "exp_avg_sq")
     signed = (True, False)
     may_be_blocks = False
     is_whole = True
 
-    def apply(
-        self,
-        options: Mapping[str, Any],
-        step: int,
-        master: Tensor,
-        grad: Tensor,
-        states: Sequence[State],
-        out: Tensor | None,
-        scale: float,
-        rounding: Stochastic | None,
-    ) -> None:
-        exp_avg, exp_avg_sq = states
+    def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
+        master, grad, (exp_avg, exp_avg_sq), out = run
         assert isinstance(exp_avg, Tensor) and isinstance(exp_avg_sq, Tensor)
         beta1, beta2 = options["betas"]
         common = {name: options[name] for name in ("eps", "eps_inside_sqrt", "weight_decay", "bias_correction")}
@@ -220,20 +169,20 @@ class Lamb(Rule):
         ops.lamb_apply(master, exp_avg, exp_avg_sq, out, lr=options["lr"] * ratio, **common)
 
 
-_BEYOND = ("amsgrad", "maximize", "capturable", "differentiable")  # options that no kernel knows
+UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")  # options without a kernel
 
 
 def rule_of(optimizer: Optimizer) -> Rule | None:
-    """The rule that computes what this optimizer does, or None."""
+    """The rule that is equivalent to this optimizer, or None."""
     groups = optimizer.param_groups
-    if any(group.get(option) for group in groups for option in _BEYOND):
+    if any(group.get(option) for group in groups for option in UNSUPPORTED):
         return None
     kind, options = type(optimizer), groups[0]
     if kind in (torch.optim.AdamW, torch.optim.Adam):
         return AdamW(decoupled=kind is torch.optim.AdamW)
     if kind is TorchLion:
         return Lion()
-    if kind is TorchLamb and not any(param.is_cuda for group in groups for param in group["params"]):  # norms are read on the host
+    if kind is TorchLamb and not any(param.is_cuda for group in groups for param in group["params"]):  # reading norms synchronizes
         return Lamb()
     if kind is torch.optim.Adagrad:
         return Adagrad()
@@ -243,10 +192,10 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
 
 
 def not_computed(optimizer: Optimizer, rule: Rule | None, groups: Sequence[Mapping[str, Any]]) -> str:
-    """What a group asks for that was not chosen for the optimizer at `initialize`, and the remedy; "" where there is nothing."""
+    """The error text for a group option that differs from the one chosen at `initialize`, or "" if there is none."""
     chosen = rule.chosen if rule is not None else {}
     if rule is None and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-        chosen = {"bias_correction": True}  # which torch's own does not know
+        chosen = {"bias_correction": True}  # torch's own step ignores it
     for i, group in enumerate(groups):
         for option, value in chosen.items():
             if bool(group.get(option, value)) != value:

@@ -1,11 +1,10 @@
-"""Running an optimizer on the shards of units.
+"""Optimizer steps on the shards of units.
 
-The user's (or the JSON's) torch optimizer stays the one place where parameter groups and hyperparameters
-live: schedulers change `lr` there. What is stepped are *pieces*: the part of each parameter that lies in this
-rank's optimizer span.
+The user's (or the JSON's) torch optimizer remains the only place for parameter groups and hyperparameters: schedulers change `lr`
+there. The engine steps *pieces*: the part of each parameter in this rank's optimizer span.
 
-NativeSteps  the kernels of ops, chunk by chunk, wherever the states rest (optim/native.py)
-TorchSteps   any torch optimizer, in memory: elementwise ones see 1D pieces, shape-aware ones whole tensors (layout `whole`)
+NativeSteps  native kernels, chunk by chunk, on any tier (optim/native.py)
+TorchSteps   any torch optimizer, in memory: elementwise ones on 1D pieces, shape-aware ones on whole tensors (layout `whole`)
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Piece:
 
 
 def pieces_of(unit: Unit, group_of: dict[int, int]) -> list[Piece]:
-    """This rank's pieces of a unit, in span order, also empty ones of zero-size parameters that lie inside."""
+    """This rank's non-empty pieces of a unit, in span order."""
     base = unit.optim_span[0]
     pieces = []
     for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
@@ -53,27 +52,27 @@ def pieces_of(unit: Unit, group_of: dict[int, int]) -> list[Piece]:
 
 
 class ShardedSteps(ABC):
-    """One optimizer over the spans of all units. Abstract; the engine calls `begin`, then `step` for each chunk, in unit order.
+    """One optimizer over the spans of all units. The engine calls `begin`, then `step` for each chunk, in unit order.
 
-    `begin` takes what schedules may change before the last chunk is done.
+    `begin` copies the options that schedules may change before the last chunk is done.
     """
 
-    ring: Ring | None = None  # through which chunks pass that rest elsewhere than where the optimizer steps
-    apart = False  # it steps on the host, beside the device
-    streams = False  # states or weights of some rank rest on disk and pass through its ring
+    ring: Ring | None = None  # the buffers for chunks that are not stored where the optimizer steps
+    apart = False  # steps on the host, while the device computes
+    streams = False  # states or weights of some rank are on disk and pass through its ring
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
         self.inner = inner
         self.pieces: dict[int, list[Piece]] = {}  # unit index -> this rank's
         self.groups: dict[int, list[int | None]] = {}  # unit index -> the group of each of its parameters, on every rank
-        self.by_unit: list[dict[int, Any]] = [self.pieces, self.groups]  # everything that is kept by the unit's index
-        # Some optimizers make state when they are built (Adagrad), and a user's may have stepped: it is sharded here
-        self._given: dict[Tensor, dict[str, Any]] = dict(inner.state)
+        self.by_unit: list[dict[int, Any]] = [self.pieces, self.groups]  # all dicts whose key is a unit's index
+        # Some optimizers make state when they are built (Adagrad), and a user's may have stepped: that state is sharded here
+        self._initial: dict[Tensor, dict[str, Any]] = dict(inner.state)
         inner.state.clear()
         self.add(units)
 
     def add(self, units: Iterable[Unit]) -> None:
-        """Step these units, too. Their states are fresh."""
+        """Also step these units, with fresh states."""
         groups = self.inner.param_groups
         group_of = {id(param): i for i, group in enumerate(groups) for param in group["params"]}
         for unit in units:
@@ -81,36 +80,36 @@ class ShardedSteps(ABC):
             self.groups[unit.index] = [group_of.get(id(param)) for param in unit.params]
             for piece in self.pieces[unit.index] if isinstance(self.inner, torch.optim.Adagrad) else ():
                 first = torch.tensor(groups[piece.group]["initial_accumulator_value"], dtype=unit.dtypes.master)
-                self._given.setdefault(piece.param, {"step": torch.tensor(0.0), "sum": first.expand(piece.shape)})
+                self._initial.setdefault(piece.param, {"step": torch.tensor(0.0), "sum": first.expand(piece.shape)})
 
     def take_given(self, units: Iterable[Unit]) -> None:
-        """What the optimizer brought along is in its units' states from now on."""
+        """Copy the optimizer's initial state to the states of the units, and forget it."""
         for unit in (unit for unit in units if unit.grads is not None):
             for piece in self.pieces[unit.index]:
-                if piece.param in self._given:
+                if piece.param in self._initial:
                     self.states(unit, piece)
-        self._given.clear()
+        self._initial.clear()
 
     def renumber(self, units: Iterable[tuple[int, Unit]]) -> None:
-        """Units, with the index that each had, have other indices and names now; states of others are forgotten."""
-        known = list(units)
-        for kept in self.by_unit:
-            moved = {unit.index: kept[before] for before, unit in known if before in kept}
-            kept.clear()
-            kept.update(moved)
-        for _, unit in known:
+        """Update indices and names after a change of the model. `units`: (previous index, unit); drops entries of all others."""
+        pairs = list(units)
+        for entries in self.by_unit:
+            moved = {unit.index: entries[before] for before, unit in pairs if before in entries}
+            entries.clear()
+            entries.update(moved)
+        for _, unit in pairs:
             names = {id(param): name for param, name in zip(unit.params, unit.names, strict=True)}
             for piece in self.pieces[unit.index]:
                 piece.name = names[id(piece.param)]
 
     @abstractmethod
     def drop(self, unit: Unit) -> None:
-        """The unit has gone: give the memory of its states back. `renumber` follows."""
+        """Free the memory of the states of a removed unit. `renumber` follows."""
 
-    def _given_state(self, piece: Piece, flat: bool) -> dict[str, Any]:
-        """The piece's part of the state that the optimizer brought along."""
+    def _initial_state(self, piece: Piece, flat: bool) -> dict[str, Any]:
+        """The piece's part of the optimizer's initial state."""
         result: dict[str, Any] = {}
-        for name, value in self._given.get(piece.param, {}).items():
+        for name, value in self._initial.get(piece.param, {}).items():
             if isinstance(value, Tensor) and tuple(value.shape) == piece.shape and flat and value.dim() > 0:
                 result[name] = value.detach().reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start].clone()
             else:
@@ -119,28 +118,29 @@ class ShardedSteps(ABC):
 
     @abstractmethod
     def not_computed(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        """What these groups ask for that `step` does not compute, and the remedy; "" where there is nothing."""
+        """The error text for an option of these groups that `step` does not support, or "" if there is none."""
 
     def groups_loaded(self) -> None:
-        """Let the optimizer's class see to what has been loaded into its groups: AdamW decouples also what Adam has saved."""
+        """Let the optimizer's class process loaded groups: AdamW sets decoupled decay even in groups that Adam saved."""
         self.inner.__setstate__({"state": self.inner.state, "param_groups": self.inner.param_groups})
 
     @abstractmethod
     def begin(self, units: Sequence[Unit]) -> None:
-        """A step of the engine over these units begins."""
+        """Start a step of the engine over these units."""
 
     def prepare(self, units: Sequence[Unit]) -> object:
-        """Let `step` compute what the next step would, without beginning it. Equal results: nothing it depends on has changed, but
-        for `Unit.revision`. Only for optimizers with a ring."""
+        """Let `step` compute the next step ahead of `begin`. Only for optimizers with a ring.
+
+        If two results are equal, nothing that the step depends on has changed, except possibly `Unit.revision`."""
         raise NotImplementedError
 
     @abstractmethod
     def chunks(self, unit: Unit) -> Sequence[Chunk]:
-        """The unit's span in the pieces that `step` takes."""
+        """The unit's span, cut into the chunks that `step` processes."""
 
     @abstractmethod
     def step(self, unit: Unit, chunk: Chunk, scale: float) -> None:
-        """Update the chunk's masters, and its weights where they are separate, with its gradients times `scale`."""
+        """Update the chunk's masters, and its weights if they are separate, with its gradients times `scale`."""
 
     @abstractmethod
     def state_nbytes(self, unit: Unit) -> int:
@@ -148,28 +148,28 @@ class ShardedSteps(ABC):
 
     @abstractmethod
     def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor | Section]:
-        """Per-element optimizer state of a piece, 1D, where it rests; made on first use."""
+        """Per-element optimizer state of a piece, 1D, in its storage; made on first use."""
 
     @abstractmethod
     def scalars(self, unit: Unit, piece: Piece) -> dict[str, Any]:
-        """What else the optimizer remembers of the piece's parameter (step counts, whole small tensors)."""
+        """All other optimizer state of the piece's parameter (step counts, whole small tensors)."""
 
     @abstractmethod
     def make_states(self, unit: Unit, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
-        """Make room for the named per-element states, so that a checkpoint can fill them; returns what undoes it."""
+        """Allocate the named per-element states for a checkpoint to fill. Returns the function that undoes it."""
 
     @abstractmethod
     def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
-        """Undo `scalars`."""
+        """Set the values that `scalars` returned."""
 
 
 class TorchSteps(ShardedSteps):
-    """Any torch optimizer, unit by unit, on copies of the gradient pieces in the master's dtype, as its states are.
+    """Any torch optimizer, unit by unit, on copies of the gradient pieces in the master's dtype, which is also the states' dtype.
 
-    With `state_dtype` bf16, per-element states rest in that and are widened while their unit is stepped.
+    With `state_dtype` bf16, per-element states are stored in bf16 and converted to the master's dtype while their unit steps.
 
-    Some optimizers count steps in their groups. So the call for each unit sees the groups as they were when the engine's step
-    began, and what one call makes of a group that it has parameters of is what remains: groups advance once a step.
+    Some optimizers count steps in their groups. So the call for each unit starts from the groups' values at the beginning of the
+    engine's step, and a group keeps the values of a call that stepped some of its parameters: groups advance once per step.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], *, whole: bool, state_dtype: torch.dtype) -> None:
@@ -178,8 +178,8 @@ class TorchSteps(ShardedSteps):
         self.stepped: dict[int, list[Tensor]] = {}  # unit index -> one leaf per piece, a view of the master
         self.by_unit.append(self.stepped)
         inner.register_step_pre_hook(self._refuse_outside)
-        self._inside = False
-        self._before: list[dict[str, Any]] = []  # each group's values as the engine's step began
+        self._stepping = False
+        self._before: list[dict[str, Any]] = []  # each group's values at the beginning of the engine's step
         self._after: dict[int, dict[str, Any]] = {}  # of the groups that have advanced since
 
     def not_computed(self, groups: Sequence[Mapping[str, Any]]) -> str:
@@ -194,7 +194,7 @@ class TorchSteps(ShardedSteps):
             self.inner.state.pop(leaf, None)
 
     def _refuse_outside(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._inside:
+        if not self._stepping:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called on an optimizer that an engine owns; call engine.step()"
             )
@@ -206,9 +206,8 @@ class TorchSteps(ShardedSteps):
                 for piece in self.pieces[unit.index]
             ]
             for piece, leaf in zip(self.pieces[unit.index], self.stepped[unit.index], strict=True):
-                given = self._given_state(piece, flat=not self.whole)
-                if given:
-                    self.inner.state[leaf] = given
+                if initial := self._initial_state(piece, flat=not self.whole):
+                    self.inner.state[leaf] = initial
         return self.stepped[unit.index]
 
     def chunks(self, unit: Unit) -> Sequence[Chunk]:
@@ -218,7 +217,7 @@ class TorchSteps(ShardedSteps):
         assert unit.grads is not None
         grads = unit.grads.whole()
         groups = self.inner.param_groups
-        users = [group["params"] for group in groups]
+        users_params = [group["params"] for group in groups]
         for group, values in zip(groups, self._before, strict=True):
             _set_values(group, values)
             group["params"] = []
@@ -228,13 +227,13 @@ class TorchSteps(ShardedSteps):
                 leaf.grad = grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape)
                 groups[piece.group]["params"].append(leaf)
         self._cast_states(leaves, None)
-        self._inside = True
+        self._stepping = True
         try:
             self.inner.step()
         finally:
-            self._inside = False
+            self._stepping = False
             self._cast_states(leaves, self.state_dtype)
-            for i, (group, params) in enumerate(zip(groups, users, strict=True)):
+            for i, (group, params) in enumerate(zip(groups, users_params, strict=True)):
                 if group["params"]:
                     self._after[i] = _values(group)
                 elif i in self._after:
@@ -246,7 +245,7 @@ class TorchSteps(ShardedSteps):
             unit.out.put(0, unit.master.whole())
 
     def _cast_states(self, leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
-        """Per-element states to `dtype`, or (None) to their master's, where they are to be narrower than that."""
+        """Convert per-element states to `dtype`, or to their master's dtype if None. A no-op if states are kept in fp32."""
         if self.state_dtype is torch.float32:
             return
         for leaf in leaves:
@@ -256,9 +255,9 @@ class TorchSteps(ShardedSteps):
                     state[name] = value.to(dtype or leaf.dtype)
 
     def state_nbytes(self, unit: Unit) -> int:
-        """What has been made so far: torch optimizers make state in their first step."""
-        held = (self.inner.state.get(leaf, {}) for leaf in self._leaves(unit))
-        return sum(value.nbytes for state in held for value in state.values() if isinstance(value, Tensor))
+        """Only existing state counts: torch optimizers make it in their first step."""
+        states = (self.inner.state.get(leaf, {}) for leaf in self._leaves(unit))
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
     def _leaf(self, unit: Unit, piece: Piece) -> Tensor:
         return self._leaves(unit)[self.pieces[unit.index].index(piece)]
@@ -297,7 +296,7 @@ class TorchSteps(ShardedSteps):
 
 def _in_memory(unit: Unit) -> Tensor:
     view = unit.master.view(0, unit.master.numel)
-    assert view is not None, "torch optimizers are refused a disk tier (train/initialize.py)"
+    assert view is not None, "train/initialize.py refuses torch optimizers with a disk tier"
     return view
 
 
@@ -305,12 +304,12 @@ _PARAMS = {"params", "param_names"}
 
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what a parameter group holds beside parameters."""
+    """A copy of a parameter group's entries other than its parameters."""
     return {name: copy.deepcopy(value) for name, value in group.items() if name not in _PARAMS}
 
 
 def _set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Undo changes since `values` was taken. Tensors are filled, because schedulers hold them."""
+    """Reset the group to `values`. Copies into existing tensors, because schedulers reference them."""
     for name in group.keys() - values.keys() - _PARAMS:
         del group[name]
     for name, value in values.items():

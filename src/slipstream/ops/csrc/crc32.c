@@ -1,12 +1,11 @@
-/* CRC-32 as zlib has it, of bytes that are copied on the way: one pass over memory for a checkpoint's copy and its checksums.
+/* zlib's CRC-32 with an optional copy: one pass over memory for both a checkpoint's copy and its checksums.
  *
  * Carry-less multiplication folds 64 bytes at a time onto the next 64 (Gopal et al., "Fast CRC Computation for Generic Polynomials
- * Using PCLMULQDQ Instruction", Intel 2009): what is folded leaves the same remainder as what it came from, so that in the end
- * sixteen bytes stand for all before them, and those and a tail are divided bit by bit. Where the processor lacks the
- * instruction, ops/checksum.py takes zlib.
+ * Using PCLMULQDQ Instruction", Intel 2009). Folding preserves the remainder, so in the end sixteen bytes represent all before
+ * them; those and the tail are divided bit by bit. If the processor lacks the instruction, ops/checksum.py uses zlib.
  *
- * The copy goes past the caches. Memory limits it, and two things bring it to what a bare copy reaches: reads asked for AHEAD of
- * their use, and, where there is AVX-512, cache lines that are written by one store each.
+ * The copy bypasses the caches and is bound by memory. Two things make it as fast as a plain copy: prefetching AHEAD bytes, and,
+ * with AVX-512, writing each cache line with a single store.
  */
 #include "slipstream_ops.h"
 
@@ -31,9 +30,9 @@ FOLDS static inline __m128i fold(__m128i x, __m128i by, __m128i next)
     return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(x, by, 0x00), _mm_clmulepi64_si128(x, by, 0x11)), next);
 }
 
-#define AHEAD 4096 /* bytes; reading past the end does no harm to a prefetch */
+#define AHEAD 4096 /* bytes; prefetching past the end is harmless */
 
-/* The next 64 bytes of `from` into the lanes, and to `to`, a multiple of 64, unless it is NULL. */
+/* Load the next 64 bytes of `from` into the lanes, and copy them to `to` (64-byte aligned) unless it is NULL. */
 FOLDS static inline void take(__m128i next[4], char *to, const char *from)
 {
     _mm_prefetch(from + AHEAD, _MM_HINT_T0);
@@ -52,7 +51,7 @@ __attribute__((target("pclmul,avx512f"))) static inline void take_wide(__m128i n
     _mm512_stream_si512((void *)to, _mm512_loadu_si512(from));
 }
 
-/* Whole multiples of 64 bytes. */
+/* nbytes is a positive multiple of 64. */
 #define DEFINE_RUN(NAME, TARGET, TAKE)                                                                                          \
     __attribute__((target(TARGET))) static uint32_t NAME(uint32_t crc, char *to, const char *from, int64_t nbytes)              \
     {                                                                                                                           \
@@ -98,15 +97,15 @@ static uint32_t crc32(uint32_t crc, char *to, const char *from, int64_t nbytes, 
     if (to) {
         __builtin_memcpy(to, from, (size_t)head);
         __builtin_memcpy(to + head + body, from + head + body, (size_t)(nbytes - head - body));
-        _mm_sfence(); /* another thread hands the bytes to the disk */
+        _mm_sfence(); /* another thread writes the bytes to disk */
     }
     return ~crc;
 }
 
-/* Of each `block` bytes one: sums[0] is continued from `crc`. */
+/* One checksum per `block` bytes; sums[0] is continued from `crc`. */
 SLIPSTREAM_API void slipstream_crc32(uint32_t *sums, uint32_t crc, char *to, const char *from, int64_t nbytes, int64_t block)
 {
-    static int known; /* asking takes microseconds in a virtual machine */
+    static int known; /* cached, because CPUID takes microseconds in a virtual machine */
     int wide = __atomic_load_n(&known, __ATOMIC_RELAXED);
     if (!wide) {
         wide = slipstream_best_isa() >= AVX512 ? 2 : 1;

@@ -1,8 +1,8 @@
-/* The threads of a decoder, and the entry that runs one forward on them.
+/* The threads of a decoder, and the entry point that runs one forward on them.
  *
- * A team's threads sleep between forwards and spin inside one: a forward has hundreds of meetings, microseconds apart.
- * Work is handed out item by item (team_next), so a thread that the system takes away delays one item only. Each thread
- * begins with a share of its own, in order: it reads memory in one stream, and it knows while it waits what that will be.
+ * A team's threads sleep between forwards and spin inside one: a forward has hundreds of barriers, microseconds apart. Threads
+ * take work item by item (team_next), so that a descheduled thread delays one item only. Each thread starts with its own share,
+ * in order: it reads memory in one stream and can prefetch the next addresses while it waits.
  */
 #include "decoder.h"
 
@@ -13,7 +13,7 @@
 #include <string.h>
 
 #define SLIPSTREAM_API __attribute__((visibility("default")))
-#define SPINS 4000 /* some 50 us: then let others run */
+#define SPINS 4000 /* about 50 us, then yield */
 
 const char *slipstream_isa(void);
 
@@ -121,7 +121,7 @@ SLIPSTREAM_API void slipstream_team_free(struct team *team)
     free(team);
 }
 
-/* `size` threads, the caller's own among them; NULL where they cannot be had. */
+/* A team of `size` threads, including the caller's; NULL if they cannot be created. */
 SLIPSTREAM_API struct team *slipstream_team_new(int size)
 {
     struct team *team = size >= 1 && size <= MAX_THREADS ? aligned_alloc(64, (sizeof(struct team) + 63) / 64 * 64) : NULL;
@@ -188,13 +188,13 @@ static const struct decoder_isa *isa_in_use(void)
     return decoder_portable;
 }
 
-/* The token that a row of logits gives; -1 where there is none. */
+/* Sample a token from a row of logits; -1 if that is impossible. */
 SLIPSTREAM_API int64_t slipstream_choose(const float *logits, const struct sampling *sampling)
 {
     return isa_in_use()->choose(logits, sampling);
 }
 
-/* One forward; -1 where memory is short. One call at a time per team. */
+/* Run one forward; returns -1 if memory is short. One call at a time per team. */
 SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct decoder *model, const struct batch *batch)
 {
     if (prepare(team, model))

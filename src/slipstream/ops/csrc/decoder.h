@@ -1,20 +1,20 @@
-/* A decoder's forward over a paged cache, as plain C: the records that inference/native.py fills, and what one
- * instruction set gives.
+/* A decoder's forward over a paged KV cache, in plain C: the records that inference/native.py fills, and the interface of an
+ * instruction set.
  *
- * [Note: Batch invariance] Every element that is computed has its own accumulator, which takes the terms in one order,
- * over the input features (matrices) or over positions in blocks counted from 0 (attention), whatever else is computed
- * beside it. Tiles group independent accumulators; they never split one. So the logits of a token are the same bits
- * alone, in any batch, with any splitting of the prompt, and from cached prefixes, with one instruction set. A position
- * that is masked adds 0 * value, which changes nothing: the cache holds finite numbers only.
+ * [Note: Batch invariance] Every computed element has its own accumulator, which adds its terms in a fixed order, over the input
+ * features (matrices) or over positions in blocks counted from 0 (attention), whatever else is in the batch. Tiles group
+ * independent accumulators; they never split one. So, with one instruction set, the logits of a token are bit-identical alone,
+ * in any batch, with any chunking of the prompt, and from cached prefixes. A masked position adds 0 * value, which changes
+ * nothing: the cache holds finite numbers only.
  */
 #ifndef SLIPSTREAM_DECODER_H
 #define SLIPSTREAM_DECODER_H
 
 #include <stdint.h>
 
-#define PANEL 16 /* output columns that lie together; also the positions of a cache block */
+#define PANEL 16 /* adjacent output columns; also the positions per cache block */
 #define ROWS 6   /* rows of a tile: six accumulators of 16 lanes fill AVX2's registers, 24 those of AVX-512 */
-#define CODES 32 /* features that share a scale where activations are rounded to 8 bits */
+#define CODES 32 /* features that share a scale if activations are quantized to 8 bits */
 #define MAX_EXPERTS 512
 #define MAX_THREADS 64
 
@@ -23,7 +23,7 @@ enum activation { ACTIVATION_SILU = 0, ACTIVATION_GELU_TANH = 1, ACTIVATION_GELU
 
 /* y = x W^T + bias. Columns are padded with zeros to a multiple of 2 * PANEL. */
 struct matrix {
-    const void *data; /* [panel][k][PANEL]; bf16: [panel][k / 2][PANEL][2], padded with a zero where k is odd; int8:
+    const void *data; /* [panel][k][PANEL]; bf16: [panel][k / 2][PANEL][2], padded with a zero if k is odd; int8:
                          [panel][k / 4][PANEL][4]; int4: [panel][k / 8][PANEL][4] bytes, the first four k in the low halves */
     const void *scale; /* int8: fp32 [panel][PANEL]; int4: fp16 [panel][k / group][PANEL] */
     const void *low;   /* int4: fp16 as scale; w = q * scale + low. NULL: low is -8 * scale everywhere */
@@ -32,7 +32,7 @@ struct matrix {
     int32_t type, group;               /* int4: a multiple of CODES */
 };
 
-/* A routed MLP. The shared expert, where there is one, is the last list: every row is on it. */
+/* A routed MLP. The shared expert, if there is one, is the last list, which contains every row. */
 struct experts {
     int32_t num, top_k, normalize, has_shared;
     int64_t widest; /* the largest inner size of any */
@@ -42,11 +42,11 @@ struct experts {
 };
 
 struct layer {
-    const float *input_norm, *mlp_norm; /* multipliers as they are applied: an offset is already added */
+    const float *input_norm, *mlp_norm; /* multipliers, with the model's offset already added */
     const float *attn_post_norm, *mlp_post_norm; /* or NULL */
     const float *q_norm, *k_norm; /* [head_dim] or NULL */
-    struct matrix q, k, v, out, gate_up /* panels of gate and up in turn */, down;
-    const struct experts *experts; /* in place of gate_up and down; NULL: dense */
+    struct matrix q, k, v, out, gate_up /* alternating panels of gate and up */, down;
+    const struct experts *experts; /* instead of gate_up and down; NULL: dense */
     const float *cosine, *sine; /* [max_context][rotary_dim / 2]; NULL: no rotation */
     void *keys;   /* [block][kv_head][head_dim][PANEL] */
     void *values; /* [block][kv_head][PANEL][head_dim] */
@@ -61,41 +61,41 @@ struct decoder {
     int32_t activation;
     float norm_eps, embed_scale, attn_scale, attn_softcap, logit_softcap;
     const void *embed; /* [vocab][hidden] */
-    const float *final_norm; /* NULL: the head takes the rows as they are */
+    const float *final_norm; /* NULL: no norm before the head */
     struct matrix head;
     const struct layer *layers;
 };
 
-/* Which rows are on which expert's list. A row is copied to its place on each of its lists: [places] are num_rows *
+/* The rows of each expert's list. A row is copied to its place on each of its lists; [places] is num_rows *
  * (top_k + has_shared), list after list. */
 struct routing {
     float *scores;  /* [num_rows][num] */
-    float *shares;  /* [num_rows][top_k] what each of a row's experts adds counts for */
+    float *shares;  /* [num_rows][top_k] the weight of each of a row's experts */
     int32_t *chosen; /* [num_rows][top_k] */
     int32_t *place; /* [num_rows][top_k + 1] */
-    int32_t *first; /* [num + has_shared + 1] where a list begins */
+    int32_t *first; /* [num + has_shared + 1] first place of each list */
     float *gathered, *act, *out; /* [places][hidden], [places][widest], [places][hidden] */
 };
 
-/* One forward. Rows are tokens; a sequence's rows follow one another at consecutive positions. */
+/* One forward. Rows are tokens; a sequence's rows are adjacent, at consecutive positions. */
 struct batch {
     int32_t num_rows, num_sequences, num_logits;
     const int32_t *ids;       /* [num_rows] */
     const int32_t *first_row; /* [num_sequences + 1] */
     const int32_t *start;     /* [num_sequences] position of the first row */
-    const int32_t *tables;    /* block ids of all sequences, one after the other */
-    const int32_t *table_at;  /* [num_sequences] where a sequence's blocks begin in tables */
+    const int32_t *tables;    /* block ids of all sequences, concatenated */
+    const int32_t *table_at;  /* [num_sequences] index in tables of a sequence's first block */
     const int32_t *logit_rows; /* [num_logits] */
     float *logits;            /* [num_logits][vocab_size] */
     float *x, *normed, *qkv, *attended, *act; /* scratch: [num_rows][...] */
-    int8_t *codes; /* [num_rows][widest input, padded to CODES]; used where a matrix is int8 or int4 */
+    int8_t *codes; /* [num_rows][widest input, padded to CODES]; used if a matrix is int8 or int4 */
     float *scales; /* [num_rows][2][widest / CODES]: a group's scale; and its sum of codes times that */
     int32_t *totals;  /* [num_rows][widest / CODES]: a group's sum of codes */
-    uint16_t *halves; /* as codes, in bf16; used where a matrix is bf16 and the instruction set multiplies that */
-    struct routing routing; /* where a layer has experts; these four have a row per place then */
+    uint16_t *halves; /* shaped as codes, in bf16; used if a matrix is bf16 and the instruction set has bf16 products */
+    struct routing routing; /* if a layer has experts; the four buffers above then have a row per place */
 };
 
-/* How a token is drawn from a row, and the room for it. inference/sampler.py fills it. */
+/* How to sample a token from a row, and scratch memory. inference/sampler.py fills it. */
 struct sampling {
     double top_p, u; /* u: uniform in [0, 1) */
     int64_t vocab_size, top_k;
@@ -113,18 +113,18 @@ struct decoder_isa {
     int64_t (*choose)(const float *logits, const struct sampling *);
 };
 
-/* NULL where the compiler does not target that architecture. */
+/* NULL if the compiler does not target that architecture. */
 extern const struct decoder_isa *const decoder_avx512bf16, *const decoder_avx512vnni, *const decoder_avx512;
 extern const struct decoder_isa *const decoder_avx2, *const decoder_portable;
 
-/* Memory that a thread reads next, as far as it has not been asked for. */
+/* The memory that a thread reads next and has not prefetched yet. */
 struct ahead {
     const char *from, *until;
 };
 
 /* decoder.c */
-void team_wait(struct team *, struct ahead *); /* until all threads have come here; meanwhile what is ahead is fetched */
-int64_t team_next(struct team *, int stage, int thread, int64_t total); /* an item, each once, or `total` when all are taken */
+void team_wait(struct team *, struct ahead *); /* a barrier; prefetches `ahead` while waiting */
+int64_t team_next(struct team *, int stage, int thread, int64_t total); /* the next item, each once; `total` if none is left */
 int team_size(const struct team *);
 
 #endif

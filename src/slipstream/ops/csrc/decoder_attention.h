@@ -1,10 +1,10 @@
-/* One row at a time: embedding, norm, rotation, its keys and values into the cache; and attention over the cache's blocks. */
+/* Row-wise work (embedding, norm, rotation, writing keys and values to the cache), and attention over the cache's blocks. */
 #ifndef SLIPSTREAM_DECODER_ATTENTION_H
 #define SLIPSTREAM_DECODER_ATTENTION_H
 
 #include "decoder_lanes.h"
 
-/* to = x / rms(x) * weight; [Zhang & Sennrich 2019]. With `add`, to += that. */
+/* to = x / rms(x) * weight [Zhang & Sennrich 2019], or with `add`, to += that. */
 TARGET static void rms_norm(float *to, const float *x, const float *weight, int64_t size, float eps, int add)
 {
     vec squares = vec_zero();
@@ -62,13 +62,13 @@ INLINE uint16_t to_bf16(float x)
 
 /* ---- attention ---- */
 
-/* Where position p of a sequence is: its block, and p % PANEL inside. */
+/* The location of position p of a sequence: its block, and p % PANEL inside. */
 INLINE int64_t block_of(const struct batch *batch, int sequence, int64_t position)
 {
     return batch->tables[batch->table_at[sequence] + position / PANEL];
 }
 
-/* Norm and rotation of a row's heads that share a key-value head, in place; its keys and values go to the cache. */
+/* Normalize and rotate a row's heads that share a key-value head, in place, and write its key and value to the cache. */
 TARGET static void place_head(const struct decoder *model, const struct layer *layer, const struct batch *batch, int64_t row, int sequence,
                               int64_t kv_head)
 {
@@ -104,10 +104,10 @@ TARGET static void place_head(const struct decoder *model, const struct layer *l
 struct queries {
     const float *q[ROWS];
     float *to[ROWS];
-    int64_t first[ROWS], last[ROWS]; /* positions that it sees, both included */
+    int64_t first[ROWS], last[ROWS]; /* visible positions, both inclusive */
 };
 
-/* `next` is how far the block is that is attended to afterwards: it is fetched meanwhile. */
+/* `next` is the distance of the block that follows: it is prefetched. */
 INLINE void attend_block(const int count, const struct decoder *model, const struct queries *queries, int64_t position,
                          int64_t seen, const char *keys, const char *values, int64_t next, const int type, float *most, vec *total,
                          float *out, int64_t out_stride)
@@ -115,7 +115,7 @@ INLINE void attend_block(const int count, const struct decoder *model, const str
     const int64_t dim = model->head_dim;
     float weights[ROWS][PANEL];
     vec scores[ROWS];
-    int causal = 0; /* some query does not see all that others of the tile see */
+    int causal = 0; /* the queries of the tile see different positions */
     for (int i = 0; i < count; ++i) {
         scores[i] = vec_zero();
         causal |= queries->last[i] - position + 1 < seen;
@@ -161,7 +161,7 @@ INLINE void attend_block(const int count, const struct decoder *model, const str
         for (int64_t at = 0; at < seen; ++at) {
             const vec value = load_weight(type, values + (at * dim + d) * weight_size(type));
             for (int i = 0; i < count; ++i)
-                if (!causal || position + at <= queries->last[i]) /* 0 times a later NaN would be NaN, and shared with the prefix */
+                if (!causal || position + at <= queries->last[i]) /* 0 times a later NaN would be NaN in rows that do not see it */
                     sums[i] = vec_fma(vec_set(weights[i][at]), value, sums[i]);
         }
         for (int i = 0; i < count; ++i)
@@ -198,7 +198,7 @@ INLINE void attend_type(const int count, const int type, const struct decoder *m
     }
 }
 
-/* Tiles of a sequence's queries, for each key-value head. */
+/* The number of tiles of a sequence's queries, per key-value head. */
 INLINE int64_t num_tiles(const struct batch *batch, int sequence, int64_t group)
 {
     return ((batch->first_row[sequence + 1] - batch->first_row[sequence]) * group + ROWS - 1) / ROWS;
@@ -225,13 +225,13 @@ TARGET static void attend(int count, const struct decoder *model, const struct l
     }
 }
 
-/* Where every sequence has one row, which one tile takes, no other item waits for its key: it is placed right there. */
+/* If every sequence has one row, which fits one tile, no other item needs its key: the same item writes it to the cache. */
 INLINE int placed_when_attended(const struct decoder *model, const struct batch *batch)
 {
     return batch->num_rows == batch->num_sequences && model->num_heads / model->num_kv_heads <= ROWS;
 }
 
-/* Every (sequence, key-value head, tile of queries) is an item. */
+/* An item is a (sequence, key-value head, tile of queries). */
 TARGET static void attention(const struct decoder *model, const struct layer *layer, const struct batch *batch, struct worker *worker)
 {
     const int stage = worker->stage++;

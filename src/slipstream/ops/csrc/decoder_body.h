@@ -14,14 +14,14 @@ INLINE void share(struct worker *worker, int64_t rows)
 
 INLINE void meet(struct worker *worker) { team_wait(worker->team, &worker->ahead); }
 
-/* This thread's rows of `to`, from the same rows of x. */
+/* Normalize this thread's rows of x into `to`. */
 TARGET static void norm_rows(const struct decoder *model, float *to, const float *x, const float *weight, const struct worker *worker, int add)
 {
     for (int64_t row = worker->from; row < worker->until; ++row)
         rms_norm(to + row * model->hidden_size, x + row * model->hidden_size, weight, model->hidden_size, model->norm_eps, add);
 }
 
-/* This thread's rows of x, of `size` features, as they are wanted; other threads read them after the next meeting. */
+/* Convert this thread's rows of x, of `size` features, to the products' input type; other threads read them after a barrier. */
 TARGET static struct coded code_rows(const struct batch *batch, const float *x, int64_t size, int wanted, const struct worker *worker)
 {
     for (int64_t row = worker->from; row < worker->until && wanted; ++row) {
@@ -31,7 +31,7 @@ TARGET static struct coded code_rows(const struct batch *batch, const float *x, 
     return coded_at(batch, 0, size);
 }
 
-/* x += W y, or x += norm(W y) where the layer has a norm there, once it is settled. */
+/* x += W y, or x += norm(W y) after a barrier if the layer has a norm there. */
 TARGET static void residual(const struct decoder *model, const struct batch *batch, const struct matrix *w, const float *y, int64_t size,
                             const float *post_norm, struct worker *worker)
 {
@@ -53,7 +53,7 @@ TARGET static void settle(const struct decoder *model, const struct batch *batch
 
 /* ---- experts ---- */
 
-/* The top_k likeliest of softmax(scores), the lower one of equals, and their probabilities. */
+/* The top_k of softmax(scores) and their probabilities; of equal scores the lower index. */
 TARGET static void choose_experts(const struct experts *experts, const float *scores, float *shares, int32_t *chosen)
 {
     float most = scores[0], total = 0.0f, kept = 0.0f;
@@ -77,7 +77,7 @@ TARGET static void choose_experts(const struct experts *experts, const float *sc
         shares[i] /= kept;
 }
 
-/* Where every list begins, and every row's places on them. */
+/* Compute the start of every list and the places of every row. */
 TARGET static void make_lists(const struct experts *experts, const struct routing *routing, int32_t num_rows)
 {
     const int32_t top_k = experts->top_k, lists = experts->num + experts->has_shared;
@@ -98,8 +98,8 @@ TARGET static void make_lists(const struct experts *experts, const struct routin
     }
 }
 
-/* One product for each list: x and y have a row per place. Inputs are coded first where the matrices are; `inner` says that
- * they are an expert's inner features, which may be fewer than x's stride. */
+/* One product for each list: x and y have a row per place. Inputs are quantized first if the matrices are; `inner`: they are an
+ * expert's inner features, which may be fewer than x's stride. */
 TARGET static void multiply_lists(const struct experts *experts, const struct batch *batch, const struct matrix *w, struct product form,
                                   int inner, struct worker *worker)
 {
@@ -129,7 +129,7 @@ TARGET static void multiply_lists(const struct experts *experts, const struct ba
     meet(worker);
 }
 
-/* x += the experts' outputs, weighted; normed rows go in. */
+/* x += the weighted outputs of the experts, whose inputs are the normalized rows. */
 TARGET static void routed(const struct decoder *model, const struct experts *experts, const struct batch *batch, struct worker *worker)
 {
     const int64_t hidden = model->hidden_size, top_k = experts->top_k, copies = top_k + experts->has_shared;

@@ -1,4 +1,4 @@
-/* What the parts of the forward share: a thread's place in it, and functions of 16 lanes. */
+/* Definitions shared by the parts of the forward: the state of a thread, and functions of 16 lanes. */
 #ifndef SLIPSTREAM_DECODER_LANES_H
 #define SLIPSTREAM_DECODER_LANES_H
 
@@ -9,7 +9,7 @@
 
 #define MASKED (-1e30f)
 
-/* One thread of a forward. Every thread goes through the same stages; `from` and `until` bound the rows that are its own. */
+/* One thread of a forward. Every thread runs the same stages; its own rows are [from, until). */
 struct worker {
     struct team *team;
     int thread, stage;
@@ -23,7 +23,7 @@ INLINE vec vec_zero(void) { return vec_set(0.0f); }
 /* e^x for x <= 88, by 2^n * polynomial; exactly 1 at 0 (Cephes' coefficients, relative error 2e-7). */
 INLINE vec vec_exp(vec x)
 {
-    const vec magic = vec_set(12582912.0f); /* adding and subtracting it rounds to whole numbers */
+    const vec magic = vec_set(12582912.0f); /* adding and subtracting it rounds to integers */
     x = vec_max(vec_min(x, vec_set(88.0f)), vec_set(-87.0f));
     vec n = vec_sub(vec_add(vec_mul(x, vec_set(1.44269504f)), magic), magic);
     vec r = vec_fma(n, vec_set(-0.693359375f), x);

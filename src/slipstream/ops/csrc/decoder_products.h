@@ -1,11 +1,11 @@
-/* y = x W^T for every kind of matrix, in tiles of independent accumulators; strips of columns are shared out. */
+/* y = x W^T for every kind of matrix, in tiles of independent accumulators. Threads take strips of columns. */
 #ifndef SLIPSTREAM_DECODER_PRODUCTS_H
 #define SLIPSTREAM_DECODER_PRODUCTS_H
 
 #include "decoder_lanes.h"
 
-#define FETCH_AHEAD 1024     /* bytes of each panel: some 50 ns of a core's share of memory bandwidth */
-#define FETCH_WAITING 131072 /* bytes: what a thread fetches at most of its next matrix before it may begin */
+#define FETCH_AHEAD 1024     /* bytes per panel: about 50 ns of a core's share of memory bandwidth */
+#define FETCH_WAITING 131072 /* bytes: the most that a thread prefetches of its next matrix while it waits */
 
 INLINE vec load_weight(int type, const char *p)
 {
@@ -14,7 +14,7 @@ INLINE vec load_weight(int type, const char *p)
 
 INLINE int64_t weight_size(int type) { return type == WEIGHT_F32 ? 4 : 2; }
 
-/* ---- where the columns of a matrix are ---- */
+/* ---- layout of a matrix ---- */
 
 INLINE int64_t num_panels(const struct matrix *w) { return (w->num_columns + 2 * PANEL - 1) / (2 * PANEL) * 2; }
 
@@ -32,8 +32,8 @@ INLINE int64_t panel_bytes(const struct matrix *w)
 
 INLINE const char *panel_of(const struct matrix *w, int64_t panel) { return (const char *)w->data + panel * panel_bytes(w); }
 
-/* Strips of columns are what threads share out: of four panels, because so many streams read memory fastest; for many rows
- * of as many as a tile has, which stay in the cache in fp32. */
+/* Threads take strips of columns: of four panels, because four streams read memory fastest; with many rows of as many as a tile
+ * has, which stay in the cache in fp32. */
 INLINE int strip_panels(int64_t rows) { return rows > ROWS ? WIDE : 4; }
 
 INLINE int64_t num_strips(const struct matrix *w, int64_t rows)
@@ -41,15 +41,15 @@ INLINE int64_t num_strips(const struct matrix *w, int64_t rows)
     return rows ? (num_panels(w) + strip_panels(rows) - 1) / strip_panels(rows) : 0;
 }
 
-/* Panels that lie one after the other are read side by side: how far what each stream reads next is from `at` bytes into its
- * panel. At a panel's end that is past the other panels of its tile. */
+/* Adjacent panels are read as parallel streams. Returns the distance of each stream's next read from `at` bytes into its panel; at
+ * the end of a panel the next read is past the other panels of its tile. */
 INLINE int64_t ahead_of(int64_t at, int64_t gap, int num) { return at + FETCH_AHEAD + (at + FETCH_AHEAD < gap ? 0 : (num - 1) * gap); }
 
 INLINE void fetch(const char *p) { __builtin_prefetch(p, 0, 3); }
 
 /* ---- numbers ---- */
 
-/* Panels of one matrix, `gap` bytes from one to the next; and other memory to fetch meanwhile, or NULL: what these lead to. */
+/* Panels of one matrix, `gap` bytes apart, and other memory to prefetch meanwhile, or NULL. */
 struct panels {
     const char *first;
     int64_t gap, num_features;
@@ -57,7 +57,7 @@ struct panels {
     int64_t next_gap;
 };
 
-/* out[j][i][:] = x[i] . panel j, for `rows` rows of x and `num` panels; both are constants where this is inlined. Terms are
+/* out[j][i][:] = x[i] . panel j, for `rows` rows of x and `num` panels; both are compile-time constants once inlined. Terms are
  * added in the order of k. */
 INLINE void tile(const int type, const int rows, const int num, const struct panels *w, const float *x, int64_t stride,
                  float out[][ROWS][PANEL])
@@ -104,7 +104,7 @@ INLINE void tile(const int type, const int rows, const int num, const struct pan
             store_f32(out[j][i], sums[i * num + j], 0);
 }
 
-/* Tiles as large as the registers hold. */
+/* Tiles as large as fit the registers. */
 INLINE void tiles(const int type, const int rows, int panels, struct panels w, const float *x, int64_t stride, float out[][ROWS][PANEL])
 {
     const int all = WIDE == 4 || rows == 1, num = all || rows <= 3 ? 2 : 1;
@@ -139,7 +139,7 @@ TARGET static void multiply_numbers(int type, int rows, int panels, struct panel
 #endif
 }
 
-/* For many rows a panel is widened once into `to`, fp32 [k][PANEL]. */
+/* Convert a panel to fp32 once, into `to` [k][PANEL], for many rows. */
 TARGET static void widen(const struct matrix *w, int64_t panel, float *to)
 {
     const char *p = panel_of(w, panel);
@@ -155,13 +155,13 @@ TARGET static void widen(const struct matrix *w, int64_t panel, float *to)
     }
 }
 
-/* ---- matrices of codes: whole numbers are multiplied exactly, group by group of CODES features ----
+/* ---- quantized matrices: exact integer products per group of CODES features ----
  *
- * x is rounded to 8 bits with a scale for each group of a row, as llama.cpp does; w is int8 with a scale per column, or
- * int4 with a scale and an offset per column and group. Where there are instructions for it, products of bf16 are of this
- * kind, too: x is rounded to bf16, as torch does. */
+ * x is quantized to 8 bits with a scale per row and group, as in llama.cpp; w is int8 with a scale per column, or int4 with a scale
+ * and an offset per column and group. If the processor has instructions for them, bf16 products work the same way: x is rounded to
+ * bf16, as torch does. */
 
-/* Rows of x as they are multiplied. */
+/* Rows of x in the products' input type. */
 struct coded {
     int8_t *codes;
     uint16_t *halves;
@@ -170,7 +170,7 @@ struct coded {
     int64_t stride, groups; /* of codes and halves; of totals, and half that of scales and sums */
 };
 
-/* What a matrix wants x as, beside fp32. */
+/* The type of x that a matrix needs in addition to fp32. */
 enum { WANTS_CODES = 1, WANTS_HALVES = 2 };
 
 INLINE int wants(const struct matrix *w)
@@ -188,8 +188,7 @@ INLINE struct coded coded_at(const struct batch *batch, int64_t row, int64_t siz
                           batch->scales + row * 2 * groups + groups, batch->totals + row * groups, groups * CODES, groups};
 }
 
-/* One row; the features that fill its last group are zeros. Codes are rounded to nearest even; the largest of a group
- * becomes 127. */
+/* Quantize one row. Its last group is padded with zeros. Codes are rounded to nearest even; the largest of a group becomes 127. */
 TARGET static void code_row(const float *x, int64_t size, int wanted, const struct coded *to)
 {
     for (int64_t k = 0; k < size; k += CODES) {
@@ -203,14 +202,14 @@ TARGET static void code_row(const float *x, int64_t size, int wanted, const stru
         }
         if (!(wanted & WANTS_CODES))
             continue;
-        const vec magic = vec_set(12582912.0f); /* adding and subtracting it rounds to whole numbers */
+        const vec magic = vec_set(12582912.0f); /* adding and subtracting it rounds to integers */
         const vec zero = vec_zero();
         const float most = lanes_max(vec_max(vec_max(first, vec_sub(zero, first)), vec_max(second, vec_sub(zero, second))));
         const float factor = most > 1e-30f ? 127.0f / most : 0.0f;
         const vec a = vec_sub(vec_add(vec_mul(first, vec_set(factor)), magic), magic);
         const vec b = vec_sub(vec_add(vec_mul(second, vec_set(factor)), magic), magic);
         const float total = lanes_sum(vec_add(a, b));
-        const int finite = fabsf(total) <= 127.0f * CODES; /* infinity times 0 is none, either */
+        const int finite = fabsf(total) <= 127.0f * CODES; /* also false if infinity times 0 made a NaN */
         if (finite) {
             store_i8(to->codes + k, a);
             store_i8(to->codes + k + 16, b);
@@ -218,7 +217,7 @@ TARGET static void code_row(const float *x, int64_t size, int wanted, const stru
             memset(to->codes + k, 0, CODES);
         }
         to->totals[g] = finite ? (int32_t)total : 0;
-        to->scales[g] = finite ? most / 127.0f : NAN; /* no code says it, but the scale can: the result is NaN */
+        to->scales[g] = finite ? most / 127.0f : NAN; /* codes cannot represent NaN, the scale can: the result is NaN */
         to->sums[g] = finite ? total * (most / 127.0f) : NAN;
     }
 }
@@ -235,7 +234,7 @@ INLINE void code_tile(const int type, const int rows, const int num, const struc
     const char *const first = panel_of(w, panel);
     const int64_t gap = panel_bytes(w), groups = w->num_features / CODES;
     const int64_t per_scale = type == WEIGHT_INT4 ? w->group / CODES : 1, num_scales = groups / per_scale;
-    const int features = type == WEIGHT_INT4 ? 8 : 4; /* in 64 bytes */
+    const int features = type == WEIGHT_INT4 ? 8 : 4; /* per 64 bytes */
     vec total[ROWS * 2];
     for (int a = 0; a < rows * num; ++a)
         total[a] = vec_zero();
@@ -245,7 +244,7 @@ INLINE void code_tile(const int type, const int rows, const int num, const struc
             for (int j = 0; j < num; ++j)
                 sums[i * num + j] = ivec_set(type == WEIGHT_INT8 ? -INT8_OFFSET * x->totals[(row + i) * x->groups + g] : 0);
         int64_t at = g * (CODES / features) * 64, ahead = ahead_of(at, gap, num);
-        for (int j = 0; j < num && type == WEIGHT_INT4; ++j) { /* the next tile's, because a panel has few */
+        for (int j = 0; j < num && type == WEIGHT_INT4; ++j) { /* those of the next tile, because a panel has few */
             const int64_t next = ((panel + j + num) * num_scales + g / per_scale) * PANEL * 2;
             fetch((const char *)w->scale + next);
             if (w->low)
@@ -334,13 +333,13 @@ TARGET static void multiply_halves(struct panels w, int panels, const uint16_t *
 }
 #endif
 
-/* What happens to a tile's sums. */
+/* The destination of a tile's sums. */
 enum epilogue { STORE, ADD, GATED };
 
 struct product {
     const struct matrix *w;
     const float *x;
-    struct coded coded; /* the same rows, where w is coded */
+    struct coded coded; /* the same rows, if w is quantized */
     float *y;
     int64_t x_stride, y_stride;
     int32_t num_rows;
@@ -443,7 +442,7 @@ TARGET static void strip(const struct product *job, int64_t panel, float *scratc
     }
 }
 
-/* Products that do not depend on each other, shared out among the threads strip by strip. */
+/* Independent products, distributed over the threads strip by strip. */
 TARGET static void multiply(const struct product *jobs, int num_jobs, struct worker *worker)
 {
     const int stage = worker->stage++;
@@ -458,7 +457,7 @@ TARGET static void multiply(const struct product *jobs, int num_jobs, struct wor
     }
 }
 
-/* The next products will be of these matrices: what this thread reads first is fetched while it waits. */
+/* Announce the matrices of the next products: this thread prefetches the first of their memory while it waits. */
 TARGET static void expect(const struct matrix *const *w, int num, int64_t rows, struct worker *worker)
 {
     int64_t item = 0;

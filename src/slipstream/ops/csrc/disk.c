@@ -1,14 +1,14 @@
-/* Batches of reads and writes of one file through an io_uring, by raw system calls (io_uring_setup(2) and its sisters).
+/* Batches of reads and writes of one file through an io_uring, by raw system calls (io_uring_setup(2) and related).
  *
- * One thread per disk owns the ring. It has to be a thread of its own: the kernel runs a request's completion on the thread
- * that submitted it, interrupting whatever that thread does, and cancels the requests of a thread that ends. Callers put a batch
- * into the queue of its direction and write to an eventfd, which the ring polls, so that the thread sleeps in one place for
- * both, completions and new batches. It cuts batches into blocks, keeps up to `depth` of them in flight in each direction,
- * sends the rest of a short transfer again, and stores batch->done when nothing of the batch is in flight any more.
+ * One dedicated thread per disk owns the ring, because the kernel runs a request's completion on the thread that submitted it,
+ * interrupting that thread, and cancels the requests of a thread that ends. Callers append a batch to the queue of its direction
+ * and write to an eventfd, which the ring polls, so that the thread sleeps in one place for both completions and new batches. It
+ * cuts batches into blocks, keeps up to `depth` of them in flight in each direction, resubmits the remainder of a short transfer,
+ * and stores batch->done when no block of the batch is in flight any more.
  *
  * A batch and its parts belong to the caller (ops/disk.py keeps them and the memory alive until `done`), so that nothing is
- * allocated here per batch and no error path frees anything. After a failed block the rest of its batch is not begun; other
- * batches go on.
+ * allocated here per batch and no error path frees anything. After a failed block no further block of its batch starts; other
+ * batches continue.
  */
 #define _GNU_SOURCE
 #include "slipstream_ops.h"
@@ -31,12 +31,12 @@ struct disk_part {
 struct disk_batch {
     uint32_t done; /* a word for slipstream_wait_at_least */
     int32_t error; /* of the first block that failed: an errno, or SHORT; 0 if none did */
-    int64_t offset, asked, moved; /* that block's */
+    int64_t offset, asked, moved; /* of that block; `asked` is its size */
     const struct disk_part *parts;
     int64_t num_parts;
     int32_t write;
-    /* from here on the thread's own */
-    int32_t taken; /* no block of it is left in the queue */
+    /* the thread's own fields follow */
+    int32_t taken; /* all of its blocks have left the queue */
     int64_t part, part_taken; /* the next block starts at byte part_taken of this part */
     int64_t in_flight;
     struct disk_batch *next;
@@ -46,7 +46,7 @@ struct disk;
 
 #define SHORT (-1)
 
-#if defined(IORING_FEAT_RW_CUR_POS) && defined(SYS_io_uring_setup) /* headers of Linux 5.6: IORING_OP_READ is there */
+#if defined(IORING_FEAT_RW_CUR_POS) && defined(SYS_io_uring_setup) /* headers of Linux 5.6, which have IORING_OP_READ */
 
 #include <poll.h>
 #include <pthread.h>
@@ -58,7 +58,7 @@ struct disk;
 #include <time.h>
 #include <unistd.h>
 
-#define WAKE UINT64_MAX /* user_data of the poll of the eventfd; a block's is the number of its slot */
+#define WAKE UINT64_MAX /* user_data of the eventfd's poll; that of a block is its slot number */
 
 void slipstream_store_release_and_wake(uint32_t *at, uint32_t value); /* words.c */
 
@@ -87,7 +87,7 @@ struct disk {
     struct io_uring_cqe *completions;
 };
 
-/* There is always room: one entry per slot and one for the poll. */
+/* The submission queue cannot overflow: it has one entry per slot and one for the poll. */
 static void push(struct disk *d, const struct io_uring_sqe *entry)
 {
     unsigned tail = *d->sq_tail, index = tail & d->sq_mask;
@@ -103,7 +103,7 @@ static void poll_wake(struct disk *d)
     push(d, &entry);
 }
 
-/* What is left of the slot's block. */
+/* Submit the remainder of the slot's block. */
 static void send_slot(struct disk *d, const struct slot *s)
 {
     struct io_uring_sqe entry = {.opcode = s->batch->write ? IORING_OP_WRITE : IORING_OP_READ,
@@ -123,7 +123,7 @@ static void fail(struct disk_batch *b, const struct slot *s, int error)
     }
 }
 
-/* Cut the next block of this direction into `s`. False when there is none. Batches that have no more leave the queue. */
+/* Cut the next block of this direction into `s`; returns 0 if there is none. Batches without further blocks leave the queue. */
 static int take_block(struct disk *d, int write, struct slot *s)
 {
     struct disk_batch *b;
@@ -143,7 +143,7 @@ static int take_block(struct disk *d, int write, struct slot *s)
         d->first[write] = b->next;
         b->taken = 1;
         if (!b->in_flight)
-            slipstream_store_release_and_wake(&b->done, 1); /* the caller's again: not to be touched */
+            slipstream_store_release_and_wake(&b->done, 1); /* the caller owns b again: do not touch it */
     }
     return 0;
 }
@@ -154,7 +154,7 @@ static void start_blocks(struct disk *d)
     for (int write = 0; write < 2; write++) {
         struct slot *s = d->slots + write * d->depth;
         for (; d->in_flight[write] < d->depth; d->in_flight[write]++) {
-            while (s->batch) /* one is free, and those before are not */
+            while (s->batch) /* a free slot follows, because in_flight < depth */
                 s++;
             if (!take_block(d, write, s))
                 break;
@@ -192,7 +192,7 @@ static void complete(struct disk *d, uint64_t user_data, int result)
         end_slot(d, s);
 }
 
-/* The ring itself is of no use any more (somebody closed it): every batch, now and later, fails with this errno. */
+/* The ring is unusable (its descriptor was closed): every current and later batch fails with this errno. */
 static void break_down(struct disk *d, int error)
 {
     d->broken = error;
@@ -223,7 +223,7 @@ static void *run(void *argument)
         long sent = syscall(SYS_io_uring_enter, d->ring, d->unsubmitted, 1, IORING_ENTER_GETEVENTS, NULL, 0);
         if (sent >= 0)
             d->unsubmitted -= (unsigned)sent;
-        else if (errno == EAGAIN || errno == EBUSY || errno == ENOMEM) /* the kernel is short of memory for a moment */
+        else if (errno == EAGAIN || errno == EBUSY || errno == ENOMEM) /* the kernel is temporarily short of memory */
             nanosleep(&(struct timespec){0, 1000000}, NULL);
         else if (errno != EINTR)
             break_down(d, errno);
@@ -257,7 +257,7 @@ static void *map(int ring, size_t nbytes, int64_t what)
     return at == MAP_FAILED ? NULL : at;
 }
 
-/* 0, or an errno. */
+/* Returns 0 or an errno. */
 static int set_up(struct disk *d)
 {
     struct io_uring_params p = {0};
@@ -286,7 +286,7 @@ static int set_up(struct disk *d)
     d->cq_mask = *(unsigned *)(d->rings + p.cq_off.ring_mask);
     d->completions = (struct io_uring_cqe *)(d->rings + p.cq_off.cqes);
 
-    sigset_t all, before; /* signals are for Python's threads */
+    sigset_t all, before; /* block all signals in the new thread: Python's threads handle them */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(&d->thread, NULL, run, d);
@@ -294,7 +294,7 @@ static int set_up(struct disk *d)
     return error;
 }
 
-/* For `file`, which stays the caller's. NULL, and the errno in *error, where io_uring is refused. */
+/* Open a ring for `file`, which the caller keeps. Returns NULL, and the errno in *error, if io_uring is refused. */
 SLIPSTREAM_API struct disk *slipstream_disk_open(int file, int64_t block, int depth, int *error)
 {
     struct disk *d = calloc(1, sizeof *d);
@@ -331,7 +331,7 @@ SLIPSTREAM_API void slipstream_disk_submit(struct disk *d, struct disk_batch *b)
     wake(d);
 }
 
-/* Ends when all that was submitted is done. */
+/* Waits for all submitted batches. */
 SLIPSTREAM_API void slipstream_disk_close(struct disk *d)
 {
     pthread_mutex_lock(&d->lock);
@@ -342,7 +342,7 @@ SLIPSTREAM_API void slipstream_disk_close(struct disk *d)
     release(d);
 }
 
-#else /* ops/disk.py takes its threads, and calls nothing else */
+#else /* ops/disk.py then uses its threads and calls nothing else */
 
 SLIPSTREAM_API struct disk *slipstream_disk_open(int file, int64_t block, int depth, int *error)
 {

@@ -1,7 +1,7 @@
 /* The C ABI of the kernels, and the choice of instruction set.
  *
- * The choice is made once, on first use, from what the processor has (processor.c). Every entry point works on whole
- * arrays; splitting over threads is the caller's, at multiples of BLOCK elements.
+ * The choice is made once, on first use, from the processor's features (processor.c). Callers split arrays over threads, at
+ * multiples of BLOCK elements.
  */
 #include "optim.h"
 
@@ -12,7 +12,7 @@
 #error "compile through ops/build.py, which defines SLIPSTREAM_SOURCE_HASH"
 #endif
 
-/* The instruction sets, each with all that stands before it. The last two differ for the decoder only (decoder.c). */
+/* The instruction sets, each a superset of those before it. The last two differ in the decoder only (decoder.c). */
 static const struct {
     const char *name;
     const struct kernels *const *kernels;
@@ -52,10 +52,10 @@ SLIPSTREAM_API const char *slipstream_compiler(void)
 /* The instruction set in use: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable". */
 SLIPSTREAM_API const char *slipstream_isa(void) { return sets[isa()].name; }
 
-/* The same, of what is not the decoder. */
+/* The instruction set of all kernels but the decoder's. */
 SLIPSTREAM_API const char *slipstream_kernels_isa(void) { return kernels()->name; }
 
-/* Use a named instruction set from now on; 0 when this processor lacks it. For tests and measurements. */
+/* Switch to the named instruction set; returns 0 if the processor lacks it. For tests and benchmarks. */
 SLIPSTREAM_API int slipstream_use_isa(const char *name)
 {
     for (int set = slipstream_best_isa(); set >= PORTABLE; --set)
@@ -69,10 +69,10 @@ SLIPSTREAM_API int slipstream_use_isa(const char *name)
 static int aligned(const void *p) { return ((uintptr_t)p & 63u) == 0; }
 
 /* out[i] = round(alpha * (sources[0][i] + sources[1][i] + ...) + (accumulate ? out[i] : 0)), added in fp32 in that order.
- * Returns the fp64 sum of squares of out, added block by block; where `blocks` is given, also each block's own sum. It is
- * finite exactly when every element of out is: an fp64 sum of squares of fp32 values cannot overflow.
- * mode: bits 0-1 the dtype of the sources, 2-3 of out, 4 accumulate, 5 stream. One integer, because each argument costs
- * the caller 50 ns. */
+ * Returns the fp64 sum of squares of out, added block by block, and writes each block's sum to `blocks` unless it is NULL. The sum
+ * is finite exactly if every element of out is: an fp64 sum of squares of fp32 values cannot overflow.
+ * mode: bits 0-1 the dtype of the sources, 2-3 of out, 4 accumulate, 5 stream. They share one integer because each argument costs
+ * the Python caller 50 ns. */
 SLIPSTREAM_API double slipstream_sum_ranks(void *out, const void *const *sources, int64_t num_sources, int64_t numel,
                                            int mode, float alpha, double *blocks)
 {
@@ -97,8 +97,8 @@ SLIPSTREAM_API double slipstream_sum_ranks(void *out, const void *const *sources
     return total;
 }
 
-/* One step of an optimizer over elements [start, stop); start is a multiple of BLOCK. sums: where LAMB_UPDATE leaves two for each
- * BLOCK of the whole array. */
+/* One optimizer step over elements [start, stop); start is a multiple of BLOCK. sums: the output of LAMB_UPDATE, two per BLOCK of
+ * the whole array. */
 SLIPSTREAM_API void slipstream_step(int rule, const struct step *step, int64_t start, int64_t stop, double *sums)
 {
     const struct kernels *table = kernels();
@@ -106,7 +106,7 @@ SLIPSTREAM_API void slipstream_step(int rule, const struct step *step, int64_t s
         table->step(rule, step, start, stop - start < BLOCK ? stop : start + BLOCK, sums ? sums + 2 * (start / BLOCK) : 0);
 }
 
-/* memcpy past the caches. The ranges do not overlap. */
+/* memcpy that bypasses the caches. The ranges do not overlap. */
 SLIPSTREAM_API void slipstream_copy_stream(char *dst, const char *src, int64_t nbytes)
 {
     int64_t head = (int64_t)(-(uintptr_t)dst & 63u), body;

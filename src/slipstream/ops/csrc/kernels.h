@@ -1,9 +1,9 @@
 /* The kernels, written once over 16 fp32 lanes; each kernels_*.c compiles them for its instruction set.
  *
- * A vec_*.h gives `vec` (16 lanes), arithmetic on it, load_/store_ for each dtype (a store returns the values as they
- * read back after rounding; with `stream` it bypasses the caches), `vec64` (16 fp64 lanes) and copy_256_bytes.
- * Dtypes are chosen by a branch per group of elements, which is predicted after the first: a loop compiled for each
- * combination of dtypes made the library twenty times as large and minutes to build.
+ * A vec_*.h defines `vec` (16 lanes), arithmetic on it, load_/store_ for each dtype (a store returns the rounded values; with
+ * `stream` it bypasses the caches), `vec64` (16 fp64 lanes) and copy_256_bytes.
+ * A branch per group of elements selects the dtype and is predicted after the first: a loop compiled for each combination of
+ * dtypes made the library twenty times as large and took minutes to build.
  */
 #include "slipstream_ops.h"
 
@@ -35,7 +35,7 @@ typedef struct {
 
 typedef char padded_group[GROUP * sizeof(float)];
 
-/* A tail's elements followed by zeros. */
+/* Copy a tail and pad it with zeros. */
 TARGET __attribute__((noinline)) static const char *pad(padded_group to, const char *from, int64_t nbytes)
 {
     memset(to, 0, sizeof(padded_group));

@@ -6,7 +6,7 @@
 #include "kernels.h"
 #include "optim_body.h"
 
-/* bf16 throughout is AVX2's, which takes even and odd elements apart without crossing lanes: 512 bits are 10% slower there. */
+/* All-bf16 steps use AVX2, which separates even and odd elements without crossing lanes: 512-bit vectors are 10% slower there. */
 static void step_or_avx2s(int rule, const struct step *s, int64_t start, int64_t stop, double *sums)
 {
     const int narrow = rule == ADAMW && s->master.kind == DTYPE_BF16 && s->first.kind == DTYPE_BF16;

@@ -1,32 +1,31 @@
 /* The optimizers: one pass over gradient, master, states and weights, written once over 16 fp32 lanes.
  *
- * Each array is fp32, bf16 or fp16, the states also 8-bit codes; all is computed in fp32. A rule is a function of 16 elements;
- * the pass around it is one text, compiled for each rule, and for AdamW's common recipes by themselves. The torch twins in
- * ops/optim_reference.py do the same operations in the same order, and ops/optim.py gives the coefficients their values.
+ * Each array is fp32, bf16 or fp16; states may also be 8-bit codes. All arithmetic is in fp32. A rule is a function of 16
+ * elements. The pass around it is written once and compiled for each rule, and separately for AdamW's common recipes. The torch
+ * twins in ops/optim_reference.py do the same operations in the same order; ops/optim.py sets the coefficients.
  *
-
- * [Note: Codes] A block of 256 elements has one fp32 scale, the largest magnitude in it, and a code counts 127ths of it in a
- * momentum. Of a sum of squares the root is kept, in 255ths, and never less than one, because what divides a step must not become
- * zero: such an element is stepped too little, not too far. A block's new values stay in first-level cache until its new scale is
- * known. What is not finite makes the scale NaN, and so the whole block. AdamW multiplies codes by what of the state is kept in one
- * go: beta times the scale.
+ * [Note: Codes] A block of 256 elements has one fp32 scale, its largest magnitude. Codes of a momentum are 127ths of the scale.
+ * Of a sum of squares the root is stored, in 255ths of the scale and at least 1, because it divides the update and must not
+ * become zero: such an element gets too small a step, never too large a one. A block's new values stay in L1 cache until its new
+ * scale is known. A non-finite value makes the scale NaN, and with it the whole block. AdamW decays codes as it decodes them: it
+ * multiplies the scale by beta.
  *
- * [Note: Random bits] With STOCHASTIC, what rests narrow is rounded up with the probability that makes it right on average, so
- * that updates below half a unit of the last place are not lost. The bits are a hash of the keys (seed and step) and of the
- * element's number: neither threads nor shards nor chunks change them. 16 elements have 16 numbers of 16 bits: a 64-bit mixer of
- * the keys and of the group's number gives one word, and a 32-bit mixer of that and of its place each of eight words, which are two
- * numbers each. Weights take an element's own number, and both states its neighbour's in the word.
+ * [Note: Random bits] With STOCHASTIC, values stored in bf16 or in codes are rounded up with the probability that makes rounding
+ * unbiased, so that updates below half a unit of the last place are not lost. The bits are a hash of the keys (seed and step)
+ * and of the element's index: they do not depend on threads, shards or chunks. 16 elements use 16 numbers of 16 bits: a 64-bit
+ * mix of the keys and the group's index gives one word; a 32-bit mix of that word and a position gives each of eight words, of
+ * two numbers each. Weights use an element's own number, both states the other number of its word.
  */
 
 #include "optim.h"
 
 #define AHEAD 512 /* elements */
 
-enum { ANY = -1, NONE = -2 }; /* beside the kinds of an array: the compiler does not know it; there is no such array */
+enum { ANY = -1, NONE = -2 }; /* further kinds of an array: not known at compile time; no such array */
 
-/* ---- what rests narrow ---- */
+/* ---- loads and stores ---- */
 
-/* For elements number to number + 15; number is a multiple of 16. */
+/* For elements [number, number + 16); number is a multiple of 16. */
 INLINE halves random_halves(int64_t number, const uint32_t *keys)
 {
     uint64_t x = ((uint64_t)number / 16 + (keys[0] | (uint64_t)keys[1] << 32)) * 0x9e3779b97f4a7c15u;
@@ -36,7 +35,7 @@ INLINE halves random_halves(int64_t number, const uint32_t *keys)
 
 INLINE int64_t bytes_of(int64_t kind) { return kind == DTYPE_F32 ? 4 : kind == CODES ? 1 : 2; }
 
-/* 16 elements from i of an array that is no codes. paired: lanes as in load_bf16_pairs. */
+/* 16 elements from i of an array that is not codes. paired: lanes as in load_bf16_pairs. */
 INLINE vec get(struct array from, int64_t i, int paired)
 {
     const char *p = (const char *)from.data + i * bytes_of(from.kind);
@@ -49,7 +48,7 @@ INLINE vec get_codes(struct array from, int64_t i, int negative)
     return negative ? load_i8(p) : load_u8(p);
 }
 
-/* The processor's own prefetching stops at each page. */
+/* Hardware prefetching stops at page boundaries. */
 INLINE void prefetch(struct array from, int64_t i)
 {
     __builtin_prefetch((const char *)from.data + (i + AHEAD) * bytes_of(from.kind));
@@ -60,12 +59,12 @@ INLINE void prefetch_codes(struct array from, int64_t block)
         prefetch(from, block + k);
 }
 
-/* How a pass stores: with random bits; lanes as in load_bf16_pairs; whether there may be NaNs. */
+/* How a pass stores: with stochastic rounding; lanes as in load_bf16_pairs; whether there may be NaNs. */
 struct manner {
     int stochastic, paired, nans;
 };
 
-/* Returns the values as they read back. below: 16 random bits. */
+/* Returns the values as stored. below: 16 random bits. */
 INLINE vec put(struct array to, int64_t i, vec x, struct manner manner, words below, int stream)
 {
     char *p = (char *)to.data + i * bytes_of(to.kind);
@@ -76,8 +75,8 @@ INLINE vec put(struct array to, int64_t i, vec x, struct manner manner, words be
     return store_vec(p, x, (int)to.kind, stream);
 }
 
-/* A block's new values to codes and scale. most: the largest magnitudes, lane by lane, by their bits: as whole numbers, among which
- * a NaN is above infinity. dither: what is added before a code is rounded to nearest, or NULL. */
+/* Encode a block's new values as codes and a scale. most: the largest magnitude of each lane, compared as integers, so that NaN is
+ * above infinity. dither: added before a code is rounded to nearest, or NULL. */
 INLINE void encode(struct array to, int64_t i, const float *values, vec most, const float *dither, int negative)
 {
     uint32_t largest = lanes_largest(most);
@@ -98,13 +97,13 @@ INLINE void encode(struct array to, int64_t i, const float *values, vec most, co
 
 /* ---- rules ---- */
 
-/* Of 16 elements: weights, the two states, the root of the second. */
+/* 16 elements: weights, the two states, the root of the second state. */
 typedef struct {
     vec p, m, v, root;
 } lanes;
 
-/* a + rate * (b - a). The step starts from whichever of state and gradient weighs more, as torch.lerp does: with beta = 0 the
- * result is the gradient itself. */
+/* a + rate * (b - a). Starts from state or gradient, whichever has the larger weight, as torch.lerp does: with beta = 0 the
+ * result is exactly the gradient. */
 INLINE vec lerp(vec m, vec g, vec rate, int from_grad)
 {
     const vec a = from_grad ? g : m, b = from_grad ? m : g;
@@ -120,7 +119,8 @@ INLINE lanes average(lanes x, vec g, const vec *c, int flags)
     return x;
 }
 
-/* kept: of states in codes, what of a code's value and of its square is kept; those states come as their codes. */
+/* Whether each state is in codes, and then the factors, which include the decay, of a code of `m` and of a squared code of `v`.
+ * States in codes arrive as their codes. */
 struct kept {
     int first, second;
     vec m, v;
@@ -163,29 +163,28 @@ INLINE lanes adagrad(lanes x, vec g, const vec *c)
     return x;
 }
 
-/* What LAMB subtracts, but for the rate. */
+/* LAMB's update, without the learning rate. */
 INLINE vec lamb_update(lanes x, const vec *c, int flags)
 {
     const vec v = vec_mul(x.v, c[CORRECTION2]);
     const vec denominator = flags & EPS_INSIDE ? vec_sqrt(vec_add(v, c[EPS])) : vec_add(vec_sqrt(v), c[EPS]);
-    const vec divisor = vec_max(vec_set(0x1p-126f), denominator); /* also where eps is 0: zeros stay zeros */
+    const vec divisor = vec_max(vec_set(0x1p-126f), denominator); /* zeros stay zeros even if eps is 0 */
     return vec_add(vec_div(vec_mul(x.m, c[CORRECTION1]), divisor), vec_mul(c[L2], x.p));
 }
 
 /* ---- the pass ---- */
 
-/* What the compiler knows of a pass: the kinds of the master, both states, gradient and weights. Where it knows the gradient's the
- * pass is a plain one: see RECIPE. */
+/* The kinds of arrays that are known at compile time, else ANY. If the gradient's is known, the pass is a plain one: see RECIPE. */
 struct known {
     int master, states, grad, out;
 };
 
-/* Which arrays it writes with `put`. */
+/* Which arrays the pass writes with `put`. */
 struct written {
     int first, second, master, out;
 };
 
-/* Returns the values as they read back. bits: of weights, of states. */
+/* Returns the values as stored. bits: of weights, of states. */
 INLINE lanes write(const struct step *s, struct written written, int64_t i, lanes x, struct manner manner, const words *bits)
 {
     if (written.first)
@@ -199,7 +198,7 @@ INLINE lanes write(const struct step *s, struct written written, int64_t i, lane
     return x;
 }
 
-/* Elements [start, stop), a multiple of 16 of them, or with codes of CODED. */
+/* Elements [start, stop): a multiple of 16, or of CODED if there are codes. */
 INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t stop, double *sums, struct known known)
 {
     struct step s = *step;
@@ -225,7 +224,7 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
     for (int k = 0; k < NUM_COEFFICIENTS; ++k)
         c[k] = vec_set(s.coefficients[k]);
     vec64 weight_squares = vec64_zero(), update_squares = vec64_zero();
-    float first[CODED], second[CODED], dither[CODED]; /* of a block with codes: new values, random numbers from -1/2 to 1/2 */
+    float first[CODED], second[CODED], dither[CODED]; /* a block in codes: its new values; random numbers in [-1/2, 1/2] */
     for (int64_t at = start; at < stop; at += block) {
         struct kept kept = {codes_first, codes_second, vec_set(0.0f), vec_set(0.0f)};
         vec first_most = vec_set(0.0f), second_most = vec_set(0.0f);
@@ -289,7 +288,7 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
                 store_f32(second + (i - at), x.root, 0);
                 second_most = vec_larger(second_most, x.root);
             }
-            /* AdamW makes of a NaN anywhere one in the weights. */
+            /* In AdamW a NaN anywhere propagates to the weights. */
             const int nans = rule != ADAMW || vec_has_nan(x.p);
             if (__builtin_expect(nans, rule != ADAMW))
                 x = write(&s, written, i, x, (struct manner){stochastic, paired, 1}, bits);
@@ -313,9 +312,9 @@ INLINE void pass(enum rule rule, const struct step *step, int64_t start, int64_t
     }
 }
 
-/* A pass with what the compiler knows. One that knows the gradient's kind is for a step with decoupled decay and an average that
- * starts from the state, and rounds at random exactly what has no fp32 master; where states are not fp32 their correction is in the
- * other coefficients (ops/optim.py). */
+/* Specialize a pass for known kinds. If the gradient's kind is known, the pass requires decoupled decay and an average that starts
+ * from the state, and rounds stochastically exactly if the master is not fp32. If states are not fp32, their bias correction is
+ * folded into the other coefficients (ops/optim.py). */
 #define RECIPE(rule, weights, states, grads, weights_out)                                                                 \
     if (step->master.kind == (weights) && first == (states) && second == (states) &&                                      \
         ((int)(grads) == (int)ANY || (plain && step->grad.kind == (grads) && out == (weights_out) &&                      \
@@ -355,7 +354,7 @@ PASS(lamb_apply_pass, LAMB_APPLY)
 static void (*const passes[NUM_RULES])(const struct step *, int64_t, int64_t, double *) = {
     adamw_pass, lion_pass, sgd_pass, adagrad_pass, lamb_update_pass, lamb_apply_pass};
 
-/* What is left of a last block goes through a copy with zeros behind it. */
+/* The remainder of the last block is processed in a copy padded with zeros. */
 TARGET static void step(int rule, const struct step *whole, int64_t start, int64_t stop, double *sums)
 {
     const int coded = whole->first.kind == CODES || whole->second.kind == CODES;

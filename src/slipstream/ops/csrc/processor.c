@@ -1,4 +1,4 @@
-/* What the processor, and the operating system's kernel, support. */
+/* The best instruction set that both the processor and the operating system support. */
 #include "slipstream_ops.h"
 
 #if defined(__x86_64__)
@@ -12,7 +12,7 @@ static unsigned saved_registers(void)
     return low;
 }
 
-/* Read from the processor itself: __builtin_cpu_supports needs a runtime library that not every clang links. */
+/* Uses CPUID directly: __builtin_cpu_supports needs a runtime library that not every clang links. */
 enum isa slipstream_best_isa(void)
 {
     const unsigned ymm = 0x6, zmm = 0xe6, base = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C;

@@ -1,5 +1,4 @@
-/* The entries of quantization and its reverse. Each computes the rows (or groups) from `begin` to before `end`; threads are the
- * caller's. */
+/* The entry points of quantization and dequantization. Each processes rows (or groups) [begin, end); callers split over threads. */
 #include "quantize.h"
 
 #include <string.h>

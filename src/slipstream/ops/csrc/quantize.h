@@ -1,5 +1,5 @@
-/* Weights to int8 and int4 and back: the table that each instruction set fills. The torch twins in reference.py give the
- * same bits. */
+/* Quantization of weights to int8 and int4, and back: the function table of an instruction set. The torch twins in reference.py are
+ * bit-identical. */
 #ifndef SLIPSTREAM_QUANTIZE_H
 #define SLIPSTREAM_QUANTIZE_H
 
@@ -7,7 +7,7 @@
 
 #define MAX_GROUP 128 /* inputs that share a scale */
 
-/* Of packed rows (ops/rows.py): codes, then a bf16 scale for each `block` columns, a multiple of 16. */
+/* The layout of packed rows (ops/rows.py): codes, then a bf16 scale per `block` columns, a multiple of 16. */
 struct row_form {
     int64_t bits, columns, block, code_nbytes, row_nbytes;
 };
@@ -17,7 +17,7 @@ struct quantize_isa {
     /* w [rows][columns] <-> codes of its shape, a scale for each row. */
     void (*to_int8)(const char *w, int dtype, int64_t rows, int64_t columns, int8_t *codes, float *scales);
     void (*from_int8)(float *w, int64_t rows, int64_t columns, const int8_t *codes, const float *scales);
-    /* w [groups][group] <-> two codes a byte, the first in the low half; a scale and an offset for each group. */
+    /* w [groups][group] <-> two codes per byte, the first in the low half; a scale and an offset for each group. */
     void (*to_int4)(const char *w, int dtype, int64_t groups, int64_t group, uint8_t *codes, float *scales, float *lows);
     void (*from_int4)(float *w, int64_t groups, int64_t group, const uint8_t *codes, const float *scales, const float *lows);
     /* packed rows -> w [rows][columns] of any dtype; `pairs` are the two values of each byte of 4-bit codes. */

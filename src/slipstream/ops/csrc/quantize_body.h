@@ -1,5 +1,5 @@
 /* Quantization, written once over 16 fp32 lanes: for int8 along a row, for int4 across 16 groups, one in each lane.
- * The operations and their order are those of reference.py, so that the results are the same bits. */
+ * The operations and their order are those of reference.py, so that the results are bit-identical. */
 #include "quantize.h"
 
 #include <string.h>
@@ -11,7 +11,7 @@ INLINE vec load_weights(const char *p, int dtype)
     return dtype == DTYPE_BF16 ? load_bf16(p) : dtype == DTYPE_F16 ? load_f16(p) : load_f32(p);
 }
 
-/* To whole numbers between least and most, to nearest even: added to 1.5 * 2^23, only those are left. */
+/* Round to integers in [least, most], ties to even: adding 1.5 * 2^23 discards the fraction. */
 INLINE vec whole_between(vec x, float least, float most)
 {
     const vec magic = vec_set(12582912.0f);
@@ -32,7 +32,7 @@ TARGET static void to_int8(const char *w, int dtype, int64_t rows, int64_t colum
         for (int64_t k = 0; k < columns; k += 16) {
             const vec x = load_weights(k < full ? w + k * size : rest, dtype);
             largest = vec_max(largest, vec_max(x, vec_sub(vec_set(0.0f), x)));
-            broken = vec_add(broken, vec_sub(x, x)); /* a maximum may lose a NaN; this is 0, or NaN from the first such on */
+            broken = vec_add(broken, vec_sub(x, x)); /* a maximum may drop a NaN; this is 0 until a non-finite value, then NaN */
         }
         store_f32(lanes, largest, 0);
         for (int lane = 0; lane < 16; ++lane)
@@ -65,8 +65,8 @@ INLINE vec to_half(vec x)
     return store_f16(rounded, x, 0);
 }
 
-/* A scale and an offset for each lane's group. Tried are the whole range and five that cut its outliers; each gives codes,
- * the line of least squares through codes and weights gives the scale and offset, and the least squared error wins. */
+/* A scale and an offset for each lane's group. Tries the whole range and five that clip outliers. For each, a least-squares fit of
+ * the weights by their codes gives the scale and offset; the least squared error wins. */
 TARGET static void fit(across w, int64_t group, float *scales, float *lows)
 {
     static const double shrinks[] = {1.0, 0.95, 0.9, 0.85, 0.8, 0.75};
@@ -102,7 +102,7 @@ TARGET static void fit(across w, int64_t group, float *scales, float *lows)
             odd_squares = vec_add(odd_squares, vec_mul(b, b));
         }
         const vec squares = vec_max(vec_add(even_squares, odd_squares), vec_set(1e-12f));
-        const vec scale = to_half(vec_div(vec_add(even, odd), squares)); /* as files and the decoder hold it */
+        const vec scale = to_half(vec_div(vec_add(even, odd), squares)); /* as stored in files and in the decoder */
         low = to_half(vec_sub(mean, vec_mul(scale, code_mean)));
         inverse = inverse_of(scale);
         even = odd = zero;
@@ -137,7 +137,7 @@ TARGET static void to_int4(const char *w, int dtype, int64_t groups, int64_t gro
         const char *from = w + first * group * size;
         if (lanes < 16)
             from = memcpy(memset(padded, 0, sizeof padded), from, (size_t)(lanes * group * size));
-        for (int64_t i = 0; i < group; ++i) /* 16 groups are as many vectors as a group has elements */
+        for (int64_t i = 0; i < group; ++i) /* 16 groups are `group` vectors */
             store_f32(rows + i * 16, load_weights(from + i * 16 * size, dtype), 0);
         for (int lane = 0; lane < 16; ++lane)
             for (int64_t k = 0; k < group; ++k)
@@ -157,7 +157,7 @@ TARGET static void to_int4(const char *w, int dtype, int64_t groups, int64_t gro
     }
 }
 
-/* Back: a loop that compilers turn into vector code, and 16 numbers of 4 bits by a table of what each is. */
+/* Dequantization: a loop that compilers vectorize, and a table lookup of 16 4-bit codes at a time. */
 TARGET static void from_int8(float *restrict w, int64_t rows, int64_t columns, const int8_t *restrict codes, const float *scales)
 {
     for (int64_t row = 0; row < rows; ++row, w += columns, codes += columns) {
@@ -205,7 +205,7 @@ TARGET static void from_rows(char *w, int dtype, int64_t rows, const struct row_
                 const uint8_t *codes = packed + k * bits / 8;
                 uint8_t last[16] = {0};
                 char rest[16 * sizeof(float)], *to = width == 16 ? w + k * size : rest;
-                if (width < 16) /* what follows are scales, and the end of the memory */
+                if (width < 16) /* do not read the scales, or past the end of the memory */
                     codes = memcpy(last, codes, (size_t)(width * bits + 7) / 8);
                 const vec x = vec_mul(bits == 8 ? load_i8(codes) : load_nibbles(codes, table), scale);
                 dtype == DTYPE_BF16 ? store_bf16(to, x, 0) : dtype == DTYPE_F16 ? store_f16(to, x, 0) : store_f32(to, x, 0);

@@ -1,5 +1,5 @@
-/* Choosing a token from one row of logits, over 16 fp32 lanes; included after decoder_body.h. Its twin, with the reasons,
- * is inference/sampler.py in numpy. A row's sums are taken over fixed blocks, whatever else is sampled. */
+/* Sampling a token from one row of logits, over 16 fp32 lanes; included after decoder_body.h. The numpy twin inference/sampler.py
+ * gives the reasons. A row's sums are over fixed blocks, whatever else is sampled. */
 
 #define BLOCK_OF_SUMS 256
 
@@ -17,7 +17,7 @@ INLINE float bits_weight(uint32_t bits)
     return weight;
 }
 
-/* 16 logits; beyond the end -inf. */
+/* 16 logits; -inf beyond the end. */
 INLINE vec some_logits(const float *logits, int64_t at, int64_t size)
 {
     if (at + 16 <= size)
@@ -28,26 +28,26 @@ INLINE vec some_logits(const float *logits, int64_t at, int64_t size)
     return load_f32(lanes);
 }
 
-/* The largest, or NaN where one of them is NaN or +inf. */
+/* The largest logit, or NaN if any is NaN or +inf. */
 TARGET static float largest_logit(const float *logits, int64_t size)
 {
     vec most = vec_set(-INFINITY), wrong = vec_zero();
     for (int64_t i = 0; i < size; i += 16) {
         const vec a = some_logits(logits, i, size);
         most = vec_max(most, a);
-        wrong = vec_fma(vec_max(vec_set(-3e38f), a), vec_zero(), wrong); /* max gives its second operand beside a NaN */
+        wrong = vec_fma(vec_max(vec_set(-3e38f), a), vec_zero(), wrong); /* max returns its second operand if one is NaN */
     }
     return lanes_max(most) + lanes_sum(wrong);
 }
 
-/* The lowest weight that is kept, and how many of those that equal it. */
+/* The smallest weight that is kept, and how many of those that equal it. */
 struct cut {
     float weight;
     int64_t ties;
-    double mass; /* of all that is kept */
+    double mass; /* sum of the kept weights */
 };
 
-/* What the weights from some threshold up are together, and its neighbors among them. */
+/* The weights at or above some threshold. */
 struct share {
     double count, sum;
     float least, below; /* the smallest of them, and the largest of the others */
@@ -63,7 +63,7 @@ TARGET static float lanes_min(vec a)
     return least;
 }
 
-/* `most` has the largest of each block, or is 0. */
+/* `most` has the largest weight of each block, or is NULL. */
 TARGET static struct share share_from(const float *weights, const float *most, int64_t blocks, float threshold)
 {
     const vec from = vec_set(threshold), one = vec_set(1);
@@ -88,7 +88,7 @@ TARGET static struct share share_from(const float *weights, const float *most, i
     return (struct share){(double)lanes_sum(count), (double)lanes_sum(sums), lanes_min(least), lanes_max(below)};
 }
 
-/* Weights from least to largest as candidates, with zeros to the end of a block. How many blocks. */
+/* Copy the weights in [least, largest] to the candidates, padded with zeros to a whole block. Returns the number of blocks. */
 TARGET static int64_t gather(const struct sampling *s, int64_t blocks, float least, float largest)
 {
     int64_t found = 0;
@@ -102,15 +102,15 @@ TARGET static int64_t gather(const struct sampling *s, int64_t blocks, float lea
     return found / BLOCK_OF_SUMS;
 }
 
-/* The fewest largest weights whose number, or sum, is at least `wanted`; `total` is the sum of all. Halves what lies between
- * two weights, in steps of their bits, which order weights in [0, 1] as their values do: about as often as it takes to halve
- * the number of weights between, for each step ends at a weight. When few are left between, it goes on with these alone. */
+/* The fewest largest weights whose number, or sum, is at least `wanted`; `total` is the sum of all. Bisects between two weights by
+ * their bits, whose order is that of the values in [0, 1]. Each step ends at a weight, so the number of steps is about that of a
+ * bisection of their count. When few are left between, it continues with these alone. */
 TARGET static struct cut fewest(const struct sampling *s, int64_t blocks, int by_count, double wanted, double total)
 {
     const double size = (double)(blocks * BLOCK_OF_SUMS);
     const float *weights = s->weights, *most = s->most;
-    struct share above = {0, 0, 2, 1}, out = above; /* not among `weights` any more; too few */
-    struct share in = {size, total, 0, 0};          /* enough: all, or without what is too small to matter together */
+    struct share above = {0, 0, 2, 1}, out = above; /* no longer among `weights`; too few */
+    struct share in = {size, total, 0, 0};          /* enough: all weights, or all but those whose sum is negligible */
     if (!by_count)
         in.least = (float)((total - wanted) / size / 2);
     while (weight_bits(out.below) > weight_bits(in.least)) {
@@ -122,7 +122,7 @@ TARGET static struct cut fewest(const struct sampling *s, int64_t blocks, int by
         }
         const uint32_t low = weight_bits(in.least) + 1, high = weight_bits(out.below);
         uint32_t middle = low + (high - low) / 2;
-        if (in.least == 0) { /* the middle of all there is would be at 2^-64 */
+        if (in.least == 0) { /* the midpoint of the whole range would be at 2^-64 */
             middle = weight_bits(out.below * 1e-3f);
             middle = middle < low ? low : middle;
         }
@@ -143,7 +143,7 @@ TARGET static struct cut fewest(const struct sampling *s, int64_t blocks, int by
     return (struct cut){in.least, enough < ties ? (int64_t)enough : INT64_MAX, out.sum + enough * weight};
 }
 
-/* What is not kept becomes 0, in weights and sums. */
+/* Set the weights that are not kept to 0, also in the sums. */
 TARGET static void drop(const struct sampling *s, int64_t blocks, struct cut cut)
 {
     for (int64_t b = 0; b < blocks; ++b) {
@@ -164,8 +164,8 @@ TARGET static void drop(const struct sampling *s, int64_t blocks, struct cut cut
     }
 }
 
-/* A token drawn from softmax(logits / temperature) after the filters, by its uniform `u`; -1 where a logit is NaN or +inf,
- * or all are -inf. */
+/* Sample a token from softmax(logits / temperature) after the filters, by its uniform `u`. Returns -1 if a logit is NaN or +inf, or
+ * if all are -inf. */
 TARGET static int64_t choose(const float *logits, const struct sampling *s)
 {
     const int64_t size = s->vocab_size, blocks = (size + BLOCK_OF_SUMS - 1) / BLOCK_OF_SUMS;
@@ -173,7 +173,7 @@ TARGET static int64_t choose(const float *logits, const struct sampling *s)
     const float largest = largest_logit(logits, size);
     if (!(largest > -INFINITY && largest < INFINITY))
         return -1;
-    const vec least = vec_exp(vec_set(-1e30f)); /* what vec_exp makes of all that is too small becomes exactly 0 */
+    const vec least = vec_exp(vec_set(-1e30f)); /* vec_exp's result for underflowing inputs; such weights become exactly 0 */
     double total = 0;
     for (int64_t b = 0; b < blocks; ++b) {
         vec sum = vec_zero(), most = vec_zero();
@@ -204,7 +204,7 @@ TARGET static int64_t choose(const float *logits, const struct sampling *s)
             total += s->sums[b];
     }
     const double target = s->u * total;
-    double before = 0; /* the sum of what is before `block` */
+    double before = 0; /* the sum of the weights before `block` */
     int64_t block = -1, token = -1;
     for (int64_t b = 0; b < blocks; ++b)
         if (s->sums[b] > 0) {

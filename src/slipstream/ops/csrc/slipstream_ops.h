@@ -1,13 +1,13 @@
-/* The shared vocabulary of the native kernels: element types, argument records, the table each instruction set fills.
+/* Definitions shared by the native kernels: element types, argument records, the function table of an instruction set.
  *
- * Plain C11 with a C ABI: no Python.h, no libtorch. vec_{avx512,avx2,portable}.h give 16 fp32 lanes each, kernels.h and
- * optim_body.h are the one text of the kernels, compiled once per instruction set; dispatch.c picks a table at run time.
+ * Plain C11 with a C ABI: no Python.h, no libtorch. vec_{avx512,avx2,portable}.h define 16 fp32 lanes each. kernels.h and
+ * optim_body.h are written once and compiled per instruction set; dispatch.c selects a table at run time.
  *
  * [Note: Same bits everywhere] Every instruction set, and the torch twin, performs the same IEEE operations in the same
  * order: no fused multiply-add in fp32 (-ffp-contract=off), division and square root correctly rounded, sums of
  * squares in 16 fp64 lanes (products of fp32 values are exact in fp64) that are folded in one fixed order. A tail is
- * padded with zeros and goes through the same vector code, so there is no scalar path to differ from it. Random bits are
- * a function of a key and of an element's number, in integer arithmetic.
+ * padded with zeros and uses the same vector code, so no scalar path can differ. Random bits are a function of a key and
+ * of an element's index, in integer arithmetic.
  */
 #ifndef SLIPSTREAM_OPS_H
 #define SLIPSTREAM_OPS_H
@@ -30,25 +30,26 @@ struct sum_args {
     int64_t num_sources;
     float alpha;
     int accumulate; /* add the old value of out */
-    int stream;     /* write out past the caches; out is 64-byte aligned */
+    int stream;     /* write out with non-temporal stores; out is 64-byte aligned */
 };
 
 struct step; /* optim.h */
 
 struct kernels {
     const char *name;
-    /* Elements [start, stop), at most one BLOCK; returns the sum of squares of what it wrote. */
+    /* Elements [start, stop), at most one BLOCK; returns the sum of squares of the elements written. */
     double (*sum_block)(const struct sum_args *args, int64_t start, int64_t stop, int source, int target);
     /* nbytes is a multiple of 256 and dst is 64-byte aligned. */
     void (*copy)(char *dst, const char *src, int64_t nbytes);
-    /* A step by one of optim.h's rules. Elements [start, stop), at most one BLOCK; start is a multiple of 256. Where `sums` is
-     * given, the rule's two sums of squares. */
+    /* A step of one of optim.h's rules. Elements [start, stop), at most one BLOCK; start is a multiple of 256. Writes the rule's
+     * two sums of squares to `sums` unless it is NULL. */
     void (*step)(int rule, const struct step *step, int64_t start, int64_t stop, double *sums);
 };
 
 enum isa { PORTABLE, AVX2, AVX512, AVX512VNNI, AVX512BF16 };
 
-/* Whether the compiler does: where not, there is no such decoder, and the processor is taken for one without. */
+/* Whether the compiler supports the instructions. If not, that decoder is not built and the processor is treated as lacking
+ * them. */
 #if defined(__clang__)
 #define KNOWS_AVX512VNNI (__clang_major__ >= 7)
 #define KNOWS_AVX512BF16 (__clang_major__ >= 9)
@@ -58,7 +59,7 @@ enum isa { PORTABLE, AVX2, AVX512, AVX512VNNI, AVX512BF16 };
 #endif
 enum isa slipstream_best_isa(void); /* processor.c */
 
-/* NULL where the compiler does not target that architecture. */
+/* NULL if the compiler does not target that architecture. */
 extern const struct kernels *const kernels_avx512;
 extern const struct kernels *const kernels_avx2;
 extern const struct kernels *const kernels_portable;

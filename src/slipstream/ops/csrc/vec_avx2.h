@@ -62,7 +62,7 @@ INLINE vec load_bf16(const void *p)
     const __m128i *x = p;
     return (vec){widen_bf16(_mm_loadu_si128(x)), widen_bf16(_mm_loadu_si128(x + 1))};
 }
-/* 16 pairs of bf16, next to each other: the first of each, and the second. */
+/* Deinterleave 16 adjacent pairs of bf16. */
 INLINE __m256 even_bf16(const void *p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(p), 16)); }
 INLINE __m256 odd_bf16(const void *p)
 {
@@ -88,11 +88,11 @@ INLINE uint32_t lanes_largest(vec a) { return halves_largest(_mm256_castps_si256
 INLINE vec load_i8(const void *p) { return (vec){widen_i8(p), widen_i8((const char *)p + 8)}; }
 INLINE vec load_u8(const void *p) { return (vec){widen_u8(p), widen_u8((const char *)p + 8)}; }
 
-/* Of each of 16 numbers of 4 bits what a table has for it. */
+/* Look up 16 4-bit numbers in a table. */
 INLINE __m256 looked_up(__m128i eight, vec table)
 {
     const __m256i number = _mm256_cvtepu8_epi32(eight);
-    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(number, 28)); /* its sign */
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(number, 28)); /* bit 3 as the sign */
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, number), _mm256_permutevar8x32_ps(table.high, number), upper);
 }
 INLINE vec load_nibbles(const void *p, vec table)
@@ -127,7 +127,7 @@ INLINE void store_halves(void *p, __m256i bits, int stream)
     else
         _mm256_storeu_si256((__m256i *)p, bits);
 }
-/* bf16 bits in the low half of each 32-bit lane, to nearest even; a NaN, where there may be one, becomes 0xffff. */
+/* bf16 bits in the low half of each 32-bit lane, rounded to nearest even; with `nans`, a NaN becomes 0xffff. */
 INLINE __m256i round_bf16(__m256 a, int nans)
 {
     __m256i bits = _mm256_castps_si256(a);
@@ -151,14 +151,14 @@ INLINE vec store_f16(void *p, vec a, int stream)
     return (vec){_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)};
 }
 
-/* bf16 in pairs: the first of each in `low`, the second in `high`. Neither loads nor stores have lanes to cross. */
+/* bf16 in pairs: the first of each in `low`, the second in `high`. Neither loads nor stores cross lanes. */
 INLINE __m256i pairs(__m256i low, __m256i high) { return _mm256_blend_epi16(_mm256_srli_epi32(low, 16), high, 0xaa); }
 INLINE vec load_bf16_pairs(const char *p) { return (vec){even_bf16(p), odd_bf16(p)}; }
 
 typedef struct {
     __m256i low, high;
 } words;
-/* Each lane's own number, and its neighbour's in the word. */
+/* Each lane's own number, and the other number of its word. */
 INLINE words own_half(halves x, int paired)
 {
     if (paired)
@@ -171,7 +171,7 @@ INLINE words other_half(halves x, int paired)
     return paired ? (words){own.high, own.low} : own;
 }
 INLINE vec words_to_vec(words a) { return (vec){_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
-/* a + below: its upper half is bf16, rounded up where `below` (16 bits) carries. A NaN stays one. */
+/* a + below, whose upper half is bf16, rounded up if `below` (16 bits) carries. A NaN stays NaN. */
 INLINE __m256i carried(__m256 a, __m256i below, int nans)
 {
     const __m256i sum = _mm256_add_epi32(_mm256_castps_si256(a), below);
@@ -232,5 +232,5 @@ INLINE void copy_256_bytes(char *dst, const char *src)
     _mm256_stream_si256(to + 6, g);
     _mm256_stream_si256(to + 7, h);
 }
-/* Streamed stores are weakly ordered: nobody may be told of them before this fence. */
+/* Non-temporal stores are weakly ordered: call this before publishing that the data is written. */
 INLINE void fence_streams(void) { _mm_sfence(); }

@@ -1,13 +1,13 @@
 /* 16 fp32 lanes in one AVX-512F register. See kernels.h for the meaning of each operation. */
 #include <immintrin.h>
 
-#ifndef TARGET /* vec_avx512vnni.h and vec_avx512bf16.h name more, and multiply codes themselves */
+#ifndef TARGET /* vec_avx512vnni.h and vec_avx512bf16.h define it with more features, and their own products of codes */
 #define TARGET __attribute__((target("avx512f,avx2,fma,f16c")))
 #endif
 #define INLINE static inline __attribute__((always_inline)) TARGET
 #define KNOW_RECIPES 1 /* of the optimizers: optim_body.h */
 
-#define WIDE 4 /* panels of a decoder's tile: see decoder_products.h */
+#define WIDE 4 /* panels per decoder tile: see decoder_products.h */
 
 typedef __m512 vec;
 typedef struct {
@@ -49,7 +49,7 @@ INLINE vec load_bf16(const void *p)
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
-/* 16 pairs of bf16, next to each other: the first of each, and the second. */
+/* Deinterleave 16 adjacent pairs of bf16. */
 INLINE vec load_even_bf16(const char *p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
 INLINE vec load_odd_bf16(const char *p)
 {
@@ -59,7 +59,7 @@ INLINE vec load_f16(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((
 
 #ifndef DOTS_BF16
 #define DOTS_BF16 0
-#define CODES_BY_AVX2 1 /* 256 bits at a time among instructions of 512 are a quarter slower than alone (Cascade Lake) */
+#define CODES_BY_AVX2 1 /* 256-bit instructions mixed with 512-bit ones are a quarter slower than alone (Cascade Lake) */
 #define CODE_ROWS 4
 #endif
 
@@ -68,13 +68,13 @@ INLINE vec load_f16(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((
 INLINE __m256 high_half(vec a) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)); }
 INLINE float lanes_sum(vec a) { return halves_sum(_mm512_castps512_ps256(a), high_half(a)); }
 INLINE float lanes_max(vec a) { return halves_max(_mm512_castps512_ps256(a), high_half(a)); }
-/* To the nearest whole number, which is from -128 to 127 (from 0 to 255). */
+/* Round to the nearest integer, which is in [-128, 127] (or [0, 255]). */
 INLINE void store_i8(void *p, vec a) { _mm_storeu_si128(p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a))); }
 INLINE void store_u8(void *p, vec a) { _mm_storeu_si128(p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }
-/* 16 codes, as halves_store_codes has them. */
+/* 16 codes, rounded and clamped as in halves_store_codes. */
 INLINE void store_16_codes(char *p, vec a, int negative)
 {
-    const __m512i whole = _mm512_cvtps_epi32(a); /* a NaN to the least of all */
+    const __m512i whole = _mm512_cvtps_epi32(a); /* NaN becomes the smallest integer */
     _mm_storeu_si128((__m128i *)p, negative ? _mm512_cvtsepi32_epi8(whole)
                                             : _mm512_cvtusepi32_epi8(_mm512_max_epi32(whole, _mm512_set1_epi32(1))));
 }
@@ -88,7 +88,7 @@ INLINE uint32_t lanes_largest(vec a)
     return halves_largest(_mm256_castps_si256(_mm512_castps512_ps256(a)), _mm256_castps_si256(high_half(a)));
 }
 INLINE vec load_i8(const void *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p))); }
-/* Of each of 16 numbers of 4 bits what a table has for it. */
+/* Look up 16 4-bit numbers in a table. */
 INLINE vec load_nibbles(const void *p, vec table) { return _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(nibbles(p)), table); }
 INLINE vec load_u8(const void *p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(p))); }
 
@@ -107,7 +107,7 @@ INLINE void store_halves(void *p, __m256i bits, int stream)
     else
         _mm256_storeu_si256((__m256i *)p, bits);
 }
-/* nans: whether there may be any. */
+/* nans: whether there may be NaNs. */
 INLINE vec store_bf16_numbers(void *p, vec a, int stream, int nans)
 {
     __m512i bits = _mm512_castps_si512(a);
@@ -128,7 +128,7 @@ INLINE vec store_f16(void *p, vec a, int stream)
 }
 
 typedef __m512i words;
-/* Each lane's own number, and its neighbour's in the word. */
+/* Each lane's own number, and the other number of its word. */
 INLINE words own_half(halves x, int paired)
 {
     (void)paired;
@@ -136,7 +136,7 @@ INLINE words own_half(halves x, int paired)
 }
 INLINE words other_half(halves x, int paired) { return _mm512_shuffle_epi32(own_half(x, paired), _MM_PERM_CDAB); }
 INLINE vec words_to_vec(words a) { return _mm512_cvtepi32_ps(a); }
-/* Pairs gain nothing here, where widening and narrowing are one instruction: all lanes lie in order. */
+/* Pairs gain nothing here, because each conversion is one instruction: all lanes are in order. */
 INLINE vec load_bf16_pairs(const char *p) { return load_bf16(p); }
 INLINE vec store_bf16_up(void *p, vec a, words below, int paired, int nans)
 {
@@ -173,5 +173,5 @@ INLINE void copy_256_bytes(char *dst, const char *src)
     _mm512_stream_si512((__m512i *)(dst + 128), c);
     _mm512_stream_si512((__m512i *)(dst + 192), d);
 }
-/* Streamed stores are weakly ordered: nobody may be told of them before this fence. */
+/* Non-temporal stores are weakly ordered: call this before publishing that the data is written. */
 INLINE void fence_streams(void) { _mm_sfence(); }

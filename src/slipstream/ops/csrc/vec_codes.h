@@ -1,7 +1,7 @@
-/* Products of 8-bit and 4-bit codes by AVX2, also where there is AVX-512 without VNNI. Included by vec_avx2.h, after the meaning of
- * TARGET and INLINE. */
-#define CODE_ROWS 4 /* accumulators of whole numbers and their sums fill 16 registers */
-#define UNROLL_CODES _Pragma("GCC unroll 1") /* else gcc adds up all products in the end, and spills them until then */
+/* Products of 8-bit and 4-bit codes with AVX2, also used for AVX-512 without VNNI. Included by vec_avx2.h, after TARGET and INLINE
+ * are defined. */
+#define CODE_ROWS 4 /* integer accumulators and their sums fill 16 registers */
+#define UNROLL_CODES _Pragma("GCC unroll 1") /* else gcc delays all additions to the end and spills the products */
 #define INT8_OFFSET 0
 
 /* Products of codes: x holds signed bytes, w 16 columns of 4 bytes each, one for each of 4 consecutive x. */
@@ -15,7 +15,7 @@ INLINE __m256i four_codes(const int8_t *x)
     __builtin_memcpy(&four, x, 4);
     return _mm256_set1_epi32(four);
 }
-/* Signed w: |x| * (w with the sign of x), because one factor has to be unsigned; at most 2 * 127 * 127 in 16 bits. */
+/* Signed w: |x| * (w with the sign of x), because one factor must be unsigned; at most 2 * 127 * 127 in 16 bits. */
 INLINE __m256i dot_signed(__m256i sum, __m256i w, __m256i x)
 {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(w, x));

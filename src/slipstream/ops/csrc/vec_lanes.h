@@ -1,5 +1,5 @@
-/* Across 16 lanes that lie in two registers of 256 bits, for AVX2 and for AVX-512F. Included by their vec_*.h, after the meaning
- * of TARGET and INLINE. Lane i and lane i + 8 are taken together first, then i and i + 4, and so on. */
+/* Operations across 16 lanes in two 256-bit registers, for AVX2 and AVX-512F. Included by their vec_*.h, after TARGET and INLINE
+ * are defined. Reductions combine lanes i and i + 8 first, then i and i + 4, and so on. */
 INLINE float halves_sum(__m256 low, __m256 high)
 {
     const __m256 eight = _mm256_add_ps(low, high);
@@ -14,7 +14,7 @@ INLINE float halves_max(__m256 low, __m256 high)
     const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-/* To the nearest whole number, which is from -128 to 127 (from 0 to 255). */
+/* Round to the nearest integer, which is in [-128, 127] (or [0, 255]). */
 INLINE void halves_store_i8(void *p, __m256 low, __m256 high)
 {
     const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(low), _mm256_cvtps_epi32(high)); /* 128 bits at a time */
@@ -30,15 +30,14 @@ INLINE void halves_store_u8(void *p, __m256 low, __m256 high)
 INLINE __m256 widen_i8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p))); }
 INLINE __m256 widen_u8(const void *p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p))); }
 
-/* 16 numbers of 4 bits, two a byte, the first in the low half -> bytes. */
+/* 16 4-bit numbers, two per byte, the first in the low half -> bytes. */
 INLINE __m128i nibbles(const void *p)
 {
     const __m128i both = _mm_loadl_epi64(p), mask = _mm_set1_epi8(15);
     return _mm_unpacklo_epi8(_mm_and_si128(both, mask), _mm_and_si128(_mm_srli_epi16(both, 4), mask));
 }
 
-/* 32 codes: to the nearest whole number, and what lies beyond the 8 bits to their end; a NaN to the lowest. Of unsigned codes the
- * lowest is 1. */
+/* 32 codes: round to the nearest integer and clamp to 8 bits; NaN becomes the lowest code. The lowest unsigned code is 1. */
 INLINE void halves_store_codes(void *p, __m256 a, __m256 b, __m256 c, __m256 d, int negative)
 {
     const __m256i ab = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b)); /* 128 bits at a time */
@@ -55,7 +54,7 @@ INLINE uint32_t halves_largest(__m256i low, __m256i high)
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 
-/* 16 random numbers of 16 bits: [Note: Random bits] in optim_body.h. */
+/* 16 random 16-bit numbers: [Note: Random bits] in optim_body.h. */
 typedef __m256i halves;
 INLINE halves halves_of(uint32_t seed)
 {

@@ -1,4 +1,4 @@
-/* 16 fp32 lanes for any processor, in the vector types that gcc and clang share: they become whatever the machine has
+/* 16 fp32 lanes for any processor, in the vector extensions of gcc and clang, which compile to the machine's instructions
  * (SSE2, NEON). Half precision is converted in integer arithmetic. See kernels.h for the meaning of each operation. */
 #include <math.h>
 #include <string.h>
@@ -12,7 +12,7 @@
 #define CODE_ROWS 4
 #define UNROLL_CODES _Pragma("GCC unroll 1")
 #define INT8_OFFSET 0
-#define KNOW_RECIPES 0 /* of the optimizers: conversions are calls here, and more text would buy little */
+#define KNOW_RECIPES 0 /* of the optimizers: conversions are calls here, so more code would gain little */
 
 typedef float vec __attribute__((vector_size(64)));
 typedef double vec64 __attribute__((vector_size(128)));
@@ -86,7 +86,7 @@ INLINE ivec dot_i4(ivec sum, const void *w, const int8_t *x)
 }
 INLINE vec ivec_to_vec(ivec a) { return __builtin_convertvector(a, vec); }
 INLINE vec pairs_to_vec(ivec a) { return ivec_to_vec(a); }
-/* Across the lanes: i and i + 8 first, then i and i + 4, and so on. */
+/* Reduce across the lanes: i and i + 8 first, then i and i + 4, and so on. */
 INLINE float lanes_sum(vec a)
 {
     for (int half = 8; half >= 1; half /= 2)
@@ -101,7 +101,7 @@ INLINE float lanes_max(vec a)
             a[lane] = a[lane] > a[lane + half] ? a[lane] : a[lane + half];
     return a[0];
 }
-/* To the nearest whole number: added to 1.5 * 2^23, only those are left. */
+/* Round to the nearest integer: adding 1.5 * 2^23 discards the fraction. */
 INLINE vec vec_nearest(vec a) { return a + 12582912.0f - 12582912.0f; }
 INLINE void store_i8(void *p, vec a)
 {
@@ -117,8 +117,7 @@ INLINE void store_u8(void *p, vec a)
     for (int lane = 0; lane < 16; ++lane)
         codes[lane] = (uint8_t)a[lane];
 }
-/* 32 codes: to the nearest whole number, and what lies beyond the 8 bits to their end; a NaN to the lowest. Of unsigned codes the
- * lowest is 1. */
+/* 32 codes: round to the nearest integer and clamp to 8 bits; NaN becomes the lowest code. The lowest unsigned code is 1. */
 INLINE void store_codes(void *p, vec a, vec b, int negative)
 {
     const vec least = vec_set(negative ? -128.0f : 1.0f), most = vec_set(negative ? 127.0f : 255.0f);
@@ -138,7 +137,7 @@ INLINE uint32_t lanes_largest(vec a)
         largest = ((words)a)[lane] > largest ? ((words)a)[lane] : largest;
     return largest;
 }
-/* Of each of 16 numbers of 4 bits, two a byte, the first in the low half, what a table has for it. */
+/* Look up 16 4-bit numbers, two per byte, the first in the low half, in a table. */
 INLINE vec load_nibbles(const void *p, vec table)
 {
     uint8_t codes[8];
@@ -168,7 +167,7 @@ INLINE vec load_u8(const void *p)
         a[lane] = codes[lane];
     return a;
 }
-/* There is no portable way past the caches: `stream` is ignored here. */
+/* There are no portable non-temporal stores: `stream` is ignored here. */
 INLINE vec store_f32(void *p, vec a, int stream)
 {
     (void)stream;
@@ -176,7 +175,7 @@ INLINE vec store_f32(void *p, vec a, int stream)
     return a;
 }
 
-/* Conversions are loops over arrays, each a function of its own: that is the form compilers turn into vector code. */
+/* Each conversion is a loop over arrays in its own function, the form that compilers vectorize. */
 INLINE float float_of(int32_t bits)
 {
     float x;
@@ -195,7 +194,7 @@ OUTLINED void widen_bf16(float *to, const uint16_t *from)
     for (int lane = 0; lane < 16; ++lane)
         to[lane] = float_of((int32_t)((uint32_t)from[lane] << 16));
 }
-/* To nearest even by integer carry; a NaN becomes 0xffff. */
+/* Round to nearest even by integer carry; NaN becomes 0xffff. */
 OUTLINED void narrow_bf16(uint16_t *to, const float *from)
 {
     for (int lane = 0; lane < 16; ++lane) {
@@ -205,7 +204,7 @@ OUTLINED void narrow_bf16(uint16_t *to, const float *from)
         to[lane] = (uint16_t)((is_nan ? 0xffffffffu : even_up) >> 16);
     }
 }
-/* The fields shifted into place; a multiplication by 2^112 moves the exponent's bias: exact, subnormals too. */
+/* Shift the fields into place, then multiply by 2^112 to adjust the exponent's bias: exact, also for subnormals. */
 OUTLINED void widen_f16(float *to, const uint16_t *from)
 {
     for (int lane = 0; lane < 16; ++lane) {
@@ -215,8 +214,8 @@ OUTLINED void widen_f16(float *to, const uint16_t *from)
         to[lane] = float_of(wide | (int32_t)((uint32_t)(half & 0x8000) << 16));
     }
 }
-/* To nearest even: in the normal range by integer carry; below it by adding 0.5, whose last place is fp16's smallest
- * subnormal, so that the adder rounds; infinite from 65520 up. */
+/* Round to nearest even: in the normal range by integer carry; below it by adding 0.5, whose last place is fp16's smallest
+ * subnormal, so that the addition rounds. Infinity from 65520 up. */
 OUTLINED void narrow_f16(uint16_t *to, const float *from)
 {
     for (int lane = 0; lane < 16; ++lane) {
@@ -250,7 +249,7 @@ INLINE vec store_halves(void *p, vec a, void (*narrow)(uint16_t *, const float *
     return load_f32(lanes);
 }
 INLINE vec load_bf16(const void *p) { return load_halves(p, widen_bf16); }
-/* 16 random numbers of 16 bits: [Note: Random bits] in optim_body.h. */
+/* 16 random 16-bit numbers: [Note: Random bits] in optim_body.h. */
 typedef uint32_t halves __attribute__((vector_size(32)));
 INLINE halves halves_of(uint32_t seed)
 {
@@ -259,7 +258,7 @@ INLINE halves halves_of(uint32_t seed)
     x = (x ^ x >> 15) * 0x846ca68bu;
     return x ^ x >> 16;
 }
-/* Each lane's own number, and its neighbour's in the word. */
+/* Each lane's own number, and the other number of its word. */
 INLINE words own_half(halves x, int paired)
 {
     words wide;
@@ -270,9 +269,9 @@ INLINE words own_half(halves x, int paired)
 }
 INLINE words other_half(halves x, int paired) { return own_half(x << 16 | x >> 16, paired); }
 INLINE vec words_to_vec(words a) { return __builtin_convertvector((mask)a, vec); }
-/* Pairs gain nothing here: all lanes lie in order. */
+/* Pairs gain nothing here: all lanes are in order. */
 INLINE vec load_bf16_pairs(const char *p) { return load_bf16(p); }
-/* The bits of a + below without their low halves: bf16, rounded up where `below` (16 bits) carries. A NaN stays one. */
+/* The upper halves of the bits of a + below: bf16, rounded up if `below` (16 bits) carries. A NaN stays NaN. */
 INLINE vec store_bf16_up(void *p, vec a, words below, int paired, int nans)
 {
     const words sum = ((words)a + below) | (words)(a != a), bits = sum >> 16;
@@ -283,7 +282,7 @@ INLINE vec store_bf16_up(void *p, vec a, words below, int paired, int nans)
     memcpy(p, narrow, sizeof narrow);
     return (vec)(bits << 16);
 }
-/* 16 pairs of bf16, next to each other: the first of each, and the second. */
+/* Deinterleave 16 adjacent pairs of bf16. */
 INLINE vec load_even_bf16(const char *p)
 {
     words pairs;

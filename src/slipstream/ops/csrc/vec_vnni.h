@@ -1,8 +1,8 @@
-/* Products of 8-bit and 4-bit codes by AVX-512VNNI. Included after the meaning of TARGET and INLINE. The sums are whole numbers, as
- * those of vec_codes.h are: the same ones. */
+/* Products of 8-bit and 4-bit codes with AVX-512VNNI. Included after TARGET and INLINE are defined. The sums are integers, so they
+ * equal those of vec_codes.h exactly. */
 #define CODE_ROWS ROWS
-#define UNROLL_CODES _Pragma("GCC unroll 8") /* all: else gcc moves every accumulator twice in each turn */
-#define INT8_OFFSET 128 /* one factor has to be unsigned: w + 128, so that a sum begins at -128 times that of x */
+#define UNROLL_CODES _Pragma("GCC unroll 8") /* all: else gcc moves every accumulator twice per iteration */
+#define INT8_OFFSET 128 /* one factor must be unsigned: w + 128, so a sum starts at -128 times the sum of x */
 
 typedef __m512i ivec;
 INLINE ivec ivec_set(int32_t x) { return _mm512_set1_epi32(x); }

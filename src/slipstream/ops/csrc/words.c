@@ -1,8 +1,7 @@
-/* Atomic words in memory that processes share, and sleeping on them.
+/* Atomic words in shared memory, and futex waits on them.
  *
- * A word is a naturally aligned uint32 in a shared mapping. A store releases: whoever reads the new value sees all that
- * was written before. Values are compared by signed difference, so that counters may wrap. The futex is shared
- * (not FUTEX_PRIVATE_FLAG): waiter and waker are different processes.
+ * A word is a naturally aligned uint32 in a shared mapping. Stores have release semantics. Values are compared by signed
+ * difference, so that counters may wrap. The futex is not FUTEX_PRIVATE_FLAG, because waiter and waker are different processes.
  */
 #define _GNU_SOURCE
 #include "slipstream_ops.h"
@@ -28,8 +27,8 @@
 
 typedef _Atomic uint32_t word;
 
-/* Longest sleep inside one call, in nanoseconds: then Python runs, sees signals, and calls again. It also bounds what a
- * writer without a futex (ops/words.py's fallback) costs a waiter. */
+/* The longest sleep inside one call, in nanoseconds: Python then handles signals and calls again. It also bounds the delay if the
+ * writer has no futex (the fallback in ops/words.py). */
 #define SLICE_NS 50000000
 
 static int64_t now_ns(void)
@@ -44,7 +43,7 @@ static int reached(const word *at, uint32_t value)
     return (int32_t)(atomic_load_explicit((word *)at, memory_order_acquire) - value) >= 0;
 }
 
-/* False when a signal cut the sleep short. */
+/* Returns 0 if a signal interrupted the sleep. */
 static int sleep_while_equal(word *at, uint32_t seen, int64_t ns)
 {
     struct timespec limit = {ns / 1000000000, ns % 1000000000};
@@ -91,8 +90,8 @@ SLIPSTREAM_API uint64_t slipstream_load64(_Atomic uint64_t *at)
     return atomic_load_explicit(at, memory_order_acquire);
 }
 
-/* Wait until (int32)(*at - value) >= 0: spin for spin_ns, then sleep, at most timeout_ns in all and at most one slice.
- * 1 when reached, 0 when not yet. */
+/* Wait until (int32)(*at - value) >= 0: spin for spin_ns, then sleep, for at most timeout_ns and at most SLICE_NS in total.
+ * Returns 1 if the value is reached, else 0. */
 SLIPSTREAM_API int slipstream_wait_at_least(word *at, uint32_t value, int64_t spin_ns, int64_t timeout_ns)
 {
     if (reached(at, value))

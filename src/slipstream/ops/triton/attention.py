@@ -1,9 +1,9 @@
-"""Paged attention: keys and values are read through block tables, for one row of a request or for many.
+"""Paged attention: reads keys and values through block tables, for decode and prefill.
 
-Two kernels. `_attend`: for a *tile* (rows of one request), a kv head and a range of positions (tiles.py), softmax attention over
-that range alone: its weighted values, its maximum, its sum. `_combine`: for each row and head, its ranges added in order.
+Two kernels. `_attend` computes softmax attention of a *tile* (rows of one request) and a kv head over one range of positions
+(tiles.py): weighted values, maximum and sum of weights. `_combine` adds the ranges of each row and head in order.
 
-Lanes: the right-hand columns of a tile, GROUP query heads (padded to a power of two) of each of its rows.
+Lanes: the right-hand columns of a tile: GROUP query heads (padded to a power of two) for each of its rows.
 Suffixes: S positions, D features of a head, L lanes.
 """
 
@@ -18,23 +18,23 @@ from torch import Tensor
 
 from slipstream.ops.triton.tiles import LEAST, multiply, num_ranges, range_of, range_start
 
-_POSITIONS = tl.constexpr(64)  # of a step: the height of a matrix instruction
+_POSITIONS = tl.constexpr(64)  # per step: the height of a matrix instruction
 _PROGRAMS = 256
 
 
 class Tiles(NamedTuple):
-    """int32, on the device."""
+    """The tiles of a batch. Tensors are int32, on the device."""
 
-    row: Tensor  # [tiles], the first of its rows
-    length: Tensor  # [tiles], its rows: at most lanes / GROUP; 0: nothing to do
-    table: Tensor  # [tiles], where in `tables` its request's blocks begin
-    tables: Tensor  # [any], numbers of blocks
+    row: Tensor  # [tiles], first row
+    length: Tensor  # [tiles], number of rows: at most lanes / GROUP; 0: an empty tile
+    table: Tensor  # [tiles], index in `tables` of the first block of the tile's request
+    tables: Tensor  # [any], block numbers
     lanes: int
-    context: int  # all positions are below it
+    context: int  # upper bound of all positions, exclusive
 
 
 def padded_group(num_heads: int, num_kv_heads: int) -> int:
-    """Lanes of a row."""
+    """Lanes per row."""
     return triton.next_power_of_2(num_heads // num_kv_heads)
 
 
@@ -68,50 +68,50 @@ def _attend(
     first = tl.load(positions + row)
     stop = first + length
     lane = tl.arange(0, LANES)
-    mine = lane // PADDED
-    asks = (mine < length) & (lane % PADDED < GROUP)
-    asked_from = first + mine
+    query = lane // PADDED
+    active = (query < length) & (lane % PADDED < GROUP)
+    query_position = first + query
     d = tl.arange(0, BLOCK_DIM)
-    line = (row + mine).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + lane % PADDED  # of [rows, heads]
-    q_DL = tl.load(q + line[None, :] * DIM + d[:, None], mask=asks[None, :] & (d < DIM)[:, None], other=0.0)
+    line = (row + query).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + lane % PADDED  # of [rows, heads]
+    q_DL = tl.load(q + line[None, :] * DIM + d[:, None], mask=active[None, :] & (d < DIM)[:, None], other=0.0)
     begin = 0
     if WINDOW > 0:
         begin = range_of(tl.maximum(first - WINDOW + 1, 0))
     end = tl.where(length > 0, range_of(stop - 1) + 1, 0)
     for part in range(begin + tl.program_id(2), end, tl.num_programs(2)):
-        most = tl.full((LANES,), LEAST, tl.float32)
+        running_max = tl.full((LANES,), LEAST, tl.float32)
         weight = tl.zeros((LANES,), tl.float32)
         sum_DL = tl.zeros((BLOCK_DIM, LANES), tl.float32)
         for start in range(range_start(part), tl.minimum(range_start(part + 1), stop), _POSITIONS):
             position = start + tl.arange(0, _POSITIONS)
-            there = position < stop
-            block = tl.load(table + position // BLOCK_SIZE, mask=there, other=0)
+            position_mask = position < stop
+            block = tl.load(table + position // BLOCK_SIZE, mask=position_mask, other=0)
             at = ((block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + head) * DIM
-            mask = there[:, None] & (d < DIM)[None, :]
+            mask = position_mask[:, None] & (d < DIM)[None, :]
             k_SD = tl.load(keys + at[:, None] + d[None, :], mask=mask, other=0.0)
             score_SL = multiply(k_SD.to(q.dtype.element_ty), q_DL, tl.zeros((_POSITIONS, LANES), tl.float32)) * scale
             if CAP > 0:
                 score_SL = CAP * (2 * tl.sigmoid(score_SL * (2 / CAP)) - 1)  # tanh
-            seen = position[:, None] <= asked_from[None, :]
+            seen = position[:, None] <= query_position[None, :]
             if WINDOW > 0:
-                seen &= position[:, None] > asked_from[None, :] - WINDOW
+                seen &= position[:, None] > query_position[None, :] - WINDOW
             score_SL = tl.where(seen, score_SL, float("-inf"))
-            above = tl.maximum(most, tl.max(score_SL, 0))
-            weight_SL = tl.exp(score_SL - above[None, :])
-            shrink = tl.exp(most - above)
+            new_max = tl.maximum(running_max, tl.max(score_SL, 0))
+            weight_SL = tl.exp(score_SL - new_max[None, :])
+            shrink = tl.exp(running_max - new_max)
             weight = weight * shrink + tl.sum(weight_SL, 0)
             v_SD = tl.load(values + at[:, None] + d[None, :], mask=mask, other=0.0).to(q.dtype.element_ty)
-            # 0 times NaN is NaN: only who sees a value that is not finite gets NaN ([Note: Values that are not finite]).
+            # 0 times NaN is NaN: only queries that see a non-finite value may get NaN ([Note: Values that are not finite]).
             finite_SD = v_SD - v_SD == 0
-            broken_S = tl.min(finite_SD.to(tl.int32), 1) == 0
+            nonfinite_S = tl.min(finite_SD.to(tl.int32), 1) == 0
             v_SD = tl.where(finite_SD, v_SD, 0.0)
-            weight_SL = tl.where(seen & broken_S[:, None], float("nan"), weight_SL)
+            weight_SL = tl.where(seen & nonfinite_S[:, None], float("nan"), weight_SL)
             sum_DL = multiply(tl.trans(v_SD), weight_SL.to(q.dtype.element_ty), sum_DL * shrink[None, :])
-            most = above
+            running_max = new_max
         to = line * num_ranges + part
-        tl.store(stats + to * 2, most, mask=asks)
-        tl.store(stats + to * 2 + 1, weight, mask=asks)
-        tl.store(sums + to[None, :] * DIM + d[:, None], sum_DL, mask=asks[None, :] & (d < DIM)[:, None])
+        tl.store(stats + to * 2, running_max, mask=active)
+        tl.store(stats + to * 2 + 1, weight, mask=active)
+        tl.store(sums + to[None, :] * DIM + d[:, None], sum_DL, mask=active[None, :] & (d < DIM)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_ranges"])
@@ -122,34 +122,35 @@ def _combine(
     line = row.to(tl.int64) * HEADS + tl.program_id(1)
     position = tl.load(positions + row)
     d = tl.arange(0, BLOCK_DIM)
-    most, weight = tl.full([], LEAST, tl.float32), tl.full([], 0.0, tl.float32)
+    running_max, weight = tl.full([], LEAST, tl.float32), tl.full([], 0.0, tl.float32)
     total = tl.zeros((BLOCK_DIM,), tl.float32)
     begin = 0
     if WINDOW > 0:
         begin = range_of(tl.maximum(position - WINDOW + 1, 0))
     for part in range(begin, range_of(position) + 1):
         at = line * num_ranges + part
-        its_most = tl.load(stats + at * 2)
-        above = tl.maximum(most, its_most)
-        shrink, grow = tl.exp(most - above), tl.exp(its_most - above)
+        range_max = tl.load(stats + at * 2)
+        new_max = tl.maximum(running_max, range_max)
+        shrink, grow = tl.exp(running_max - new_max), tl.exp(range_max - new_max)
         weight = weight * shrink + tl.load(stats + at * 2 + 1) * grow
         total = total * shrink + tl.load(sums + at * DIM + d, mask=d < DIM, other=0.0) * grow
-        most = above
+        running_max = new_max
     tl.store(out + line * DIM + d, total / weight, mask=d < DIM)
 
 
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, tiles: Tiles, *, scale: float, cap: float, window: int
 ) -> Tensor:
-    """What q [rows, heads, dim] finds in the cache, whose keys and values are [blocks, block_size, kv_heads, dim]:
-    [rows, heads * dim], of q's type."""
+    """Attention of q [rows, heads, dim] over cached keys and values [blocks, block_size, kv_heads, dim].
+
+    Returns [rows, heads * dim] in q's dtype."""
     num_rows, num_heads, dim = q.shape
     block_size, kv_heads = keys.shape[1:3]
-    ranges, num_tiles, wide = num_ranges(tiles.context), len(tiles.row), max(16, triton.next_power_of_2(dim))
+    ranges, num_tiles, block_dim = num_ranges(tiles.context), len(tiles.row), max(16, triton.next_power_of_2(dim))
     sums = torch.empty(num_rows, num_heads, ranges, dim, device=q.device)
     stats = torch.empty(num_rows, num_heads, ranges, 2, device=q.device)
-    together = min(ranges, max(1, _PROGRAMS // (num_tiles * kv_heads)))  # programs that share a tile's ranges
-    _attend[(num_tiles, kv_heads, together)](
+    programs = min(ranges, max(1, _PROGRAMS // (num_tiles * kv_heads)))  # that share a tile's ranges
+    _attend[(num_tiles, kv_heads, programs)](
         q,
         keys,
         values,
@@ -168,11 +169,11 @@ def attend(
         GROUP=num_heads // kv_heads,
         PADDED=padded_group(num_heads, kv_heads),
         DIM=dim,
-        BLOCK_DIM=wide,
+        BLOCK_DIM=block_dim,
         BLOCK_SIZE=block_size,
         LANES=tiles.lanes,
         num_warps=4,
-        num_stages=2 if wide * keys.itemsize <= 256 else 1,
+        num_stages=2 if block_dim * keys.itemsize <= 256 else 1,
         enable_fp_fusion=False,
     )
     out = torch.empty(num_rows, num_heads * dim, dtype=q.dtype, device=q.device)
@@ -185,7 +186,7 @@ def attend(
         WINDOW=window,
         HEADS=num_heads,
         DIM=dim,
-        BLOCK_DIM=wide,
+        BLOCK_DIM=block_dim,
         num_warps=1,
         enable_fp_fusion=False,
     )

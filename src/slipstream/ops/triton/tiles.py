@@ -1,8 +1,8 @@
-"""What the kernels share: the product of two tiles, sums of planes, and the ranges of positions.
+"""Functions that the kernels share: the product of two tiles, sums of planes, and ranges of positions.
 
-Ranges: range r holds the positions from `range_start(r)` to `range_start(r + 1)`. The first 16 hold FINEST positions each; then
-every doubling of the position has 8 ranges, so that a long context has few (64 for 131,072 positions) and a short one enough to
-keep the processors busy. They are numbered as floats of a 3-bit mantissa are.
+Ranges: range r contains the positions from `range_start(r)` to `range_start(r + 1)`. The first 16 contain FINEST positions each;
+then every doubling of the position has 8 ranges, so that a long context has few (64 for 131,072 positions) and a short one enough
+to occupy the GPU. The numbering is that of floats with a 3-bit mantissa.
 """
 
 import triton
@@ -17,7 +17,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def multiply(left, right, total):
     """total + left @ right, in fp32; fp32 operands without rounding to TF32."""
     if _INTERPRETED:
-        # Its own product takes bf16 for integers, and adds in an order that depends on the tiles' shapes.
+        # The interpreter's own dot treats bf16 as integers, and its order of addition depends on the tiles' shapes.
         total += tl.sum(left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :], 1)
     else:
         total = tl.dot(left, right, total, input_precision="ieee")
@@ -47,7 +47,7 @@ def range_start(number):
 
 
 def num_ranges(context: int) -> int:
-    """Ranges that `context` positions touch: `range_of` the last of them, plus 1."""
+    """The number of ranges that `context` positions touch: `range_of` the last one, plus 1."""
     step = max(context - 1, 0) // FINEST.value
     doublings = max(step.bit_length() - 4, 0)
     return (step >> doublings) + 8 * doublings + 1
