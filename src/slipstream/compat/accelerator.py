@@ -1,4 +1,4 @@
-"""`deepspeed.accelerator.get_accelerator()`: CUDA where it is, else the CPU. Other methods are torch.cuda's."""
+"""`deepspeed.accelerator.get_accelerator()`: CUDA if available, else the CPU. Methods not defined here are torch.cuda's."""
 
 from __future__ import annotations
 
@@ -31,19 +31,11 @@ class DeepSpeedAccelerator:
         return torch.device(self.device_name(device_index))
 
     def current_device(self) -> Any:
-        """What `torch.tensor(device=)` takes: CUDA's index, or the CPU."""
+        """A value for `torch.tensor(device=)`: CUDA's index, or the CPU."""
         return torch.cuda.current_device() if self.on_cuda else torch.device("cpu")
 
     def current_device_name(self) -> str:
         return f"cuda:{torch.cuda.current_device()}" if self.on_cuda else "cpu"
-
-    def set_device(self, device_index: Any) -> None:
-        if self.on_cuda:
-            torch.cuda.set_device(device_index)
-
-    def device_count(self) -> int:
-        """CUDA's devices; on a CPU the ranks of this host, as LOCAL_SIZE says, else as their starter does."""
-        return torch.cuda.device_count() if self.on_cuda else int(os.environ.get("LOCAL_SIZE", "0")) or local_world_size()
 
     def is_available(self) -> bool:
         return True
@@ -52,10 +44,6 @@ class DeepSpeedAccelerator:
         return not self.on_cuda
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
-    def synchronize(self, device_index: Any = None) -> None:
-        if self.on_cuda:
-            torch.cuda.synchronize(device_index)
 
     def random(self) -> Any:
         return torch.random
@@ -76,30 +64,6 @@ class DeepSpeedAccelerator:
 
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.float32, torch.float16, torch.bfloat16]
-
-    def empty_cache(self) -> None:
-        if self.on_cuda:
-            torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index: Any = None) -> int:
-        return torch.cuda.memory_allocated(device_index) if self.on_cuda else _resident()
-
-    def max_memory_allocated(self, device_index: Any = None) -> int:
-        return torch.cuda.max_memory_allocated(device_index) if self.on_cuda else _resident("VmHWM")
-
-    def memory_reserved(self, device_index: Any = None) -> int:
-        return torch.cuda.memory_reserved(device_index) if self.on_cuda else _resident()
-
-    memory_cached = memory_reserved
-
-    def max_memory_reserved(self, device_index: Any = None) -> int:
-        return torch.cuda.max_memory_reserved(device_index) if self.on_cuda else _resident("VmHWM")
-
-    max_memory_cached = max_memory_reserved
-
-    def reset_peak_memory_stats(self, device_index: Any = None) -> None:
-        if self.on_cuda:
-            torch.cuda.reset_peak_memory_stats(device_index)
 
     def total_memory(self, device_index: Any = None) -> int:
         if self.on_cuda:
@@ -144,7 +108,7 @@ class DeepSpeedAccelerator:
         return "deepspeed.ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> Any:
-        """The builder's class; NotImplementedBuilder where there is none of this name."""
+        """Return the builder's class, or NotImplementedBuilder if the name is unknown."""
         builders = importlib.import_module("slipstream.compat.op_builders").BUILDERS
         return builders.get(class_name, builders["NotImplementedBuilder"])
 
@@ -152,33 +116,11 @@ class DeepSpeedAccelerator:
         return self.get_op_builder(class_name)()
 
     def __getattr__(self, name: str) -> Any:
-        if self.on_cuda and hasattr(torch.cuda, name):
-            return getattr(torch.cuda, name)
+        if self.on_cuda and hasattr(torch.cuda, _CUDA_NAMES.get(name, name)):
+            return getattr(torch.cuda, _CUDA_NAMES.get(name, name))
         if not self.on_cuda and name in _ON_CPU:
             return _ON_CPU[name]
         raise AttributeError(f"the accelerator ({self._name}) of Slipstream's deepspeed has no {name!r}")
-
-
-_TENSORS = "BFloat16Tensor ByteTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor"
-# what torch.cuda has of itself
-_ON_CPU: Mapping[str, Any] = {
-    **{name: getattr(torch, name) for name in _TENSORS.split()},
-    "Stream": None,
-    "Event": None,
-    "stream": lambda stream: contextlib.nullcontext(),
-    "current_stream": lambda device_index=None: None,
-    "default_stream": lambda device_index=None: None,
-    "get_rng_state": lambda device_index=None: torch.get_rng_state(),
-    "set_rng_state": lambda new_state, device_index=None: torch.set_rng_state(new_state),
-    "initial_seed": torch.initial_seed,
-    "default_generator": lambda device_index=None: torch.default_generator,
-    "lazy_call": lambda callback: callback(),
-    "memory_stats": lambda device_index=None: {
-        "allocated_bytes.all.current": _resident(),
-        "allocated_bytes.all.peak": _resident("VmHWM"),
-    },
-    "is_triton_supported": lambda: False,
-}
 
 
 def _resident(key: str = "VmRSS") -> int:
@@ -186,18 +128,52 @@ def _resident(key: str = "VmRSS") -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{key}:"))
 
 
+def _no_op(*args: Any) -> None:
+    """A CPU has no devices, streams or cached memory to act on."""
+
+
+def _current(device_index: Any = None) -> int:
+    return _resident()
+
+
+def _peak(device_index: Any = None) -> int:
+    return _resident("VmHWM")
+
+
+_CUDA_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
+_TENSORS = "BFloat16Tensor ByteTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor"
+# CPU counterparts of torch.cuda's functions
+_ON_CPU: Mapping[str, Any] = {
+    **{name: getattr(torch, name) for name in _TENSORS.split()},
+    **dict.fromkeys(("Stream", "Event")),
+    **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), _no_op),
+    **dict.fromkeys(("current_stream", "default_stream"), _no_op),
+    **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), _current),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), _peak),
+    # the ranks of this host: LOCAL_SIZE, or the launcher's count
+    "device_count": lambda: int(os.environ.get("LOCAL_SIZE", "0")) or local_world_size(),
+    "stream": lambda stream: contextlib.nullcontext(),
+    "get_rng_state": lambda device_index=None: torch.get_rng_state(),
+    "set_rng_state": lambda new_state, device_index=None: torch.set_rng_state(new_state),
+    "initial_seed": torch.initial_seed,
+    "default_generator": lambda device_index=None: torch.default_generator,
+    "lazy_call": lambda callback: callback(),
+    "memory_stats": lambda device_index=None: {"allocated_bytes.all.current": _current(), "allocated_bytes.all.peak": _peak()},
+    "is_triton_supported": lambda: False,
+}
+
 _chosen: list[DeepSpeedAccelerator] = []
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The one that `set_accelerator` was given, else CUDA where it is, else the CPU."""
+    """Return the accelerator set by `set_accelerator`; by default CUDA if available, else the CPU."""
     if not _chosen:
         _chosen.append(DeepSpeedAccelerator("cuda" if torch.cuda.is_available() else "cpu"))
     return _chosen[0]
 
 
 def set_accelerator(accelerator: DeepSpeedAccelerator) -> None:
-    """What `get_accelerator` returns from now on. Raises AssertionError where it is no subclass of DeepSpeedAccelerator."""
+    """Set what `get_accelerator` returns. Raises AssertionError if it is not a DeepSpeedAccelerator."""
     if not isinstance(accelerator, DeepSpeedAccelerator):
         raise AssertionError(f"{type(accelerator).__name__} is not a subclass of DeepSpeedAccelerator")
     _chosen[:] = [accelerator]

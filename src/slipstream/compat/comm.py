@@ -59,8 +59,12 @@ def _tell_accelerate() -> None:
         known["backend"] = dist.get_backend()
 
 
-def is_available() -> bool:
-    return dist.is_available()
+is_available, new_group, inference_all_reduce, allgather_fn = (
+    dist.is_available,
+    dist.new_group,
+    dist.all_reduce,
+    dist.all_gather_into_tensor,
+)
 
 
 def get_rank(group: Any = None) -> int:
@@ -83,18 +87,10 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def new_group(ranks: list[int]) -> Any:
-    return dist.new_group(ranks)
-
-
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", mesh_shape, mesh_dim_names=mesh_dim_names)
-
-
-def inference_all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
-    return dist.all_reduce(tensor, op=op, group=group)
 
 
 def reduce_scatter_fn(
@@ -103,16 +99,11 @@ def reduce_scatter_fn(
     return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
-def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
 def has_all_gather_into_tensor() -> bool:
     return True
 
 
-def has_reduce_scatter_tensor() -> bool:
-    return True
+has_reduce_scatter_tensor = has_all_gather_into_tensor
 
 
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **kwargs: Any) -> None:

@@ -226,14 +226,9 @@ WandbConfig = _mirror("WandbConfig", features.Wandb)
 CSVConfig = _mirror("CSVConfig", features.CsvMonitor)
 CometConfig = _mirror("CometConfig", features.Comet)
 DeepSpeedThroughputTimerConfig = _mirror("DeepSpeedThroughputTimerConfig", features.ThroughputTimer)
+_MONITORS = {"tensorboard": TensorBoardConfig, "comet": CometConfig, "wandb": WandbConfig, "csv_monitor": CSVConfig}
 DeepSpeedMonitorConfig = _mirror(
-    "DeepSpeedMonitorConfig",
-    Block,
-    _Monitors,
-    tensorboard=(TensorBoardConfig, Field(default_factory=TensorBoardConfig)),
-    comet=(CometConfig, Field(default_factory=CometConfig)),
-    wandb=(WandbConfig, Field(default_factory=WandbConfig)),
-    csv_monitor=(CSVConfig, Field(default_factory=CSVConfig)),
+    "DeepSpeedMonitorConfig", Block, _Monitors, **{key: (kind, Field(default_factory=kind)) for key, kind in _MONITORS.items()}
 )
 
 
@@ -448,34 +443,27 @@ def _ranks(read: _Read, mpu: Any, mesh_device: Any) -> tuple[int, int]:
 
 # -- get_x(param_dict), which DeepSpeed has for most attributes --
 
-_GETTERS = {
+_RENAMED_GETTERS = {
     "get_lower_precision_safe_modules": "torch_autocast_lower_precision_safe_modules",
     "get_expert_data_topo_config": "use_data_before_expert_parallel_",
     "get_float16_config": "float16_config",
     "get_bfloat16_config": "bfloat16_config",
     "get_hybrid_engine_config": "hybrid_engine",
     "get_pipeline_config": "pipeline",
-    **{f"get_{name}": name for name in _ATTRIBUTES},
+}
+_GETTERS: Mapping[str, Callable[[_Read], Any]] = {
+    **{f"get_{name}": read for name, read in _ATTRIBUTES.items()},
+    **{name: _ATTRIBUTES[attribute] for name, attribute in _RENAMED_GETTERS.items()},
+    "get_optimizer_gradient_clipping": lambda read: (read.value("optimizer.params") or {}).get("max_grad_norm"),
+    "get_checkpoint_params": lambda read: read.block("checkpoint"),
+    "get_data_types_params": lambda read: read.block("data_types"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _GETTERS:
-        read = _ATTRIBUTES[_GETTERS[name]]
-        return lambda param_dict: read(_Read(param_dict))
+        return lambda param_dict: _GETTERS[name](_Read(param_dict))
     raise AttributeError(f"module {__name__!r} has no {name!r}")
-
-
-def get_optimizer_gradient_clipping(param_dict: Mapping[str, Any]) -> float | None:
-    return (_Read(param_dict).value("optimizer.params") or {}).get("max_grad_norm")
-
-
-def get_checkpoint_params(param_dict: Mapping[str, Any]) -> dict[str, Any]:
-    return _Read(param_dict).block("checkpoint")
-
-
-def get_data_types_params(param_dict: Mapping[str, Any]) -> dict[str, Any]:
-    return _Read(param_dict).block("data_types")
 
 
 def get_checkpoint_tag_validation_mode(checkpoint_params: Mapping[str, Any]) -> str:

@@ -203,9 +203,6 @@ class DeepSpeedEngine(Engine):
     def is_iterable_style_dataset(self, obj: Any) -> bool:
         return isinstance(obj, torch.utils.data.IterableDataset)
 
-    def get_tensor_parallel_rank(self) -> int:
-        return 0
-
     def loss_scale(self) -> float:
         return self.precision.loss_scale
 
@@ -228,31 +225,15 @@ class DeepSpeedEngine(Engine):
 
     # -- ranks --
 
-    @property
-    def global_rank(self) -> int:
-        return dist.get_rank() if dist.is_initialized() else 0
-
-    @property
-    def local_rank(self) -> int:
-        return local_rank()
-
-    @property
-    def dp_world_size(self) -> int:
-        return self.world_size
-
-    @property
-    def mp_world_size(self) -> int:
-        return 1
-
-    @property
-    def data_parallel_group(self) -> Any:
-        return self.mesh.data.group
+    global_rank = property(lambda self: dist.get_rank() if dist.is_initialized() else 0)
+    local_rank = property(lambda self: local_rank())
+    dp_world_size = property(lambda self: self.world_size)
+    mp_world_size = property(lambda self: 1)
+    data_parallel_group = property(lambda self: self.mesh.data.group)
+    get_tensor_parallel_rank = get_model_parallel_rank = _of(lambda plan: 0)
 
     def get_data_parallel_rank(self) -> int:
         return self.rank
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
 
     def get_sequence_parallel_group(self) -> None:
         return None

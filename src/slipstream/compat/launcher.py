@@ -9,24 +9,8 @@ from collections.abc import Sequence
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 _VALUED = frozenset(
-    {
-        "-H",
-        "--hostfile",
-        "-i",
-        "--include",
-        "-e",
-        "--exclude",
-        "--num_nodes",
-        "--num_gpus",
-        "--num_accelerators",
-        "--master_port",
-        "--master_addr",
-        "--node_rank",
-        "--launcher",
-        "--launcher_args",
-        "--ssh_port",
-        "--log_level",
-    }
+    """-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_accelerators --master_port --master_addr --node_rank
+    --launcher --launcher_args --ssh_port --log_level""".split()  # noqa: SIM905
 )
 _LEVELS = ("debug", "info", "warning", "error", "critical")  # of the launcher's own words
 _DROPPED = frozenset({"--no_ssh_check", "--force_multi"})  # nothing to do

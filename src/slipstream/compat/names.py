@@ -86,9 +86,9 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.runtime.dataloader": {"slipstream": "RepeatingLoader"},
     "deepspeed.runtime.utils": {
-        "slipstream.compat.utils": "move_to_device see_memory_usage set_random_seed",
+        "slipstream.compat.utils": "copy_to_device move_to_device see_memory_usage set_random_seed",
         "slipstream.compat.runtime_utils": "CheckOverflow DummyOptim PartitionedTensor align_dense_tensors call_to_str "
-        "clip_grad_norm_ clip_tensors_by_global_norm combine_grad_norm_groups compare_tensors_in_structures copy_to_device "
+        "clip_grad_norm_ clip_tensors_by_global_norm combine_grad_norm_groups compare_tensors_in_structures "
         "empty_cache ensure_directory_exists filter_empty_parameters get_checkpoint_folder_size get_flattened_grad_norm "
         "get_global_norm get_global_norm_of_tensors get_grad_zeros get_inactive_params get_ma_status get_only_unique_item "
         "get_tensor_bytes get_weight_norm has_inf_or_nan is_invalid_grad_norm is_model_parallel_parameter is_optimized_parameter "

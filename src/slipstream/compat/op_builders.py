@@ -44,48 +44,39 @@ class OpBuilder:
     jit_load = load
 
 
+def _step(kernel: Callable[..., None], tensors: Sequence[Tensor], **hyperparameters: Any) -> None:
+    """One step of a kernel of `slipstream.ops.optim`, in place. tensors: gradient, parameter, states."""
+    grad, param, *states = (tensor.view(-1) for tensor in tensors)
+    kernel(param, grad, *states, None, scale=1.0, **hyperparameters)
+
+
+def _fused(kernel: Callable[..., None], arguments: str, unused: str = "") -> Callable[..., None]:
+    """A step over lists of tensors, one list per kind (gradients first), with DeepSpeed's order of hyperparameters."""
+
+    def apply(chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *values: Any) -> None:
+        hyperparameters = dict(zip(arguments.split(), values, strict=True))
+        hyperparameters.pop(unused, None)
+        if not int(noop_flag.sum()):
+            for tensors in zip(*tensor_lists, strict=True):
+                _step(kernel, tensors, **hyperparameters)
+
+    return apply
+
+
 def _adam() -> dict[str, Any]:
-    """Steps of Adam, in place, for optimizers that `create_adam` has made known by a number."""
+    """In-place steps of Adam, by the number that `create_adam` registers."""
     decoupled: dict[int, bool] = {}
 
-    def create_adam(
-        optimizer_id: int,
-        lr: float = 1e-3,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adamw_mode: bool = True,
-        should_log: bool = False,
-    ) -> int:
-        decoupled[optimizer_id] = adamw_mode
+    def create_adam(optimizer_id: int, *values: Any) -> int:
+        """values: lr, beta1, beta2, eps and weight_decay, which each update repeats; adamw_mode (default True); should_log."""
+        decoupled[optimizer_id] = len(values) < 6 or bool(values[5])
         return 0
 
-    def adam_update(
-        optimizer_id: int,
-        step: int,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        bias_correction: bool,
-        params: Tensor,
-        grads: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-    ) -> int:
-        _step_adam(
-            (grads, params, exp_avg, exp_avg_sq),
-            lr,
-            beta1,
-            beta2,
-            eps,
-            step,
-            decoupled[optimizer_id],
-            bias_correction,
-            weight_decay,
-        )
+    def adam_update(optimizer_id: int, step: int, *values: Any) -> int:
+        names = ("lr", "beta1", "beta2", "eps", "weight_decay", "bias_correction")
+        param, grad, *states = values[len(names) :]
+        hyperparameters = dict(zip(names, values[: len(names)], strict=True))
+        _step(optim.adamw, (grad, param, *states), step=step, decoupled=decoupled[optimizer_id], **hyperparameters)
         return 0
 
     def destroy_adam(optimizer_id: int) -> int:
@@ -95,88 +86,34 @@ def _adam() -> dict[str, Any]:
     return {"create_adam": create_adam, "adam_update": adam_update, "destroy_adam": destroy_adam}
 
 
-def _step_adam(
-    tensors: Sequence[Tensor],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int,
-    decoupled: bool,
-    bias_correction: bool,
-    weight_decay: float,
-) -> None:
-    grad, param, exp_avg, exp_avg_sq = (tensor.view(-1) for tensor in tensors)
-    optim.adamw(
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        None,
-        scale=1.0,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        step=step,
-        decoupled=bool(decoupled),
-        bias_correction=bool(bias_correction),
-    )
-
-
-def _step_lion(tensors: Sequence[Tensor], lr: float, beta1: float, beta2: float, step: int, weight_decay: float) -> None:
-    grad, param, exp_avg = (tensor.view(-1) for tensor in tensors)
-    optim.lion(param, grad, exp_avg, None, scale=1.0, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
-
-
-def _each(step: Callable[..., None]) -> Callable[..., None]:
-    """A step over lists: one of each kind of tensor (gradients first), as DeepSpeed's fused kernels take them."""
-
-    def apply(chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *arguments: Any) -> None:
-        if not int(noop_flag.sum()):
-            for tensors in zip(*tensor_lists, strict=True):
-                step(tensors, *arguments)
-
-    return apply
-
-
 def _lion() -> dict[str, Any]:
     def lion_update(
-        optimizer_id: int,
-        step: int,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        weight_decay: float,
-        params: Tensor,
-        grads: Tensor,
-        exp_avg: Tensor,
+        optimizer_id: int, step: int, lr: float, beta1: float, beta2: float, weight_decay: float, *tensors: Tensor
     ) -> int:
-        _step_lion((grads, params, exp_avg), lr, beta1, beta2, step, weight_decay)
+        param, grad, exp_avg = tensors
+        _step(optim.lion, (grad, param, exp_avg), lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
         return 0
 
-    return {"create_lion": _known, "lion_update": lion_update, "destroy_lion": _known}
+    return {"create_lion": _no_op, "lion_update": lion_update, "destroy_lion": _no_op}
 
 
 def _adagrad() -> dict[str, Any]:
-    def adagrad_update(
-        optimizer_id: int, step: int, lr: float, eps: float, weight_decay: float, params: Tensor, grads: Tensor, exp_avg_sq: Tensor
-    ) -> int:
-        param, grad, squares = (tensor.view(-1) for tensor in (params, grads, exp_avg_sq))
-        optim.adagrad(
-            param, grad, squares, None, scale=1.0, lr=lr, lr_decay=0.0, eps=eps, weight_decay=weight_decay, step=max(1, step)
-        )
+    def adagrad_update(optimizer_id: int, step: int, lr: float, eps: float, weight_decay: float, *tensors: Tensor) -> int:
+        param, grad, squares = tensors
+        values = {"lr": lr, "lr_decay": 0.0, "eps": eps, "weight_decay": weight_decay, "step": max(1, step)}
+        _step(optim.adagrad, (grad, param, squares), **values)
         return 0
 
-    return {"create_adagrad": _known, "adagrad_update": adagrad_update, "destroy_adagrad": _known}
+    return {"create_adagrad": _no_op, "adagrad_update": adagrad_update, "destroy_adagrad": _no_op}
 
 
-def _known(optimizer_id: int, *hyperparameters: Any) -> int:
-    """Each update brings its hyperparameters, so nothing is kept of them."""
+def _no_op(optimizer_id: int, *hyperparameters: Any) -> int:
+    """Each update passes its hyperparameters, so none are stored."""
     return 0
 
 
+_ADAM_ORDER = "lr beta1 beta2 eps step decoupled bias_correction weight_decay"
+_LION_ORDER = "lr beta1 beta2 step weight_decay"
 _TRANSFORMER = "torch's scaled_dot_product_attention and torch.compile take its place"
 _SERVING = "slipstream.init_inference and `slipstream serve` serve models"
 _LATER = "the feature is not built yet"
@@ -184,8 +121,8 @@ _OPS: Mapping[str, tuple[str, Callable[[], dict[str, Any]] | str]] = {
     "CPUAdamBuilder": ("cpu_adam", _adam),
     "CPUAdagradBuilder": ("cpu_adagrad", _adagrad),
     "CPULionBuilder": ("cpu_lion", _lion),
-    "FusedAdamBuilder": ("fused_adam", lambda: {"multi_tensor_adam": _each(_step_adam)}),
-    "FusedLionBuilder": ("fused_lion", lambda: {"multi_tensor_lion": _each(_step_lion)}),
+    "FusedAdamBuilder": ("fused_adam", lambda: {"multi_tensor_adam": _fused(optim.adamw, _ADAM_ORDER)}),
+    "FusedLionBuilder": ("fused_lion", lambda: {"multi_tensor_lion": _fused(optim.lion, _LION_ORDER, unused="step")}),
     "UtilsBuilder": ("utils", lambda: {"flatten": _flatten_dense_tensors, "unflatten": _unflatten_dense_tensors}),
     "FusedLambBuilder": ("fused_lamb", "deepspeed.ops.lamb.FusedLamb makes Slipstream's LAMB"),
     "AsyncIOBuilder": ("async_io", "offload_optimizer and offload_param use the disk"),

@@ -35,7 +35,8 @@ class DeepSpeedCPUAdam(metaclass=_IsAdam):
         fp32_optimizer_states: bool = True,
     ) -> Any:
         _refuse_narrow_states(fp32_optimizer_states)
-        return _adam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+        values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        return _adam(model_params, adamw_mode, bias_correction, **values)
 
 
 class FusedAdam(metaclass=_IsAdam):
@@ -53,7 +54,8 @@ class FusedAdam(metaclass=_IsAdam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> Any:
-        return _adam(params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad)
+        values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        return _adam(params, adam_w_mode, bias_correction, **values)
 
 
 def _refuse_narrow_states(fp32_optimizer_states: bool) -> None:
@@ -61,23 +63,13 @@ def _refuse_narrow_states(fp32_optimizer_states: bool) -> None:
         raise ValueError("fp32_optimizer_states=False: set bf16.bf16_optimizer_states in the config instead")
 
 
-def _adam(
-    params: Any,
-    lr: float,
-    bias_correction: bool,
-    betas: tuple[float, float],
-    eps: float,
-    decoupled: bool,
-    weight_decay: float,
-    amsgrad: bool,
-) -> torch.optim.Optimizer:
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    made = kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
-    for group in made.param_groups:
-        group["decoupled_weight_decay"] = decoupled  # groups of another optimizer may bring their own
+def _adam(params: Any, decoupled: bool, bias_correction: bool, **arguments: Any) -> torch.optim.Optimizer:
+    optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **arguments)
+    for group in optimizer.param_groups:
+        group["decoupled_weight_decay"] = decoupled  # groups of another optimizer may have their own
         if not bias_correction:
             group["bias_correction"] = False
-    return made
+    return optimizer
 
 
 class DeepSpeedCPUAdagrad:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -139,9 +139,8 @@ class PartitionedTensor:
 
 
 def has_inf_or_nan(x: Tensor) -> Tensor:
-    """A scalar, on the tensor's device."""
-    values = x._values() if x.is_sparse else x
-    return values.isfinite().all().logical_not()
+    """Return a boolean scalar on the tensor's device."""
+    return (x._values() if x.is_sparse else x).isfinite().all().logical_not()
 
 
 def is_invalid_grad_norm(norm: Any) -> bool:
@@ -298,17 +297,6 @@ def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
 
 
 # -- trees, lists and files --
-
-
-def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """A tree whose items of which `criterion_func` is true are on `device`; the others stay."""
-    if criterion_func(item):
-        return item.to(device)
-    if isinstance(item, (list, tuple)):
-        return type(item)(copy_to_device(each, device, criterion_func) for each in item)
-    if isinstance(item, dict):
-        return {key: copy_to_device(each, device, criterion_func) for key, each in item.items()}
-    return item
 
 
 def get_tensor_bytes(item: Any) -> int:

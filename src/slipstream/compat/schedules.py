@@ -107,39 +107,30 @@ def serve_schedule(scheduler: Any) -> None:
         scheduler.__class__ = _SERVED[type(scheduler)]
 
 
-# -- flags of the command line: schedule -> {argument: its type and default}; WarmupDecayLR takes WarmupLR's --
+# -- command-line flags: schedule -> {argument: default}; WarmupDecayLR uses WarmupLR's --
 
-_STEPS = (
-    "cycle_first_step_size",
-    "cycle_first_stair_count",
-    "cycle_second_step_size",
-    "cycle_second_stair_count",
-    "decay_step_size",
-)
-_TUNING: Mapping[str, Mapping[str, tuple[type, Any]]] = {
+_TUNING: Mapping[str, Mapping[str, Any]] = {
     "LRRangeTest": {
-        "lr_range_test_min_lr": (float, 0.001),
-        "lr_range_test_step_rate": (float, 1.0),
-        "lr_range_test_step_size": (int, 1000),
-        "lr_range_test_staircase": (bool, False),
+        "lr_range_test_min_lr": 0.001,
+        "lr_range_test_step_rate": 1.0,
+        "lr_range_test_step_size": 1000,
+        "lr_range_test_staircase": False,
     },
     "OneCycle": {
-        **{name: (int, default) for name, default in zip(_STEPS, (1000, -1, -1, -1, 1000), strict=True)},
-        **{name: (float, default) for name, default in (("cycle_min_lr", 0.01), ("cycle_max_lr", 0.1), ("decay_lr_rate", 0.0))},
-        **{name: (float, default) for name, default in (("cycle_min_mom", 0.8), ("cycle_max_mom", 0.9), ("decay_mom_rate", 0.0))},
+        "cycle_first_step_size": 1000,
+        "cycle_first_stair_count": -1,
+        "cycle_second_step_size": -1,
+        "cycle_second_stair_count": -1,
+        "decay_step_size": 1000,
+        "cycle_min_lr": 0.01,
+        "cycle_max_lr": 0.1,
+        "decay_lr_rate": 0.0,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.9,
+        "decay_mom_rate": 0.0,
     },
-    "WarmupLR": {
-        "warmup_min_lr": (float, 0.0),
-        "warmup_max_lr": (float, 0.001),
-        "warmup_num_steps": (int, 1000),
-        "warmup_type": (str, "log"),
-    },
-    "WarmupCosineLR": {
-        "warmup_num_steps": (int, 1000),
-        "warmup_type": (str, "log"),
-        "warmup_min_ratio": (float, 0.01),
-        "cos_min_ratio": (float, 0.01),
-    },
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000, "warmup_type": "log"},
+    "WarmupCosineLR": {"warmup_num_steps": 1000, "warmup_type": "log", "warmup_min_ratio": 0.01, "cos_min_ratio": 0.01},
 }
 
 
@@ -147,12 +138,10 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Flags for scripts that read them (`get_config_from_args` does); nothing else of Slipstream does."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
     group.add_argument("--lr_schedule", type=str, default=None)
-    flags = {name: value for arguments in _TUNING.values() for name, value in arguments.items()}
-    for name, (kind, default) in {**flags, "cycle_momentum": (bool, False)}.items():
-        if kind is bool:
-            group.add_argument(f"--{name}", action="store_true", default=default)
-        else:
-            group.add_argument(f"--{name}", type=kind, default=default)
+    flags = {name: default for defaults in _TUNING.values() for name, default in defaults.items()}
+    for name, default in (flags | {"cycle_momentum": False}).items():
+        kind: dict[str, Any] = {"action": "store_true"} if isinstance(default, bool) else {"type": type(default)}
+        group.add_argument(f"--{name}", default=default, **kind)
     return parser
 
 

@@ -54,15 +54,18 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed % 2**63)
 
 
-def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
-    """A tree of tensors on `device`; where `criterion_func` is given, those of which it is true."""
-    if isinstance(item, torch.Tensor):
-        return item.to(device) if criterion_func is None or criterion_func(item) else item
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Move the items of a tree for which `criterion_func` is true (by default tensors) to `device`."""
+    if (criterion_func or torch.is_tensor)(item):
+        return item.to(device)
     if isinstance(item, (list, tuple)):
         return type(item)(move_to_device(each, device, criterion_func) for each in item)
     if isinstance(item, dict):
         return {key: move_to_device(each, device, criterion_func) for key, each in item.items()}
     return item
+
+
+copy_to_device = move_to_device
 
 
 class OnDevice:
