@@ -633,7 +633,7 @@ def test_unknown_top_level_keys_are_ignored_and_logged(deepspeed: Any, caplog: p
     engine.destroy()
     with pytest.raises(ValueError, match="gradient_cliping; did you mean gradient_clipping"):
         make(deepspeed, gradient_cliping=1.0)
-    with pytest.raises(ValueError, match="model_name; no key is near it"):
+    with pytest.raises(ValueError, match="model_name; no similar key exists"):
         initialize(model=torch.nn.Linear(1, 1), config={"train_batch_size": 1, "model_name": "mine"})
 
 

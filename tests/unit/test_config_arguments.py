@@ -79,7 +79,7 @@ def test_no_config_teaches() -> None:
         ('// yes\n{"a": 1,\n "b" 2,}', "nor JSON with comments: .*line 3 column 6"),
         ('{"a": 1 /* no end', "nor JSON with comments"),
         ('{"a": "no end', "is not JSON"),
-        ("[1]", "holds a JSON list"),
+        ("[1]", "contains a JSON list"),
         ("", "is not JSON"),
     ],
 )
@@ -93,7 +93,7 @@ def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
 def test_a_missing_file_and_a_wrong_type(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no config file at .*gone\.json"):
         load_config(tmp_path / "gone.json")
-    with pytest.raises(ValueError, match="a config is a path or a dictionary, got int"):
+    with pytest.raises(ValueError, match="the config must be a path or a dictionary, got int"):
         load_config(3)  # type: ignore[arg-type]
 
 
@@ -133,7 +133,7 @@ def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     circle.update(a=circle, b=circle)
     configs: tuple[Any, ...] = (file, nested(3000), {"optimizer": {"params": nested(3000)}}, {"train_batch_size": 8, "x": circle})
     for config in configs:
-        with pytest.raises(ValueError, match=r"nested more than 50 deep; .*remove the inner"):
+        with pytest.raises(ValueError, match=r"nested more than 50 levels deep; .*remove the inner"):
             load_config(config)
     assert load_config(nested(40)) == nested(40)
 

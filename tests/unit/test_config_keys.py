@@ -132,7 +132,7 @@ def test_a_block_that_asks_by_being_there() -> None:
 
 def test_node_local_storage_has_no_effect_on_one_host() -> None:
     raw = {"checkpoint": {"use_node_local_storage": True}}
-    assert resolved(raw).notes == ("checkpoint.use_node_local_storage has no effect here: all ranks share a host, and so its disk",)
+    assert resolved(raw).notes == ("checkpoint.use_node_local_storage has no effect here: all ranks share one host and its disk",)
     with pytest.raises(ValueError, match="checkpoints on node-local disks"):
         resolved(raw, DataWorld(data_parallel=2, one_host=False))
 

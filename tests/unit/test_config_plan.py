@@ -96,7 +96,7 @@ def test_triad_errors_teach() -> None:
         plan_of(three, ranks=3)
     with pytest.raises(ValueError, match=r"not a multiple of micro batch \(4\) x data parallel \(3\) = 12; .* 24 or 36"):
         plan_of({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, ranks=3)
-    with pytest.raises(ValueError, match=r"nearest that is: 4$"):
+    with pytest.raises(ValueError, match=r"nearest multiple is 4$"):
         plan_of({"train_batch_size": 2}, ranks=4)
     with pytest.raises(ValueError, match="give one of them"):
         resolve({"gradient_accumulation_steps": 2}, world=DataWorld(data_parallel=2), facts=FACTS)
@@ -117,7 +117,7 @@ def test_auto_batch_sizes() -> None:
     assert plan.batch.micro_batch_size == 6 and plan.batch.train_batch_size == 12 and plan.notes == ()
     plan = plan_of(auto)
     assert plan.batch.micro_batch_size == 1
-    assert "nothing to go by" in plan.notes[0]
+    assert "nothing determines it" in plan.notes[0]
     assert plan_of(auto | {"train_batch_size": 8}).batch.micro_batch_size == 4
 
 
@@ -182,7 +182,7 @@ def test_precision_dtypes() -> None:
     assert not small.check_overflow
     taken: dict[str, Any] = {"slipstream": {"check_grad_overflow": False}}
     assert not plan_of(taken).precision.check_overflow
-    for half, why in (("fp16", "always skipped"), ("bf16", "bf16.check_grad_overflow decides")):
+    for half, why in (("fp16", "always skipped"), ("bf16", "bf16.check_grad_overflow applies")):
         plan = plan_of(taken | {half: {"enabled": True}})
         assert plan.precision.check_overflow and any(why in note for note in plan.notes)
     half = plan_of({"fp16": {"enabled": True, "auto_cast": True, "fp16_master_weights_and_grads": True}}).precision
@@ -474,7 +474,7 @@ def test_describe_begins_with_what_the_config_sets() -> None:
 
 
 def test_the_default_of_clipping_is_told() -> None:
-    assert re.search(r"^gradient_clipping +1 +default: DeepSpeed's; .* 0 turns that off$", describe(plan_of({})), re.MULTILINE)
+    assert re.search(r"^gradient_clipping +1 +default: DeepSpeed's; .* 0 disables clipping$", describe(plan_of({})), re.MULTILINE)
     assert plan_of({"gradient_clipping": 1.0}).sources["gradient_clipping"] == "config"
 
 
@@ -522,7 +522,7 @@ def test_compile_is_checked_before_anything_runs() -> None:
 def test_offload_param_below_stage_3_has_no_effect_and_is_said(stage: int, block: dict[str, Any]) -> None:
     plan = plan_of({"zero_optimization": {"stage": stage, **block}})
     (note,) = plan.notes
-    assert "offload_param" in note and f"no effect here: at stage {stage} every rank computes with weights of its own" in note
+    assert "offload_param" in note and f"no effect here: at stage {stage} every rank keeps all weights on its device" in note
     assert dataclasses.replace(plan, notes=(), sources={}) == dataclasses.replace(
         plan_of({"zero_optimization": {"stage": stage}}), notes=(), sources={}
     )
@@ -540,7 +540,7 @@ def test_what_the_loop_fills_in_does_not_stop_a_plan() -> None:
         if "lr" not in path:
             raw |= adam(lr=1e-3)
         plan = plan_of(raw, facts=AHEAD)
-        assert re.search(rf"^{path} +- +auto: filled in by the training loop$", describe(plan), re.MULTILINE)
+        assert re.search(rf"^{path} +- +auto: set by the training loop$", describe(plan), re.MULTILINE)
         rehearse(plan)
         with pytest.raises(ValueError, match=r'is "auto", and .*; give the number'):
             plan_of(raw)

@@ -116,8 +116,8 @@ def test_every_error_is_reported_at_once() -> None:
         ({"slipstream": {"transport": "nvlink"}}, "transport must be 'auto', 'shared' or 'gloo'"),
         ({"checkpoint": {"tag_validation": "loud"}}, "tag_validation must be 'ignore', 'warn' or 'fail'"),
         ({"pipeline": {"stages": [1]}}, "pipeline.stages"),
-        ({3: 1}, "config keys are strings, got 3"),
-        ({"bf16": {}, "bfloat16": {}}, "bf16 and bfloat16 are two spellings of one key"),
+        ({3: 1}, "config keys must be strings, got 3"),
+        ({"bf16": {}, "bfloat16": {}}, "bf16 and bfloat16 are two spellings of the same key"),
     ],
 )
 def test_bad_values_are_refused_with_key_and_value(raw: dict[Any, Any], message: str) -> None:
@@ -298,7 +298,7 @@ def test_unknown_keys_that_are_left_out() -> None:
     raw = {"train_batch_size": 8, "model_name": "x", "max_epochs": 3, "overlap_comm": True}
     with pytest.raises(ValueError) as error:
         parse(raw)
-    assert 'model_name; no key is near it: remove it, or write "slipstream": {"unknown_keys": "warn"}' in str(error.value)
+    assert 'model_name; no similar key exists: remove it, or set "slipstream": {"unknown_keys": "warn"}' in str(error.value)
     (note,) = parse(raw | WARN).notes
     assert "model_name" in note and "max_epochs" in note and "overlap_comm' (zero_optimization.overlap_comm?)" in note
     assert parse(raw | WARN).config == parse({"train_batch_size": 8} | WARN).config

@@ -122,7 +122,7 @@ def test_plan_goes_on_where_the_training_loop_fills_in(tmp_path: Path, capsys: p
     )
     assert main(["plan", str(config)]) == 0
     short = capsys.readouterr().out
-    assert "auto: filled in by the training loop" in short and "gradient_clipping" in short
+    assert "auto: set by the training loop" in short and "gradient_clipping" in short
     for note in ("no batch size is set", "comments or trailing commas"):
         assert short.count(note) == 1
     assert "slipstream.timeout_s" not in short and "--all shows" in short

@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON in, a frozen `Plan` out.
+"""Convert DeepSpeed's JSON into a frozen `Plan`.
 
 `load_config` (a path, a dictionary or script flags) -> `resolve` (schema, "auto", batch triad) -> `Plan`.
-pydantic is imported inside `resolve`, never by importing this package.
+Importing this package does not import pydantic; `resolve` does.
 """
 
 from slipstream.config.arguments import add_config_arguments, load_config

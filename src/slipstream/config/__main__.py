@@ -1,4 +1,4 @@
-"""`python -m slipstream.config`: the tables of keys in docs/DEEPSPEED_KEYS.md."""
+"""`python -m slipstream.config` prints the tables of keys in docs/DEEPSPEED_KEYS.md."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from slipstream.config.keys import FEATURES, HONORED, NO_EFFECT
 def tables() -> str:
     honored: dict[str, list[str]] = {}
     for name in HONORED:
-        block, _, rest = name.rpartition(".")
-        honored.setdefault(block, []).append(rest)
+        block, _, key = name.rpartition(".")
+        honored.setdefault(block, []).append(key)
     idle: dict[str, list[str]] = {}
     for name, reason in NO_EFFECT.items():
         idle.setdefault(reason, []).append(name)
@@ -20,12 +20,12 @@ def tables() -> str:
         (_names((*feature.switches, *(f"{block}.*" for block in feature.blocks))), f"{feature.what}: {feature.remedy}")
         for feature in FEATURES
     )
-    blocks = ((f"`{block}`" if block else "", _names(rest)) for block, rest in honored.items())
+    blocks = ((f"`{block}`" if block else "", _names(names)) for block, names in honored.items())
     return "\n\n".join(
         [
             _table("Honored", ("block", "keys"), blocks),
-            _table("Without effect here, which is said once", ("keys", "why"), ((_names(keys), why) for why, keys in idle.items())),
-            _table("Refused when they switch on what is not built", ("keys", "what, and what to do"), refused),
+            _table("Without effect (logged once)", ("keys", "why"), ((_names(keys), why) for why, keys in idle.items())),
+            _table("Refused if they enable a feature that is not built", ("keys", "feature and alternative"), refused),
         ]
     )
 

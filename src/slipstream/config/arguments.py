@@ -1,6 +1,6 @@
-"""Where a config comes from: a file, a dictionary, or the flags that DeepSpeed scripts have always had.
+"""Sources of a config: a file, a dictionary, or the command-line flags of DeepSpeed scripts.
 
-`load_config` gives one dictionary whatever the way; every doubtful case is an error that names both sides.
+`load_config` returns one dictionary for all of them. Conflicting sources raise an error that names both.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from slipstream.config.text import check_depth, read_json
 
 ConfigLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
 
-_FLAGS = ("deepspeed_config", "deepscale_config")  # the second is the name of before 2020
+_FLAGS = ("deepspeed_config", "deepscale_config")  # the second was the name before 2020
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed` and `--deepspeed_config PATH` (and their oldest names) to a script's parser."""
+    """Add `--deepspeed` and `--deepspeed_config PATH` (and their older names) to a script's parser."""
     group = parser.add_argument_group("Slipstream", "flags of DeepSpeed scripts")
-    group.add_argument("--deepspeed", action="store_true", help="for the script's own use; initialize() does not read it")
+    group.add_argument("--deepspeed", action="store_true", help="for the script's own use; initialize() ignores it")
     group.add_argument("--deepspeed_config", type=str, default=None, metavar="PATH", help="the JSON config")
     group.add_argument("--deepscale", action="store_true", help="older name of --deepspeed")
     group.add_argument("--deepscale_config", type=str, default=None, metavar="PATH", help="older name of --deepspeed_config")
@@ -31,33 +31,33 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 class Loaded(NamedTuple):
     raw: dict[str, Any]
-    notes: tuple[str, ...]  # about the file, for one rank to log
+    notes: tuple[str, ...]  # warnings about the file; rank 0 logs them
 
 
 def load_config(config: ConfigLike | None = None, config_params: ConfigLike | None = None, args: Any = None) -> dict[str, Any]:
-    """The config of `initialize(config=, config_params=, args=)` as a dictionary of its own.
+    """Return the config of `initialize(config=, config_params=, args=)` as a new dictionary.
 
-    Exactly one of the three ways may be used; the same path or an equal dictionary twice is fine.
-    Raises ValueError when there is none, when two disagree, and for files that are missing or not JSON.
+    Pass one of the three arguments; several are allowed only if they are the same path or equal dictionaries.
+    Raises ValueError if there is no config, if two differ, or if a file is missing or is not JSON.
     """
     return read_config(config, config_params, args).raw
 
 
 def read_config(config: ConfigLike | None = None, config_params: ConfigLike | None = None, args: Any = None) -> Loaded:
-    """`load_config`, with what there is to say about the file."""
-    given: dict[str, ConfigLike] = {}
+    """`load_config`, with notes about the file."""
+    sources: dict[str, ConfigLike] = {}
     for name, value in (("config", config), ("config_params", config_params)):
         if value is not None:
-            given[f"initialize({name}=)"] = value
+            sources[f"initialize({name}=)"] = value
     for flag in _FLAGS:
         if (value := _flag(args, flag)) is not None:
-            given[f"--{flag}"] = value
-    if not given:
+            sources[f"--{flag}"] = value
+    if not sources:
         raise ValueError(
-            "no config: pass initialize(config=) a path or a dictionary, or start the script with "
-            "--deepspeed_config PATH and pass its arguments as initialize(args=)"
+            "no config: pass a path or a dictionary as initialize(config=), or start the script with "
+            "--deepspeed_config PATH and pass the parsed arguments as initialize(args=)"
         )
-    (first, chosen), *others = given.items()
+    (first, chosen), *others = sources.items()
     loaded = _read(chosen)
     for name, value in others:
         if not _same(chosen, value):
@@ -86,7 +86,7 @@ def _read(config: ConfigLike) -> Loaded:
         check_depth(config, "the config")
         return Loaded(copy.deepcopy(dict(config)), ())
     if not isinstance(config, (str, os.PathLike)):
-        raise ValueError(f"a config is a path or a dictionary, got {type(config).__name__}: {config!r}")
+        raise ValueError(f"the config must be a path or a dictionary, got {type(config).__name__}: {config!r}")
     path = Path(config)
     if not path.is_file():
         raise ValueError(f"no config file at {str(path)!r} (working directory {str(Path.cwd())!r})")
@@ -96,7 +96,5 @@ def _read(config: ConfigLike) -> Loaded:
         raise ValueError(f"{path} is not JSON: {error}; save it as UTF-8") from None
     loaded, tolerated = read_json(text, str(path))
     if not isinstance(loaded, dict):
-        raise ValueError(f"{path} holds a JSON {type(loaded).__name__}; a config is an object: {{...}}")
-    return Loaded(
-        loaded, (f"{path} has comments or trailing commas, which plain JSON does not allow; they are ignored",) * tolerated
-    )
+        raise ValueError(f"{path} contains a JSON {type(loaded).__name__}; a config must be an object: {{...}}")
+    return Loaded(loaded, (f"{path} has comments or trailing commas, which are not valid JSON; they are ignored",) * tolerated)

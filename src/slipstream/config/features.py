@@ -1,7 +1,6 @@
-"""The blocks of DeepSpeed's JSON that belong to one feature each: parallelism, data, watching, tuning.
+"""Blocks of DeepSpeed's JSON that configure one feature each: parallelism, data, monitoring, tuning.
 
-The same rules as `schema.py`, which holds the core and the whole: DeepSpeed's names and defaults, one field
-per key.
+The rules are those of `schema.py`, which has the core and the root: DeepSpeed's names and defaults, one field per key.
 """
 
 # ruff: noqa: RUF012 (pydantic copies a mutable default for every instance)
@@ -198,7 +197,7 @@ class CurriculumSchedule(Block):
 
 
 class Curriculum(Block):
-    """The older, top-level form: sequence length as the difficulty."""
+    """The older, top-level block, whose difficulty is the sequence length."""
 
     enabled: bool = False
     curriculum_type: str = "seqlen"
@@ -331,7 +330,7 @@ class QuantizeSchedule(Block):
 
 
 class QuantizeTraining(Block):
-    """MoQ as it was first spelled, before `compression_training`."""
+    """The older block of MoQ, before `compression_training`."""
 
     enabled: bool = False
     quantize_verbose: bool = False
@@ -463,7 +462,7 @@ class CompressionTraining(Block):
     channel_pruning: Pruning = Pruning()
 
 
-# Watching, saving, tuning
+# Monitoring, checkpoints, tuning
 
 
 class Tensorboard(Block):
@@ -479,10 +478,8 @@ class Wandb(Block):
     project: str = "deepspeed"
 
 
-class CsvMonitor(Block):
-    enabled: bool = False
-    output_path: str = ""
-    job_name: str = "DeepSpeedJobName"
+class CsvMonitor(Tensorboard):
+    pass
 
 
 class Comet(Block):

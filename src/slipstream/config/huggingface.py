@@ -1,7 +1,7 @@
-"""The JSON files of a Hugging Face folder, read and checked in one place: a value that no model has is named with its key.
+"""Read and validate the JSON files of a Hugging Face folder. Errors name the key and the invalid value.
 
-A table has a `Rule` for each key that is read here or that sizes memory; keys that it does not have are left to who reads them
-(transformers). null is a value only where a rule says so. Pure but for `read_*`; ValueError, in one sentence, for everything.
+The tables have a `Rule` for each key that Slipstream reads or that determines memory sizes; other keys are left to
+transformers. null is valid only if a rule says so. All errors are one-sentence ValueErrors; only `read_*` do I/O.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Rule(NamedTuple):
-    """What a value has to be: in words, and as a test."""
+    """A constraint on a value: its description and its test."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -61,7 +61,7 @@ _TEXT = Rule("a text", lambda value: isinstance(value, str))
 _TEXTS = _list(_TEXT)
 _OBJECT = Rule("an object", lambda value: isinstance(value, dict))
 _WIDTH = _whole(1, 1 << 20)
-_WIDTHS = _WIDTH | _list(_whole(0, 1 << 20))  # some models have one for each layer
+_WIDTHS = _WIDTH | _list(_whole(0, 1 << 20))  # some models have one per layer
 _HEADS = _whole(1, 1 << 14)
 _SOME = _whole(0, 1 << 20)
 _POSITIONS = _whole(1, 1 << 27)
@@ -116,7 +116,7 @@ _ROPE: dict[str, Rule] = {
     "truncate": _FLAG,
     **dict.fromkeys(("full_attention", "sliding_attention"), _OBJECT | _NULL),
 }
-_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}  # of a stretch of this type
+_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}  # rope type -> required keys
 _GENERATION: dict[str, Rule] = {
     "eos_token_id": _IDS,
     "do_sample": _FLAG | _NULL,
@@ -127,7 +127,7 @@ _GENERATION: dict[str, Rule] = {
     "repetition_penalty": _number(0.01, 100) | _NULL,
 }
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-TOKEN = ("content", *_FLAGS)  # what a token of tokenizer_config.json has
+TOKEN = ("content", *_FLAGS)  # fields of a token in tokenizer_config.json
 _TOKEN = Rule("an object with a text as content", lambda value: _is_token(value))
 _TEMPLATE = Rule("an object with texts as name and template", lambda value: _is_template(value))
 _TOKENIZER: dict[str, Rule] = {
@@ -152,21 +152,21 @@ def _are_tokens(value: Any) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """All of its files that are there."""
+    """Validate the files of the folder that exist."""
     for name, read in _FILES.items():
         if (folder / name).is_file():
             read(folder / name)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json."""
+    """Read and validate config.json."""
     config = read_object(path)
     check_config(config, path)
     return config
 
 
 def check_config(config: Mapping[str, Any], where: object) -> None:
-    """Of any origin; `where` is said first. Nested configurations and rotary embeddings are looked into."""
+    """Validate a model config, its nested configs and its rotary embeddings. `where` starts every error."""
     _check(config, _CONFIG, where)
     for key in ("rope_scaling", "rope_parameters"):
         _check_rope(config.get(key) or {}, f"{where}: {key}")
@@ -174,31 +174,31 @@ def check_config(config: Mapping[str, Any], where: object) -> None:
         check_config(config["text_config"], f"{where}: text_config")
 
 
-def _check_rope(given: Mapping[str, Any], where: str) -> None:
-    _check(given, _ROPE, where)
-    kind = given.get("rope_type", given.get("type"))
-    if lacking := [key for key in _NEEDED.get(kind, ()) if given.get(key) is None]:
+def _check_rope(rope: Mapping[str, Any], where: str) -> None:
+    _check(rope, _ROPE, where)
+    kind = rope.get("rope_type", rope.get("type"))
+    if lacking := [key for key in _NEEDED.get(kind, ()) if rope.get(key) is None]:
         raise ValueError(f"{where} of type {kind!r} lacks {', '.join(lacking)}")
     for key in ("full_attention", "sliding_attention"):
-        if given.get(key):
-            _check_rope(given[key], f"{where}.{key}")
+        if rope.get(key):
+            _check_rope(rope[key], f"{where}.{key}")
 
 
 def read_generation(path: Path) -> dict[str, Any]:
-    """generation_config.json; {} where there is none."""
+    """Read generation_config.json; {} if it does not exist."""
     return _read(path, _GENERATION) if path.is_file() else {}
 
 
 def read_tokenizer_config(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json; {} where there is none."""
+    """Read tokenizer_config.json; {} if it does not exist."""
     return _read(path, _TOKENIZER) if path.is_file() else {}
 
 
 def read_index(path: Path) -> list[str]:
-    """The files that model.safetensors.index.json names, in its folder."""
+    """Return the names of the files that model.safetensors.index.json lists, all in its folder."""
     index = _read(path, _INDEX)
     if "weight_map" not in index:
-        raise ValueError(f"{path} has no weight_map, which says in which file each weight is")
+        raise ValueError(f"{path} has no weight_map, which maps each weight to its file")
     names = sorted(set(index["weight_map"].values()))
     if elsewhere := [name for name in names if Path(name).name != name]:
         raise ValueError(f"{path}: weight_map names {elsewhere[0]!r}; it has to name files in this folder")
@@ -212,11 +212,11 @@ def _read(path: Path, table: Mapping[str, Rule]) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, unchecked."""
+    """Read a JSON object without validating its keys."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except RecursionError:
-        raise ValueError(f"{path} is nested too deeply to be read") from None
+        raise ValueError(f"{path} is nested too deeply to read") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -228,7 +228,7 @@ def _check(values: Mapping[str, Any], table: Mapping[str, Rule], where: object) 
     for key, value in values.items():
         rule = table.get(key)
         if rule is not None and not rule.holds(value):
-            raise ValueError(f"{where}: {key} is {_said(value)}; it has to be {rule.words}")
+            raise ValueError(f"{where}: {key} is {_shown(value)}; it has to be {rule.words}")
 
 
 _FILES: dict[str, Callable[[Path], object]] = {
@@ -239,7 +239,7 @@ _FILES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def _said(value: Any) -> str:
-    """As JSON, short."""
+def _shown(value: Any) -> str:
+    """Format as JSON, shortened."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

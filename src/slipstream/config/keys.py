@@ -1,14 +1,13 @@
-"""What becomes of every key of the JSON: honored, without effect here, or refused.
+"""The class of every JSON key: honored, without effect, or refused.
 
 - HONORED: the value changes what Slipstream does; `proof` names the test that shows it.
-- NO_EFFECT: the key is understood and there is nothing for it to do; said once, when it is set to something
-  other than its default.
-- REFUSED: it asks for a feature that is not built yet. A value that leaves the feature off is fine; a value
-  that switches it on is an error, for training without it in silence would be worse.
+- NO_EFFECT: the key is valid but has nothing to control here. A non-default value is logged once.
+- REFUSED: the key belongs to a feature that is not built yet. A value that enables the feature raises an error, because
+  training silently without it would be worse; a value that leaves it off is accepted.
 
-A key is listed by name in `HONORED` or `NO_EFFECT`, or belongs to a `Feature` by name or by block. A name
-wins over a block, so a key moves from one class to another by one line. A test holds that every key of the
-schema has exactly one class and that every name here is in the schema.
+A key is listed by name in `HONORED` or `NO_EFFECT`, or belongs to a `Feature` by name or by block. A name takes precedence over
+a block, so moving a key to another class changes one line. A test checks that every schema key has exactly one class and that
+every name here is in the schema.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ class Fate(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Something DeepSpeed offers that is not built yet: the keys that ask for it and those that set it up."""
+    """A DeepSpeed feature that is not built yet: the keys that enable it and those that configure it."""
 
     what: str
     remedy: str
-    switches: tuple[str, ...]  # keys; any of them with a value outside `off` asks for the feature
+    switches: tuple[str, ...]  # keys; a value of any of them outside `off` enables the feature
     off: tuple[Any, ...] = (False, None)
-    blocks: tuple[str, ...] = ()  # every other key below these belongs to the feature
-    moot_on_one_host: str = ""  # why there is nothing to build where all ranks share a host; it is then said, not refused
+    blocks: tuple[str, ...] = ()  # blocks whose other keys belong to the feature
+    moot_on_one_host: str = ""  # why it is not needed if all ranks share a host; it is then logged, not refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
     name: str
     fate: Fate
-    proof: str = ""  # HONORED: a test function somewhere below tests/
+    proof: str = ""  # HONORED: a test function below tests/
     reason: str = ""  # NO_EFFECT and REFUSED
     remedy: str = ""  # REFUSED
 
@@ -139,37 +138,37 @@ HONORED: Mapping[str, str] = {
     "slipstream.poison_released": "test_slipstream_poison_released",
 }
 
-_UNITS = "parameters move in whole units (one per repeated block), not in buckets of this size"
-_WHOLE = "a unit is gathered whole, so the modules inside it are leaves already"
-_TRANSPORT = "the transport picks the collective; each reduction has one fixed order and sends each byte once"
-_PINNED = "host memory that a GPU copies from or to is always pinned"
-_STREAMED = "the optimizer always reads chunks ahead and writes them behind"
-_DIRECT = "a unit's weights are read straight into the memory that it is computed from, one unit ahead"
-_SUBMITTED = "blocks go to the disk as soon as the queue has room, and are reaped as they end"
-_WRITER = "every rank writes its own shards into a file of its own, direct to the disk and without pickles"
-_UNSCALED = "bf16 has the range of fp32, so there is no loss scale"
-_ROUNDING = "gradients are summed in fp32 and scaled once at the end, so there is no order of division to choose"
+_UNITS = "parameters are communicated in whole units (one per repeated block), not in buckets of this size"
+_WHOLE = "each unit is gathered as a whole, so its modules already behave as leaf modules"
+_TRANSPORT = "the transport chooses the collective; reductions have a fixed order and send each byte once"
+_PINNED = "host buffers for GPU copies are always pinned"
+_STREAMED = "the optimizer always prefetches chunks and writes them back asynchronously"
+_DIRECT = "weights are read directly into the memory that the forward uses, one unit ahead"
+_SUBMITTED = "I/O requests are always submitted as soon as the queue has a free slot and reaped as they complete"
+_WRITER = "each rank writes its shards to its own file with direct I/O and without pickle"
+_UNSCALED = "bf16 has the exponent range of fp32 and needs no loss scale"
+_ROUNDING = "gradients are summed in fp32 and divided once at the end"
 
 NO_EFFECT: Mapping[str, str] = {
-    "zero_allow_untested_optimizer": "there is no whitelist: every optimizer is allowed at every stage",
-    "zero_force_ds_cpu_optimizer": "every optimizer may step on the CPU",
-    "optimizer.legacy_fusion": "there is one implementation of each optimizer",
+    "zero_allow_untested_optimizer": "every optimizer is allowed at every stage",
+    "zero_force_ds_cpu_optimizer": "every optimizer can run on the CPU",
+    "optimizer.legacy_fusion": "each optimizer has one implementation",
     "prescale_gradients": _ROUNDING,
     "gradient_predivide_factor": _ROUNDING,
-    "seq_parallel_communication_data_type": "there is no sequence parallelism yet",
-    "disable_allgather": "DeepSpeed itself never reads it",
+    "seq_parallel_communication_data_type": "sequence parallelism is not built yet",
+    "disable_allgather": "DeepSpeed does not read it either",
     "allgather_size": _UNITS,
     "fp16.fused_mode": "there is one mixed-precision path",
-    "fp16.opt_level": "it is NVIDIA Apex's; weights in fp16 have fp32 masters here",
+    "fp16.opt_level": "it is an option of NVIDIA Apex; fp16 weights always have fp32 masters here",
     "bf16.loss_scale": _UNSCALED,
     "bf16.loss_scale_window": _UNSCALED,
     "bf16.initial_scale_power": _UNSCALED,
     "bf16.hysteresis": _UNSCALED,
     "bf16.min_loss_scale": _UNSCALED,
     "bf16.immediate_grad_update": "gradients are always reduced as soon as they are complete",
-    "torch_autocast.lower_precision_safe_modules": "torch.autocast decides by operation, not by module",
-    "zero_optimization.mics_hierarchical_params_gather": "units are gathered inside the sharding group only",
-    "zero_optimization.contiguous_gradients": "gradients are contiguous by layout",
+    "torch_autocast.lower_precision_safe_modules": "torch.autocast selects dtypes per operation, not per module",
+    "zero_optimization.mics_hierarchical_params_gather": "units are gathered within the sharding group only",
+    "zero_optimization.contiguous_gradients": "gradients are always contiguous",
     "zero_optimization.reduce_scatter": _TRANSPORT,
     "zero_optimization.use_multi_rank_bucket_allreduce": _TRANSPORT,
     "zero_optimization.allgather_partitions": _TRANSPORT,
@@ -186,40 +185,40 @@ NO_EFFECT: Mapping[str, str] = {
     "zero_optimization.leaf_module.classes": _WHOLE,
     "zero_optimization.leaf_module.names": _WHOLE,
     "zero_optimization.leaf_module.name_suffixes": _WHOLE,
-    "zero_optimization.overlap_comm": "communication overlaps wherever the device has streams",
-    "zero_optimization.compute_grad_norm": "the norm falls out of the reduction at no extra pass",
-    "zero_optimization.load_from_fp32_weights": "checkpoints hold the master weights, and those are loaded",
+    "zero_optimization.overlap_comm": "communication always overlaps with computation if the device has streams",
+    "zero_optimization.compute_grad_norm": "the norm is computed during the reduction, without an extra pass",
+    "zero_optimization.load_from_fp32_weights": "checkpoints contain the master weights, which are always loaded",
     "zero_optimization.elastic_checkpoint": "every checkpoint loads at any world size",
-    "zero_optimization.pipeline_loading_checkpoint": "each rank reads only its own part of a checkpoint",
+    "zero_optimization.pipeline_loading_checkpoint": "each rank reads only its shard of a checkpoint",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "engine.state_dict() is always complete",
-    "zero_optimization.legacy_stage1": "there is one implementation of every stage",
-    "zero_optimization.round_robin_gradients": "every unit is spread over all ranks evenly",
-    "zero_optimization.parameter_alignment": "parameters always start on 128-byte boundaries",
-    "zero_optimization.memory_efficient_linear": "torch.nn.functional.linear is left alone",
-    "zero_optimization.override_module_apply": "torch.nn.Module is left alone",
+    "zero_optimization.legacy_stage1": "each stage has one implementation",
+    "zero_optimization.round_robin_gradients": "every unit is already sharded evenly over all ranks",
+    "zero_optimization.parameter_alignment": "parameters are always aligned to 128 bytes",
+    "zero_optimization.memory_efficient_linear": "torch.nn.functional.linear is not patched",
+    "zero_optimization.override_module_apply": "torch.nn.Module is not patched",
     "zero_optimization.log_trace_cache_warnings": "there is no trace cache",
-    "zero_optimization.enable_sanity_checks": "the checks are always on",
+    "zero_optimization.enable_sanity_checks": "the checks are always enabled",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon's states always stay in memory",
     "zero_optimization.cpu_offload_use_pin_memory": _PINNED,
     "zero_optimization.grad_hooks": "gradients are always reduced from hooks",
     "zero_optimization.offload_optimizer.pin_memory": _PINNED,
     "zero_optimization.offload_optimizer.pipeline_read": _STREAMED,
     "zero_optimization.offload_optimizer.pipeline_write": _STREAMED,
-    "zero_optimization.offload_optimizer.fast_init": "fresh files read as zeros, so nothing is written to begin with",
-    "zero_optimization.offload_optimizer.super_offload": "slipstream.update_ahead begins updates in the backward",
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "all threads of the process step the optimizer",
+    "zero_optimization.offload_optimizer.fast_init": "new files read as zeros, so they need no initialization",
+    "zero_optimization.offload_optimizer.super_offload": "slipstream.update_ahead overlaps the optimizer step with the backward",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "the optimizer step uses all threads of the process",
     "zero_optimization.offload_param.pin_memory": _PINNED,
     "zero_optimization.offload_param.buffer_count": _DIRECT,
     "zero_optimization.offload_param.buffer_size": _DIRECT,
     "aio.single_submit": _SUBMITTED,
     "aio.overlap_events": _SUBMITTED,
-    "disable_python_gc": "Python's collector is left alone; call gc.disable() in the script",
-    "memory_breakdown": "engine.explain() gives the bytes of every state",
-    "timers.throughput.enabled": "steps_per_print and wall_clock_breakdown ask for times",
-    "timers.throughput.synchronized": "times are taken where the step synchronizes anyway",
-    "activation_checkpointing.contiguous_memory_optimization": "a kept input is the tensor that the block was given, never a "
-    "copy that could be put elsewhere; PYTORCH_ALLOC_CONF=expandable_segments:True keeps CUDA memory in one piece",
-    "activation_checkpointing.partition_activations": "activations are partitioned over tensor-parallel ranks, and there are none",
+    "disable_python_gc": "Slipstream does not change Python's garbage collector; call gc.disable() in the script",
+    "memory_breakdown": "engine.explain() reports the bytes of every state",
+    "timers.throughput.enabled": "steps_per_print and wall_clock_breakdown enable timing",
+    "timers.throughput.synchronized": "timers read the clock only where the step synchronizes anyway",
+    "activation_checkpointing.contiguous_memory_optimization": "saved inputs are the block's own input tensors, not "
+    "copies in a buffer; PYTORCH_ALLOC_CONF=expandable_segments:True reduces fragmentation of CUDA memory",
+    "activation_checkpointing.partition_activations": "there are no tensor-parallel ranks to partition activations over",
     "checkpoint.parallel_write.pipeline_stage": _WRITER,
     "checkpoint.checkpoint_serialization": _WRITER,
     "checkpoint.writer.type": _WRITER,
@@ -228,30 +227,20 @@ NO_EFFECT: Mapping[str, str] = {
     "checkpoint.writer.io_multiplier": _WRITER,
     "checkpoint.writer.show_statistics": _WRITER,
     "checkpoint.writer.data_parallel": _WRITER,
-    "vocabulary_size": "DeepSpeed only prints a hint about alignment for it",
+    "vocabulary_size": "DeepSpeed uses it only to print an alignment hint",
 }
 
-_COMPRESSION = (
-    "layer_reduction.enabled",
-    *(
-        f"{technique}.shared_parameters.enabled"
-        for technique in (
-            "weight_quantization",
-            "activation_quantization",
-            "sparse_pruning",
-            "row_pruning",
-            "head_pruning",
-            "channel_pruning",
-        )
-    ),
-)
+_TECHNIQUES = "weight_quantization activation_quantization sparse_pruning row_pruning head_pruning channel_pruning"
+_COMPRESSION = ("layer_reduction.enabled", *(f"{name}.shared_parameters.enabled" for name in _TECHNIQUES.split()))
+
+
+def _block(what: str, remedy: str, *blocks: str) -> Feature:
+    """A feature that `enabled` of its block switches on."""
+    return Feature(what, remedy, tuple(f"{block}.enabled" for block in blocks), blocks=blocks)
+
 
 FEATURES: tuple[Feature, ...] = (
-    Feature(
-        "storage that the GPU reads itself (GPUDirect)",
-        "set aio.use_gds to false; transfers go through pinned host memory",
-        ("aio.use_gds",),
-    ),
+    Feature("GPUDirect Storage", "set aio.use_gds to false; transfers go through pinned host memory", ("aio.use_gds",)),
     Feature(
         "ZenFlow",
         "drop the block zero_optimization.zenflow",
@@ -261,7 +250,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "quantized ZeRO communication (ZeRO++)",
-        "drop the key; communication_data_type halves the bytes of gradients",
+        "drop the key; a 16-bit communication_data_type halves gradient traffic",
         (
             "zero_optimization.zero_quantized_weights",
             "zero_optimization.zero_quantized_nontrainable_weights",
@@ -277,19 +266,19 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "a secondary partition of the parameters (hpZ)",
-        "drop the key; zero_optimization.mics_shard_size keeps all gathers inside a group",
+        "drop the key; zero_optimization.mics_shard_size limits all-gathers to a group of ranks",
         ("zero_optimization.zero_hpz_partition_size",),
         off=(0, 1),
     ),
-    Feature("NVIDIA Apex AMP", 'use "bf16", "fp16" or "torch_autocast" with "enabled": true', ("amp.enabled",), blocks=("amp",)),
-    Feature("MS-AMP", 'use "bf16", "fp16" or "torch_autocast" with "enabled": true', ("msamp.enabled",), blocks=("msamp",)),
+    _block("NVIDIA Apex AMP", 'use "bf16", "fp16" or "torch_autocast" with "enabled": true', "amp"),
+    _block("MS-AMP", 'use "bf16", "fp16" or "torch_autocast" with "enabled": true', "msamp"),
     Feature(
         "a list of buffers that stay in fp32",
         "drop the key; data_types.buffer_dtype sets the dtype of all buffers",
         ("data_types.keep_in_fp32_modules",),
         off=(None, []),
     ),
-    Feature("sparse gradients of embeddings", "drop the key; dense reduction gives the same numbers", ("sparse_gradients",)),
+    Feature("sparse gradients of embeddings", "drop the key; dense reduction produces the same values", ("sparse_gradients",)),
     Feature(
         "tensor parallelism",
         "set the size to 0 or 1; zero_optimization.stage 3 shards the weights as well",
@@ -299,23 +288,22 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "expert parallelism",
-        "drop the key; experts train as ordinary parameters at every ZeRO stage",
+        "drop the key; experts are trained as ordinary parameters at every ZeRO stage",
         ("expert_parallel.enabled", "use_data_before_expert_parallelism"),
         blocks=("expert_parallel",),
     ),
     Feature("sequence parallelism", "set sequence_parallel_size to 1", ("sequence_parallel_size",), off=(1,)),
     Feature(
         "pipeline parallelism",
-        'set pipeline.stages to 1 or "auto"; zero_optimization.stage 3 spreads the layers as well',
+        'set pipeline.stages to 1 or "auto"; zero_optimization.stage 3 shards the layers as well',
         ("pipeline.stages",),
         off=("auto", 1, "1"),
         blocks=("pipeline",),
     ),
-    Feature(
+    _block(
         "the hybrid engine for RLHF",
         "set hybrid_engine.enabled to false; generation under torch.no_grad() works at every stage",
-        ("hybrid_engine.enabled",),
-        blocks=("hybrid_engine",),
+        "hybrid_engine",
     ),
     Feature(
         "weight quantization for inference",
@@ -333,90 +321,53 @@ FEATURES: tuple[Feature, ...] = (
     Feature("graph harvesting", 'drop the key; torch.compile(mode="reduce-overhead") captures CUDA graphs', ("graph_harvesting",)),
     Feature(
         "block-sparse attention",
-        'drop the block or set its mode to "dense"; FlexAttention of torch takes block masks',
+        'drop the block or set its mode to "dense"; FlexAttention of torch supports block masks',
         ("sparse_attention.mode",),
         off=("dense",),
         blocks=("sparse_attention",),
     ),
-    Feature(
-        "the flops profiler",
-        "set it to false; torch.utils.flop_counter counts a forward and backward",
-        ("flops_profiler.enabled",),
-        blocks=("flops_profiler",),
-    ),
+    _block("the flops profiler", "set it to false; torch.utils.flop_counter counts a forward and backward", "flops_profiler"),
     Feature(
         "data efficiency (curriculum sampling, random-LTD)",
         "set data_efficiency.enabled to false",
         ("data_efficiency.enabled", "data_efficiency.data_sampling.enabled", "data_efficiency.data_routing.enabled"),
         blocks=("data_efficiency",),
     ),
-    Feature(
+    _block(
         "curriculum learning",
         "set curriculum_learning.enabled to false and cut the sequences in the data loader",
-        ("curriculum_learning.enabled",),
-        blocks=("curriculum_learning",),
+        "curriculum_learning",
     ),
-    Feature(
-        "progressive layer dropping",
-        "set progressive_layer_drop.enabled to false",
-        ("progressive_layer_drop.enabled",),
-        blocks=("progressive_layer_drop",),
-    ),
-    Feature(
-        "eigenvalue estimation",
-        "set eigenvalue.enabled to false",
-        ("eigenvalue.enabled", "quantize_training.eigenvalue.enabled"),
-        blocks=("eigenvalue", "quantize_training.eigenvalue"),
-    ),
+    _block("progressive layer dropping", "set progressive_layer_drop.enabled to false", "progressive_layer_drop"),
+    _block("eigenvalue estimation", "set eigenvalue.enabled to false", "eigenvalue", "quantize_training.eigenvalue"),
     Feature(
         "compression (quantization-aware training, pruning, layer reduction)",
         "set the technique's enabled to false",
         (*(f"compression_training.{switch}" for switch in _COMPRESSION), "quantize_training.enabled"),
         blocks=("compression_training", "quantize_training"),
     ),
-    Feature(
+    _block(
         "monitoring by TensorBoard, Weights & Biases, Comet or CSV",
         "set it to false and log the loss and engine.global_grad_norm from the script",
-        ("tensorboard.enabled", "wandb.enabled", "comet.enabled", "csv_monitor.enabled"),
-        blocks=("tensorboard", "wandb", "comet", "csv_monitor"),
+        *("tensorboard", "wandb", "comet", "csv_monitor"),
     ),
-    Feature(
-        "the communication log",
-        "set it to false; engine.explain() gives the bytes on the wire per step",
-        ("comms_logger.enabled",),
-        blocks=("comms_logger",),
-    ),
-    Feature(
-        "elastic batch sizes",
-        "set elasticity.enabled to false and restart; checkpoints load at any world size",
-        ("elasticity.enabled",),
-        blocks=("elasticity",),
-    ),
+    _block("the communication log", "set it to false; engine.explain() reports the bytes communicated per step", "comms_logger"),
+    _block("elastic batch sizes", "set elasticity.enabled to false and restart; checkpoints load at any world size", "elasticity"),
     Feature(
         "checkpoints on node-local disks",
-        "set it to false and save to a directory that all nodes see",
+        "set it to false and save to a shared directory",
         ("checkpoint.use_node_local_storage",),
-        moot_on_one_host="all ranks share a host, and so its disk",
+        moot_on_one_host="all ranks share one host and its disk",
     ),
-    Feature(
-        "Nebula checkpoints",
-        "set nebula.enabled to false; saves are atomic and sharded already",
-        ("nebula.enabled",),
-        blocks=("nebula",),
-    ),
-    Feature("DataStates checkpoints", "drop the key; saves are atomic and sharded already", ("datastates_ckpt",)),
-    Feature(
-        "autotuning",
-        "set autotuning.enabled to false; `slipstream plan` shows the bytes before anything runs",
-        ("autotuning.enabled",),
-        blocks=("autotuning",),
-    ),
+    _block("Nebula checkpoints", "set nebula.enabled to false; checkpoints are already atomic and sharded", "nebula"),
+    Feature("DataStates checkpoints", "drop the key; checkpoints are already atomic and sharded", ("datastates_ckpt",)),
+    _block("autotuning", "set autotuning.enabled to false; `slipstream plan` estimates memory in advance", "autotuning"),
 )
 
 
 @cache
 def table() -> Mapping[str, Key]:
-    """The class of every key of the schema, by generic dotted name. A key without a class is a KeyError."""
+    """Map every schema key (generic dotted name) to its `Key`. Raises KeyError if a key has no class."""
     from slipstream.config.parse import schema_keys
 
     return MappingProxyType({name: _classify(name) for name in schema_keys()})
@@ -428,7 +379,7 @@ def counts() -> Counts:
 
 
 def refuse(leaves: Iterable[Leaf], *, one_host: bool) -> None:
-    """Raise one ValueError that names every feature that is asked for and not built."""
+    """Raise one ValueError that names every enabled feature that is not built yet."""
     refusals = []
     for leaf in leaves:
         feature = _asked(leaf)
@@ -441,7 +392,7 @@ def refuse(leaves: Iterable[Leaf], *, one_host: bool) -> None:
 
 
 def without_effect(leaves: Iterable[Leaf]) -> tuple[str, ...]:
-    """One sentence for each reason that makes keys set by the user do nothing here. For a config that `refuse` has passed."""
+    """Describe the keys that the user set without effect, one sentence per reason. The config must have passed `refuse`."""
     idle: dict[str, list[str]] = {}
     for leaf in leaves:
         if not leaf.given or leaf.value == leaf.default:
@@ -457,13 +408,13 @@ def without_effect(leaves: Iterable[Leaf]) -> tuple[str, ...]:
 
 
 def _asked(leaf: Leaf) -> Feature | None:
-    """The feature that a value asks for."""
+    """Return the feature that a value enables, or None."""
     feature = _switched_by(leaf.key)
     return None if feature is None or leaf.value in feature.off else feature
 
 
 def say(notes: Iterable[str]) -> None:
-    """Log the notes of a plan. Called by `initialize`, once, on rank 0."""
+    """Log the notes of a plan. `initialize` calls it once, on rank 0."""
     for note in notes:
         logger.warning("config: %s", note)
 

@@ -1,12 +1,12 @@
-"""A user's dictionary becomes a `Config`, or an error that names the dotted key, the value and the remedy.
+"""Parse a user's dictionary into a `Config`. Errors name the dotted key, the value and how to fix it.
 
-Five things happen before pydantic sees the dictionary, so that the schema stays a plain mirror:
+Before pydantic validates the dictionary (so that the schema stays a plain mirror of DeepSpeed's):
 
-- a key that starts with `_` is a comment and is dropped;
-- with `"slipstream": {"unknown_keys": "warn"}` a top-level key that is near no known one is dropped, and noted;
+- keys that start with `_` are comments and are dropped;
+- with `"slipstream": {"unknown_keys": "warn"}`, top-level keys that are not similar to a known key are dropped and noted;
 - older spellings are renamed (`RENAMED`), and `"zero_optimization": true` becomes stage 1;
 - `null` means "not set" and is dropped;
-- `"auto"` is taken out and remembered in `Parsed.autos`; `resolution.py` resolves it.
+- `"auto"` is removed and recorded in `Parsed.autos`; `resolution.py` resolves it.
 
 Paths: a `key` is generic (`...different_groups.*.modules`), a `path` is concrete
 (`...different_groups.wq1.modules`).
@@ -27,9 +27,9 @@ from slipstream.config.text import check_depth, shown
 from slipstream.config.values import Block
 
 MOST_ERRORS = 20  # in one message
-MOST_UNKNOWN = 100  # top-level keys that are left out; more are no config
+MOST_UNKNOWN = 100  # top-level keys that are ignored; a file with more is not a config
 
-# Spellings that DeepSpeed has accepted over the years, or that its documentation uses and its code does not.
+# Spellings that DeepSpeed has accepted, or that its documentation uses but its code does not.
 _TOP = {
     "bfloat16": "bf16",
     "seq_parallel_comm_data_type": "seq_parallel_communication_data_type",
@@ -58,7 +58,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 
 
 class Leaf(NamedTuple):
-    """One value of a parsed config; `given` says whether the user set it."""
+    """One value of a parsed config. given: whether the user set it."""
 
     key: str
     path: str
@@ -69,13 +69,13 @@ class Leaf(NamedTuple):
 
 class Parsed(NamedTuple):
     config: Config
-    leaves: Mapping[str, Leaf]  # by path; blocks that are off by being absent have none
+    leaves: Mapping[str, Leaf]  # by path; absent optional blocks have none
     autos: frozenset[str]  # paths that were "auto"
-    notes: tuple[str, ...]  # about keys that were left out
+    notes: tuple[str, ...]  # about keys that were ignored
 
 
 def parse(raw: Mapping[str, Any]) -> Parsed:
-    """Raises ValueError for unknown keys and bad values, the first `MOST_ERRORS` of them in one message."""
+    """Parse a config. Raises ValueError that lists the first `MOST_ERRORS` unknown keys and invalid values."""
     check_depth(raw, "the config")
     cleaning = _Cleaning(lenient=_is_lenient(raw))
     clean = cleaning.block(raw, Config, "")
@@ -89,34 +89,34 @@ def parse(raw: Mapping[str, Any]) -> Parsed:
 
 @cache
 def schema_keys() -> Mapping[str, Any]:
-    """Every key of the schema, with its default."""
+    """Return every schema key with its default."""
     return MappingProxyType(dict(_static(Config, "")))
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Up to three of `known` that `word` may have been meant to be, best first, none far behind the best."""
-    word = word[:100].lower()  # a comparison takes the product of two lengths
+    """Return up to three of `known` that are similar to `word`, best first, with scores close to the best."""
+    word = word[:100].lower()  # a comparison needs time proportional to the product of the lengths
     scored = [(difflib.SequenceMatcher(None, name, word).ratio(), name) for name in known]
     scored.sort(key=lambda pair: (-pair[0], pair[1]))
     return [name for score, name in scored[:3] if score >= max(0.5, scored[0][0] - 0.15)]
 
 
 def is_typo(word: str, block: type[Block]) -> bool:
-    """Whether an unknown key of a block is one letter away from a known one: a letter too many, too few, wrong, or swapped."""
+    """Whether an unknown key differs from a known key of the block by one inserted, missing, wrong or swapped letter."""
     return not _one_less(word.lower()).isdisjoint(_near(block))
 
 
 def is_comment(word: str, block: type[Block]) -> bool:
-    """`_x`: a comment, or a key that is switched off by its first letter, but not a key whose first letter is mistyped."""
+    """Whether `_x` is a comment or a commented-out key, not a key with a mistyped first letter."""
     return word.startswith("_") and (word[1:] in _names(block) or not is_typo(word, block))
 
 
 def is_left_out(word: str) -> bool:
-    """Whether a lenient reader leaves out an unknown key of the top level: no known key is near it."""
+    """Whether an unknown top-level key is ignored in lenient mode, because no known key is similar."""
     if is_typo(word, Config):
         return False
     word = word[:100].lower()
-    known = [name for name in _names(Config) if not word.startswith(f"{name}_")]  # tensorboard_dir is a name of its own
+    known = [name for name in _names(Config) if not word.startswith(f"{name}_")]  # tensorboard_dir is not a misspelled tensorboard
     return not difflib.get_close_matches(word, known, n=1, cutoff=0.8)
 
 
@@ -126,26 +126,26 @@ def _is_lenient(raw: Any) -> bool:
 
 
 class _Cleaning:
-    """Today's spelling of a config, without `null`, `"auto"` and comments."""
+    """Convert a config to current spellings and remove `null`, `"auto"` and comments."""
 
     def __init__(self, *, lenient: bool) -> None:
         self.lenient = lenient
         self.autos: set[str] = set()
-        self.left_out: list[str] = []  # unknown keys
-        self.switched_off: list[str] = []  # known ones, behind an underscore
+        self.left_out: list[str] = []  # ignored unknown keys
+        self.switched_off: list[str] = []  # known keys after an underscore
 
     def notes(self) -> Iterator[str]:
         if self.left_out:
             meant = [
-                f"{shown(word)} ({' or '.join(there)}?)" if (there := _elsewhere(word)) else shown(word) for word in self.left_out
+                f"{shown(word)} ({' or '.join(paths)}?)" if (paths := _elsewhere(word)) else shown(word) for word in self.left_out
             ]
-            yield f"unknown top-level keys are left out: {', '.join(meant)}"
+            yield f"unknown top-level keys are ignored: {', '.join(meant)}"
         if self.switched_off:
-            paths = ", ".join(map(shown, self.switched_off[:MOST_ERRORS]))
-            yield f"keys that start with an underscore are comments, so these set nothing: {paths}"
+            disabled = ", ".join(map(shown, self.switched_off[:MOST_ERRORS]))
+            yield f"keys that start with an underscore are comments, so these have no effect: {disabled}"
 
     def block(self, raw: Any, block: type[Block], prefix: str) -> Any:
-        """Pydantic refuses what is no mapping."""
+        """Clean a block. A value that is not a mapping is returned as it is; pydantic rejects it."""
         if block is ZeroOptimization and isinstance(raw, bool):
             return {"stage": 1} if raw else {}
         if not isinstance(raw, Mapping):
@@ -154,12 +154,12 @@ class _Cleaning:
         origin: dict[str, str] = {}
         for written, value in raw.items():
             if not isinstance(written, str):
-                raise ValueError(f"config keys are strings, got {shown(written)} in {prefix.rstrip('.') or 'the top level'}")
+                raise ValueError(f"config keys must be strings, got {shown(written)} in {prefix.rstrip('.') or 'the top level'}")
             path = RENAMED.get(prefix + written, prefix + written)
             name = path.removeprefix(prefix)
             if name in origin:
                 raise ValueError(
-                    f"{prefix}{origin[name]} and {prefix}{written} are two spellings of one key; keep {path} and drop the other"
+                    f"{prefix}{origin[name]} and {prefix}{written} are two spellings of the same key; keep only {path}"
                 )
             field = block.model_fields.get(name)
             if field is None and self._is_dropped(written, block, prefix):
@@ -194,14 +194,14 @@ class _Cleaning:
         if len(self.left_out) > MOST_UNKNOWN:
             raise ValueError(
                 f"more than {MOST_UNKNOWN} unknown top-level keys, among them {', '.join(map(shown, self.left_out[:3]))}: "
-                f"this is no config of DeepSpeed's; give initialize the file that it is in"
+                f"this is not a DeepSpeed config; pass the config file to initialize"
             )
         return True
 
 
 @cache
 def _names(block: type[Block]) -> frozenset[str]:
-    """The keys of a block, and their older spellings."""
+    """Return the keys of a block and their older spellings."""
     older = (old.split(".") for old in RENAMED)
     return frozenset((*block.model_fields, *(name for *parents, name in older if _block_at(parents) is block)))
 
@@ -212,7 +212,7 @@ def _near(block: type[Block]) -> frozenset[str]:
 
 
 def _one_less(word: str) -> set[str]:
-    """A word, and the word without one of its letters. Two words that are one letter apart have one of these in common."""
+    """Return a word and all words with one letter removed. Words that differ by one letter share one of these."""
     return {word[:100], *(word[:i] + word[i + 1 : 100] for i in range(min(len(word), 100)))}
 
 
@@ -255,7 +255,7 @@ def _explain_one(location: tuple[str, ...], item: Mapping[str, Any]) -> str:
         return _unknown(location)
     path = ".".join(_only_keys(location))
     if item["type"] == "missing":
-        return f"config key {path} is missing: {'.'.join(location[:-1])} needs it"
+        return f"config key {path} is missing; {'.'.join(location[:-1])} requires it"
     if item["type"] == "model_type":
         return f'config key {path} must be an object such as {{"enabled": true}}, got {shown(item["input"])}'
     text = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
@@ -268,25 +268,27 @@ def _unknown(location: tuple[str, ...]) -> str:
     block = _block_at(parents)
     text = f"unknown config key {prefix}{name[:100]}"
     elsewhere, close = _elsewhere(name), nearest(name, _names(block))
-    meant = [*elsewhere, *(prefix + near for near in close)]
+    meant = [*elsewhere, *(prefix + key for key in close)]
     if meant:
         return f"{text}; did you mean {' or '.join(dict.fromkeys(meant))}?"
     if parents:
         known = (
-            f"known here: {', '.join(block.model_fields)}" if len(block.model_fields) <= 24 else "no key is near it, so remove it"
+            f"known here: {', '.join(block.model_fields)}"
+            if len(block.model_fields) <= 24
+            else "no similar key exists, so remove it"
         )
         return f"{text}; {known}"
-    return f'{text}; no key is near it: remove it, or write "slipstream": {{"unknown_keys": "warn"}} to have such keys left out'
+    return f'{text}; no similar key exists: remove it, or set "slipstream": {{"unknown_keys": "warn"}} to ignore such keys'
 
 
 def _elsewhere(name: str) -> list[str]:
-    """Where else in a config a key of this name stands, if not in many places."""
+    """Return the paths at which a key of this name exists, if there are at most three."""
     paths = [key for key in (*schema_keys(), *Config.model_fields) if f".{key}".endswith(f".{name}")]
     return paths if len(paths) <= 3 else []
 
 
 def _walk(location: Sequence[str]) -> Iterator[tuple[str, type[Block] | None]]:
-    """The keys of an error's location, each with the block it opens (pydantic adds union members)."""
+    """Yield the keys of an error's location, each with the block it opens, without the union members that pydantic adds."""
     block: type[Block] | None = Config
     many = False
     for part in location:

@@ -1,11 +1,10 @@
-"""The frozen `Plan`: everything the engine needs to know of the JSON, and where each value came from.
+"""The frozen `Plan`: the resolved config that the engine uses, with the source of each value.
 
-Nothing below `config/` sees JSON, `"auto"`, aliases or defaults. A plan is plain data: it can be compared,
-pickled and sent to another process. `resolution.py` makes it.
+Code outside `config/` never sees JSON, `"auto"`, aliases or defaults. A plan is plain data: it can be compared, pickled and sent to
+another process. `resolution.py` creates it.
 
-Glossary of `sources`, by dotted key: "config" (the user wrote it), "argument" (given beside the config),
-"default" (DeepSpeed 0.19's), "auto: <rule>" (the user wrote "auto"), "derived: <formula>" (follows from other
-values).
+Values of `sources`, by dotted key: "config" (set by the user), "argument" (an override passed with the config), "default" (of
+DeepSpeed 0.19), "auto: <rule>" (the user wrote "auto"), "derived: <formula>" (computed from other values).
 """
 
 from __future__ import annotations
@@ -17,26 +16,28 @@ from typing import Any, Literal
 import torch
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-MOST_CHUNK = 1 << 21  # elements: 28 MiB with gradients and weights in 16 bits; long enough for any disk, short beside a budget
+MOST_CHUNK = (
+    1 << 21
+)  # elements: 28 MiB with gradients and weights in 16 bits; large enough for any disk, small compared to a memory budget
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataWorld:
     data_parallel: int  # ranks that a batch is split over
-    one_host: bool = True  # whether all ranks share one
+    one_host: bool = True  # whether all ranks share a host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What rules for "auto" may ask of the model, the device and the other arguments of `initialize`."""
+    """Facts about the model, the device and other arguments of `initialize` that rules for "auto" use."""
 
     device_type: str
     supports_bf16: bool
-    loader_batch_size: int | None = None  # of a DataLoader that the user brought
-    optimizer_lr: float | None = None  # of an optimizer that the user brought
-    brings_schedule: bool = False  # so that the config's is not built
-    ahead: bool = False  # of a run that is only planned: what its loop fills in may be missing
+    loader_batch_size: int | None = None  # of a DataLoader passed by the user
+    optimizer_lr: float | None = None  # of an optimizer passed by the user
+    brings_schedule: bool = False  # the user passes a schedule, so the config's is not built
+    ahead: bool = False  # a dry run: values that the training loop sets may be missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class BatchPlan:
     train_batch_size: int
     micro_batch_size: int
     accumulation: int
-    managed: bool  # step() counts micro-batches and acts at the boundary; otherwise every step() is one
+    managed: bool  # step() updates at the accumulation boundary; otherwise at every call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,34 +56,34 @@ class ZeroPlan:
     shard_size: int | None  # MiCS: ranks that share one copy of the states; None = all data-parallel ranks
     transport: Literal["auto", "shared", "gloo"]
     reduce_op: Literal["mean", "sum"]
-    ignore_unused: bool  # parameters without a gradient; otherwise they stop the step
+    ignore_unused: bool  # parameters without a gradient; otherwise the step raises an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """Which memory states rest in. "cpu" is the host's; where the device is the host, that is where they are anyway."""
+    """Where states are stored. "cpu" is host memory, which has no effect if the device is a CPU."""
 
     optimizer: Literal["none", "cpu", "nvme"]  # masters and moments
     optimizer_path: str | None
-    ratio: float  # of each unit's masters and moments; the rest stays in memory
+    ratio: float  # fraction of each unit's masters and moments that is offloaded
     num_buffers: int  # chunks in memory at a time
-    chunk_numel: int  # at most, as the optimizer streams them
-    update_ahead: bool  # begin updates in the backward (train/step.py); it takes the disk twice, where there is room
+    chunk_numel: int  # maximum, when the optimizer streams states
+    update_ahead: bool  # start updates in the backward (train/step.py); needs twice the disk space, if available
     param: Literal["none", "cpu", "nvme"]  # sharded weights
     param_path: str | None
-    max_in_cpu: int  # weights per rank that stay in host memory although the tier is the disk
+    max_in_cpu: int  # elements per rank that stay in host memory with device nvme
     block_nbytes: int
     queue_depth: int
-    threads: int  # where the kernel refuses io_uring
+    threads: int  # if the kernel does not allow io_uring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScalePlan:
     static: float | None  # None = dynamic, by the fields below
     initial: float
-    window: int  # clean steps before the scale doubles
-    hysteresis: int  # overflows before it halves
-    consecutive_hysteresis: bool  # a clean step restores the hysteresis
+    window: int  # steps without overflow before the scale doubles
+    hysteresis: int  # overflows before the scale is halved
+    consecutive_hysteresis: bool  # a step without overflow resets the count
     minimum: float
 
 
@@ -91,8 +92,8 @@ class PrecisionPlan:
     param_dtype: torch.dtype
     buffer_dtype: torch.dtype | None  # None = saved buffers follow the weights, others keep their own
     master_dtype: torch.dtype
-    state_dtype: torch.dtype  # int8: codes of 8 bits
-    stochastic_rounding: bool  # of bf16 weights that have no master
+    state_dtype: torch.dtype  # int8: quantized to 8 bits
+    stochastic_rounding: bool  # of bf16 weights without masters
     grad_accum_dtype: torch.dtype | None  # None = the gradient's own at accumulation 1, fp32 above
     comm_dtype: torch.dtype | None  # None = the gradient's own
     autocast_dtype: torch.dtype | None
@@ -115,20 +116,20 @@ class SchedulerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationPlan:
-    """What becomes of what the repeated blocks save for their backward."""
+    """How activations of the repeated blocks are stored."""
 
     way: Literal["keep", "recompute", "offload"]
-    num_blocks: int | None  # recompute: the first so many of them; None = all
-    inputs_on_host: bool  # recompute: where the kept inputs wait
+    num_blocks: int | None  # recompute: number of blocks, from the first; None = all
+    inputs_on_host: bool  # recompute: keep saved inputs in host memory
     synchronize: bool  # with the device, before and after each block's forward and recompute
     profile: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilePlan:
-    """What each repeated block's forward is given to: `torch.compile(forward, backend=backend, **kwargs)`."""
+    """Arguments of `torch.compile(forward, backend=backend, **kwargs)` for each repeated block."""
 
-    backend: str  # one that torch knows, or MODULE.FUNCTION
+    backend: str  # a backend registered with torch, or MODULE.FUNCTION
     kwargs: dict[str, Any]
 
 
@@ -141,8 +142,8 @@ class DataPlan:
 class CheckpointPlan:
     tag_validation: Literal["ignore", "warn", "fail"]
     asynchronous: bool = False
-    universal: bool = False  # which tag a load without one takes: `latest_universal` before `latest`
-    keep: int | None = None  # the newest so many checkpoints of a directory; None: all
+    universal: bool = False  # a load without a tag prefers `latest_universal` to `latest`
+    keep: int | None = None  # number of newest checkpoints to keep in a directory; None = all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,21 +165,21 @@ class Plan:
     compile: CompilePlan | None
     data: DataPlan
     checkpoint: CheckpointPlan
-    broadcast_buffers: bool  # the first rank's to all, before each forward
+    broadcast_buffers: bool  # broadcast rank 0's before each forward
     steps_per_print: int | None  # None = never
     wall_clock_breakdown: bool
     dump_state: bool
     log_level: str | None
-    seed: int  # of the loader's shuffle
+    seed: int  # of the data loader's shuffle
     debug: DebugPlan
-    notes: tuple[str, ...]  # what the user set without effect; `keys.say` logs them
+    notes: tuple[str, ...]  # keys that the user set without effect; `keys.say` logs them
     sources: Mapping[str, str]
 
 
 def describe(plan: Plan, *, defaults: bool = False) -> str:
-    """The plan as a table of key, value and source, one key per line: what the config sets, then what follows from it.
+    """Format the plan as a table of key, value and source: keys set by the config first, then derived ones.
 
-    defaults  also the keys at their defaults
+    defaults: include keys at their defaults
     """
     rows = [(key, _text(value), plan.sources.get(key, "default")) for key, value in plan_values(plan).items()]
     stated = [row for row in rows if row[2] in ("config", "argument")]
@@ -193,7 +194,7 @@ def describe(plan: Plan, *, defaults: bool = False) -> str:
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:
-    """The plan under the JSON's own keys, in reading order."""
+    """Return the plan's values by JSON key, in reading order."""
     batch, zero, precision, offload = plan.batch, plan.zero, plan.precision, plan.offload
     half = {dtype: precision.param_dtype is dtype for dtype in (torch.float16, torch.bfloat16)}
     values: dict[str, Any] = {

@@ -1,10 +1,9 @@
-"""A parsed JSON becomes a `Plan`: "auto" and the batch triad are worked out, contradictions are refused.
+"""Resolve a parsed config into a `Plan`: "auto" and the batch triad are computed, contradictions raise errors.
 
-`resolve` is a pure function of its arguments, so that every rank that calls it with the same ones gets the
-same plan or the same error, before any collective.
+`resolve` is a pure function, so ranks that pass the same arguments get the same plan or the same error before any collective.
 
-Rules for "auto": the table `AUTO` (and, for what optimizers and schedulers take, `AUTO_PARAMS`). A key
-without a rule becomes its default.
+The rules for "auto" are in `AUTO`, and those for arguments of optimizers and schedulers in `AUTO_PARAMS`. A key without a rule gets
+its default.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Auto(NamedTuple):
-    """A rule for "auto": what it says, and its value given the config and the facts."""
+    """A rule for "auto": its description, and the function that computes the value."""
 
     text: str
     value: Callable[[Parsed, ModelFacts], Any]
@@ -72,8 +71,8 @@ AUTO: Mapping[str, Auto] = MappingProxyType(
     }
 )
 
-# What "auto" is for parameters of DeepSpeed's optimizers and schedules: its defaults. Others are left
-# out, and the optimizer's own default holds.
+# Values of "auto" for arguments of DeepSpeed's optimizers and schedules: DeepSpeed's defaults. Other arguments are
+# not passed, so the optimizer's own default applies.
 _ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 AUTO_PARAMS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -88,24 +87,24 @@ AUTO_PARAMS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "warmupcosinelr": {"warmup_min_ratio": 0.0, "warmup_num_steps": 1000, "cos_min_ratio": 0.0001},
     }
 )
-DEFAULT_CLIPPING = "default: DeepSpeed's; gradients of a larger norm are scaled down to it, 0 turns that off"
+DEFAULT_CLIPPING = "default: DeepSpeed's; gradients with a larger norm are scaled down to it, 0 disables clipping"
 _FROM_OPTIMIZER = ("warmup_max_lr", "cycle_max_lr")  # "auto" is the optimizer's learning rate
-_FROM_LOOP = ("total_num_steps",)  # "auto" cannot be known here
+_FROM_LOOP = ("total_num_steps",)  # "auto" cannot be resolved here
 _TUPLES = ("betas", "etas", "step_sizes")
-_CHECK = "slipstream.check_grad_overflow"  # fp32's; DeepSpeed has one for bf16 only
+_CHECK = "slipstream.check_grad_overflow"  # for fp32; DeepSpeed has a key for bf16 only
 
 
 def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, overrides: Mapping[str, Any] | None = None) -> Plan:
-    """The plan for a config (a dictionary, see `load_config`); `overrides`, by dotted key, win over it.
+    """Return the plan of a config dictionary (see `load_config`). `overrides`, by dotted key, take precedence.
 
-    Raises ValueError for unknown keys, bad values, contradictions and features that are not built yet.
+    Raises ValueError for unknown keys, invalid values, contradictions and features that are not built yet.
     """
-    from slipstream.config.parse import parse  # pydantic takes a while to import
+    from slipstream.config.parse import parse  # pydantic is slow to import
 
     parsed = parse(_overridden(raw, overrides or {}))
     keys.refuse(parsed.leaves.values(), one_host=world.one_host)
     values = _Values(parsed, facts, frozenset(overrides or ()))
-    values.take("slipstream.unknown_keys")  # which `parse` has followed
+    values.take("slipstream.unknown_keys")  # applied by `parse`
     batch, offload = _batch(values, world), _offload(values)
     precision = _precision(values)
     optimizer, clipping = _optimizer(values)
@@ -134,26 +133,26 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
 
 
 def _checkpoint(values: _Values, offload: OffloadPlan) -> CheckpointPlan:
-    behind = values.take("checkpoint.writer.decoupled")
+    decoupled = values.take("checkpoint.writer.decoupled")
     on_disk = "nvme" in (offload.optimizer, offload.param)
-    if behind and on_disk:
+    if decoupled and on_disk:
         values.notes.append(
-            "checkpoint.writer.decoupled has no effect with states on nvme: those are saved before training goes on, since the "
-            "next step overwrites them where they are"
+            "checkpoint.writer.decoupled has no effect with states on nvme: they are saved synchronously, because the next "
+            "step overwrites them in place"
         )
     return CheckpointPlan(
         tag_validation=values.take("checkpoint.tag_validation"),
-        asynchronous=behind and not on_disk,
+        asynchronous=decoupled and not on_disk,
         universal=values.take("checkpoint.load_universal"),
         keep=values.take("slipstream.keep_checkpoints"),
     )
 
 
 def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides for an engine without optimizer: parameters are offloaded at every stage.
+    """Return the overrides for an engine without an optimizer, which offloads parameters at every stage.
 
-    Below stage 3 each rank has all weights. That is stage 3 over groups of one rank: weights rest where `offload_param` says, each
-    block's come in for its forward, and no rank waits for another.
+    Below stage 3 each rank has all weights, which is stage 3 over groups of one rank: weights are stored as `offload_param` says,
+    each block's weights are loaded for its forward, and no rank waits for another.
     """
     from slipstream.config.parse import parse
 
@@ -163,7 +162,7 @@ def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Values:
-    """Reads a parsed config key by key, resolves "auto" and remembers where each value came from."""
+    """Read a parsed config key by key, resolve "auto" and record the source of each value."""
 
     def __init__(self, parsed: Parsed, facts: ModelFacts, arguments: frozenset[str]) -> None:
         self.parsed, self.facts, self.arguments = parsed, facts, arguments
@@ -180,7 +179,7 @@ class _Values:
         return leaf.value if rule is None else rule.value(self.parsed, self.facts)
 
     def idle(self, block: str, why: str) -> None:
-        """The values taken so far of a block that is off, given or not, are not the plan's."""
+        """Set the source of a disabled block's values to `why`: the plan does not use them."""
         for path, source in self.sources.items():
             if path.startswith(f"{block}.") and path != f"{block}.enabled" and source in ("config", "argument"):
                 self.sources[path] = why
@@ -222,8 +221,8 @@ def _batch(values: _Values, world: DataWorld) -> BatchPlan:
         micro = values.facts.loader_batch_size or 1
         if values.facts.loader_batch_size is None:
             values.notes.append(
-                'train_micro_batch_size_per_gpu is "auto" with nothing to go by and became 1; '
-                "give train_batch_size or the micro batch size"
+                'train_micro_batch_size_per_gpu is "auto" and nothing determines it, so it became 1; '
+                "set train_batch_size or the micro batch size"
             )
     elif train is None and micro is None and values.facts.ahead:
         micro = values.facts.loader_batch_size or 1
@@ -256,9 +255,9 @@ class Triad(NamedTuple):
 
 
 def triad(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> Triad:
-    """The batch triad from any one or two of its members (accumulation alone says nothing).
+    """Compute the batch triad from one or more of its members (accumulation alone is not enough).
 
-    Raises ValueError when the members disagree or do not divide; by its first words users of DeepSpeed know it.
+    Raises ValueError if the members disagree or do not divide. The message starts as DeepSpeed's does.
     """
     if train is None:
         if micro is None:
@@ -278,7 +277,7 @@ def triad(train: int | None, micro: int | None, accumulation: int | None, ranks:
     if train != micro * accumulation * ranks:
         raise ValueError(
             f"Check batch related parameters: train_batch_size ({train}) != micro batch ({micro}) x accumulation ({accumulation}) "
-            f"x data parallel ({ranks}) = {micro * accumulation * ranks}; drop one of the three and it is "
+            f"x data parallel ({ranks}) = {micro * accumulation * ranks}; drop one of the three to have it "
             "derived"
         )
     return Triad(train, micro, accumulation)
@@ -291,14 +290,14 @@ def _divides(train: int, name: str, factor: int, ranks: int) -> None:
         near = f"{below} or {above}" if below else f"{above}"
         raise ValueError(
             f"Check batch related parameters: train_batch_size ({train}) is not a multiple of {name} ({factor}) "
-            f"x data parallel ({ranks}) = {unit}; the nearest that is: {near}"
+            f"x data parallel ({ranks}) = {unit}; the nearest multiple is {near}"
         )
 
 
 def _precision(values: _Values) -> PrecisionPlan:
     fp16, bf16 = values.take("fp16.enabled"), values.take("bf16.enabled")
     if fp16 and bf16:
-        raise ValueError("fp16.enabled and bf16.enabled are both true; weights have one dtype, turn one of them off")
+        raise ValueError("fp16.enabled and bf16.enabled are both true, but weights have one dtype; turn one of them off")
     if bf16 and not values.facts.supports_bf16:
         raise ValueError(
             f"bf16.enabled is true, but this {values.facts.device_type} device does not support bf16; "
@@ -309,9 +308,11 @@ def _precision(values: _Values) -> PrecisionPlan:
     if stated is None:
         values.sources["data_types.param_dtype"] = "derived: fp16.enabled and bf16.enabled"
     elif (fp16 or bf16) and DTYPES[stated] is not param:
-        raise ValueError(f"data_types.param_dtype is {stated}, but {'fp16' if fp16 else 'bf16'}.enabled is true; drop one")
+        raise ValueError(
+            f"data_types.param_dtype is {stated}, but {'fp16' if fp16 else 'bf16'}.enabled is true; drop one of the two"
+        )
     elif stated == "fp16" and not fp16:
-        raise ValueError('data_types.param_dtype fp16 needs a loss scale; write {"fp16": {"enabled": true}} instead')
+        raise ValueError('data_types.param_dtype fp16 needs a loss scale; set {"fp16": {"enabled": true}} instead')
     else:
         param = DTYPES[stated]
     master = torch.float32
@@ -322,8 +323,8 @@ def _precision(values: _Values) -> PrecisionPlan:
     if stochastic:
         if param is not torch.bfloat16:
             raise ValueError(
-                '"slipstream": {"stochastic_rounding": true} trains bf16 weights without fp32 masters; write '
-                '{"bf16": {"enabled": true}} too, or drop it'
+                '"slipstream": {"stochastic_rounding": true} trains bf16 weights without fp32 masters; also set '
+                '{"bf16": {"enabled": true}}, or drop it'
             )
         master = torch.bfloat16
     states = torch.bfloat16 if values.take("bf16.bf16_optimizer_states") and param is torch.bfloat16 else torch.float32
@@ -335,14 +336,18 @@ def _precision(values: _Values) -> PrecisionPlan:
     checks = {torch.bfloat16: values.take("bf16.check_grad_overflow"), torch.float32: values.take(_CHECK)}
     scaled = fp16 or autocast is torch.float16
     if values.parsed.leaves[_CHECK].given and (scaled or param is not torch.float32):
-        why = "with a loss scale overflows are always skipped" if scaled else "bf16.check_grad_overflow decides for bf16 weights"
+        why = (
+            "with a loss scale, steps that overflow are always skipped"
+            if scaled
+            else "bf16.check_grad_overflow applies to bf16 weights"
+        )
         values.notes.append(f"{_CHECK} has no effect here: {why}")
     auto_cast = values.take("fp16.auto_cast")
     for half, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if param is not dtype:
             values.idle(half, f"derived: the weights are not {half}")
-    accumulated = values.take("data_types.grad_accum_dtype")
-    if accumulated is None and master is not torch.float32 and not stochastic:
+    accum = values.take("data_types.grad_accum_dtype")
+    if accum is None and master is not torch.float32 and not stochastic:
         values.sources["data_types.grad_accum_dtype"] = "derived: master_weights_and_grads"
     comm = values.take("communication_data_type")
     buffers = values.take("data_types.buffer_dtype")
@@ -352,7 +357,7 @@ def _precision(values: _Values) -> PrecisionPlan:
         master_dtype=master,
         state_dtype=states,
         stochastic_rounding=stochastic,
-        grad_accum_dtype=DTYPES[accumulated] if accumulated else None if stochastic or master is torch.float32 else master,
+        grad_accum_dtype=DTYPES[accum] if accum else None if stochastic or master is torch.float32 else master,
         comm_dtype=DTYPES[comm] if comm else None,
         autocast_dtype=autocast,
         auto_cast_inputs=auto_cast and fp16,
@@ -384,8 +389,8 @@ def _zero(values: _Values, world: DataWorld) -> ZeroPlan:
     shard = shard if shard > 0 else None
     if shard is not None and stage != 3:
         raise ValueError(
-            f"zero_optimization.mics_shard_size ({shard}) shards weights, gradients and optimizer state in "
-            f"groups, which is stage 3, but the stage is {stage}; set it to 3 or drop mics_shard_size"
+            f"zero_optimization.mics_shard_size ({shard}) requires zero_optimization.stage 3, but the stage is "
+            f"{stage}; set it to 3 or drop mics_shard_size"
         )
     if shard is not None and world.data_parallel % shard:
         sizes = [size for size in range(1, world.data_parallel + 1) if world.data_parallel % size == 0]
@@ -409,22 +414,24 @@ def _offload(values: _Values) -> OffloadPlan:
         values,
         "offload_param",
         "cpu_offload_param",
-        f"at stage {stage} every rank computes with weights of its own, and stage 3 shards them" * (stage < 3),
+        f"at stage {stage} every rank keeps all weights on its device; only stage 3 shards them" * (stage < 3),
     )
     on_disk = "nvme" in (optimizer, param)
     block, depth = values.take("aio.block_size"), values.take("aio.queue_depth")
     if on_disk and (block < 4096 or block % 4096 or not 1 <= depth <= 4096):
         raise ValueError(
-            f"aio.block_size ({block}) must be a multiple of 4096 and aio.queue_depth ({depth}) 1 to 4096: transfers are direct"
+            f"aio.block_size ({block}) must be a multiple of 4096 (direct I/O), and aio.queue_depth ({depth}) from 1 to 4096"
         )
-    buffers, ratio = (_taken(values, "offload_optimizer", *each) for each in (("buffer_count", 4), ("ratio", 1.0)))
-    coded = values.take("slipstream.optimizer_states") == "int8"  # the scales of codes are in memory, and written in place
-    beside = optimizer == "cpu" and values.facts.device_type != "cpu"
-    if beside and ratio < 1:
-        values.notes.append("zero_optimization.offload_optimizer.ratio has no effect with device cpu: all states leave the GPU")
-    if (on_disk or beside) and buffers < 2:
+    buffers, ratio = _taken(values, "offload_optimizer", "buffer_count", 4), _taken(values, "offload_optimizer", "ratio", 1.0)
+    int8 = values.take("slipstream.optimizer_states") == "int8"  # its scales stay in memory and are updated in place
+    to_host = optimizer == "cpu" and values.facts.device_type != "cpu"
+    if to_host and ratio < 1:
+        values.notes.append(
+            "zero_optimization.offload_optimizer.ratio has no effect with device cpu: all optimizer states are offloaded"
+        )
+    if (on_disk or to_host) and buffers < 2:
         raise ValueError(
-            f"zero_optimization.offload_optimizer.buffer_count is {buffers}; one computes while another moves, so 2 or more"
+            f"zero_optimization.offload_optimizer.buffer_count is {buffers}; set it to 2 or more to overlap I/O with computation"
         )
     return OffloadPlan(
         optimizer=optimizer,
@@ -432,7 +439,7 @@ def _offload(values: _Values) -> OffloadPlan:
         ratio=ratio,
         num_buffers=buffers,
         chunk_numel=min(max(values.take("zero_optimization.sub_group_size"), 1), MOST_CHUNK),
-        update_ahead=values.take("slipstream.update_ahead") and optimizer == "nvme" and stage == 3 and not coded,
+        update_ahead=values.take("slipstream.update_ahead") and optimizer == "nvme" and stage == 3 and not int8,
         param=param,
         param_path=param_path,
         max_in_cpu=_taken(values, "offload_param", "max_in_cpu", 1_000_000_000),
@@ -443,15 +450,15 @@ def _offload(values: _Values) -> OffloadPlan:
 
 
 def _taken(values: _Values, block: str, key: str, default: Any) -> Any:
-    """A key of an offload block, which may be missing as a whole."""
+    """Read a key of an offload block, or return `default` if the config has no such block."""
     path = f"zero_optimization.{block}.{key}"
     return values.take(path) if path in values.parsed.leaves else default
 
 
 def _tier(values: _Values, block: str, older: str, idle: str = "") -> tuple[Any, str | None]:
-    """The device of an offload block, or of its older boolean form, and the folder that the disk needs.
+    """Return the device of an offload block (or of its older boolean form) and the directory for nvme.
 
-    idle  why nothing can be offloaded
+    idle: why the block has no effect; "" if it has one
     """
     device, asked_for_cpu = _taken(values, block, "device", "none"), values.take(f"zero_optimization.{older}")
     if device == "none" and asked_for_cpu:
@@ -461,10 +468,14 @@ def _tier(values: _Values, block: str, older: str, idle: str = "") -> tuple[Any,
         values.idle(f"zero_optimization.{block}", "derived: it has no effect at this stage")
         return "none", None
     if device == "cpu" and values.facts.device_type == "cpu":
-        values.notes.append(f"zero_optimization.{block}: the device is the host, so its states are in host memory already")
+        values.notes.append(
+            f"zero_optimization.{block} (cpu) has no effect here: the device is a CPU, so states are already in host memory"
+        )
     path = _taken(values, block, "nvme_path", None)
     if device == "nvme" and not path:
-        raise ValueError(f"zero_optimization.{block}.device is nvme: name a folder on the disk in {block}.nvme_path")
+        raise ValueError(
+            f"zero_optimization.{block}.device is nvme; set zero_optimization.{block}.nvme_path to a directory on the disk"
+        )
     return device, path
 
 
@@ -480,12 +491,12 @@ def _optimizer(values: _Values) -> tuple[OptimizerPlan | None, float]:
     values.sources.pop("optimizer.params.max_grad_norm", None)
     if norm is not None:
         if isinstance(norm, bool) or not isinstance(norm, (int, float)) or not 0 <= norm < math.inf:
-            raise ValueError(f"optimizer.params.max_grad_norm ({norm!r}) must be a number, 0 (no clipping) or more")
+            raise ValueError(f"optimizer.params.max_grad_norm ({norm!r}) must be a number, at least 0 (no clipping)")
         stated = values.parsed.leaves["gradient_clipping"].given and not values.is_auto("gradient_clipping")
-        if norm and stated and clipping != norm:  # 0 beside gradient_clipping: DeepSpeed's fused optimizers had it
+        if norm and stated and clipping != norm:  # 0 with gradient_clipping is allowed: DeepSpeed's fused optimizers had it
             raise ValueError(
                 f"gradient_clipping ({clipping:g}) and optimizer.params.max_grad_norm ({norm:g}) "
-                "disagree; they are two names of one thing, keep gradient_clipping"
+                "disagree, but both set the clipping norm; keep gradient_clipping"
             )
         if not stated:
             clipping = float(norm)
@@ -504,16 +515,16 @@ def _scheduler(values: _Values, optimizer: OptimizerPlan | None) -> SchedulerPla
         if key in _FROM_OPTIMIZER:
             params[key] = _learning_rate(optimizer, values.facts)
             values.sources[path] = "auto: the optimizer's learning rate"
-            unknown = "the learning rate is not known here; give the number"
+            unknown = "the learning rate is not known here; set a number"
         elif key in _FROM_LOOP:
             params[key] = None
-            unknown = "only the training loop knows it; give the number of optimizer steps"
+            unknown = "only the training loop knows it; set the number of optimizer steps"
         else:
             continue
         if params[key] is None:
             if not (values.facts.ahead or values.facts.brings_schedule):
                 raise ValueError(f'{path} is "auto", and {unknown}')
-            values.sources[path] = "auto: filled in by the training loop"
+            values.sources[path] = "auto: set by the training loop"
     return SchedulerPlan(type=name, params=params)
 
 
@@ -527,8 +538,8 @@ def _learning_rate(optimizer: OptimizerPlan | None, facts: ModelFacts) -> float 
 
 
 def _activations(values: _Values) -> ActivationPlan:
-    """DeepSpeed's block asks for recomputing by `number_checkpoints` or `cpu_checkpointing`; where neither is set, models
-    that call checkpoint() themselves do so, and nothing else. Our own key may ask for the same or, alone, for another way."""
+    """`number_checkpoints` or `cpu_checkpointing` of DeepSpeed's block enables activation checkpointing; without them only models
+    that call checkpoint() recompute. `slipstream.activations` enables the same or, without those keys, another mode."""
     block = "activation_checkpointing"
     way, stated = values.take("slipstream.activations"), values.parsed.leaves["slipstream.activations"].given
     names = ("number_checkpoints", "cpu_checkpointing", "synchronize_checkpoint_boundary", "profile")
@@ -536,7 +547,7 @@ def _activations(values: _Values) -> ActivationPlan:
     asking = [f"{block}.{name} ({str(value).lower()})" for name, value in zip(names[:2], (number, on_host), strict=True) if value]
     if asking and stated and way != "recompute":
         raise ValueError(
-            f"slipstream.activations is {way!r}, but {' and '.join(asking)} asks for blocks that are computed again; "
+            f"slipstream.activations is {way!r}, but {' and '.join(asking)} enables recomputation; "
             f'drop one of the two, or set slipstream.activations to "recompute"'
         )
     if asking and not stated:
@@ -544,11 +555,15 @@ def _activations(values: _Values) -> ActivationPlan:
         values.sources["slipstream.activations"] = f"derived: {block}"
     cuda = values.facts.device_type == "cuda"
     for path, idle, why in (
-        ("slipstream.activations = offload", way == "offload" and not cuda, "without a CUDA device they are in host memory"),
-        (f"{block}.cpu_checkpointing", on_host and not cuda, "without a CUDA device kept inputs are in host memory"),
-        (f"{block}.{names[2]}", synchronize and not cuda, "without a CUDA device an operation is over when it returns"),
-        (f"{block}.{names[2]}", synchronize and cuda and way != "recompute", "no block is computed again"),
-        (f"{block}.profile", profile and way != "recompute", "no block is computed again"),
+        (
+            "slipstream.activations = offload",
+            way == "offload" and not cuda,
+            "without a CUDA device activations are already in host memory",
+        ),
+        (f"{block}.cpu_checkpointing", on_host and not cuda, "without a CUDA device saved inputs are already in host memory"),
+        (f"{block}.{names[2]}", synchronize and not cuda, "without a CUDA device operations are synchronous"),
+        (f"{block}.{names[2]}", synchronize and cuda and way != "recompute", "no block is recomputed"),
+        (f"{block}.profile", profile and way != "recompute", "no block is recomputed"),
     ):
         if idle:
             values.notes.append(f"{path} has no effect here: {why}")
@@ -565,7 +580,7 @@ def _activations(values: _Values) -> ActivationPlan:
 
 
 def _compile(values: _Values) -> CompilePlan | None:
-    """DeepSpeed of 2024 compiled where `enabled` was true, the first versions where `disable` was false; 0.19 knows neither."""
+    """DeepSpeed of 2024 compiled if `enabled` was true, its first versions if `disable` was false; 0.19 has neither key."""
     names = ("enabled", "disable", "backend", "kwargs")
     enabled, disable, backend, kwargs = (values.take(f"compile.{name}") for name in names)
     given = {name for name in names if values.parsed.leaves[f"compile.{name}"].given}
@@ -573,12 +588,12 @@ def _compile(values: _Values) -> CompilePlan | None:
         return CompilePlan(backend=backend, kwargs=kwargs)
     if given and not given & {"enabled", "disable"}:
         values.notes.append("compile.backend and compile.kwargs have no effect here: compile.enabled is not set to true")
-    values.idle("compile", "derived: nothing is compiled")
+    values.idle("compile", "derived: compilation is disabled")
     return None
 
 
 def _params(values: _Values, block: str, name: str) -> dict[str, Any]:
-    """The free arguments of an optimizer or scheduler, as Python values, with "auto" by `AUTO_PARAMS`."""
+    """Return the arguments of an optimizer or scheduler as Python values, with "auto" resolved by `AUTO_PARAMS`."""
     rules = AUTO_PARAMS.get(name.lower(), {})
     params: dict[str, Any] = {}
     for key, value in values.parsed.leaves[f"{block}.params"].value.items():
@@ -599,7 +614,7 @@ def _is_auto(value: Any) -> bool:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Text that is a number or a truth value becomes one; lists that torch wants as tuples become tuples."""
+    """Convert strings that are numbers or booleans, and lists that torch expects as tuples."""
     if isinstance(value, (list, tuple)):
         items = [_plain("", item) for item in value]
         return tuple(items) if key in _TUPLES else items

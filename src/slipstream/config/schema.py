@@ -1,12 +1,11 @@
-"""DeepSpeed's JSON as pydantic models: names, types, defaults and ranges, and nothing else.
+"""DeepSpeed's JSON as pydantic models: names, types, defaults and ranges.
 
-One class per block, one field per key, in DeepSpeed's own spelling; defaults are DeepSpeed 0.19's. Keys that
-0.19.8 has dropped again (sparse attention, elasticity, MoQ, MiCS, ...) are kept: old files must still parse,
-and `keys.py` says of each key what becomes of it. Our own options are the block `slipstream`.
+One class per block and one field per key, with DeepSpeed's names; defaults are those of DeepSpeed 0.19. Keys that 0.19.8 has
+removed (sparse attention, elasticity, MoQ, ...) stay, so that old files parse; `keys.py` classifies every key. Slipstream's own
+options are in the block `slipstream`.
 
-Invariants: no field accepts `"auto"` or `null` itself (`parse.py` takes both out first, so a field's default
-is what "not set" means); every class forbids unknown keys; only this file and `parse.py` know pydantic, and
-neither is imported by `import slipstream`.
+Invariants: no field accepts `"auto"` or `null` (`parse.py` removes both first, so the default means "not set"); every class forbids
+unknown keys; `import slipstream` does not import this file or pydantic.
 """
 
 # ruff: noqa: RUF012 (pydantic copies a mutable default for every instance)
@@ -242,7 +241,7 @@ class Aio(Block):
 
 
 class Slipstream(Block):
-    """Our own options, in the same file."""
+    """Slipstream's own options."""
 
     transport: Annotated[Literal["auto", "shared", "gloo"], BeforeValidator(lower)] = "auto"
     timeout_s: Annotated[float, BeforeValidator(numeric), Field(gt=0)] = 1800.0  # infinity: never
@@ -326,7 +325,7 @@ class Config(Block):
 
 
 class Child(NamedTuple):
-    """What lies under a field: one block, or (`many`) a list of blocks or a mapping from names to blocks."""
+    """The block below a field: a single one, or (`many`) a list of blocks or a mapping from names to blocks."""
 
     block: type[Block]
     many: bool
@@ -336,7 +335,7 @@ def _child(annotation: Any) -> Child | None:
     if isinstance(annotation, type) and issubclass(annotation, Block):
         return Child(annotation, many=False)
     many = get_origin(annotation) in (dict, list)
-    below = [found for found in map(child, get_args(annotation)) if found is not None]
+    below = [inner for inner in map(child, get_args(annotation)) if inner is not None]
     return Child(below[0].block, many=many or below[0].many) if below else None
 
 

@@ -1,7 +1,7 @@
-"""A config as text: JSON, or JSON with comments; and values of a config, short enough for a message.
+"""Parse config text (JSON, or JSON with comments) and format values for messages.
 
-DeepSpeed reads HJSON. Of that, people use comments (`//`, `#`, `/* */`) and a comma after the last item: both are accepted
-where plain JSON fails. Everything here takes time linear in the text and a bounded stack, whatever the text is.
+DeepSpeed reads HJSON. Its commonly used extensions are accepted if plain JSON fails: comments (`//`, `#`, `/* */`) and trailing
+commas. All functions need linear time and a bounded stack for any input.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-MOST_LEVELS = 50  # of objects in objects; the deepest key of the schema has 6
+MOST_LEVELS = 50  # of nested objects; the deepest schema key has 6
 
-# A string or a comment without its end goes on to the end of the text, so that no part of the text is scanned twice.
+# An unterminated string or comment extends to the end of the text, so that no part is scanned twice.
 _STRING = r'"(?:[^"\\]|\\.?)*+(?:"|\Z)'
 _COMMENT = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 _COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
@@ -30,10 +30,10 @@ class Read(NamedTuple):
 
 
 def read_json(text: str, where: str) -> Read:
-    """The value of a JSON text. `where` names it in errors.
+    """Parse a JSON text. `where` names it in errors.
 
-    Raises ValueError for what is not JSON even without comments and commas after last items, for a key that stands twice in one
-    object, and for values nested more than `MOST_LEVELS` deep.
+    Raises ValueError if the text is not JSON even without comments and trailing commas, if an object has a duplicate key, or if
+    values are nested more than `MOST_LEVELS` deep.
     """
     try:
         return Read(_loads(text, where), tolerated=False)
@@ -48,7 +48,7 @@ def read_json(text: str, where: str) -> Read:
 
 
 def check_depth(value: Any, where: str) -> None:
-    """Raise ValueError where `value` is nested deeper than any config, or contains itself."""
+    """Raise ValueError if `value` is nested deeper than any config, or contains itself."""
     level = [value]
     for _ in range(MOST_LEVELS):
         inside = (item for outer in level for item in (outer.values() if isinstance(outer, Mapping) else outer))
@@ -56,38 +56,38 @@ def check_depth(value: Any, where: str) -> None:
         if not level:
             return
     raise ValueError(
-        f"{where} is nested more than {MOST_LEVELS} deep; the keys of a config need 6 levels, so remove the inner ones"
+        f"{where} is nested more than {MOST_LEVELS} levels deep; config keys need at most 6, so remove the inner levels"
     )
 
 
 def shown(value: Any) -> str:
-    """`repr` of a value, cut to a line."""
+    """Return `repr(value)`, shortened to one line."""
     return _short.repr(value)
 
 
 def _blank(match: re.Match[str]) -> str:
-    """A string as it is; spaces for anything else, so that an error's line and column stay true."""
-    found = match[0]
-    return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
+    """Keep strings and replace comments and commas by spaces, so that line and column in errors stay correct."""
+    text = match[0]
+    return text if text.startswith('"') else re.sub(r"[^\n]", " ", text)
 
 
 def _loads(text: str, where: str) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, where), parse_int=_integer)
     except RecursionError:
-        raise ValueError(f"{where} is nested more than {MOST_LEVELS} deep; remove the inner levels") from None
+        raise ValueError(f"{where} is nested more than {MOST_LEVELS} levels deep; remove the inner levels") from None
     if isinstance(value, (dict, list)):
         check_depth(value, where)
     return value
 
 
 def _integer(digits: str) -> int | float:
-    return int(digits) if len(digits) < 400 else float(digits)  # infinity, which the key's type refuses by name
+    return int(digits) if len(digits) < 400 else float(digits)  # infinity, which the key's type then rejects
 
 
 def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
     twice = sorted(name for name, times in Counter(name for name, _ in pairs).items() if times > 1 and not name.startswith("_"))
     if twice:
         more = f" and {len(twice) - 5} more" if len(twice) > 5 else ""
-        raise ValueError(f"{where} has {', '.join(map(shown, twice[:5]))}{more} twice in one object; keep one of them")
+        raise ValueError(f"{where} has {', '.join(map(shown, twice[:5]))}{more} twice in one object; keep one of each")
     return dict(pairs)

@@ -1,8 +1,7 @@
-"""The values a key of the JSON may hold: pydantic types that take what people and launchers really write.
+"""Pydantic types of the values of JSON keys, tolerant of the forms that users and launchers write.
 
-Numbers come as text (YAML reads 1e-5 as a string), sizes as floats (0.9 * hidden * hidden), "never" as
-infinity, dtypes in five spellings. What is accepted here is accepted for every key of that type; nothing else
-is guessed.
+Numbers may be strings (YAML parses 1e-5 as one), sizes may be floats (0.9 * hidden * hidden), "never" may be infinity, and dtypes
+have several spellings. Every key of a type accepts the same forms.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _DTYPES = {
 
 
 def numeric(value: Any) -> Any:
-    """Numbers may arrive as text (YAML reads 1e-5 as a string); booleans are never numbers here."""
+    """Convert numbers written as strings. Booleans are not numbers."""
     if isinstance(value, bool):
         raise ValueError("must be a number")
     if isinstance(value, str):
@@ -42,7 +41,7 @@ def _integral(value: Any) -> Any:
 
 
 def _truncated(value: Any) -> Any:
-    """Sizes are computed by callers (0.9 * hidden * hidden): a fraction is cut, infinity means no limit."""
+    """Truncate a computed size (0.9 * hidden * hidden); infinity means no limit."""
     value = numeric(value)
     if isinstance(value, float):
         return sys.maxsize if math.isinf(value) and value > 0 else int(value) if math.isfinite(value) else value
@@ -50,7 +49,7 @@ def _truncated(value: Any) -> Any:
 
 
 def _interval(value: Any) -> Any:
-    """Steps between two reports: infinity and 0 both mean never."""
+    """Steps between two reports; infinity and 0 mean never."""
     value = numeric(value)
     return None if value == 0 or value == math.inf else _integral(value)
 
@@ -81,7 +80,7 @@ Count = Annotated[int, BeforeValidator(_integral), Field(ge=1, le=sys.maxsize)]
 Size = Annotated[int, BeforeValidator(_truncated), Field(ge=0, le=sys.maxsize)]
 Real = Annotated[float, BeforeValidator(numeric), Field(allow_inf_nan=False)]
 Positive = Annotated[float, BeforeValidator(numeric), Field(gt=0, allow_inf_nan=False)]
-Scale = Annotated[float, BeforeValidator(numeric), Field(le=2.0**64, allow_inf_nan=False)]  # of losses: the largest power is 64
+Scale = Annotated[float, BeforeValidator(numeric), Field(le=2.0**64, allow_inf_nan=False)]  # loss scales: at most 2**64
 Fraction = Annotated[float, BeforeValidator(numeric), Field(ge=0, le=1)]
 Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_interval)]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
@@ -91,6 +90,6 @@ Names = Annotated[list[str], BeforeValidator(_one_or_many)]
 
 
 class Block(BaseModel):
-    """A JSON object. Its keys are its fields, and there are no others."""
+    """A JSON object. Keys that are not fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True)
