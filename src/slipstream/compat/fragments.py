@@ -1,6 +1,6 @@
-"""`deepspeed.utils.safe_get_*` and `safe_set_*`: states of one parameter, found from the parameter itself.
+"""`deepspeed.utils.safe_get_*` and `safe_set_*`: read and write the states of a parameter.
 
-All are collective, also those of a rank's own part (DeepSpeed's are not): call them on all ranks, as its examples do.
+All are collective, including those of a rank's shard (unlike DeepSpeed's): call them on all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.zero.layout import overlap
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """The master, whole."""
+    """Return the full master weight."""
     engine, name = engine_of(param)
     return engine.optimizer_state(name)["master"]
 
@@ -30,7 +30,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """None before the first step and for frozen parameters."""
+    """Return a full optimizer state, or None before the first step and for frozen parameters."""
     engine, name = engine_of(param)
     return engine.optimizer_state(name).get(optim_state_key)
 
@@ -41,10 +41,10 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The mean over ranks so far, unscaled, in fp32; None for frozen parameters and where no backward has been.
+    """Return the mean gradient over ranks so far, unscaled, in fp32; None for frozen parameters and before the first backward.
 
-    Inside `engine.coalesce_grad_reduction()`: what this rank has summed up, in the dtype of its sum (fp32 in fp16, without the
-    loss scale). Not collective there.
+    Inside `engine.coalesce_grad_reduction()` it returns this rank's accumulated gradient, in the dtype of accumulation (in fp16
+    training fp32, without the loss scale), and is not collective.
     """
     engine, name = engine_of(param)
     if engine.coalesces:
@@ -69,7 +69,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """`update_func(gradient, param)` gives the new gradient of each, which may be the old one, changed."""
+    """Replace each gradient by `update_func(gradient, param)`, which may modify and return its argument."""
     for param in param_list:
         grad = safe_get_full_grad(param)
         if grad is not None:
@@ -77,7 +77,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
-    """The elements of the master that this rank updates, 1D."""
+    """Return the elements of the master weight that this rank updates, 1D."""
     return _local(param, safe_get_full_fp32_param(param))
 
 
@@ -107,7 +107,7 @@ def _local(param: nn.Parameter, whole: Tensor | None) -> Any:
 
 
 def _joined(param: nn.Parameter, value: Tensor) -> Tensor:
-    """All ranks' parts as one tensor."""
+    """Concatenate all ranks' parts into one tensor. Collective."""
     engine, _ = engine_of(param)
     whole = torch.zeros(param.numel(), dtype=torch.float32)
     for start, part in gather_objects((_range(param)[0], value.reshape(-1).float().cpu()), engine.mesh.data):

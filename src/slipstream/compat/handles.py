@@ -1,7 +1,7 @@
-"""The optimizer that `deepspeed.initialize` returns: Slipstream's handle with DeepSpeed's attributes, and the classes that scripts
-ask it for by `isinstance`.
+"""The optimizer that `deepspeed.initialize` returns (Slipstream's handle with DeepSpeed's attributes) and classes for `isinstance`.
 
-A DeepSpeed optimizer class says which stage and precision an engine has; here it answers that, and nothing can be made of it.
+In DeepSpeed the class of the optimizer depends on the stage and precision. These classes only implement that check; they cannot be
+instantiated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream.train.precision import _Scale
 
 
 class LossScaleConfig(NamedTuple):
-    """The loss scaling as it is now. What is None belongs to a dynamic scale only."""
+    """The current loss scaling. Fields that apply only to a dynamic scale are None for a static one."""
 
     use_grad_scaling: bool
     dynamic_loss_scale: bool
@@ -39,7 +39,7 @@ class LossScaleConfig(NamedTuple):
 
 
 class DeepSpeedOptimizerHandle(OptimizerHandle):
-    custom_loss_scaler = False  # the engine scales by itself
+    custom_loss_scaler = False  # the engine scales the loss itself
     external_loss_scale = torch_autocast_gradscaler = None
 
     def needs_scaler(self) -> bool:
@@ -83,7 +83,7 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights that are computed with."""
+        """Dtype of the weights in the forward."""
         return self.engine.plan.precision.param_dtype
 
     @property
@@ -99,13 +99,13 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
 
 
 def serve_optimizer(handle: Any) -> None:
-    """Let a new engine's handle have DeepSpeed's attributes. The class has no state of its own."""
+    """Add DeepSpeed's attributes to a new engine's handle by changing its class, which has no state of its own."""
     if type(handle) is OptimizerHandle:
         handle.__class__ = DeepSpeedOptimizerHandle
 
 
 def carries_scale(loss: Tensor) -> bool:
-    """Whether an engine's outputs, which scale the gradients that pass them, are in the loss's graph."""
+    """Whether the loss's graph contains an engine's outputs, which apply the loss scale in the backward."""
     open_nodes: list[Any] = [loss.grad_fn]
     seen = set()
     while open_nodes:
@@ -120,7 +120,7 @@ def carries_scale(loss: Tensor) -> bool:
 
 
 class _AsksThePlan(type):
-    """`isinstance(handle, cls)` is what `cls.is_of` says of the engine's plan; for other objects, and subclasses, Python's own."""
+    """`isinstance(handle, cls)` returns `cls.is_of(plan)` of the engine; other objects and subclasses use Python's check."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         is_of: Callable[[Plan], bool] | None = vars(cls).get("is_of")
@@ -130,7 +130,7 @@ class _AsksThePlan(type):
 
 
 class DeepSpeedOptimizer(metaclass=_AsksThePlan):
-    """A base class for a script's own, and what every engine's optimizer is."""
+    """The type of every engine's optimizer, and a base class for optimizers of scripts."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if "is_of" in vars(cls):

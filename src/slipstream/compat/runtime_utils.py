@@ -1,7 +1,7 @@
-"""`deepspeed.runtime.utils`: partitions, norms and overflow of gradients, and what scripts take from the same file.
+"""`deepspeed.runtime.utils`: partitions, gradient norms, overflow checks and other helpers that scripts import.
 
-`mpu` is the caller's model parallelism: norms are then added up over its group. Gradients that an engine has sharded are not in
-`param.grad`; `engine.get_global_grad_norm()` has their norm.
+With `mpu`, norms are reduced over its model-parallel group. Gradients that an engine shards are not in `param.grad`; use
+`engine.get_global_grad_norm()` for their norm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def noop_decorator(function: Any) -> Any:
 
 
 class DummyOptim:
-    """Something with param_groups."""
+    """An object with param_groups."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": params}]
@@ -47,7 +47,7 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """The folder that the file lies in."""
+    """Create the directory of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -60,18 +60,18 @@ def prefix_sum_inc(weights: Iterable[Any]) -> list[Any]:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """The bounds of parts that are equally long, the first ones by one longer where they cannot be; parts may be empty."""
+    """Return the bounds of parts of equal length; the first parts get the remainder. Parts may be empty."""
     size, longer = divmod(num_items, num_parts)
     return [part * size + min(part, longer) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """The bounds of parts, none of them empty, by a dynamic program that keeps the heaviest and the lightest close in weight."""
+    """Return the bounds of non-empty parts that minimize (heaviest - lightest part), by dynamic programming."""
     count = len(weights)
     if count <= num_parts:
         return partition_uniform(count, num_parts)
     sums = [0, *itertools.accumulate(weights)]
-    # by end: how far apart the weights of the parts up to there are, the heaviest and lightest of them, and their bounds
+    # by end of the last part: (heaviest - lightest weight, heaviest, lightest, bounds)
     best: dict[int, tuple[float, float, float, list[int]]] = {0: (0.0, 0.0, math.inf, [0])}
     for part in range(1, num_parts + 1):
         ends: dict[int, tuple[float, float, float, list[int]]] = {}
@@ -99,12 +99,12 @@ class PartitionedTensor:
 
     @classmethod
     def from_meta(cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None) -> PartitionedTensor:
-        """What `to_meta` of the same rank has written, and the rank's `data`."""
+        """Restore from the same rank's `to_meta()` and `data()`."""
         dims, *values = meta.tolist()
         made = cls(torch.empty(0), group)
         made.orig_size, (parts, rank), made.partition = values[:dims], values[dims : dims + 2], values[dims + 2 :]
         if (parts, rank) != (made.num_parts, made.rank):
-            raise ValueError(f"from_meta: part {rank} of {parts} is given to rank {made.rank} of a group of {made.num_parts}")
+            raise ValueError(f"from_meta: part {rank} of {parts} was passed to rank {made.rank} of a group of {made.num_parts}")
         made.local_data = local_part.detach()
         made.orig_device = torch.device(device) if device is not None else local_part.device
         return made
@@ -124,7 +124,7 @@ class PartitionedTensor:
         return self.orig_size
 
     def full(self, device: Any = None) -> Tensor:
-        """The whole tensor, in its shape. Collective."""
+        """All-gather the full tensor in its original shape. Collective."""
         longest = max(stop - start for start, stop in itertools.pairwise(self.partition))
         mine = self.local_data.new_zeros(longest)
         mine[: len(self.local_data)] = self.local_data
@@ -144,17 +144,17 @@ def has_inf_or_nan(x: Tensor) -> Tensor:
 
 
 def is_invalid_grad_norm(norm: Any) -> bool:
-    """Whether a norm, or one of a tensor of norms, is not finite or negative: some functions say -1 for what is not finite."""
+    """Whether a norm, or any of a tensor of norms, is not finite or negative (-1 may stand for not finite)."""
     norms = torch.as_tensor(norm, dtype=torch.float64)
     return bool((~norms.isfinite() | (norms < 0)).any())
 
 
 class CheckOverflow:
-    """Whether gradients are not finite on any rank that has a part of the model.
+    """Check whether gradients are not finite on any rank that has a part of the model.
 
     param_groups         lists of parameters
-    mpu                  its model-parallel group is asked too
-    zero_reduce_scatter  all ranks are asked; so they are where `deepspeed` is an engine without enable_backward_allreduce
+    mpu                  also check its model-parallel group
+    zero_reduce_scatter  check all ranks; the default if `deepspeed` is an engine without enable_backward_allreduce
     """
 
     def __init__(self, param_groups: Any = None, mpu: Any = None, zero_reduce_scatter: bool = False, deepspeed: Any = None) -> None:
@@ -198,7 +198,7 @@ def _tensors(parameters: Any) -> list[Any]:
 
 
 def _norm(tensors: Iterable[Tensor], norm_type: float, mpu: Any = None) -> Tensor:
-    """The norm of all tensors as one vector, fp32; over the model-parallel group of `mpu`, where a rank may bring none."""
+    """Return the fp32 norm of all tensors, reduced over the model-parallel group of `mpu`. A rank may pass no tensors."""
     norms = [tensor.detach().float().norm(norm_type) for tensor in tensors]
     device = norms[0].device if norms else torch.device(get_accelerator().current_device())
     stacked, largest = torch.stack(norms) if norms else torch.zeros(1, device=device), math.isinf(norm_type)
@@ -210,7 +210,7 @@ def _norm(tensors: Iterable[Tensor], norm_type: float, mpu: Any = None) -> Tenso
 
 
 def _once(params: Iterable[Any], mpu: Any) -> list[Any]:
-    """Parameters that this rank counts: what model-parallel ranks all have is counted by the first."""
+    """Return the parameters that this rank counts: only the first model-parallel rank counts replicated ones."""
     first = mpu is None or mpu.get_model_parallel_rank() == 0
     return [param for param in params if first or is_model_parallel_parameter(param)]
 
@@ -220,13 +220,13 @@ def _finite_or(value: float, total: Tensor) -> float:
 
 
 def get_global_norm(norm_list: Iterable[Any]) -> float:
-    """The norm of parts whose norms are given; infinity where one of them is not finite or negative."""
+    """Combine the norms of parts into one; infinity if any is negative or not finite."""
     norms = [float(norm) for norm in norm_list]
     return math.inf if any(map(is_invalid_grad_norm, norms)) else math.sqrt(sum(norm * norm for norm in norms))
 
 
 def combine_grad_norm_groups(norm_groups: Iterable[Any], norm_type: float = 2) -> Tensor:
-    """As `get_global_norm`, as a tensor and by any norm."""
+    """Like `get_global_norm`, for any norm type. Returns a tensor."""
     stacked = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in norm_groups])
     return torch.full_like(stacked[0], math.inf) if is_invalid_grad_norm(stacked) else torch.linalg.vector_norm(stacked, norm_type)
 
@@ -234,7 +234,7 @@ def combine_grad_norm_groups(norm_groups: Iterable[Any], norm_type: float = 2) -
 def get_global_norm_of_tensors(
     input_tensors: Sequence[Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> Tensor:
-    """The norm of all tensors as one vector, fp32; -1 where it is not finite."""
+    """Return the fp32 norm of all tensors; -1 if it is not finite."""
     total = _norm(input_tensors, float(norm_type), mpu)
     mask_nan_or_inf_with_val_inplace(total)
     return total
@@ -247,7 +247,7 @@ def mask_nan_or_inf_with_val_inplace(input: Tensor, device: Any = None, val: flo
 def clip_tensors_by_global_norm(
     input_tensors: Sequence[Tensor], max_norm: float = 1.0, global_norm: Any = None, mpu: Any = None, eps: float = 1e-6
 ) -> Any:
-    """Scales the tensors, in place, to a norm of at most `max_norm`. Returns the norm that they had."""
+    """Scale the tensors in place to a norm of at most `max_norm`. Returns the norm before scaling."""
     norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
     factor = max_norm / (norm + eps)
     if factor < 1:
@@ -257,7 +257,7 @@ def clip_tensors_by_global_norm(
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
-    """Scales the gradients, in place, to a norm of at most `max_norm`. Returns the norm that they had, averaged over all ranks."""
+    """Scale the gradients in place to a norm of at most `max_norm`. Returns the prior norm, averaged over all ranks."""
     params = [param for param in _tensors(parameters) if param.grad is not None]
     counted = _once(params, mpu) if not math.isinf(norm_type) else params
     total = _norm([param.grad for param in counted], float(norm_type), mpu)
@@ -271,7 +271,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 
 
 def get_flattened_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = None, grad_norm_mask: Any = None) -> float:
-    """The norm of the gradients; -1 where it is not finite. grad_norm_mask: for each parameter (n, 2) ranges that do not count."""
+    """Return the norm of the gradients; -1 if not finite. grad_norm_mask: per parameter, (n, 2) ranges to exclude."""
     params = [param for param in _tensors(parameters) if param.grad is not None]
     grads = [param.grad.detach() for param in params]
     for i, ranges in enumerate(grad_norm_mask or []):
@@ -282,12 +282,12 @@ def get_flattened_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = No
 
 
 def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of the parameters; -1 where it is not finite."""
+    """Return the norm of the parameters; -1 if it is not finite."""
     return _finite_or(-1.0, _norm(_once(_tensors(parameters), mpu), float(norm_type), mpu))
 
 
 def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
-    """How many elements of the gradients are 0."""
+    """Count the zero elements of the gradients."""
     grads = [param.grad for param in _once(_tensors(parameters), mpu) if param.grad is not None]
     zeros = torch.tensor(float(sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads)))
     if mpu is not None:
@@ -300,7 +300,7 @@ def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
 
 
 def get_tensor_bytes(item: Any) -> int:
-    """Of all tensors in a tree."""
+    """Return the bytes of all tensors in a tree."""
     if isinstance(item, Tensor):
         return item.numel() * item.element_size()
     items = item.values() if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else ()
@@ -323,13 +323,13 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def align_dense_tensors(tensor_list: list[Tensor], alignment: int) -> list[Tensor]:
-    """The list, with zeros after it where its number of elements is no multiple of `alignment`."""
+    """Append a tensor of zeros if the number of elements is not a multiple of `alignment`."""
     missing = -sum(tensor.numel() for tensor in tensor_list) % alignment
     return [*tensor_list, tensor_list[0].new_zeros(missing)] if missing else tensor_list
 
 
 def filter_empty_parameters(params: Any) -> Any:
-    """A list of parameters, or of groups, without the parameters that have no elements; groups that are left empty go too."""
+    """Remove parameters without elements, and groups that become empty, from a list of parameters or groups."""
     if not isinstance(params, (list, tuple)) or not params:
         return params
     if not isinstance(params[0], dict):
@@ -343,17 +343,17 @@ def is_optimized_parameter(param: Any) -> bool:
 
 
 def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
-    """Those that are in shards now."""
+    """Return the parameters that are currently sharded."""
     return [param for param in param_list if getattr(getattr(param, "ds_status", None), "name", "") == "NOT_AVAILABLE"]
 
 
 def maybe_loss_for_backward(value: Any) -> bool:
-    """Whether it is a tensor of one element that a backward can begin with."""
+    """Whether `value` is a one-element tensor with a graph."""
     return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
 
 
 def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None = None) -> int:
-    """Bytes of a checkpoint's files: the first rank gets those of all ranks with local_rank 0. Collective if there is a group."""
+    """Return the bytes of a checkpoint's files; rank 0 gets the sum over ranks with local_rank 0. Collective."""
     files = (path for path in Path(save_dir, tag).rglob("*") if path.is_file()) if local_rank == 0 else ()
     size = torch.tensor(sum(os.path.getsize(path) for path in files), device=get_accelerator().current_device())
     if dist.is_initialized():
@@ -362,7 +362,7 @@ def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None =
 
 
 def get_ma_status() -> int:
-    """Bytes that the device has handed out, on the first rank; 0 on others."""
+    """Return the allocated bytes of the device on rank 0; 0 on other ranks."""
     return 0 if dist.is_initialized() and dist.get_rank() else get_accelerator().memory_allocated()
 
 

@@ -1,7 +1,6 @@
-"""`deepspeed.runtime.lr_schedules`: Slipstream's schedules, which have DeepSpeed's formulas, with DeepSpeed's attributes.
+"""`deepspeed.runtime.lr_schedules`: Slipstream's schedules (DeepSpeed's formulas) with DeepSpeed's attributes.
 
-`serve_schedule` gives the attributes to a schedule that the JSON has made. They are read only: what shapes a schedule are its
-arguments.
+The attributes are read-only. `serve_schedule` adds them to a schedule created from the JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _known_warmup(warmup_type: Any) -> str:
 
 
 def with_known_warmup(config: dict[str, Any]) -> dict[str, Any]:
-    """The config, where a `warmup_type` that no schedule knows has become "log", with a warning."""
+    """Return the config with an unknown `warmup_type` replaced by "log", with a warning."""
     block: Any = config.get("scheduler")
     params = block.get("params") if isinstance(block, Mapping) else None
     if not isinstance(params, Mapping) or params.get("warmup_type", "auto") in (*_WARMUPS, "auto", None):
@@ -48,7 +47,7 @@ def _momenta(name: str) -> Callable[[Any], list[tuple[float, float]]]:
 
 
 def _with_attributes(kind: Any, attributes: Mapping[str, Callable[[Any], Any]], **methods: Any) -> Any:
-    """A subclass of a schedule of the same name, whose attributes, computed from it, have DeepSpeed's names."""
+    """Create a subclass of a schedule, with the same name and properties of DeepSpeed's names."""
 
     @functools.wraps(kind.__init__)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +61,7 @@ def _with_attributes(kind: Any, attributes: Mapping[str, Callable[[Any], Any]], 
 
 
 def _get_mom(self: Any) -> list[tuple[float, float]] | None:
-    """The betas of each parameter group at `last_batch_iteration`, or None where the momentum is not cycled."""
+    """Return the betas of each parameter group at `last_batch_iteration`, or None if the momentum is not cycled."""
     return [new["betas"] for new in self._values() if "betas" in new] if self.cycle_momentum else None
 
 
@@ -102,7 +101,7 @@ _SERVED = {kind.__base__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, War
 
 
 def serve_schedule(scheduler: Any) -> None:
-    """Let a schedule of the JSON be of the class that scripts import here. It has no state that the other has not."""
+    """Change the class of a schedule created from the JSON to the one in this module, which has no additional state."""
     if type(scheduler) in _SERVED:
         scheduler.__class__ = _SERVED[type(scheduler)]
 
@@ -135,7 +134,7 @@ _TUNING: Mapping[str, Mapping[str, Any]] = {
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Flags for scripts that read them (`get_config_from_args` does); nothing else of Slipstream does."""
+    """Add the flags that `get_config_from_args` reads; `initialize` ignores them."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
     group.add_argument("--lr_schedule", type=str, default=None)
     flags = {name: default for defaults in _TUNING.values() for name, default in defaults.items()}
@@ -146,12 +145,12 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The flags of this process's command line, and what is left of it."""
+    """Parse the flags on the command line. Returns them and the remaining arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
 def _override(schedule: str, args: Any, params: dict[str, Any]) -> None:
-    """The arguments of a schedule that the flags give, into `params`."""
+    """Copy a schedule's arguments from the flags to `params`."""
     given = {name: getattr(args, name, None) for name in _TUNING[schedule]}
     params.update({name: value for name, value in given.items() if value is not None})
 
@@ -168,7 +167,7 @@ def override_params(args: Any, params: dict[str, Any]) -> None:
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """The block `scheduler` that the flags describe, and None; or None, and why there is none."""
+    """Return (the `scheduler` block described by the flags, None), or (None, the reason why there is none)."""
     name = getattr(args, "lr_schedule", None)
     if name is None:
         return None, "--lr_schedule not specified on command line"
@@ -180,7 +179,7 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """The rate that a block `scheduler` names (the highest; a range test's lowest), and ""; or None, and why there is none."""
+    """Return (maximum learning rate of a `scheduler` block, or a range test's minimum, ""), or (None, the reason)."""
     missing = next((key for key in ("type", "params") if key not in config), None)
     if missing is not None:
         return None, f"LR schedule {missing} not defined in config"
@@ -193,7 +192,7 @@ def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
 
 
 def update_lr(param_groups: list[dict[str, Any]], lrs: list[Any]) -> list[Any]:
-    """Set each group's rate, in place where it is a tensor. Returns the rates."""
+    """Set the learning rate of each group, in place if it is a tensor. Returns the rates."""
     for group, lr in zip(param_groups, lrs, strict=False):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(float(lr))
@@ -203,7 +202,7 @@ def update_lr(param_groups: list[dict[str, Any]], lrs: list[Any]) -> list[Any]:
 
 
 def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer, or the one inside it. Raises TypeError where neither is torch's."""
+    """Return the optimizer or the one that it wraps. Raises TypeError if neither is a torch optimizer."""
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, torch.optim.Optimizer):
             return candidate
