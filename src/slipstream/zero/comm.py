@@ -221,28 +221,28 @@ class ProcessGroupComm(Comm):
     def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
         return None
 
-    def _launch(self, what: str, nbytes: int) -> int:
+    def _launch(self, operation: str, nbytes: int) -> int:
         """Record an operation in the ledger, after a comparison across ranks if it is not the expected one."""
         if self.on_host:
             if not self.exchanged and self.course_step != self.watch.step:
                 self.course, self.course_step = 0, self.watch.step
-            operation = zlib.crc32(f"{what} {nbytes}".encode())
-            if self.known.get(self.course) != operation:
-                self._compare(-1, operation, torch.empty(0), f"agreement on {what}")
+            checksum = zlib.crc32(f"{operation} {nbytes}".encode())
+            if self.known.get(self.course) != checksum:
+                self._compare(-1, checksum, torch.empty(0), f"agreement on {operation}")
                 if self.course in self.known or len(self.known) < _MOST_KNOWN:
-                    self.known[self.course] = operation
-            self.course = zlib.crc32(operation.to_bytes(4, "little"), self.course)
-        return self.ledger.launch(what)
+                    self.known[self.course] = checksum
+            self.course = zlib.crc32(checksum.to_bytes(4, "little"), self.course)
+        return self.ledger.launch(operation)
 
-    def _compare(self, count: int, checksum: int, values: Tensor, what: str) -> Tensor:
+    def _compare(self, count: int, checksum: int, values: Tensor, operation: str) -> Tensor:
         """All-gather `values` as rows, by a sum with zeros, which is exact. Raises PeerError if `count` or `checksum` differ."""
         rows = torch.zeros(self.size, _ROW, dtype=torch.float64)
         rows[self.rank, 0], rows[self.rank, 1] = count, checksum
         rows[self.rank, _HEAD : _HEAD + values.numel()] = values
         if not self.on_host:
             rows = rows.to(self.device)
-        number = self.ledger.launch(what)
-        self._finish(dist.all_reduce(rows, group=self.group, async_op=True), what, number)
+        number = self.ledger.launch(operation)
+        self._finish(dist.all_reduce(rows, group=self.group, async_op=True), operation, number)
         rows = rows.cpu()
         if not torch.equal(rows[:, :_HEAD], rows[:1, :_HEAD].expand(self.size, _HEAD)):
             agrees = (rows[:, :_HEAD] == rows[self.rank, :_HEAD]).all(dim=1).tolist()
@@ -250,19 +250,19 @@ class ProcessGroupComm(Comm):
             others = [rank for rank, agree in zip(self.axis.ranks, agrees, strict=True) if not agree]
             raise PeerError(
                 f"ranks took different branches in the model, ran different numbers of micro-batches, or called different "
-                f"methods of the engine: ranks {agreeing} are in {what} (step {self.watch.step}, {self.watch.phase}, unit "
+                f"methods of the engine: ranks {agreeing} are in {operation} (step {self.watch.step}, {self.watch.phase}, unit "
                 f"{self.watch.unit or '-'}), ranks {others} are in another operation. Without shared memory, every rank "
                 "must run the same modules in the same order and call the same collective methods"
             )
         return rows[:, _HEAD : _HEAD + values.numel()]
 
-    def _finish(self, work: Any, what: str, number: int) -> None:
+    def _finish(self, work: Any, operation: str, number: int) -> None:
         if not self.on_host:  # waits on the stream
             work.wait()
             self.ledger.finish(number)
             return
         since = time.monotonic()
-        with self.watch.waiting(what, (self.ledger.name, number)):
+        with self.watch.waiting(operation, (self.ledger.name, number)):
             while True:
                 try:
                     work.wait(_SLICE)

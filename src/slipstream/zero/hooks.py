@@ -239,7 +239,7 @@ class Hooks:
         return users
 
     def remove(self) -> None:
-        for handle in reversed(self.handles):  # last in, first out: a handle may restore what an earlier one replaced
+        for handle in reversed(self.handles):  # last in, first out: a handle may restore an attribute that an earlier one replaced
             handle.remove()
         self.handles.clear()
 
