@@ -13,7 +13,7 @@ globals: its settings are arguments here.
 
 A `HostMemory` copies each storage once, however many views of it are saved, and views keep their strides. `_Parcel` is one such
 storage. `_Call` is one `saving` block, the unit of synchronization: its storages are off the device when the next call ends, and a
-backward that enters a call fetches its storages and those of the previous call. So the device holds at most two calls' activations.
+backward that enters a call fetches its storages and the previous call's. So the device holds the activations of at most two calls.
 """
 
 from __future__ import annotations

@@ -43,9 +43,7 @@ def fused_linear_cross_entropy(
     Raises ValueError for another reduction, for a target whose shape does not match, or if `tile` < 1.
     """
     if reduction not in ("mean", "sum"):
-        raise ValueError(
-            f'reduction is {reduction!r}; it must be "mean" or "sum": the forward cannot know the gradient of each loss'
-        )
+        raise ValueError(f'reduction is {reduction!r}; it must be "mean" or "sum", because the forward computes the gradients')
     if hidden.shape[:-1] != target.shape:
         raise ValueError(
             f"hidden states of shape {tuple(hidden.shape)} need a target of shape {tuple(hidden.shape[:-1])}, "

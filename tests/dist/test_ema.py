@@ -240,7 +240,7 @@ def test_arguments_and_surgery() -> None:
     with engine.surgery():
         engine.module.blocks[1].up = torch.nn.Linear(16, 32, bias=False)
     toy.step(engine, toy.tokens(0, 3))
-    with pytest.raises(RuntimeError, match=r"changed by engine\.surgery\(\).*load_state_dict\(state, strict=False\)"):
+    with pytest.raises(RuntimeError, match=r"engine\.surgery\(\) has changed.*load_state_dict\(state, strict=False\)"):
         average.update()
     del average
     average = Ema(engine, DECAY)

@@ -180,20 +180,10 @@ def build_block(site: Site, values: FirstValues, block: str, parts: Sequence[tup
     firsts = values.of_block(block, [(plot.group, plot.layout) for plot in plots], site.comms.data)
     units = []
     for (i, plot, memory), first in zip(parts, firsts, strict=True):
-        group = plot.group
-        unit = Unit(
-            group.name,
-            i,
-            values.modules[block] if block else None,
-            [values.leaves[name] for name in group.param_names],
-            plot.layout,
-            site.recipe.placement,
-            plot.dtypes,
-            site.comms,
-            memory,
-            site.homes,
-            first,
-        )
+        group, place = plot.group, site.recipe.placement
+        module = values.modules[block] if block else None
+        leaves = [values.leaves[name] for name in group.param_names]
+        unit = Unit(group.name, i, module, leaves, plot.layout, place, plot.dtypes, site.comms, memory, site.homes, first)
         unit.poison = site.recipe.poison
         if group.trainable:
             unit.start_training(plot.dtypes)

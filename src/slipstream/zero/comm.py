@@ -381,11 +381,6 @@ def _allow(seconds: float, group: Any) -> None:
             group._get_backend(device)._set_default_timeout(needed)
 
 
-def broadcast_first(tensor: Tensor, axis: Axis) -> None:
-    """Overwrite `tensor` with the first rank's, through the axis' process group."""
-    broadcast_from(tensor, axis, 0)
-
-
 def broadcast_from(tensor: Tensor, axis: Axis, rank: int) -> None:
     """Overwrite `tensor` with that of the axis' `rank`-th rank, through its process group."""
     if not 0 <= rank < axis.size:

@@ -54,7 +54,7 @@ class Homes:
         self._gradient_nbytes = 0  # of the longest gradient shard on the host or on disk
         self._landings: deque[MemoryStore] = deque()
         self._passages: defaultdict[int, list[HostStore]] = defaultdict(list)  # size -> idle staging buffers, disk to device
-        self._weights_to_keep = tiers.weights_kept
+        self.to_keep = tiers.weights_kept  # further elements of weights to keep in memory
         self.check: Callable[[], None] = _nothing  # set by the engine: raises if stored states are lost
         self._writing: dict[int, Slot] = {}  # id(store) -> the slot of its last write
 
@@ -100,19 +100,14 @@ class Homes:
 
     def weights(self, numel: int, dtype: torch.dtype, *, trainable: bool) -> Store:
         """A store of zeros for sharded weights. The first `tiers.weights_kept` elements of the engine stay in memory."""
-        kept = min(numel, self._weights_to_keep)
-        self._weights_to_keep -= kept
+        kept = min(numel, self.to_keep)
+        self.to_keep -= kept
         return self._make(self.tiers.weights, self.spaces.weights, numel, dtype, kept, twice=trainable)
-
-    @property
-    def to_keep(self) -> int:
-        """The number of further weight elements to keep in memory."""
-        return self._weights_to_keep
 
     def keep_more(self, weights: Store) -> None:
         """Let later stores keep as many elements in memory as the freed store `weights` did."""
         if self.tiers.weights is Tier.DISK:
-            self._weights_to_keep += weights.head.numel() if isinstance(weights, DiskStore) else weights.numel
+            self.to_keep += weights.head.numel() if isinstance(weights, DiskStore) else weights.numel
 
     def drop(self, store: Store) -> None:
         """Free the disk blocks of a store that is no longer used."""

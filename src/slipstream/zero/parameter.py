@@ -160,9 +160,8 @@ class ReleasedParameter(nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]
         name = _unit(self).param_name(self)
-        return (
-            f"<released parameter {name!r}, shape {tuple(self.shape)}, {self.dtype}; read it inside slipstream.zero.gathered(...)>"
-        )
+        shape = tuple(self.shape)
+        return f"<released parameter {name!r}, shape {shape}, {self.dtype}; read it inside slipstream.zero.gathered(...)>"
 
     __str__ = __repr__
 
@@ -182,7 +181,7 @@ def parameter_classes(owner: Owner) -> tuple[type[ReducedParameter], type[Releas
 def _unit(param: Any) -> Any:
     unit = type(param).owner()
     if unit is None:
-        raise RuntimeError("this parameter's engine is gone without engine.destroy(); its weights went with it")
+        raise RuntimeError("this parameter's engine was dropped without engine.destroy(), so its weights are lost; keep the engine")
     return unit
 
 

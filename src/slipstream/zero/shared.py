@@ -25,7 +25,7 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.mesh import Axis
 from slipstream.ops import Partial, words
-from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_first, gather_objects, reduce_into
+from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from, gather_objects, reduce_into
 from slipstream.zero.watch import PeerError, Watch
 
 _PAGE = 4096
@@ -79,10 +79,8 @@ def give_back_pages(tensor: Tensor) -> None:
 def _views(mapping: mmap.mmap, requests: Sequence[tuple[int, torch.dtype]], start: int = 0) -> list[Tensor]:
     views, offset = [], start
     for numel, dtype in requests:
-        if numel:
-            views.append(torch.frombuffer(mapping, dtype=dtype, count=numel, offset=offset))
-        else:
-            views.append(torch.empty(0, dtype=dtype))
+        view = torch.frombuffer(mapping, dtype=dtype, count=numel, offset=offset) if numel else torch.empty(0, dtype=dtype)
+        views.append(view)
         offset += _pages(numel, dtype)
     return views
 
@@ -231,7 +229,7 @@ class SharedComm(Comm):
         rows = self.exchange(torch.tensor([-1.0 - tensor.nbytes], dtype=torch.float64))  # no method's checksum is negative
         if rows.min() != rows.max():
             raise PeerError(_UNLIKE)
-        broadcast_first(tensor, self.axis)
+        broadcast_from(tensor, self.axis, 0)
 
     def close(self) -> None:
         self.counters.clear()

@@ -120,7 +120,7 @@ class Unit:
         self.plain = [type(param) for param in self.params]  # their classes while gathered
         self.memory, self.homes = memory, homes
         self.cuts = layout.shards(comms.dp.size)
-        self.span: Span = (self.cuts[comms.dp.rank], self.cuts[comms.dp.rank + 1])
+        self.span: Span = layout.span(comms.dp.size, comms.dp.rank)
         self.optim_span: Span = self.span if placement.optim else (0, layout.numel)
         self.gaps = _gaps(layout)
         self.reduced_class, self.released_class = parameter_classes(self)
