@@ -189,7 +189,7 @@ def build_block(site: Site, values: FirstValues, block: str, parts: Sequence[tup
             unit.start_training(plot.dtypes)
         unit.release()  # the initial values are in the shards, not in the gathered memory
         units.append(unit)
-    values.rest()
+    values.close_reader()
     return units
 
 

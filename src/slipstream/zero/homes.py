@@ -33,7 +33,7 @@ class Landing(NamedTuple):
 
     memory: Tensor  # the sum so far; call `ready` before using it
     ready: Callable[[], None]
-    rest: Callable[[], None]  # starts writing the sum back to its store
+    write_back: Callable[[], None]  # starts writing the sum back to its store
 
 
 class Homes:
@@ -53,7 +53,7 @@ class Homes:
         self._gradients: Ring | None = None  # buffers for gradients on disk, allocated on first use
         self._gradient_nbytes = 0  # of the longest gradient shard on the host or on disk
         self._landings: deque[MemoryStore] = deque()
-        self._passages: defaultdict[int, list[HostStore]] = defaultdict(list)  # size -> idle staging buffers, disk to device
+        self._staging: defaultdict[int, list[HostStore]] = defaultdict(list)  # size -> idle staging buffers, disk to device
         self.to_keep = tiers.weights_kept  # further elements of weights to keep in memory
         self.check: Callable[[], None] = _nothing  # set by the engine: raises if stored states are lost
         self._writing: dict[int, Slot] = {}  # id(store) -> the slot of its last write
@@ -137,10 +137,10 @@ class Homes:
         if read:
             store.moving = landing.moving = lane.copy(memory, store.tensor, (lane.now(), store.moving, landing.moving))
 
-        def rest() -> None:
+        def write_back() -> None:
             store.moving = landing.moving = lane.copy(store.tensor, memory, (lane.now(), store.moving))
 
-        return Landing(memory, landing.settle, rest)
+        return Landing(memory, landing.settle, write_back)
 
     def _next_landing(self, nbytes: int) -> MemoryStore:
         """The least recently used device buffer. A copy of its last content may be in flight: only `ready` waits for it."""
@@ -165,20 +165,20 @@ class Homes:
             self._gradients = Ring(_GRADIENT_BUFFERS, self._gradient_nbytes)
         earlier = self._writing.pop(id(store), None)
         for slot in (earlier, self._gradients.upcoming):
-            with self._noting():
+            with self._recording_failure():
                 if slot is not None:
                     slot.settle()
         slot = self._gradients.next()
         memory = slot.memory[: range_nbytes(store.numel, store.dtype.itemsize)]
-        with self._noting(memory.view(store.dtype)):
+        with self._recording_failure(memory.view(store.dtype)):
             if read:
                 store.disk.read([store.part(0, memory)]).wait()
 
-        def rest() -> None:
+        def write_back() -> None:
             slot.moving.append(store.disk.write([store.part(0, memory)]))
             self._writing[id(store)] = slot
 
-        return Landing(memory.view(store.dtype)[: store.numel], _nothing, rest)
+        return Landing(memory.view(store.dtype)[: store.numel], _nothing, write_back)
 
     def gather(self, store: Store, pages: Pages | None, full: Tensor, dp: Comm, cuts: Sequence[int]) -> Pending[None]:
         """Start loading this rank's weights, and all-gather them. A single rank loads into `full` itself.
@@ -196,7 +196,7 @@ class Homes:
             return dp.gather_into(full, memory, cuts)
 
         def finish() -> None:
-            with self._noting(memory):
+            with self._recording_failure(memory):
                 if reading is not None:
                     reading.wait()
             if dp.size > 1:
@@ -205,7 +205,7 @@ class Homes:
         return Pending(finish)
 
     @contextmanager
-    def _noting(self, spoiled: Tensor | None = None) -> Iterator[None]:
+    def _recording_failure(self, spoiled: Tensor | None = None) -> Iterator[None]:
         """Store a DiskError until the engine raises it on all ranks. With peers, continue until then, with NaN in `spoiled`."""
         try:
             yield
@@ -232,15 +232,15 @@ class Homes:
             return launch(copy) if self.tiers.weights is Tier.HOST else Pending(lambda: launch(copy).wait())
         assert isinstance(store, DiskStore), "weights are on the device, the host or a disk"
         nbytes = range_nbytes(store.numel, store.dtype.itemsize)
-        spare = self._passages[nbytes]
-        passage = spare.pop() if spare else HostStore(lane.memory(nbytes))
-        memory, reading = _start_reading(store, passage.view(0, nbytes))
+        spare = self._staging[nbytes]
+        staging = spare.pop() if spare else HostStore(lane.memory(nbytes))
+        memory, reading = _start_reading(store, staging.view(0, nbytes))
 
         def finish() -> None:
-            with self._noting(memory):
+            with self._recording_failure(memory):
                 reading.wait()
-            passage.moving = copy = lane.copy(shard, memory, (since,))
-            spare.append(passage)
+            staging.moving = copy = lane.copy(shard, memory, (since,))
+            spare.append(staging)
             launch(copy).wait()
 
         return Pending(finish)

@@ -56,7 +56,7 @@ class Init:
     ) -> None:
         if module is not None:
             raise ValueError(
-                f"zero.Init(module=): this {type(module).__name__} has been built already; give it to slipstream.initialize(), "
+                f"zero.Init(module=): this {type(module).__name__} has been built already; pass it to slipstream.initialize(), "
                 f"which shards it, or build it inside `with slipstream.zero.Init():`"
             )
         if dtype is not None and not dtype.is_floating_point:

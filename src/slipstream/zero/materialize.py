@@ -213,9 +213,9 @@ class FirstValues:
                     assert self.reader is not None
                     name = f"{prefix}.{leaf}" if prefix else leaf
                     buffer.copy_(self.reader.read(name, 0, buffer.numel()).view(buffer.shape))
-        self.rest()
+        self.close_reader()
 
-    def rest(self) -> None:
+    def close_reader(self) -> None:
         """Free the memory used for reading."""
         if self.reader is not None:
             self.reader.close()

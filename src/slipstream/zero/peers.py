@@ -36,15 +36,15 @@ def meet(axis: Axis) -> list[Peer]:
 class Peers:
     """Watches the processes of the peers on this host."""
 
-    def __init__(self, everyone: list[Peer]) -> None:
-        self.everyone = everyone
+    def __init__(self, peers: list[Peer]) -> None:
+        self.peers = peers
         self._gone: dict[int, float] = {}  # rank -> time at which its end was detected, in that order
         self._open: dict[int, Peer] = {}  # pidfd -> peer
         self._unopened: list[Peer] = []  # peers without pidfd
         self._poll = select.poll()
         self._lock = threading.Lock()  # a poll object is not thread-safe
         host = _host()
-        for peer in everyone:
+        for peer in peers:
             if peer.host == host and peer.pid != os.getpid():
                 self._add(peer)
 
@@ -72,7 +72,7 @@ class Peers:
             return dict(self._gone)
 
     def pid(self, rank: int) -> int:
-        return next(peer.pid for peer in self.everyone if peer.rank == rank)
+        return next(peer.pid for peer in self.peers if peer.rank == rank)
 
     def close(self) -> None:
         with self._lock:

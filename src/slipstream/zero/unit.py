@@ -424,7 +424,7 @@ class Unit:
 
         def finish() -> None:
             self.partial = pending.wait()
-            landing.rest()
+            landing.write_back()
 
         if pending.finish is None:  # nothing to wait for: write the sum back at once
             finish()
