@@ -220,22 +220,22 @@ class Hooks:
             raise ValueError(say_trainable(name, trained))
 
     def _users(self) -> dict[nn.Module, list[Unit]]:
-        """The modules that gather, each with its units: a block those of all parameters inside it, shared ones included; another
-        module that holds root parameters those, for calls that bypass the root (T5's encoder in generate)."""
+        """Map gathering modules to units. A block gathers the units of all its parameters, shared ones included. Any other
+        module gathers those of its direct parameters, for calls that bypass the root (T5's encoder in generate)."""
         units_of: dict[int, list[Unit]] = {}  # several if codes and scales of a parameter are in different units
         for unit in self.units:
             for whole in unit.wholes:
                 units_of.setdefault(id(whole), []).append(unit)
-        users: dict[nn.Module, list[Unit]] = {}
+
+        def units_in(module: nn.Module, recurse: bool) -> list[Unit]:
+            return list(dict.fromkeys(unit for p in module.parameters(recurse) for unit in units_of.get(id(p), ())))
+
         blocks = {unit.block for unit in self.units if unit.block is not None}
-        for block in blocks:
-            users[block] = list(dict.fromkeys(unit for p in block.parameters() for unit in units_of.get(id(p), ())))
+        users = {block: units_in(block, recurse=True) for block in blocks}
         inside = {id(module) for block in blocks for module in block.modules()}
         for module in self.model.modules():
-            if module is not self.model and id(module) not in inside:
-                own = list(dict.fromkeys(unit for p in module.parameters(recurse=False) for unit in units_of.get(id(p), ())))
-                if own:
-                    users[module] = own
+            if module is not self.model and id(module) not in inside and (units := units_in(module, recurse=False)):
+                users[module] = units
         return users
 
     def remove(self) -> None:
