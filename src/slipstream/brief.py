@@ -1,6 +1,6 @@
-"""Errors whose words say it all: a script that ends by one shows these and its own line, not the frames of libraries below it.
+"""Errors whose message suffices: an uncaught one is printed with the script's own line, without the frames of libraries.
 
-SLIPSTREAM_TRACEBACK=1 in the environment asks for the frames, too.
+The environment variable SLIPSTREAM_TRACEBACK=1 adds the full traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SWITCH = "SLIPSTREAM_TRACEBACK"
 
 
 class BriefError(RuntimeError):
-    """An error that is printed briefly where nothing catches it. The first one made in a process sets `sys.excepthook` for that."""
+    """An error that is printed briefly if it is uncaught. The first instance in a process installs a `sys.excepthook`."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -23,18 +23,18 @@ class BriefError(RuntimeError):
 
 
 def describe(error: BaseException) -> str:
-    """What is printed of an error: its words, where the script was and, where asked for, the traceback, which repeats the words."""
-    words = "".join(traceback.format_exception_only(error))
-    return tell(words, traceback.extract_tb(error.__traceback__), "".join(traceback.format_exception(error)))
+    """Format an error: its message and the script's line, or the message and the full traceback if the environment asks for it."""
+    message = "".join(traceback.format_exception_only(error))
+    return tell(message, traceback.extract_tb(error.__traceback__), "".join(traceback.format_exception(error)))
 
 
-def tell(words: str, frames: Sequence[FrameSummary], whole: str) -> str:
-    """`words`, and the innermost of `frames` that is neither torch's nor ours; or `whole`, where the environment asks for it."""
+def tell(message: str, frames: Sequence[FrameSummary], full: str) -> str:
+    """`message` and the innermost of `frames` outside torch and Slipstream; `message` and `full` if the environment asks for it."""
     if os.environ.get(SWITCH, "0") not in ("", "0"):
-        return f"{words}{whole}"
+        return f"{message}{full}"
     own = [frame for frame in frames if not frame.filename.startswith(_libraries())] or list(frames[:1])
     lines = [FrameSummary(frame.filename, frame.lineno, frame.name, line=frame.line) for frame in own[-1:]]
-    return f"{words}{''.join(traceback.format_list(lines))}{SWITCH}=1 shows the whole traceback\n"
+    return f"{message}{''.join(traceback.format_list(lines))}{SWITCH}=1 shows the whole traceback\n"
 
 
 def _libraries() -> tuple[str, ...]:

@@ -1,20 +1,19 @@
-"""What a forward keeps for its backward: less, by computing it again, or the same, in host memory.
+"""Activation checkpointing (recompute activations in the backward) and activation offload (save them in host memory).
 
     from slipstream.checkpointing import HostMemory, checkpoint
 
-    h = checkpoint(block, h, mask=mask)        # keeps the inputs, and runs the block again in the backward
+    h = checkpoint(block, h, mask=mask)        # saves the inputs, and runs the block again in the backward
     host = HostMemory(keep=model.parameters())
-    h = checkpoint(block, h, host=host)        # the inputs wait in host memory
-    with host.saving():                        # nothing is computed again: all that is saved waits there
+    h = checkpoint(block, h, host=host)        # saves the inputs in host memory
+    with host.saving():                        # no recompute: saves all activations in host memory
         h = block(h)
 
-The config does the same to a model's repeated blocks (`train/activation.py`). There is no `configure()`: it would need
-globals, and what it sets are arguments here.
+The config does the same to a model's repeated blocks (`train/activation.py`). There is no `configure()`, which would need
+globals: its settings are arguments here.
 
-A storage (of a `HostMemory`) is moved whole and once, however many views of it are saved, and views keep their strides.
-`_Parcel`: one such storage. `_Call`: one `saving` block, the unit of waiting: a call's storages have left the device when the
-next call ends, and a backward that enters a call brings back its own and those of the call before, so that two calls'
-activations are on the device at any time.
+A `HostMemory` copies each storage once, however many views of it are saved, and views keep their strides. `_Parcel` is one such
+storage. `_Call` is one `saving` block, the unit of synchronization: its storages are off the device when the next call ends, and a
+backward that enters a call fetches its storages and the previous call's. So the device holds the activations of at most two calls.
 """
 
 from __future__ import annotations
@@ -29,34 +28,34 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as torch_checkpoint
 
-MIN_BYTES = 1 << 18  # what a transfer of 10 microseconds moves: below that, starting it costs more than it saves
+MIN_BYTES = 1 << 18  # a transfer of 10 microseconds: for less, the launch costs more than the transfer saves
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, host: HostMemory | None = None, **kwargs: Any) -> Any:
-    """`fn(*args, **kwargs)`, of which only the tensors among the arguments are kept: the backward runs `fn` again.
+    """Return `fn(*args, **kwargs)`, saving only the tensor arguments: the backward runs `fn` again.
 
-    torch's non-reentrant checkpoint: random state and autocast are as they were, any output and any nesting are right, and
-    inputs need not require gradients. Tensors inside lists or dictionaries are kept as they are. With `host`, the kept
-    tensors wait there; that has no effect where they are in host memory already.
+    This is torch's non-reentrant checkpoint: it restores random state and autocast, supports any output and nesting, and inputs
+    need not require gradients. Tensors inside lists or dictionaries are kept as they are. With `host`, the tensor arguments are
+    saved in host memory, which has no effect if they are there already.
     """
     names, positional = tuple(kwargs), len(args)
 
     def run(*flat: Any) -> Any:
         return fn(*flat[:positional], **dict(zip(names, flat[positional:], strict=True)))
 
-    with nullcontext() if host is None else host.saving():  # torch keeps the inputs outside its own hooks, so inside these
+    with nullcontext() if host is None else host.saving():  # torch saves the inputs outside its own hooks, so inside these
         return torch_checkpoint.checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
 
 def inside_checkpoint() -> bool:
-    """Whether some checkpoint of torch's computes again what runs now, or will."""
+    """Whether one of torch's checkpoints will recompute the current operations, or is recomputing them."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    will = hooks is not None and hooks[0].__module__ == torch_checkpoint.__name__
-    return will or torch._C._current_graph_task_id() != -1  # the reentrant one's first forward runs without gradients
+    will_recompute = hooks is not None and hooks[0].__module__ == torch_checkpoint.__name__
+    return will_recompute or torch._C._current_graph_task_id() != -1  # a reentrant checkpoint's first forward has no gradients
 
 
 class Transfer(Protocol):
-    """Moves storages of one device to the host and back. Both ways return at once."""
+    """Copies storages of one device to the host and back, asynchronously."""
 
     def send(self, storage: torch.UntypedStorage) -> Arrival: ...
 
@@ -64,29 +63,29 @@ class Transfer(Protocol):
 
 
 class Arrival(NamedTuple):
-    """Bytes on their way: where they will be, and what makes the device wait for them."""
+    """A copy in flight: its target, and a function that makes the device wait for it."""
 
     there: Tensor  # uint8, 1D
     wait: Callable[[], None]
 
 
 class CudaTransfer:
-    """Pinned memory, one stream beside the computing one, and an event for each copy."""
+    """Pinned memory, a separate stream, and an event for each copy."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
 
     def send(self, storage: torch.UntypedStorage) -> Arrival:
-        # torch caches pinned memory and hands it out again only after the copies that use it
+        # torch caches pinned memory, and reuses it only after the copies that use it
         return self._copy(_bytes_of(storage), torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True))
 
     def fetch(self, host: Tensor) -> Arrival:
         arrival = self._copy(host, torch.empty(host.numel(), dtype=torch.uint8, device=self.device))
-        arrival.there.record_stream(self.stream)  # should a backward that fails drop it before it has arrived
+        arrival.there.record_stream(self.stream)  # a failing backward may free it during the copy
         return arrival
 
     def _copy(self, source: Tensor, target: Tensor) -> Arrival:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the source is written, the target's last use is over
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # for the writes of the source and the target's last use
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
             copied = self.stream.record_event()
@@ -94,15 +93,15 @@ class CudaTransfer:
 
 
 def transfer_of(device: torch.device) -> Transfer | None:
-    """None where what is saved stays: the host itself, and devices other than CUDA's."""
+    """The transfer of a device; None for the host and for devices other than CUDA's, where saved tensors stay."""
     return CudaTransfer(device) if device.type == "cuda" else None
 
 
 class HostMemory:
-    """The host's part of one model's activations. Make one and use it in every step.
+    """Host memory for one model's activations. Create one and use it in every step.
 
-    keep       tensors whose memory stays on the device: parameters and buffers, and so what views them
-    min_bytes  smaller storages stay
+    keep       tensors whose storages stay on the device, with all their views: parameters and buffers
+    min_bytes  smaller storages stay on the device
     """
 
     def __init__(
@@ -114,13 +113,13 @@ class HostMemory:
         self.keep = {ref.cdata: ref for ref in (StorageWeakRef(tensor.untyped_storage()) for tensor in keep)}
         self.min_bytes, self.transfer = min_bytes, transfer
         self.transfers: dict[torch.device, Transfer | None] = {}
-        # By storage and version. A weak reference to a storage holds its address: while a parcel lives, nobody else has its key.
+        # By storage and version. A weak reference to a storage reserves its address, so the key of a live parcel is unique.
         self.parcels: weakref.WeakValueDictionary[tuple[int, int], _Parcel] = weakref.WeakValueDictionary()
         self.last: _Call | None = None
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What autograd saves inside waits in host memory for its backward."""
+        """Inside, autograd saves tensors in host memory until their backward."""
         call = _Call(self.last)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(tensor, call), _unpack):
             yield
@@ -130,8 +129,8 @@ class HostMemory:
 
     def _pack(self, tensor: Tensor, call: _Call) -> Tensor | _Packed:
         if tensor.grad_fn is not None:
-            tensor = tensor.detach()  # an operation's own output, kept by the operation, would keep both alive for ever
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided:  # a parameter, or what has no storage
+            tensor = tensor.detach()  # an operation that saves its own output would be a reference cycle
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:  # a parameter, or a tensor without a storage
             return tensor
         storage = tensor.untyped_storage()
         if tensor.device not in self.transfers:
@@ -168,7 +167,7 @@ def _unpack(packed: Tensor | _Packed) -> Tensor:
 
 
 class _Call:
-    """One `saving` block. Its parcels belong to autograd's graph and die with it."""
+    """One `saving` block. Autograd's graph owns its parcels."""
 
     def __init__(self, before: _Call | None) -> None:
         self.before = None if before is None else weakref.ref(before)
@@ -179,12 +178,12 @@ class _Call:
         return [parcel for ref in self.parcels if (parcel := ref()) is not None]
 
     def leave(self) -> None:
-        """Give the device's memory back: the transfers have had the time of a call."""
+        """Free the device memory. The transfers have run for the duration of a call."""
         for parcel in self.living():
             parcel.leave()
 
     def fetch(self) -> None:
-        """The backward is at this call: bring it and its predecessor."""
+        """When the backward reaches this call, start fetching its parcels and its predecessor's."""
         if self.entered:
             return
         self.entered = True
@@ -195,7 +194,7 @@ class _Call:
 
 
 class _Parcel:
-    """One storage: on the device (`here`), and on its way to the host or there (`away`); or on its way back (`back`)."""
+    """One storage: on the device (`here`), copied to the host (`away`), and copied back (`back`)."""
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage, transfer: Transfer, call: _Call) -> None:
         self.device, self.transfer, self.call = tensor.device, transfer, call
@@ -212,8 +211,8 @@ class _Parcel:
         self.away.wait()
         if self.here._version != self.version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(self.here.shape)} that a block saved for its backward was changed in place while it "
-                f"was copied to the host (version {self.version} is now {self.here._version}); do not change it in place, or "
+                f"a tensor of shape {tuple(self.here.shape)} that a block saved for its backward was changed in place during its "
+                f"copy to the host (version {self.version} is now {self.here._version}); do not change it in place, or "
                 f"keep activations on the device"
             )
         self.here = None
@@ -223,15 +222,15 @@ class _Parcel:
             self.back = self.transfer.fetch(self.away.there)
 
     def take(self) -> torch.UntypedStorage:
-        """The storage, readable by what the device computes from now on. After as many takes as saves it is let go."""
+        """Return the storage, valid for later work on the device. After as many takes as saves, the parcel drops it."""
         self.fetch()
         if self.here is not None:
             return self.here.untyped_storage()
-        assert self.back is not None, "fetch() has started it"
+        assert self.back is not None, "fetch() starts the copy"
         self.back.wait()
         storage = self.back.there.untyped_storage()
         self.taken += 1
-        if self.taken % self.uses == 0:  # a graph that was retained may ask again
+        if self.taken % self.uses == 0:  # a retained graph may take it again
             self.back = None
         return storage
 

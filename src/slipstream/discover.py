@@ -1,10 +1,10 @@
-"""Who am I: rank, world size and meeting point from the environment that a starter left behind. Pure.
+"""Discover rank, world size and rendezvous address from the environment variables of the launcher. Pure.
 
-Understood, in this order: torchrun and Kubernetes operators (RANK), Open MPI, MVAPICH2, a Slurm step, and PMI
-(MPICH, Intel MPI). The first that names a rank decides, so torchrun inside `srun` is torchrun's.
+Supported, in this order: torchrun and Kubernetes operators (RANK), Open MPI, MVAPICH2, a Slurm step, and PMI (MPICH, Intel
+MPI). The first that sets a rank decides, so torchrun inside `srun` counts as torchrun.
 
-A Slurm *batch script* also carries SLURM_PROCID=0 and SLURM_NTASKS=n although it is a single process; only a
-step, which `srun` starts and marks with SLURM_STEP_ID, is believed.
+A Slurm *batch script* also has SLURM_PROCID=0 and SLURM_NTASKS=n although it is a single process. So Slurm's variables
+count only in a step, which `srun` starts and marks with SLURM_STEP_ID.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Starter(NamedTuple):
     world: str
     local_rank: str
     local_world: str
-    job: tuple[str, ...]  # values that all ranks of one start share, and others do not
+    job: tuple[str, ...]  # variables that are equal on all ranks of a job, and different between jobs
 
 
 _SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -83,12 +83,12 @@ def slurm_hosts(text: str) -> list[str]:
 
 
 def _port(env: Mapping[str, str], job: tuple[str, ...]) -> str:
-    """A port that all ranks of a job derive alike; outside the range from which kernels hand out ports."""
+    """A port that all ranks of a job derive from the same values, outside the kernel's ephemeral range."""
     return str(20_000 + zlib.crc32(".".join(env.get(name, "") for name in job).encode()) % 10_000)
 
 
 def _local_world(text: str, node_id: int) -> str | None:
-    """A count, or Slurm's run-length form `4(x2),3` of counts per node."""
+    """The local world size from a count, or from Slurm's run-length form `4(x2),3` of counts per node."""
     counts: list[str] = []
     for count, _, times in re.findall(r"(\d+)(\(x(\d+)\))?", text):
         counts += [count] * int(times or 1)
@@ -103,7 +103,7 @@ def _number(env: Mapping[str, str], name: str, starter: str) -> int:
     return int(env[name])
 
 
-def _meeting_point(env: Mapping[str, str], starter: _Starter, single_host: bool) -> dict[str, str]:
+def _rendezvous(env: Mapping[str, str], starter: _Starter, single_host: bool) -> dict[str, str]:
     address = env.get("MASTER_ADDR")
     if address is None and starter.name == "Slurm":
         hosts = slurm_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
@@ -112,22 +112,20 @@ def _meeting_point(env: Mapping[str, str], starter: _Starter, single_host: bool)
         address = "127.0.0.1"
     if address is None:
         raise ValueError(
-            f"{starter.name} does not tell the ranks where rank 0 is: set MASTER_ADDR to the first host's name (mpirun -x "
+            f"{starter.name} does not publish rank 0's address: set MASTER_ADDR to the first host's name (mpirun -x "
             "MASTER_ADDR=host1, mpiexec -genv MASTER_ADDR host1), or use `slipstream run --hostfile`"
         )
     return {"MASTER_ADDR": address, "MASTER_PORT": env.get("MASTER_PORT") or _port(env, starter.job)}
 
 
 def discover(env: Mapping[str, str]) -> dict[str, str] | None:
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and, where known, LOCAL_WORLD_SIZE, as
-    torch.distributed reads them.
+    """Return torch.distributed's variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and, if known, LOCAL_WORLD_SIZE.
 
-    None if nothing started this process as one of several. ValueError if a starter did, and left out what is
-    needed. Where RANK and WORLD_SIZE are set already, they and whichever of the others are set are returned
-    as they are.
+    Returns None if no launcher started this process as one of several. If RANK and WORLD_SIZE are set, returns those of the
+    variables that are set, unchanged. Raises ValueError if a launcher's variables are incomplete.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
-        # Said by someone who knows torch's names: what is missing may be meant to be (an init_method without MASTER_ADDR).
+        # torch's own names: a missing variable may be intended (an init_method needs no MASTER_ADDR)
         names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         place = {name: str(_number(env, name, "the environment")) for name in ("RANK", "WORLD_SIZE")}
         return place | {name: env[name] for name in names if name in env}
@@ -138,15 +136,15 @@ def discover(env: Mapping[str, str]) -> dict[str, str] | None:
         local_world = _local_world(env.get(starter.local_world, ""), int(env.get("SLURM_NODEID", "0")))
         if starter.local_rank not in env and world > 1:
             raise ValueError(f"{starter.name} set {starter.rank} but not {starter.local_rank}; set LOCAL_RANK, RANK and WORLD_SIZE")
-        found = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": env.get(starter.local_rank, "0")}
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": env.get(starter.local_rank, "0")}
         if local_world is not None:
-            found["LOCAL_WORLD_SIZE"] = local_world
-        return found | _meeting_point(env, starter, single_host=local_world == str(world) or world == 1)
+            place["LOCAL_WORLD_SIZE"] = local_world
+        return place | _rendezvous(env, starter, single_host=local_world == str(world) or world == 1)
     return None
 
 
 class Node(NamedTuple):
-    """This node's place among several, each of which starts its own ranks."""
+    """This node's position among several, each of which starts its own ranks."""
 
     num_nodes: int
     node_rank: int
@@ -155,8 +153,8 @@ class Node(NamedTuple):
 
 
 def node(env: Mapping[str, str]) -> Node | None:
-    """The place of this node where a scheduler runs one `slipstream run` per node: torchrun's PET_* variables, or a Slurm
-    step with one task per node. None for a node on its own."""
+    """Return this node's position if a scheduler runs one `slipstream run` per node (torchrun's PET_* variables, or a Slurm step
+    with one task per node), else None."""
     if "PET_NNODES" in env and "PET_NODE_RANK" in env:
         port = env.get("PET_MASTER_PORT") or env.get("MASTER_PORT")
         return Node(

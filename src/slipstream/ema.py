@@ -1,4 +1,4 @@
-"""Exponential moving averages of an engine's weights, sharded as its optimizer states are: `slipstream.ema.Ema`.
+"""Exponential moving averages (EMA) of an engine's weights, sharded like its optimizer states: `slipstream.ema.Ema`.
 
     average = slipstream.ema.Ema(engine, decay=0.999)
     for batch in loader:
@@ -8,11 +8,11 @@
     with average.applied(), torch.no_grad():
         evaluate(engine)
 
-average  of one unit's masters in this rank's optimizer span, fp32 or wider; rests where masters do: device, host or disk
-kept     the masters while averages stand in their place, where they are too narrow to trade places with them
+average  the average of one unit's masters in this rank's optimizer span, fp32 or wider; stored in the masters' tier
+kept     a copy of the masters inside `applied`, if they are narrower than the averages and so cannot be swapped with them
 
-[Note: Bits of an average] average += (master - average) * (1 - decay), in three operations that round once each. So the bits are
-those of the same line over whole weights in plain torch, however the weights are sharded.
+[Note: Bits of an average] average += (master - average) * (1 - decay), in three operations that round once each. So the result is
+bit-identical to the same line over unsharded weights in plain torch, for any sharding.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from slipstream.zero.unit import Unit
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
 
-_PIECE = 1 << 20  # elements that are worked on at a time
+_PIECE = 1 << 20  # elements processed at a time
 
 
 class Ema:
-    """The averages of an engine's trainable parameters. An engine has one, and saves and loads it with its checkpoints.
+    """The averages of an engine's trainable parameters. An engine has at most one `Ema`, and checkpoints include it.
 
-    decay   what an average keeps of itself in an update, from 0 to below 1
-    warmup  min(decay, (1 + n) / (10 + n)) in update n, so that first values fade soon (TensorFlow's `num_updates`)
+    decay   the weight of the old average in an update, 0 <= decay < 1
+    warmup  use min(decay, (1 + n) / (10 + n)) in update n, so that initial values decay quickly (TensorFlow's `num_updates`)
 
-    Frozen parameters have no average: theirs is their value. One that is unfrozen later has one from the next update on. After a
-    surgery that rebuilt units, calls raise RuntimeError: take `state_dict()` before, and load it into a new `Ema` after.
+    Frozen parameters are not averaged; one that is unfrozen later is averaged from the next update on. After a surgery that rebuilt
+    units, calls raise RuntimeError: call `state_dict()` before, and load it into a new `Ema` after.
 
-    Raises ValueError for another decay, an engine without optimizer, or one that has an `Ema` already.
+    Raises ValueError for another decay, for an engine without optimizer, or for one that already has an `Ema`.
     """
 
     def __init__(self, engine: Engine, decay: float = 0.999, *, warmup: bool = False) -> None:
         if not 0 <= decay < 1:
-            raise ValueError(f"Ema(decay={decay!r}): it is from 0 to below 1; 0.999 averages over about 1000 steps")
+            raise ValueError(f"Ema(decay={decay!r}): decay must be >= 0 and < 1; 0.999 averages over about 1000 steps")
         if engine.steps is None:
-            raise ValueError("Ema: this engine has no optimizer, so its weights do not change; give initialize() one")
+            raise ValueError("Ema: this engine has no optimizer, so its weights do not change; pass one to initialize()")
         if entries.average_of(engine) is not None:
             raise ValueError("Ema: this engine has one already; use that, or drop the last reference to it first")
         engine.gate.check("ema")
@@ -68,12 +68,12 @@ class Ema:
         engine.average = weakref.ref(self)
 
     def _follow(self) -> None:
-        """Average units that train by now and did not before, beginning with what they are."""
+        """Start averages of units that are trainable now and were not before, from their current masters."""
         units = [unit for unit in self.engine.units if unit.grads is not None]
         if any(unit not in units for unit in self._averages):
             raise RuntimeError(
-                "Ema: the model was changed by engine.surgery() since, and these averages are of its old units: take state_dict() "
-                "before a surgery, and after it make another Ema and call its load_state_dict(state, strict=False)"
+                "Ema: engine.surgery() has changed the model, and these averages are of its old units: call state_dict() before a "
+                "surgery, and after it make a new Ema and call its load_state_dict(state, strict=False)"
             )
         for unit in units:
             if unit not in self._averages:
@@ -82,7 +82,7 @@ class Ema:
                 copy_store(self._averages[unit], master)
 
     def update(self) -> bool:
-        """Take the last `engine.step()` into the averages. False, and nothing is done, where that applied no update. Collective."""
+        """Update the averages after `engine.step()`. Returns False, without a change, if that step was not applied. Collective."""
         self.engine.gate.check("update")
         if not self.engine.step_applied:
             return False
@@ -98,22 +98,20 @@ class Ema:
         self.num_updates += 1
         return True
 
-    # -- in place of the weights --
+    # -- averages as weights --
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the engine's weights are the averages: evaluate, or call `save_pretrained`, `state_dict` or `named_weights`.
 
-        Collective. Each rank trades its own shards; nothing is gathered that a step does not gather. Afterwards weights and masters
-        are what they were, bit for bit. Inside, what trains, saves or changes the engine raises RuntimeError.
+        Collective. Each rank swaps its own shards, and gathers no more than a step does. Afterwards weights and masters are bit for
+        bit the old ones. Inside, calls that train, save or change the engine raise RuntimeError.
         """
         engine = self.engine
         with engine.together("ema"), torch.no_grad():
             self._follow()
-            self._trade(back=False)
-        reason = (
-            "the engine's weights are averages inside `with average.applied():`, for evaluating under torch.no_grad(); leave it"
-        )
+            self._swap_masters(back=False)
+        reason = "the engine's weights are averages inside `with average.applied():`, which is for evaluation only; leave it first"
         engine.gate.shut(Block.AVERAGED, reason)
         engine.hooks.refusal = reason
         try:
@@ -123,10 +121,10 @@ class Ema:
                 engine.gate.open(Block.AVERAGED)
                 engine.hooks.refusal = ""
                 with engine.together("ema"), torch.no_grad():
-                    self._trade(back=True)
+                    self._swap_masters(back=True)
 
-    def _trade(self, *, back: bool) -> None:
-        """Masters and averages trade places, and the weights follow the masters. Collective."""
+    def _swap_masters(self, *, back: bool) -> None:
+        """Swap masters and averages, and update the weights from the masters. Collective."""
         for unit in self.engine.units:
             unit.release()
         for unit, average in self._averages.items():
@@ -142,12 +140,12 @@ class Ema:
                 copy_store(unit.master, average)
         spread_weights(self.engine)
 
-    # -- saved and loaded --
+    # -- saving and loading --
 
     def state_dict(self) -> dict[str, Any]:
-        """`{"num_updates": n, "average": {name: the whole average}}`, on every rank. Collective.
+        """Return `{"num_updates": n, "average": {name: unsharded average}}` on every rank. Collective.
 
-        `engine.save_checkpoint` writes each rank's own shards instead, and `load_checkpoint` reads them.
+        `engine.save_checkpoint` and `load_checkpoint` write and read shards instead.
         """
         with self.engine.together("ema"):
             averages: dict[str, Tensor] = {}
@@ -158,30 +156,30 @@ class Ema:
         return {"num_updates": self.num_updates, "average": averages}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take `state_dict`'s values, the same on all ranks. strict=False: names that only one of the two has are left as they are.
+        """Load `state_dict`'s values, the same on all ranks. strict=False ignores names that only the state or the engine has.
 
         Raises ValueError, with nothing changed, for other names (strict) or shapes.
         """
         self.engine.gate.check("ema")
         self._follow()
-        given: Mapping[str, Tensor] = state["average"]
+        values: Mapping[str, Tensor] = state["average"]
         shapes = {name: slot.shape for unit in self._averages for name, slot in zip(unit.names, unit.layout.slots, strict=True)}
-        if strict and (odd := sorted(given.keys() ^ shapes.keys())):
-            where = "the state" if odd[0] in given else "this engine"
-            raise ValueError(f"Ema.load_state_dict(): only {where} has an average of {odd[0]!r}; strict=False takes what both have")
-        for name in given.keys() & shapes.keys():
-            if tuple(given[name].shape) != shapes[name]:
+        if strict and (odd := sorted(values.keys() ^ shapes.keys())):
+            side = "the state" if odd[0] in values else "this engine"
+            raise ValueError(f"Ema.load_state_dict(): only {side} has an average of {odd[0]!r}; strict=False loads the common ones")
+        for name in values.keys() & shapes.keys():
+            if tuple(values[name].shape) != shapes[name]:
                 raise ValueError(
-                    f"Ema.load_state_dict(): {name!r} has shape {tuple(given[name].shape)} in the state, and {shapes[name]} here"
+                    f"Ema.load_state_dict(): {name!r} has shape {tuple(values[name].shape)} in the state, and {shapes[name]} here"
                 )
         for unit, average in self._averages.items():
             for name, start, within in _owned(unit):
-                if name in given:
-                    average.put(start, given[name].reshape(-1)[within])
+                if name in values:
+                    average.put(start, values[name].reshape(-1)[within])
         self.num_updates = int(state["num_updates"])
 
     def tensors(self) -> dict[str, FlatSlice]:
-        """This rank's ranges of the averages, as a checkpoint has them."""
+        """This rank's ranges of the averages, for a checkpoint."""
         return {
             f"{entries.AVERAGE}{name}": part
             for unit, average in self._averages.items()
@@ -189,11 +187,11 @@ class Ema:
         }
 
     def stores(self) -> Collection[Store]:
-        """Where this rank's averages rest."""
+        """The stores of this rank's averages."""
         return self._averages.values()
 
     def restart(self, names: Collection[str]) -> None:
-        """The averages of these parameters begin again with what these are now."""
+        """Restart the averages of these parameters from their current values."""
         for unit, average in self._averages.items():
             for name, start, within in _owned(unit):
                 if name in names:
@@ -201,7 +199,7 @@ class Ema:
 
 
 def _owned(unit: Unit) -> Iterator[tuple[str, int, slice]]:
-    """Each parameter's name, where its part begins in this rank's optimizer span, and which elements of the parameter that is."""
+    """Yield each parameter's name, the offset of its part in this rank's optimizer span, and the part's range in the parameter."""
     for name, slot in zip(unit.names, unit.layout.slots, strict=True):
         start, stop = overlap(slot.span, unit.optim_span)
         yield name, start - unit.optim_span[0], slice(start - slot.offset, stop - slot.offset)
@@ -213,6 +211,6 @@ def _pieces(store: Store) -> Iterator[tuple[int, int]]:
 
 def _swap(one: Store, other: Store) -> None:
     for start, stop in _pieces(one):
-        held = one.get(start, stop).clone()
+        old = one.get(start, stop).clone()
         one.put(start, other.get(start, stop))
-        other.put(start, held)
+        other.put(start, old)

@@ -1,4 +1,4 @@
-"""Optional packages: what asks for one that is not installed says in one sentence how to get it."""
+"""Optional packages: importing one that is not installed raises an error that says how to install it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ __all__ = ["MissingPackageError", "needs"]
 
 
 class MissingPackageError(ImportError, ValueError):
-    """An optional package is not installed; the message is one sentence with the `pip install` that mends it."""
+    """An optional package is not installed. The message has the `pip install` command."""
 
 
 @contextmanager
 def needs(what: str, *, extra: str) -> Iterator[None]:
-    """Around imports of packages of an extra of pyproject.toml; `what` needs them. Raises MissingPackageError."""
+    """Wrap imports of packages of `extra` (pyproject.toml) for the feature `what`. Raises MissingPackageError if one is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name in ("", "slipstream"):
             raise
-        how = f"pip install '.[{extra}]' in Slipstream's folder brings all that it needs, pip install {name} this one"
-        raise MissingPackageError(f"{what} needs the package {name}, which is not installed: {how}", name=name) from None
+        fix = f"pip install '.[{extra}]' in Slipstream's folder installs all that it needs, pip install {name} only this package"
+        raise MissingPackageError(f"{what} needs the package {name}, which is not installed: {fix}", name=name) from None

@@ -1,7 +1,7 @@
 """The data-parallel mesh: which ranks hold replicas and which hold shards.
 
-Axes, outermost first: `dp_replicate` (whole copies of the sharded states) and `dp` (shards). Data is split over both.
-Later axes (pp, ep, sp, tp) join here. Nothing is global: a mesh is an argument.
+Axes, outermost first: `dp_replicate` (replicas of the sharded states) and `dp` (shards). Data is split over both.
+Later axes (pp, ep, sp, tp) will be added here. Nothing is global: a mesh is an argument.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One mesh axis as this rank sees it: a process group (None when the axis has one rank) and its global ranks."""
+    """One mesh axis of this rank: a process group (None if the axis has one rank) and its global ranks."""
 
     name: str
     group: ProcessGroup | None
@@ -46,10 +46,10 @@ def _axis(name: str, group: ProcessGroup | None, ranks: list[int], rank: int) ->
 
 
 def data_mesh(shard_size: int | None = None, group: Any = None) -> Mesh:
-    """Build the data mesh over `group` (default: all ranks); `shard_size` (MiCS) shards within neighbors only.
+    """Build the data mesh over `group` (default: all ranks). `shard_size` (MiCS) shards over so many consecutive ranks only.
 
-    Collective over the whole world when `shard_size` is given, because process groups are made.
-    Raises ValueError when `shard_size` does not divide the data-parallel size.
+    Collective over the whole world if `shard_size` is given, because it creates process groups.
+    Raises ValueError if `shard_size` does not divide the data-parallel size.
     """
     if not dist.is_initialized():
         if shard_size not in (None, 1):

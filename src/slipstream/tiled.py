@@ -1,5 +1,5 @@
-"""Layers that would hold more than fits, computed in tiles: losses over a large vocabulary, MLPs over long sequences, and
-linear layers too large to be gathered at once.
+"""Layers computed in tiles to reduce peak memory: losses over a large vocabulary, MLPs over long sequences, and linear layers too
+large to gather at once.
 
 Shapes: N tokens, H features, V words of the vocabulary.
 """
@@ -29,20 +29,21 @@ def fused_linear_cross_entropy(
     softcap: float | None = None,
     tile: int | None = None,
 ) -> Tensor:
-    """`F.cross_entropy(F.linear(hidden, weight, bias).float(), target)` without the logits of all tokens: a scalar in fp32.
+    """Return `F.cross_entropy(F.linear(hidden, weight, bias).float(), target)`, an fp32 scalar, without the logits of all tokens.
 
     softcap  logits become softcap * tanh(logits / softcap) first, as in Gemma 2
-    tile     tokens whose logits exist at a time; by default so many that those are as large as `hidden` or a quarter of `weight`,
-             and no fewer than 128, because each tile adds to all of the weight's gradient
+    tile     tokens per tile; by default, the logits of a tile are as large as `hidden` or a quarter of `weight`, and a tile has at
+             least 128 tokens, because each tile adds to all of the weight's gradient
 
-    The gradients are computed with the loss, tile by tile, each time that it is computed under autograd, so that the logits
-    are made once and the weight is read in the forward alone (under ZeRO-3 it is not gathered again for the backward). They
-    wait for the backward without the loss's own factor, so that small ones do not vanish in fp16: the hidden states' in
-    their dtype, the weight's and the bias's in fp32, because a sum over many tiles would lose bits in bf16. That is
-    V x H x 4 bytes between forward and backward, whatever N. There is no second derivative.
+    Under autograd, the forward also computes the gradients, tile by tile, so that it computes the logits once and the backward does
+    not read the weight (ZeRO-3 does not gather it again). They are saved without the factor of the loss's gradient, so that small
+    ones do not underflow in fp16: the hidden states' in their dtype, the weight's and the bias's in fp32, because a sum over many
+    tiles loses bits in bf16. That is V x H x 4 bytes between forward and backward, for any N. There is no second derivative.
+
+    Raises ValueError for another reduction, for a target whose shape does not match, or if `tile` < 1.
     """
     if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction is {reduction!r}; it is "mean" or "sum" here, a loss per token would need its gradient first')
+        raise ValueError(f'reduction is {reduction!r}; it must be "mean" or "sum", because the forward computes the gradients')
     if hidden.shape[:-1] != target.shape:
         raise ValueError(
             f"hidden states of shape {tuple(hidden.shape)} need a target of shape {tuple(hidden.shape[:-1])}, "
@@ -53,7 +54,7 @@ def fused_linear_cross_entropy(
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if tile is not None and tile < 1:
-        raise ValueError(f"tile is {tile}; at least one token is needed")
+        raise ValueError(f"tile is {tile}; it must be at least 1")
     if tile is None:
         tile = max(target.numel() * hidden.shape[-1] // weight.shape[0], hidden.shape[-1] // 4, 128)
     loss: Tensor = _FusedLoss.apply(
@@ -63,7 +64,7 @@ def fused_linear_cross_entropy(
 
 
 class _FusedLoss(torch.autograd.Function):
-    """The summed loss, with its gradients for a loss gradient of one."""
+    """The summed loss. The forward computes its gradients, for a loss gradient of 1."""
 
     @staticmethod
     def forward(
@@ -79,15 +80,15 @@ class _FusedLoss(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        wanted = [bool(needed) for needed in ctx.needs_input_grad[:3]]
-        d_hidden = torch.empty_like(hidden) if wanted[0] else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
-        d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+        needed = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if needed[0] else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(target), tile):
                 part = slice(start, start + tile)
                 d_logits = _tile_loss(
-                    hidden[part], weight, bias, target[part], ignore_index, smoothing, softcap, total, any(wanted)
+                    hidden[part], weight, bias, target[part], ignore_index, smoothing, softcap, total, any(needed)
                 )
                 if d_logits is None:
                     continue
@@ -109,7 +110,7 @@ class _FusedLoss(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "fused_linear_cross_entropy has no second derivative (create_graph=True); use "
-                "F.cross_entropy(F.linear(hidden, weight, bias), target) where one is needed"
+                "F.cross_entropy(F.linear(hidden, weight, bias), target) instead"
             )
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *(None if value is None else (value.to(grad.dtype) * grad).to(dtype) for value, dtype in saved), *[None] * 5
@@ -126,10 +127,10 @@ def _tile_loss(
     total: Tensor,
     differentiate: bool,
 ) -> Tensor | None:
-    """Add one tile's loss to `total`; its derivative by the logits, [n, V] and as wide as the total.
+    """Add one tile's loss to `total`; return its derivative by the logits, [n, V] in the dtype of `total`.
 
     With p = softmax(z), target t and smoothing s: loss = logsumexp(z) - (1 - s) z[t] - s mean(z); its derivative by z is
-    p - (1 - s) [t] - s / V.
+    p - (1 - s) onehot(t) - s / V.
     """
     logits = F.linear(hidden, weight, bias).to(total.dtype)
     if softcap is not None:
@@ -154,24 +155,24 @@ def _tile_loss(
 
 
 def tiled_mlp(fn: Callable[[Tensor], Tensor], x: Tensor, tiles: int, dim: int = -2) -> Tensor:
-    """`fn(x)` for a function of each token alone, over `tiles` parts of the sequence (`dim`), each computed again in the
-    backward: what `fn` holds inside exists for one part at a time.
+    """Return `fn(x)` for a token-wise function, computed over `tiles` parts of the sequence (`dim`) with activation checkpointing:
+    the activations inside `fn` exist for one part at a time.
 
-    With dropout inside, the draws are other ones than the whole sequence's, and the same in both passes.
+    Dropout in `fn` draws other numbers than over the whole sequence, and the same ones in the recompute.
     """
     if tiles < 1:
-        raise ValueError(f"tiles is {tiles}; at least one is needed")
+        raise ValueError(f"tiles is {tiles}; it must be at least 1")
     parts = x.tensor_split(min(tiles, max(1, x.shape[dim])), dim)
     return torch.cat([checkpoint(fn, part) for part in parts], dim)
 
 
 class TiledLinear(nn.Module):
-    """`nn.Linear` in `in_splits` x `out_splits` tiles, which ZeRO-3 gathers one at a time where the layer is in no repeated
-    block (a block is gathered whole). The arguments are those of `deepspeed.zero.TiledLinear`.
+    """`nn.Linear` in `in_splits` x `out_splits` tiles. ZeRO-3 gathers one tile at a time, except in a repeated block, which it
+    gathers as a whole. The arguments are those of `deepspeed.zero.TiledLinear`.
 
     input_is_already_split  the input is a sequence of `in_splits` tensors
     combine_out_splits      False: the output is a list of `out_splits` tensors
-    linear_cls, **kwargs    makes a tile: `linear_cls(in_features, out_features, bias=..., **kwargs)`
+    linear_cls, **kwargs    a tile is `linear_cls(in_features, out_features, bias=..., **kwargs)`
     init_linear             a linear layer to copy from
     """
 
@@ -196,7 +197,7 @@ class TiledLinear(nn.Module):
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
         self.in_sizes, self.out_sizes = _even(in_features, in_splits), _even(out_features, out_splits)
-        # The bias is in the last column's tiles. Of layers that share a class and a list, ZeRO-3 makes a unit each.
+        # The last column's tiles have the bias. ZeRO-3 makes one unit of each tile, because the tiles share a class and a list.
         self.tiles = nn.ModuleList(
             linear_cls(columns, rows, bias=bias and i == in_splits - 1, **kwargs)
             for rows in self.out_sizes
@@ -224,11 +225,12 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Take a linear layer's values. Collective where either is sharded."""
+        """Copy a linear layer's values. Collective if either layer is sharded."""
         if other.weight.shape != (self.out_features, self.in_features):
             raise ValueError(f"a weight of shape {tuple(other.weight.shape)} is not {(self.out_features, self.in_features)}")
         if (other.bias is None) != (self.tiles[self.in_splits - 1].bias is None):
-            raise ValueError(f"one of both layers has a bias: the other's is {other.bias is not None}")
+            owner = "this layer" if other.bias is None else "the other layer"
+            raise ValueError(f"only {owner} has a bias; create this layer with bias={other.bias is not None}")
         tiles: Any = self.tiles
         with gathered([*self.parameters(), *other.parameters()]):
             weights = [tile for rows in other.weight.split(self.out_sizes) for tile in rows.split(self.in_sizes, 1)]
@@ -245,6 +247,6 @@ class TiledLinear(nn.Module):
 
 
 def _even(features: int, splits: int) -> list[int]:
-    """Sizes that differ by one at most, the larger first."""
+    """Sizes that differ by at most 1, the larger first."""
     small, larger = divmod(features, splits)
     return [small + (i < larger) for i in range(splits)]

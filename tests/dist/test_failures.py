@@ -181,7 +181,7 @@ def test_waits_that_never_match_end_with_a_table(nursery: Nursery, tmp_path: Pat
             assert outcome.ended[rank] - outcome.records[rank]["acted"] < 30, told
         said = outcome.stderr[0].replace("[rank0]: ", "")  # torch's marker
         table = re.search(r"rank  step  phase .*unit .*waits in\n(.*\n.*)\n", said)
-        agreed = "different ways through the model" in outcome.stderr[0] or "others called another method" in outcome.stderr[1]
+        agreed = "different branches in the model" in outcome.stderr[0] or "others called another method" in outcome.stderr[1]
         assert table or agreed, told
         if table:
             assert re.search(r"0 +\d .*\n1 +\d ", table.group(1)), told

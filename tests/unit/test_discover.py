@@ -60,7 +60,7 @@ def test_openmpi_on_one_host_needs_nothing() -> None:
 
 def test_openmpi_over_hosts_needs_the_master() -> None:
     spread = OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}
-    with pytest.raises(ValueError, match=r"Open MPI does not tell .*mpirun -x MASTER_ADDR"):
+    with pytest.raises(ValueError, match=r"Open MPI does not publish .*mpirun -x MASTER_ADDR"):
         discover(spread)
     found = discover(spread | {"MASTER_ADDR": "host1", "MASTER_PORT": "2222"})
     assert found is not None

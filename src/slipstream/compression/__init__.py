@@ -1,4 +1,4 @@
-"""Models whose weights take less room."""
+"""Quantized weights."""
 
 from slipstream.compression.numbers import Head, Numbers, head_of
 from slipstream.compression.quantized import QuantizedLinear, quantize, row_forms

@@ -1,7 +1,7 @@
-"""Linear layers whose frozen weights are bytes (ops/rows.py), for adapters to be trained on top (QLoRA).
+"""Linear layers with frozen quantized weights (ops/rows.py), for training adapters on top (QLoRA).
 
-A quantized weight is an ordinary parameter of dtype uint8: the engine shards, offloads, gathers and saves it as the bytes that it
-is. What is computed with is made of them where it is needed, in the forward and again in the backward, and never kept.
+A quantized weight is an ordinary parameter of dtype uint8: the engine shards, offloads, gathers and saves its bytes. The forward
+and the backward each dequantize it, and do not keep the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.zero import access
 
 
 class QuantizedLinear(nn.Linear):
-    """`nn.Linear` with a frozen weight of uint8 [out_features, form.row_nbytes], of which gradients go to the input only."""
+    """`nn.Linear` with a frozen quantized weight, uint8 [out_features, form.row_nbytes]. Only input and bias get gradients."""
 
     def __init__(self, linear: nn.Linear, form: RowForm) -> None:
         nn.Module.__init__(self)
@@ -42,13 +42,12 @@ class QuantizedLinear(nn.Linear):
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
     def dequantized(self) -> Tensor:
-        """The weight as numbers, fp32 [out_features, in_features]."""
+        """The dequantized weight, fp32 [out_features, in_features]."""
         return dequantize_rows(self.weight, self.form, torch.float32)
 
     def reset_parameters(self) -> None:
         raise ValueError(
-            "a quantized weight is made of a trained one: name files that hold it (slipstream.zero.load), or quantize a model that "
-            "has its weights"
+            "a quantized weight has no initializer: load it from files (slipstream.zero.load), or quantize a model with weights"
         )
 
     def extra_repr(self) -> str:
@@ -56,7 +55,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x @ W.T; of W only the bytes are kept for the backward."""
+    """x @ W.T, which saves only the quantized W for the backward."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, form: RowForm) -> Tensor:
@@ -74,30 +73,28 @@ class _Product(torch.autograd.Function):
 
 
 def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence[str] = ()) -> nn.Module:
-    """Replace the weight of every `nn.Linear` in `model` by frozen bytes, in place; returns the model. Before adapters are added.
+    """Quantize and freeze the weight of every `nn.Linear` in `model`, in place; returns the model. Call it before adding adapters.
 
-    bits   8: whole numbers. 4: NF4, a quarter of bf16's bytes
+    bits   8: integers. 4: NF4, a quarter of bf16's bytes
     block  columns that share a scale
-    skip   patterns of the names of layers that stay as they are: `("*.gate",)`. The output head stays anyway, and what shares its
-           weight with another module
+    skip   name patterns of layers to leave as they are: `("*.gate",)`. The output head, and layers that share their weight with
+           another module, are always left
 
-    A model on meta (`zero.Init`) is quantized as `slipstream.zero.load` reads it: each rank makes only its own part of the bytes.
+    A model on meta (`zero.Init`) is quantized while `slipstream.zero.load` reads it: each rank quantizes only its own shard.
+    Inside `engine.surgery()`, the layers of an engine are quantized too, and their optimizer states are freed.
 
-    Inside `engine.surgery()` the layers of an engine are quantized, too; their optimizer states are given back.
-
-    Raises ValueError for a layer of an engine elsewhere, or whose weight is not finite, for one that is to be trained where others
-    are not (an adapter), and for a pattern that no layer's name matches, with nothing changed.
+    Raises ValueError, with nothing changed, for a layer that belongs to an engine outside a surgery, that has non-finite weights or
+    that is trained while others are frozen (an adapter), and for a pattern that matches no layer's name.
     """
-    head_of: Any = getattr(model, "get_output_embeddings", lambda: None)  # transformers'
-    head = head_of()
+    head = getattr(model, "get_output_embeddings", lambda: None)()  # of transformers
     uses = Counter(id(param) for module in model.modules() for param in module._parameters.values() if param is not None)
-    names: dict[nn.Linear, list[str]] = {}  # a layer may have several parents
+    names: dict[nn.Linear, list[str]] = {}  # several if a layer is shared
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
             names.setdefault(module, []).append(name)
-    if unused := [pattern for pattern in skip if not any(fnmatch.filter(known, pattern) for known in names.values())]:
-        some = ", ".join(name for name, *_ in list(names.values())[:8]) or "none"
-        raise ValueError(f"skip={unused} matches the name of no nn.Linear of {type(model).__name__}; its first are {some}")
+    if unused := [pattern for pattern in skip if not any(fnmatch.filter(of_layer, pattern) for of_layer in names.values())]:
+        first = ", ".join(name for name, *_ in list(names.values())[:8]) or "none"
+        raise ValueError(f"skip={unused} matches the name of no nn.Linear of {type(model).__name__}; its first are {first}")
     chosen = [
         layer
         for layer in names
@@ -120,14 +117,14 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
         if frozen and layer.weight.requires_grad:
             name = names[layer][0]
             raise ValueError(
-                f"layer {name!r} is to be trained, since its weight requires a gradient and others do not: an adapter would be "
-                f"frozen as bytes. Quantize before adapters are added; skip={[name]} leaves it as it is, and requires_grad_(False) "
-                f"says that it is not trained"
+                f"layer {name!r} is trained, because its weight requires a gradient and others do not: quantizing would freeze an "
+                f"adapter. Quantize before adapters are added, leave the layer out with skip={[name]}, or freeze it with "
+                f"requires_grad_(False)"
             )
     for layer in chosen:
         if not layer.weight.is_meta and not bool(layer.weight.isfinite().all()):
             name = names[layer][0]
-            raise ValueError(f"layer {name!r} holds weights that are not finite; skip={[name]} leaves it as it is")
+            raise ValueError(f"layer {name!r} has non-finite weights; leave it out with skip={[name]}")
     for layer in chosen:
         quantized = QuantizedLinear(layer, RowForm(bits=bits, columns=layer.in_features, block=block))
         for name in names[layer]:
@@ -137,5 +134,5 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
 
 
 def row_forms(model: nn.Module) -> dict[str, RowForm]:
-    """How each quantized weight lies in bytes, by the parameter's name."""
+    """The byte format of each quantized weight, by the parameter's name."""
     return {f"{name}.weight": module.form for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}

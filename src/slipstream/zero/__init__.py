@@ -1,4 +1,4 @@
-"""Sharded training states: placements, units, transports. `Init`, `load` and `gathered` are the public part."""
+"""Sharded training states: placements, units, transports. The public names are `Init`, `load` and `gathered`."""
 
 from __future__ import annotations
 
@@ -16,26 +16,24 @@ __all__ = ["Init", "gathered", "load"]
 
 @contextmanager
 def gathered(params: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, modifier_rank: int | None = None) -> Iterator[None]:
-    """Show parameters whole and writable; what is written goes back to every shard and master. Collective.
+    """Gather parameters for reading and writing; writes are stored in every shard and master at the end. Collective.
 
         with slipstream.zero.gathered(model.head.weight):
             model.head.weight.normal_()
 
     Works in every stage. Parameters of no engine are left as they are. With `modifier_rank` None all ranks must write the
-    same values; otherwise that data-parallel rank's count. An exception inside writes nothing.
+    same values; otherwise the values of that data-parallel rank are used. An exception inside writes nothing.
     """
     from slipstream.zero import access
 
     chosen: list[Any]
     if isinstance(params, nn.Module):
         chosen = list(params.parameters())
-    elif isinstance(params, nn.Parameter):
-        chosen = [params]
     else:
-        chosen = [params] if isinstance(params, (str, bytes)) else list(params)  # type: ignore[unreachable]
-    for one in chosen:
-        if not isinstance(one, torch.Tensor):
-            known = f"; for a name: model.get_parameter({one!r})" if isinstance(one, str) else ""
-            raise TypeError(f"gathered() takes parameters or a module, and was given {one!r}{known}")
+        chosen = [params] if isinstance(params, (nn.Parameter, str, bytes)) else list(params)
+    for item in chosen:
+        if not isinstance(item, torch.Tensor):
+            hint = f"; for a name: model.get_parameter({item!r})" if isinstance(item, str) else ""
+            raise TypeError(f"gathered() takes parameters or a module, and was given {item!r}{hint}")
     with access.gathered_units(access.units_of(chosen), modifier_rank):
         yield

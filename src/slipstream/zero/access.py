@@ -1,4 +1,4 @@
-"""Reading and writing whole parameters by hand: `with zero.gathered(params): ...`."""
+"""Read and write unsharded parameters, gradients and optimizer states: `with zero.gathered(params): ...`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.zero.layout import overlap
 from slipstream.zero.store import fill_zero, read, write
 from slipstream.zero.unit import State, Unit
 
-# Every living unit of the process, for the one question that a parameter cannot answer: which unit is it in?
+# Every live unit of the process: a parameter does not know its unit
 _living: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
@@ -26,21 +26,21 @@ def register(units: Iterable[Unit]) -> None:
 
 
 def forget(units: Iterable[Unit]) -> None:
-    """Their parameters are ordinary ones again."""
+    """Remove the units from `units_of`."""
     for unit in units:
         _living.discard(unit)
 
 
 def units_of(params: Iterable[nn.Parameter]) -> dict[Unit, list[int]]:
-    """Which parameters of which units are meant, in unit order; parameters of no unit are left out."""
+    """The units of these parameters and the parameters' indices in them, in unit order. Parameters of no unit are left out."""
     wanted = {id(param) for param in params}
     units = sorted(_living, key=lambda unit: unit.serial)
-    found = {unit: [i for i, whole in enumerate(unit.wholes) if id(whole) in wanted] for unit in units}
-    return {unit: indices for unit, indices in found.items() if indices}
+    indices_of = {unit: [i for i, whole in enumerate(unit.wholes) if id(whole) in wanted] for unit in units}
+    return {unit: indices for unit, indices in indices_of.items() if indices}
 
 
 def full_values(unit: Unit) -> Tensor:
-    """The unit's whole weights as one flat tensor of this rank's own. Collective over the shards."""
+    """Return a copy of the unit's unsharded weights, flat. Collective over the shards."""
     if unit.state is State.GATHERED:
         return unit.full.clone()
     unit.gather()
@@ -50,7 +50,7 @@ def full_values(unit: Unit) -> Tensor:
 
 
 def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
-    """Parameter i's summed gradient times `alpha`, fp32, in its shape. Collective."""
+    """Return parameter i's summed gradient times `alpha`, fp32, in its shape. Collective."""
     slot = unit.layout.slots[i]
     part = slice(slot.offset, slot.offset + slot.numel)
     if unit.memory.local is not None:  # not reduced yet
@@ -61,15 +61,16 @@ def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
         return torch.zeros(slot.shape, device=unit.full.device)
     full = unit.whole(unit.grads.whole().float(), bool(unit.placement.grads))[part].to(unit.full.device)
     if unit.comms.dp_replicate.size > 1:
-        full = torch.stack([each.to(full.device) for each in gather_objects(full, unit.comms.dp_replicate.axis)]).sum(0)
+        replicas = gather_objects(full, unit.comms.dp_replicate.axis)
+        full = torch.stack([replica.to(full.device) for replica in replicas]).sum(0)
     return full.view(slot.shape)
 
 
 def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
-    """Replace parameter i's summed gradient times `alpha` by `value`, fp32. The first copy of the shards holds all of it."""
+    """Set parameter i's summed gradient times `alpha` to `value`, fp32. One rank, or the shards' first replica, has it all."""
     slot = unit.layout.slots[i]
     if unit.grads is None or not unit.params[i].requires_grad:
-        raise ValueError(f"parameter {unit.names[i]!r} is frozen: it has no gradient; set requires_grad before the forward")
+        raise ValueError(f"parameter {unit.names[i]!r} is frozen and has no gradient; set requires_grad before the forward")
     if tuple(value.shape) != slot.shape:
         raise ValueError(f"the gradient of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
     if unit.memory.local is not None:
@@ -80,8 +81,8 @@ def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
         if not unit.has_gradient:
             fill_zero(unit.grads)
         start, stop = overlap(slot.span, unit.span)
-        mine = value.reshape(-1)[start - slot.offset : stop - slot.offset]
-        unit.grads.put(start - unit.span[0], mine if unit.comms.dp_replicate.rank == 0 else torch.zeros_like(mine))
+        shard = value.reshape(-1)[start - slot.offset : stop - slot.offset]
+        unit.grads.put(start - unit.span[0], shard if unit.comms.dp_replicate.rank == 0 else torch.zeros_like(shard))
         grads = unit.grads.whole()
         unit.partial = reduce_into(grads, [grads], 1.0, accumulate=False)
     unit.has_gradient = True
@@ -90,32 +91,39 @@ def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
 
 
 def full_optimizer_state(unit: Unit, i: int, steps: Any) -> dict[str, Tensor]:
-    """Parameter i's master and per-element optimizer states, in its shape. Collective."""
+    """Return parameter i's master and per-element optimizer states, in its shape. Collective."""
     slot = unit.layout.slots[i]
     part = slice(slot.offset, slot.offset + slot.numel)
     sharded = bool(unit.placement.optim)
     result = {"master": unit.whole(unit.master.whole(), sharded)[part].view(slot.shape).float()}
-    owned = steps.pieces[unit.index] if steps and unit.grads is not None else []  # frozen units have none, nor get any here
-    pieces = [piece for piece in owned if piece.name == unit.names[i]]
-    mine = [(piece.offset, name, read(value)) for piece in pieces for name, value in steps.states(unit, piece).items()]
-    everyone = gather_objects(mine, unit.comms.dp.axis) if sharded else [mine]
-    for offset, name, value in (item for rank in everyone for item in rank):
+    pieces = _pieces(unit, i, steps)
+    local = [(piece.offset, name, read(value)) for piece in pieces for name, value in steps.states(unit, piece).items()]
+    shards = gather_objects(local, unit.comms.dp.axis) if sharded else [local]
+    for offset, name, value in (state for shard in shards for state in shard):
         whole = result.setdefault(name, torch.zeros(slot.shape, dtype=value.dtype))
         whole.view(-1)[offset : offset + value.numel()].copy_(value)
     return result
 
 
+def _pieces(unit: Unit, i: int, steps: Any) -> list[Any]:
+    """This rank's pieces of parameter i in the optimizer; frozen units have none."""
+    pieces = steps.pieces[unit.index] if steps and unit.grads is not None else []
+    return [piece for piece in pieces if piece.name == unit.names[i]]
+
+
 def set_optimizer_state(unit: Unit, i: int, steps: Any, values: Mapping[str, Tensor]) -> None:
-    """Overwrite parameter i's states on the ranks that own them, and the weights when "master" is among them."""
+    """Overwrite parameter i's states on the ranks that own them, and the weights if `values` has "master". Collective.
+
+    Raises ValueError for a wrong shape and KeyError for an unknown state, on all ranks before anything is written.
+    """
     slot = unit.layout.slots[i]
     for name, value in values.items():
         if tuple(value.shape) != slot.shape:
             raise ValueError(f"{name} of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
-    owned = steps.pieces[unit.index] if steps and unit.grads is not None else []
-    owned = [piece for piece in owned if piece.name == unit.names[i]]
-    known = [sorted(steps.states(unit, piece)) for piece in owned]
+    pieces = _pieces(unit, i, steps)
+    known = [sorted(steps.states(unit, piece)) for piece in pieces]
     for states in [state for rank in gather_objects(known, unit.comms.data.axis) for state in rank]:
-        if unknown := sorted(values.keys() - {"master", *states}):  # on all ranks, before anything is written
+        if unknown := sorted(values.keys() - {"master", *states}):
             raise KeyError(f"no optimizer state {unknown[0]!r} of {unit.names[i]!r}; there are {['master', *states]}")
     if "master" in values:
         with gathered_units({unit: [i]}, None), torch.no_grad():
@@ -123,14 +131,14 @@ def set_optimizer_state(unit: Unit, i: int, steps: Any, values: Mapping[str, Ten
         start, stop = overlap(slot.span, unit.optim_span)
         base = unit.optim_span[0]
         unit.master.put(start - base, values["master"].reshape(-1)[start - slot.offset : stop - slot.offset])
-    for piece in owned:
+    for piece in pieces:
         for name, state in steps.states(unit, piece).items():
             if name in values:
                 write(state, values[name].reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start])
 
 
 def lend(unit: Unit, indices: Iterable[int]) -> Tensor:
-    """Show private whole copies of some parameters; returns the unit's, flat. Collective over the shards."""
+    """Point some parameters at a private copy of the unit's unsharded weights, and return it, flat. Collective over the shards."""
     copy = full_values(unit)
     unit.lent |= frozenset(indices)
     for i in indices:
@@ -141,7 +149,7 @@ def lend(unit: Unit, indices: Iterable[int]) -> Tensor:
 
 
 def take_back(unit: Unit, indices: Iterable[int], copy: Tensor, modifier_rank: int | None, *, write: bool) -> None:
-    """The parameters are the unit's again. write: with what is in `copy`, on all ranks, or on `modifier_rank`. Collective then."""
+    """Undo `lend`. With `write`, which is collective, first store the values of `copy` (of `modifier_rank`'s if it is given)."""
     unit.lent -= frozenset(indices)
     if write:
         _write_back(unit, indices, copy, modifier_rank)
@@ -153,12 +161,12 @@ def take_back(unit: Unit, indices: Iterable[int], copy: Tensor, modifier_rank: i
 
 @contextmanager
 def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, write: bool = True) -> Iterator[None]:
-    """Show private whole copies of the chosen parameters, and write changes back to every shard at the end.
+    """Point the chosen parameters at private unsharded copies, and write changes back to every shard at the end.
 
-    With `modifier_rank` None every rank writes the spans it owns from its own copy, so all ranks must write the same;
-    otherwise that data rank's copy counts. An exception that every rank raises inside writes nothing; where only some raise it, the
-    others wait for them at the end, until the watch stops them. The engine's forward may run inside, and sees the copies.
-    Nothing is shown of an engine whose disk has failed, nor written while masters are away.
+    With `modifier_rank` None, every rank writes the spans it owns from its own copy, so all ranks must write the same values;
+    otherwise the copy of that data-parallel rank is used. If all ranks raise inside, nothing is written; if only some do, the
+    others wait for them at the end until the watch stops them. The engine's forward may run inside, and uses the copies.
+    Raises an error if the engine's disk has failed, or if masters are away and `write` is set.
     """
     for homes in {id(unit.homes): unit.homes for unit in chosen}.values():
         homes.check()
@@ -168,7 +176,7 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
     data = next((unit.comms.data for unit in chosen), None)
     for unit in chosen:
         unit.lend_on_demand()
-    shown = [unit.params[i] for unit, indices in chosen.items() for i in indices if i in unit.lent]  # by who writes them back
+    shown = [unit.params[i] for unit, indices in chosen.items() for i in indices if i in unit.lent]  # a surgery writes these back
     chosen = {unit: [i for i in indices if i not in unit.lent] for unit, indices in chosen.items()}
     chosen = {unit: indices for unit, indices in chosen.items() if indices}
     copies: dict[Unit, Tensor] = {}
@@ -193,44 +201,42 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
 
 @contextmanager
 def shown_as(values: Mapping[Unit, Mapping[int, Tensor]]) -> Iterator[None]:
-    """Parameters read as these whole values, which nothing writes back. Of this rank alone: not collective."""
-    values = {unit: {i: value for i, value in its.items() if i not in unit.lent} for unit, its in values.items()}
-    for unit, its in values.items():
-        unit.lent |= frozenset(its)
-        for i, value in its.items():
+    """Inside, parameters have these unsharded values on this rank. Nothing is written back; not collective."""
+    values = {unit: {i: value for i, value in of_unit.items() if i not in unit.lent} for unit, of_unit in values.items()}
+    for unit, of_unit in values.items():
+        unit.lent |= frozenset(of_unit)
+        for i, value in of_unit.items():
             unit.dress(i, nn.Parameter)
             unit.params[i].data = value
     try:
         yield
     finally:
-        for unit, its in values.items():
-            unit.lent -= frozenset(its)
-            _restore(unit, its)
-            for i in its:
-                unit.dress(i, unit.shown)
+        for unit, of_unit in values.items():
+            take_back(unit, of_unit, unit.full, None, write=False)
 
 
 @contextmanager
 def _keeping_for_backward() -> Iterator[None]:
-    """A graph that is made inside (a penalty on weights) keeps the copies that it saw: by its backward they are shown no more."""
+    """Make a graph that is built inside (a penalty on weights) save the copies: in its backward the parameters are sharded."""
 
-    def keep(saved: Tensor) -> tuple[Tensor, int]:
-        return saved.detach(), saved._version  # the memory, not the parameter, which has other memory then
+    def pack(saved: Tensor) -> tuple[Tensor, int]:
+        return saved.detach(), saved._version  # detach: the parameter itself has other memory by then
 
-    def give(kept: tuple[Tensor, int]) -> Tensor:
-        if kept[0]._version != kept[1]:
+    def unpack(packed: tuple[Tensor, int]) -> Tensor:
+        tensor, version = packed
+        if tensor._version != version:
             raise RuntimeError(
                 "a parameter or value was written in place after a loss was computed from it inside slipstream.zero.gathered(...), "
-                "and the loss's backward needs what it was: call backward before, or write a copy"
+                "and the loss's backward needs the old value: call backward before the write, or write to a copy"
             )
-        return kept[0]
+        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, give):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
 def adopt(unit: Unit, indices: Iterable[int], copy: Tensor) -> None:
-    """Take over what was given with `p.data = ...` instead of written in place."""
+    """Copy values that were set with `p.data = ...`, not in place, into `copy`. Raises ValueError if a shape has changed."""
     for i in indices:
         slot, new = unit.layout.slots[i], unit.params[i].data
         view = copy[slot.offset : slot.offset + slot.numel].view(slot.shape)
@@ -254,7 +260,7 @@ def _write_back(unit: Unit, indices: Iterable[int], values: Tensor, modifier_ran
     data = unit.comms.data
     if modifier_rank is not None and data.size > 1:
         broadcast_from(values, data.axis, modifier_rank)
-    data.exchange(torch.zeros(1, dtype=torch.float64))  # no rank reads the old values any more
+    data.exchange(torch.zeros(1, dtype=torch.float64))  # barrier: no rank reads the old values any more
     with torch.no_grad():
         for i in indices:
             slot = unit.layout.slots[i]
@@ -271,8 +277,8 @@ def _write_back(unit: Unit, indices: Iterable[int], values: Tensor, modifier_ran
 
 
 def _write_masters(unit: Unit, span: tuple[int, int], values: Tensor) -> None:
-    """Masters keep their precision where the value has not changed."""
-    unit.revision += 1  # an update that was made ahead started from the old ones
+    """Write `values` into the masters. Elements whose rounded value has not changed keep their precision."""
+    unit.revision += 1  # invalidates an update that was computed ahead from the old masters
     if unit.out is None:
         return
     start, stop = overlap(span, unit.optim_span)

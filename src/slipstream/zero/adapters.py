@@ -1,8 +1,8 @@
-"""First values of adapters that PEFT has put onto a model on meta: they go to where their layer is, and their values are gone.
+"""Initial values of PEFT adapters that were added to a model on meta, where PEFT's own initialization has no effect.
 
-A layer of PEFT's knows itself by `adapter_layer_names`: which of its attributes hold adapters by name. LoRA's are given what PEFT
-would have given them, by its own initializer. Any other adapter is refused: some start from the base's weights, and none may start
-from what its modules would take of themselves.
+A PEFT layer lists in `adapter_layer_names` its attributes that hold adapters by name. LoRA adapters are initialized again by the
+layer's own initializer. Any other adapter is an error: some start from the base weights, and the default initializers of their
+modules would be wrong for all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn as nn
 
 
 class Adapter(NamedTuple):
-    """One that has to be initialized."""
+    """An adapter to initialize."""
 
     layer: Any
     name: str
@@ -26,34 +26,34 @@ class Adapter(NamedTuple):
 
 
 def find_adapters(model: nn.Module, fresh: Collection[int]) -> dict[str, list[Adapter]]:
-    """Those that hold parameters of `fresh` (ids), by their layer's name. Raises ValueError for what only PEFT could initialize."""
-    found: dict[str, list[Adapter]] = {}
+    """The adapters with parameters in `fresh` (ids), by layer name. Raises ValueError for one that only PEFT can initialize."""
+    adapters: dict[str, list[Adapter]] = {}
     configs = getattr(model, "peft_config", {})
     for path, layer in model.named_modules():
-        for name, params in _held(layer).items():
-            lost = [param for param in params if id(param) in fresh]
-            if not lost:
+        for name, params in _adapter_params(layer).items():
+            uninitialized = [param for param in params if id(param) in fresh]
+            if not uninitialized:
                 continue
             config = configs.get(name)
             init: Any = getattr(config, "init_lora_weights", None)
             is_plain = name not in getattr(layer, "lora_variant", {})  # of DoRA and others
             if not (hasattr(layer, "reset_lora_parameters") and is_plain and (init is True or str(init).lower() == "gaussian")):
                 raise ValueError(
-                    f"adapter {name!r} of module {path!r} ({type(layer).__name__}) was made on meta, and its first values are "
-                    f"gone; of PEFT's, only LoRA's usual ones (init_lora_weights=True or 'gaussian', without variants) can be made "
+                    f"adapter {name!r} of module {path!r} ({type(layer).__name__}) was made on meta, and its initial values are "
+                    f"lost; of PEFT's adapters only LoRA (init_lora_weights=True or 'gaussian', no variants) can be initialized "
                     f"again. Add it after initialize, inside `with engine.surgery():`, or to a model that has its weights"
                 )
-            found.setdefault(path, []).append(Adapter(layer, name, init, lost))
-    return found
+            adapters.setdefault(path, []).append(Adapter(layer, name, init, uninitialized))
+    return adapters
 
 
-def _held(layer: Any) -> dict[str, list[nn.Parameter]]:
+def _adapter_params(layer: Any) -> dict[str, list[nn.Parameter]]:
     """The parameters of a layer's adapters, by the adapter's name."""
-    held: dict[str, list[nn.Parameter]] = {}
+    params: dict[str, list[nn.Parameter]] = {}
     for attribute in getattr(layer, "adapter_layer_names", ()):
         for name, item in _items(getattr(layer, attribute, None)):
-            held.setdefault(name, []).extend([item] if isinstance(item, nn.Parameter) else item.parameters())
-    return held
+            params.setdefault(name, []).extend([item] if isinstance(item, nn.Parameter) else item.parameters())
+    return params
 
 
 def _items(holder: Any) -> Iterator[tuple[str, Any]]:

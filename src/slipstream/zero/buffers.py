@@ -1,6 +1,6 @@
-"""A model's buffers (running statistics, masks) on several ranks: where one set of values counts, it is the first rank's.
+"""A model's buffers (running statistics, masks) on several ranks: the first rank's values are saved and distributed.
 
-Training changes them from what each rank has seen, and nothing reduces them. DDP and DeepSpeed keep the first rank's, too.
+Each rank updates its buffers from its own batches, and nothing reduces them. DDP and DeepSpeed keep the first rank's, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slipstream.zero.comm import Comm
 
 
 def first_values(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
-    """Copies that hold the first rank's values, in one broadcast; of what is not dense, each rank's own. Collective."""
+    """Copies of `tensors` with the first rank's values, in one broadcast. Non-dense tensors keep each rank's own. Collective."""
     copies = [tensor.detach().clone() for tensor in tensors]
     dense = [i for i, copy in enumerate(copies) if _is_dense(copy)] if comm.size > 1 else []
     if not dense:
@@ -32,13 +32,13 @@ def first_values(tensors: Sequence[Tensor], comm: Comm) -> list[Tensor]:
 
 
 def spread_first(buffers: Sequence[Tensor], comm: Comm) -> None:
-    """Overwrite the dense ones of these buffers with the first rank's. Collective.
+    """Overwrite the dense buffers with the first rank's. Collective.
 
-    Through `.data`, as batch norm itself writes: a graph that has saved a buffer does not count it as modified.
+    Writes through `.data`, as batch norm does, so that a graph that has saved a buffer does not count it as modified.
     """
     for buffer, value in zip(buffers, first_values(buffers, comm), strict=True):
         if comm.rank != 0 and _is_dense(buffer):
-            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())  # expanded: one memory
+            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())  # expanded: shared memory
             buffer.data[once].copy_(value[once])
 
 

@@ -1,7 +1,7 @@
 """From a model to its units: group, lay out, allocate everything at once, move the parameters in.
 
-Collective: every rank calls `build_units` with the same model and plan. Nothing is allocated before all of it has been
-laid out, so that a refusal costs nothing.
+Collective: every rank calls `build_units` with the same model and plan. All layouts are made before anything is allocated, so
+that an error leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from slipstream.zero.unit import Comms, Dtypes, Memory, Unit
 from slipstream.zero.watch import Watch
 from slipstream.zero.wrap import Group, wrap
 
-_NUM_SLOTS = 2  # one gradient buffer fills while the other is being summed
+_NUM_SLOTS = 2  # one gradient buffer is filled while the other is reduced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What `build_units` needs to know of the plan."""
+    """The part of the plan that `build_units` uses."""
 
     placement: Placement
     weights_dtype: torch.dtype | None  # None: parameters keep their own
     master_dtype: torch.dtype
-    grads_dtype: torch.dtype | None  # None: the gradient's own where it is written once, fp32 where it accumulates
+    grads_dtype: torch.dtype | None  # None: the gradient's own; fp32 if it accumulates
     wire_dtype: torch.dtype | None  # None: the gradient's own
-    accumulates: bool  # more than one micro-batch a step, or an unknown number
-    whole: bool  # the optimizer looks at shapes
-    poison: bool  # debugging: released weights read as NaN, so they have memory of their own
-    align: int  # elements that parameters and shards start on a multiple of
+    accumulates: bool  # more than one micro-batch per step, or an unknown number
+    whole: bool  # the optimizer needs whole parameters, because it uses their shapes
+    poison: bool  # debugging: released weights read as NaN, so they are not shared between ranks
+    align: int  # parameters and shards start on multiples of so many elements
     tiers: Tiers
-    state_itemsizes: tuple[int, ...]  # of the states that a native optimizer keeps per element
+    state_itemsizes: tuple[int, ...]  # of a native optimizer's per-element states
 
 
 def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> Comms:
-    """One transport per axis. `transport`: "auto" and "shared" use shared memory where all ranks share a host.
+    """Make one transport per axis. `transport`: "auto" and "shared" use shared memory if all ranks of an axis share a host.
 
-    Raises ValueError when "shared" is asked for and impossible.
+    Raises ValueError if `transport` is "shared" and shared memory is impossible.
     """
 
     def comm(axis: Axis) -> Comm:
@@ -80,13 +80,13 @@ def _dtypes(group: Group, recipe: Recipe, comms: Comms) -> Dtypes:
 
 
 def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms) -> Dtypes:
-    kept = recipe.grads_dtype or (torch.promote_types(weights, torch.float32) if recipe.accumulates else weights)
-    if comms.dp_replicate.size > 1 and recipe.wire_dtype is not None:  # copies exchange what is kept
-        kept = torch.promote_types(kept, recipe.wire_dtype)
-    wire = recipe.wire_dtype or (kept if not recipe.placement.grads else weights)
+    grads = recipe.grads_dtype or (torch.promote_types(weights, torch.float32) if recipe.accumulates else weights)
+    if comms.dp_replicate.size > 1 and recipe.wire_dtype is not None:  # replicas all-reduce the stored gradients
+        grads = torch.promote_types(grads, recipe.wire_dtype)
+    wire = recipe.wire_dtype or (grads if not recipe.placement.grads else weights)
     # fp32 and wider weights are their own master
     master = weights if weights.itemsize >= recipe.master_dtype.itemsize else recipe.master_dtype
-    return Dtypes(weights=weights, master=master, local=kept, wire=wire, grads=kept)
+    return Dtypes(weights=weights, master=master, local=grads, wire=wire, grads=grads)
 
 
 def _layout(group: Group, leaves: Mapping[str, Leaf], recipe: Recipe, num_shards: int) -> Layout:
@@ -96,7 +96,7 @@ def _layout(group: Group, leaves: Mapping[str, Leaf], recipe: Recipe, num_shards
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A unit before it is built."""
+    """The plan of a unit that is not built yet."""
 
     group: Group
     layout: Layout
@@ -105,7 +105,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What the units of an engine share."""
+    """The objects that all units of an engine share."""
 
     recipe: Recipe
     comms: Comms
@@ -113,7 +113,7 @@ class Site:
 
 
 def survey(groups: Sequence[Group], model: nn.Module, recipe: Recipe, comms: Comms) -> list[Plot]:
-    """Where everything will lie. Nothing is allocated."""
+    """Lay out every group. Allocates nothing."""
     leaves = {leaf.name: leaf for leaf in named_leaves(model)}
     return [Plot(group, _layout(group, leaves, recipe, comms.data.size), _dtypes(group, recipe, comms)) for group in groups]
 
@@ -121,10 +121,10 @@ def survey(groups: Sequence[Group], model: nn.Module, recipe: Recipe, comms: Com
 def build_units(
     model: nn.Module, recipe: Recipe, comms: Comms, device: torch.device, open_space: Callable[[Needs], Spaces], values: FirstValues
 ) -> tuple[list[Unit], Slots, Homes]:
-    """Move every parameter of `model` into units; returns them in layout order, the gradient ring, and where states rest.
+    """Move every parameter of `model` into units; returns the units in layout order, the gradient rings and the state allocator.
 
-    `open_space` makes the files for what rests on disk, before anything else is allocated; `values` gives each block's parameters
-    their first values just before its units are built.
+    `open_space` makes the files of the disk tier before anything else is allocated; `values` initializes each block's parameters
+    just before its units are built.
     """
     open_up(model)
     plots, tiers, lane = survey(wrap(model), model, recipe, comms), recipe.tiers, lane_of(device)
@@ -134,109 +134,94 @@ def build_units(
     memories = allocate(site, plots)
     longest = longest_on_wire([(plot.layout, plot.dtypes) for plot in plots if plot.group.trainable], recipe)
     slots = Slots(ring_of(comms.dp, longest))
-    blocks: dict[str, list[int]] = {"": []}  # the root's turn is the first, also where it has no parameters
+    blocks: dict[str, list[int]] = {"": []}  # the root comes first, even if it has no parameters
     for i, plot in enumerate(plots):
         blocks.setdefault(plot.group.module_name, []).append(i)
     values.begin(blocks)
     units = []
-    for block, which in blocks.items():
-        units += build_block(site, values, block, [(i, plots[i], memories[i]) for i in which])
+    for block, indices in blocks.items():
+        units += build_block(site, values, block, [(i, plots[i], memories[i]) for i in indices])
     values.finish()
-    comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # common weights are written before anyone reads them
+    comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # barrier: all ranks have written the common weights
     access.register(units)
     return units, slots, site.homes
 
 
 def allocate(site: Site, plots: Sequence[Plot]) -> list[Memory]:
-    """All memory that other ranks or the device see. Collective."""
+    """Allocate the communication buffers of all units. Collective."""
     recipe, comms, place = site.recipe, site.comms, site.recipe.placement
     memories = [Memory(full=None, common=None, local=None, replica=None) for _ in plots]
 
-    def give(
-        name: str, comm: Comm, which: list[int], size: Callable[[Plot], tuple[int, torch.dtype]], common: bool = False
-    ) -> None:
-        requests = [size(plots[i]) for i in which]
-        buffers = comm.allocate_common(requests) if common else comm.allocate(requests)
-        for i, buffer in zip(which, buffers or [], strict=False):
+    def assign(name: str, indices: list[int], buffers: list[Buffer] | None) -> None:
+        for i, buffer in zip(indices, buffers or [], strict=False):
             setattr(memories[i], name, buffer)
 
-    everything = list(range(len(plots)))
-    trainable = [i for i in everything if plots[i].group.trainable]
+    indices = list(range(len(plots)))
+    trainable = [i for i in indices if plots[i].group.trainable]
     in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and site.homes.lane is None)
+    weights = [(plot.layout.numel, plot.dtypes.weights) for plot in plots]
     if place.weights and not recipe.poison and in_place:
-        give("common", comms.dp, everything, lambda plot: (plot.layout.numel, plot.dtypes.weights), common=True)
+        assign("common", indices, comms.dp.allocate_common(weights))
     elif not place.weights:
-        give("full", comms.dp, everything, lambda plot: (plot.layout.numel, plot.dtypes.weights))
+        assign("full", indices, comms.dp.allocate(weights))
     if not place.grads:
-        give("local", comms.dp, trainable, lambda plot: (plot.layout.numel, plot.dtypes.local))
+        local = [(plots[i].layout.numel, plots[i].dtypes.local) for i in trainable]
+        assign("local", trainable, comms.dp.allocate(local))
     elif comms.dp_replicate.size > 1:
-
-        def own(plot: Plot) -> tuple[int, torch.dtype]:
-            cuts = plot.layout.shards(comms.dp.size)
-            return cuts[comms.dp.rank + 1] - cuts[comms.dp.rank], plot.dtypes.grads
-
-        give("replica", comms.dp_replicate, trainable, own)
+        spans = [plots[i].layout.span(comms.dp.size, comms.dp.rank) for i in trainable]
+        shards = [(stop - start, plots[i].dtypes.grads) for i, (start, stop) in zip(trainable, spans, strict=True)]
+        assign("replica", trainable, comms.dp_replicate.allocate(shards))
     return memories
 
 
 def build_block(site: Site, values: FirstValues, block: str, parts: Sequence[tuple[int, Plot, Memory]]) -> list[Unit]:
-    """The units of one block, of (index, plot, memory). Collective. Their first values are gone when it returns."""
+    """Build the units of one block from (index, plot, memory) each, and free their initial values. Collective."""
     plots = [plot for _, plot, _ in parts]
     firsts = values.of_block(block, [(plot.group, plot.layout) for plot in plots], site.comms.data)
     units = []
     for (i, plot, memory), first in zip(parts, firsts, strict=True):
-        group = plot.group
-        unit = Unit(
-            group.name,
-            i,
-            values.modules[block] if block else None,
-            [values.leaves[name] for name in group.param_names],
-            plot.layout,
-            site.recipe.placement,
-            plot.dtypes,
-            site.comms,
-            memory,
-            site.homes,
-            first,
-        )
+        group, place = plot.group, site.recipe.placement
+        module = values.modules[block] if block else None
+        leaves = [values.leaves[name] for name in group.param_names]
+        unit = Unit(group.name, i, module, leaves, plot.layout, place, plot.dtypes, site.comms, memory, site.homes, first)
         unit.poison = site.recipe.poison
         if group.trainable:
             unit.start_training(plot.dtypes)
-        unit.release()  # nothing was put into what is gathered
+        unit.release()  # the initial values are in the shards, not in the gathered memory
         units.append(unit)
-    values.rest()
+    values.close_reader()
     return units
 
 
 def disk_needs(plots: Sequence[Plot], recipe: Recipe, comms: Comms, to_keep: int, *, on_host: bool) -> Needs:
-    """Bytes of file that these units take of this rank. to_keep: elements of weights that stay in memory."""
+    """Bytes of this rank's files for these units. to_keep: weight elements that stay in memory."""
     tiers, place = recipe.tiers, recipe.placement
     grads_tier = tiers.grads(on_host=on_host)
     weights = optim = next_weights = next_optim = 0
     for plot in plots:
-        layout, of_unit = plot.layout, plot.dtypes
-        cuts = layout.shards(comms.dp.size)
-        span = cuts[comms.dp.rank + 1] - cuts[comms.dp.rank]
+        dtypes = plot.dtypes
+        start, stop = plot.layout.span(comms.dp.size, comms.dp.rank)
+        shard = stop - start
         if tiers.weights is Tier.DISK:
-            kept = min(span, to_keep)
+            kept = min(shard, to_keep)
             to_keep -= kept
-            nbytes = disk_nbytes(span, of_unit.weights.itemsize, kept)
+            nbytes = disk_nbytes(shard, dtypes.weights.itemsize, kept)
             weights, next_weights = weights + nbytes, next_weights + (nbytes if plot.group.trainable else 0)
         if not plot.group.trainable:
             continue
         if place.grads and grads_tier is Tier.DISK and comms.dp_replicate.size == 1:
-            optim += disk_nbytes(span, of_unit.grads.itemsize)
+            optim += disk_nbytes(shard, dtypes.grads.itemsize)
         if tiers.optim is Tier.DISK:
-            numel = span if place.optim else layout.numel
-            own = [of_unit.master.itemsize] if of_unit.master != of_unit.weights else []
-            nbytes = sum(disk_nbytes(numel, item, round(numel * tiers.kept)) for item in [*own, *recipe.state_itemsizes])
+            numel = shard if place.optim else plot.layout.numel
+            master = [dtypes.master.itemsize] if dtypes.master != dtypes.weights else []
+            nbytes = sum(disk_nbytes(numel, item, round(numel * tiers.kept)) for item in [*master, *recipe.state_itemsizes])
             optim, next_optim = optim + nbytes, next_optim + nbytes
     ahead = tiers.ahead and bool(place.weights) and comms.dp_replicate.size == 1
     return Needs(weights, optim, next_weights, next_optim) if ahead else Needs(weights, optim)
 
 
 def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
-    """Give a unit whose parameters were all frozen what training needs. Collective; all ranks unfreeze alike."""
+    """Allocate gradients and masters for a unit whose parameters were all frozen. Collective."""
     comms, layout = unit.comms, unit.layout
     dtypes = _trainable_dtypes(unit.dtypes.weights, recipe, comms)
     if not recipe.placement.grads:
@@ -249,7 +234,7 @@ def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
 
 
 def longest_on_wire(parts: Iterable[tuple[Layout, Dtypes]], recipe: Recipe) -> dict[torch.dtype, int]:
-    """Of the dtypes in which gradients of trainable units travel through a ring, the most elements at a time."""
+    """For each dtype in which gradients of trainable units pass through a ring, the elements of the largest unit."""
     longest: dict[torch.dtype, int] = {}
     for layout, dtypes in parts:
         if recipe.placement.grads or dtypes.wire != dtypes.local:
@@ -258,17 +243,17 @@ def longest_on_wire(parts: Iterable[tuple[Layout, Dtypes]], recipe: Recipe) -> d
 
 
 def ring_of(comm: Comm, longest: Mapping[torch.dtype, int]) -> dict[torch.dtype, list[Buffer]]:
-    """Collective."""
+    """The gradient rings for these sizes. Collective."""
     return {dtype: comm.allocate([(numel, dtype)] * _NUM_SLOTS) for dtype, numel in longest.items()}
 
 
 def buffer_dtypes(
     model: nn.Module, weights: torch.dtype | None, stated: torch.dtype | None
 ) -> Iterator[tuple[nn.Module, str, torch.Tensor, torch.dtype]]:
-    """Each buffer with its module and name, and its dtype in an engine: `stated`, if that is not None.
+    """Yield each buffer as (module, name, buffer, its dtype in an engine): `stated`, if that is not None.
 
-    Otherwise buffers that are saved follow the dtype of the weights, as in `model.to(dtype)`, and derived ones (rotary frequencies,
-    made with persistent=False) keep theirs. Integers and floats of 8 bits or less, which are codes, stay as they are.
+    Otherwise persistent buffers get the dtype of the weights, as in `model.to(dtype)`, and derived ones (rotary frequencies,
+    registered with persistent=False) keep theirs. Integers and floats of 8 bits or less, which are codes, keep their dtype.
     """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -278,7 +263,7 @@ def buffer_dtypes(
 
 
 def convert_buffers(model: nn.Module, weights: torch.dtype | None, stated: torch.dtype | None) -> None:
-    """Give the model's buffers the dtypes of `buffer_dtypes`."""
+    """Convert the model's buffers to the dtypes of `buffer_dtypes`."""
     for module, name, buffer, dtype in list(buffer_dtypes(model, weights, stated)):
         if buffer.dtype is not dtype:
             setattr(module, name, buffer.to(dtype))

@@ -1,8 +1,8 @@
-"""Moving flat buffers between the ranks of one mesh axis: the seam behind which every transport sits.
+"""Collectives on flat buffers over one mesh axis: the interface of all transports.
 
-A `Buffer` is memory that a transport can move. Operations come in two halves, launch and `wait`, so that a caller can
-work in between; every rank launches the same operations in the same order. Reductions add in rank order in fp32 and
-round once, on every transport (docs/ARCHITECTURE.md, Note: Bit identity).
+A `Buffer` is memory that a transport can communicate. Operations are asynchronous: a launch, and a `wait`. Every rank launches
+the same operations in the same order. Reductions add in rank order in fp32 and round once, on every transport
+(docs/ARCHITECTURE.md, Note: Bit identity).
 
 LocalComm         an axis of one rank
 ProcessGroupComm  torch.distributed: gloo on CPU, NCCL on CUDA
@@ -31,21 +31,21 @@ from slipstream.zero.watch import Ledger, PeerError, Watch
 
 T = TypeVar("T")
 
-_SLICE = timedelta(seconds=0.25)  # how long a wait sleeps before it looks whether it still makes sense
+_SLICE = timedelta(seconds=0.25)  # how long a wait sleeps between checks for failed peers
 
-_ROW = 64  # fp64 numbers that one message of `_compare` carries per rank
+_ROW = 64  # fp64 numbers per rank in one message of `_compare`
 _HEAD = 2
 _MOST_KNOWN = 1 << 16
 
 
 @dataclass(slots=True)
 class Buffer:
-    """Memory that a comm can move. `peers[r]` is rank r's buffer where this process can read it directly."""
+    """Memory that a transport can communicate. With shared memory, `peers[r]` is rank r's buffer."""
 
     tensor: Tensor  # 1D
     peers: list[Tensor] = field(default_factory=list)
     channel: int = -1  # SharedComm's row of counters
-    posted: int = 0  # how often this rank has offered its content to the others
+    posted: int = 0  # how often this rank has posted its content
 
 
 @dataclass(slots=True)
@@ -76,36 +76,36 @@ class Comm(ABC):
 
     @abstractmethod
     def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
-        """Zeroed memory per rank, one buffer for each (numel, dtype). Collective."""
+        """Zeroed buffers of this rank, one for each (numel, dtype). Collective."""
 
     @abstractmethod
     def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
-        """Zeroed memory that all ranks see as one, or None where the transport has none. Collective."""
+        """Zeroed buffers that all ranks map, or None if the transport has no shared memory. Collective."""
 
     @abstractmethod
     def reduce_scatter(
         self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
     ) -> Pending[Partial]:
-        """out (+)= alpha x the sum over ranks of this rank's span. `out` may be that span of `buffer` itself.
+        """out (+)= alpha * the sum over ranks of this rank's span. `out` may be that span of `buffer` itself.
 
         The buffer may be written again once `reusable(buffer)` has returned.
         """
 
     @abstractmethod
     def reusable(self, buffer: Buffer) -> None:
-        """Wait until every rank has read what this rank last offered in `buffer`."""
+        """Wait until every rank has read this rank's last content of `buffer`."""
 
     @abstractmethod
     def all_gather(self, buffer: Buffer, cuts: Sequence[int]) -> Pending[None]:
-        """Fill the other ranks' spans of `buffer` from theirs; this rank's span is already in place."""
+        """Fill the spans of the other ranks in `buffer`. This rank's span must be in place."""
 
     @abstractmethod
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
-        """Fill all of `full` from every rank's `shard`. Plain memory on both sides."""
+        """Fill `full` from every rank's `shard`. Both may be any memory."""
 
     @abstractmethod
     def publish(self, common: Buffer) -> None:
-        """Say that this rank's span of a common buffer is new."""
+        """Announce that this rank has rewritten its span of a common buffer."""
 
     @abstractmethod
     def await_published(self, common: Buffer) -> None:
@@ -113,7 +113,7 @@ class Comm(ABC):
 
     @abstractmethod
     def exchange(self, values: Tensor) -> Tensor:
-        """All ranks' `values` (1D fp64 on CPU, equal length) as rows in rank order. Every rank waits for all."""
+        """Return all ranks' `values` (1D fp64 on CPU, equal length) as rows in rank order. Every rank waits for all."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> None:
@@ -121,11 +121,11 @@ class Comm(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give all memory back. Always safe to call twice."""
+        """Free all memory. Safe to call twice."""
 
 
 def reduce_into(out: Tensor, sources: Sequence[Tensor], alpha: float, accumulate: bool) -> Partial:
-    """The one reduction of the package, on any device: rank-order sum in fp32 (fp64 for fp64), one rounding, squares."""
+    """Sum `sources` in rank order in fp32 (fp64 for fp64), round once, and return the sum of squares. All reductions use it."""
     if out.numel() == 0:
         return Partial(0.0, True)
     wide = torch.promote_types(torch.promote_types(sources[0].dtype, out.dtype), torch.float32)
@@ -137,7 +137,7 @@ def reduce_into(out: Tensor, sources: Sequence[Tensor], alpha: float, accumulate
     total = total * alpha
     out.copy_(total.add_(out.to(wide)) if accumulate else total)
     square = out.double().square().sum()
-    return Partial(square, torch.isfinite(square))  # stays on the device until the verdict
+    return Partial(square, torch.isfinite(square))  # no synchronization: both stay on the device until the verdict
 
 
 class LocalComm(Comm):
@@ -184,21 +184,21 @@ class LocalComm(Comm):
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes: gloo moves every dtype this way, also those it has no name for."""
+    """The same memory as bytes, which gloo can communicate whatever the dtype."""
     return tensor.view(torch.uint8)
 
 
 class ProcessGroupComm(Comm):
-    """torch.distributed. On gloo a reduce-scatter is an all-to-all and our own sum: gloo's own is an all-reduce inside,
-    sends twice the bytes and adds in another order. On NCCL it is NCCL's, unless `deterministic` is asked for.
+    """torch.distributed. On gloo, reduce-scatter is an all-to-all and our own sum, because gloo's is an all-reduce inside:
+    it sends twice the bytes and adds in another order. On NCCL it is NCCL's, unless `deterministic`.
 
-    [Note: Ranks that lose each other] gloo takes any two all-gathers for one, in silence where they are of one size, and
-    ends the process where they are not. So an operation goes without asking only if it is the one that followed the same
-    operations the last time; any other is first compared, by an all-reduce, which nothing else here is. A rank that has
-    left the common way therefore waits for a comparison that the others are not in: a standstill, which the watch sees.
+    [Note: Ranks that lose each other] gloo matches any two all-gathers: silently if their sizes agree, else the process ends.
+    So an operation is launched directly only if it followed the same operations before. Any other is first compared across
+    ranks, by an all-reduce, which this class uses for nothing else. A rank that diverges therefore waits in a comparison that
+    the other ranks have not entered: a standstill, which the watch detects.
 
-    [Note: gloo for another device] gloo moves host memory. Where it serves ranks of another device (several ranks on one GPU),
-    what it moves is staged: copied to the host before, and back after.
+    [Note: gloo for another device] gloo communicates host memory. With several ranks on one GPU, tensors are copied to the host
+    before an operation and back after it.
     """
 
     def __init__(self, axis: Axis, device: torch.device, watch: Watch, deterministic: bool = False) -> None:
@@ -208,10 +208,10 @@ class ProcessGroupComm(Comm):
         self.on_host = device.type == "cpu" or self.staged
         self.native_reduce = not self.on_host and not deterministic
         self.ledger = Ledger(f"{axis.name} {axis.ranks}", axis.ranks, axis.group)
-        self.course = 0  # a checksum over all operations since the last exchange
-        self.known: dict[int, int] = {}  # course -> the operation that followed, the same on all ranks
+        self.course = 0  # checksum of all operations since the last exchange
+        self.known: dict[int, int] = {}  # course -> the operation that followed on all ranks
         self.exchanged = False
-        self.course_step = 0  # where there are no exchanges on this axis, courses begin with steps
+        self.course_step = 0  # without exchanges on this axis, each step resets the course
         watch.ledgers.append(self.ledger)
         _allow(watch.timeout_s, axis.group)
 
@@ -221,48 +221,48 @@ class ProcessGroupComm(Comm):
     def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
         return None
 
-    def _launch(self, what: str, nbytes: int) -> int:
-        """Enter an operation into the books, after a comparison with the other ranks' where it is not the expected one."""
+    def _launch(self, operation: str, nbytes: int) -> int:
+        """Record an operation in the ledger, after a comparison across ranks if it is not the expected one."""
         if self.on_host:
             if not self.exchanged and self.course_step != self.watch.step:
                 self.course, self.course_step = 0, self.watch.step
-            operation = zlib.crc32(f"{what} {nbytes}".encode())
-            if self.known.get(self.course) != operation:
-                self._compare(-1, operation, torch.empty(0), f"agreement on {what}")
+            checksum = zlib.crc32(f"{operation} {nbytes}".encode())
+            if self.known.get(self.course) != checksum:
+                self._compare(-1, checksum, torch.empty(0), f"agreement on {operation}")
                 if self.course in self.known or len(self.known) < _MOST_KNOWN:
-                    self.known[self.course] = operation
-            self.course = zlib.crc32(operation.to_bytes(4, "little"), self.course)
-        return self.ledger.launch(what)
+                    self.known[self.course] = checksum
+            self.course = zlib.crc32(checksum.to_bytes(4, "little"), self.course)
+        return self.ledger.launch(operation)
 
-    def _compare(self, count: int, checksum: int, values: Tensor, what: str) -> Tensor:
-        """All ranks' `values`, as rows; raises PeerError where heads differ. A sum over rows of zeros is exact."""
+    def _compare(self, count: int, checksum: int, values: Tensor, operation: str) -> Tensor:
+        """All-gather `values` as rows, by a sum with zeros, which is exact. Raises PeerError if `count` or `checksum` differ."""
         rows = torch.zeros(self.size, _ROW, dtype=torch.float64)
         rows[self.rank, 0], rows[self.rank, 1] = count, checksum
         rows[self.rank, _HEAD : _HEAD + values.numel()] = values
         if not self.on_host:
             rows = rows.to(self.device)
-        number = self.ledger.launch(what)
-        self._finish(dist.all_reduce(rows, group=self.group, async_op=True), what, number)
+        number = self.ledger.launch(operation)
+        self._finish(dist.all_reduce(rows, group=self.group, async_op=True), operation, number)
         rows = rows.cpu()
         if not torch.equal(rows[:, :_HEAD], rows[:1, :_HEAD].expand(self.size, _HEAD)):
-            alike = (rows[:, :_HEAD] == rows[self.rank, :_HEAD]).all(dim=1).tolist()
-            with_us = [rank for rank, same in zip(self.axis.ranks, alike, strict=True) if same]
-            others = [rank for rank, same in zip(self.axis.ranks, alike, strict=True) if not same]
+            agrees = (rows[:, :_HEAD] == rows[self.rank, :_HEAD]).all(dim=1).tolist()
+            agreeing = [rank for rank, agree in zip(self.axis.ranks, agrees, strict=True) if agree]
+            others = [rank for rank, agree in zip(self.axis.ranks, agrees, strict=True) if not agree]
             raise PeerError(
-                f"ranks took different ways through the model, ran different numbers of micro-batches, or called different "
-                f"methods of the engine: ranks {with_us} are in {what} (step {self.watch.step}, {self.watch.phase}, unit "
-                f"{self.watch.unit or '-'}), ranks {others} in something else. Without shared memory between them, every rank "
-                "must run the same modules in the same order and call collective methods alike"
+                f"ranks took different branches in the model, ran different numbers of micro-batches, or called different "
+                f"methods of the engine: ranks {agreeing} are in {operation} (step {self.watch.step}, {self.watch.phase}, unit "
+                f"{self.watch.unit or '-'}), ranks {others} are in another operation. Without shared memory, every rank "
+                "must run the same modules in the same order and call the same collective methods"
             )
         return rows[:, _HEAD : _HEAD + values.numel()]
 
-    def _finish(self, work: Any, what: str, number: int) -> None:
+    def _finish(self, work: Any, operation: str, number: int) -> None:
         if not self.on_host:  # waits on the stream
             work.wait()
             self.ledger.finish(number)
             return
         since = time.monotonic()
-        with self.watch.waiting(what, (self.ledger.name, number)):
+        with self.watch.waiting(operation, (self.ledger.name, number)):
             while True:
                 try:
                     work.wait(_SLICE)
@@ -271,11 +271,11 @@ class ProcessGroupComm(Comm):
                     if work.is_completed():
                         self._outcome(work)
                         break
-                    self.watch.check(since)  # it was a time-out
+                    self.watch.check(since)  # this wait timed out
         self.ledger.finish(number)
 
     def _outcome(self, work: Any) -> None:
-        """Of an operation that ended while a wait for it ended too: nothing, or its own error."""
+        """Raise the error of an operation that completed just as a wait for it timed out, if it failed."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -313,7 +313,7 @@ class ProcessGroupComm(Comm):
         return Pending(finish)
 
     def reusable(self, buffer: Buffer) -> None:
-        pass  # waiting for the all-to-all has already meant that this rank's part was sent
+        pass  # the wait for the all-to-all includes the send
 
     def all_gather(self, buffer: Buffer, cuts: Sequence[int]) -> Pending[None]:
         start, stop = cuts[self.rank], cuts[self.rank + 1]
@@ -339,11 +339,11 @@ class ProcessGroupComm(Comm):
         return Pending(finish)
 
     def _sender(self, tensor: Tensor) -> Tensor:
-        """What to hand to the group in place of `tensor`: itself, or its content on the host."""
+        """The tensor to send: `tensor` itself, or a copy on the host."""
         return tensor.to("cpu", copy=True) if self.staged else tensor
 
     def _receiver(self, tensor: Tensor) -> Tensor:
-        """Where the group writes what is meant for `tensor`: itself, or as much memory on the host."""
+        """The tensor to receive into: `tensor` itself, or as much memory on the host."""
         return torch.empty_like(tensor, device="cpu") if self.staged else tensor
 
     def publish(self, common: Buffer) -> None:
@@ -374,20 +374,15 @@ class ProcessGroupComm(Comm):
 
 
 def _allow(seconds: float, group: Any) -> None:
-    """See that torch gives the group's operations more time than our own waits give them."""
+    """Make torch's timeout of the group's operations longer than that of our own waits."""
     needed = timedelta(seconds=seconds + 60)
     for device in group._device_types:
         if device.type == "cpu" and group._get_backend(device).options._timeout < needed:
             group._get_backend(device)._set_default_timeout(needed)
 
 
-def broadcast_first(tensor: Tensor, axis: Axis) -> None:
-    """The values of the axis' first rank, through its process group."""
-    broadcast_from(tensor, axis, 0)
-
-
 def broadcast_from(tensor: Tensor, axis: Axis, rank: int) -> None:
-    """The values of the axis' `rank`-th rank, through its process group."""
+    """Overwrite `tensor` with that of the axis' `rank`-th rank, through its process group."""
     if not 0 <= rank < axis.size:
         raise ValueError(f"modifier_rank is {rank}, but the data-parallel ranks are 0..{axis.size - 1}")
     if tensor.numel():
@@ -395,7 +390,7 @@ def broadcast_from(tensor: Tensor, axis: Axis, rank: int) -> None:
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's `value`, in rank order, pickled between our own processes. For set-up and inspection."""
+    """Every rank's `value`, in rank order, pickled. For setup and inspection."""
     if axis.group is None:
         return [value]
     values: list[Any] = [None] * axis.size

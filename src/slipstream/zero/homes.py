@@ -1,8 +1,8 @@
-"""Where an engine's states rest, by its tiers, and how weights and gradients get there and back in a forward and backward.
+"""The storage tier of each of an engine's states, and the transfers of offloaded weights and gradients in forward and backward.
 
-Homes    makes stores, opens them for a unit's reduction, and gathers weights out of them
-Landing  memory of the device in which a unit's gradients are summed
-Pages    host memory whose pages can be given back and filled again at the same address: gathered weights
+Homes    makes stores, opens them for a unit's reduction, and gathers weights from them
+Landing  device memory in which a unit's gradients are summed
+Pages    host memory at a fixed address whose pages can be freed and filled again: gathered weights
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from slipstream.zero.placement import Tier, Tiers
 from slipstream.zero.store import PAGE, DiskStore, HostStore, MemoryStore, Space, Spaces, Store, range_nbytes, round_up
 from slipstream.zero.stream import Ring, Slot
 
-_GRADIENT_BUFFERS = 2  # one is being filled while the other is written
+_GRADIENT_BUFFERS = 2  # one is filled while the other is written to disk
 
 
 class Landing(NamedTuple):
-    """Memory of the device in which a unit's gradients are summed."""
+    """Device memory in which a unit's gradients are summed."""
 
-    memory: Tensor  # what they are so far, and free to be written, after `ready`
+    memory: Tensor  # the sum so far; call `ready` before using it
     ready: Callable[[], None]
-    rest: Callable[[], None]  # puts the sum to rest
+    write_back: Callable[[], None]  # starts writing the sum back to its store
 
 
 class Homes:
-    """Where an engine's states rest, and the memory through which gradients reach the host or the disk.
+    """Allocates an engine's states in their tiers, and owns the buffers through which gradients reach the host or the disk.
 
     [Note: Gradients on the host]
-    Their sum over micro-batches is made on the device: what rests on the host is copied back ahead of its unit's reduction, added
-    to by the kernel that adds resident gradients, and leaves again. The bus carries both directions at once, the host's cores
-    stay with the optimizer, and no bit depends on where gradients rest. Two buffers of the device take turns: one is summed in,
-    while the copy out of the other, and then the copy into it, run.
+    The device sums gradients over micro-batches: the sum so far is copied from the host ahead of its unit's reduction, the kernel
+    for resident gradients adds to it, and it is copied back. The bus carries both directions at once, the host's cores stay free
+    for the optimizer, and the bits do not depend on the tier. Two device buffers alternate: while one is summed into, the other is
+    copied out and then filled.
     """
 
     def __init__(self, tiers: Tiers, device: torch.device, spaces: Spaces, lane: Lane | None, *, has_peers: bool = False) -> None:
         self.tiers, self.device, self.spaces, self.lane = tiers, device, spaces, lane
-        self.has_peers = has_peers  # other ranks, which would wait for one that raises in mid-step
-        self.failure: DiskError | None = None  # the first of a forward or backward, until the engine has told all ranks
-        self._gradients: Ring | None = None  # made when the first pass through it
-        self._gradient_nbytes = 0  # of the longest unit's share that rests beside the device or on disk
+        self.has_peers = has_peers  # other ranks, which would wait for a rank that raises in mid-step
+        self.failure: DiskError | None = None  # the first of a forward or backward, until the engine raises it on all ranks
+        self._gradients: Ring | None = None  # buffers for gradients on disk, allocated on first use
+        self._gradient_nbytes = 0  # of the longest gradient shard on the host or on disk
         self._landings: deque[MemoryStore] = deque()
-        self._passages: defaultdict[int, list[HostStore]] = defaultdict(list)  # by size; from a disk to the device, not in use
-        self._weights_to_keep = tiers.weights_kept
-        self.check: Callable[[], None] = _nothing  # raises where what rests is lost; the engine's
-        self._writing: dict[int, Slot] = {}  # store -> the slot that it was last written from
+        self._staging: defaultdict[int, list[HostStore]] = defaultdict(list)  # size -> idle staging buffers, disk to device
+        self.to_keep = tiers.weights_kept  # further elements of weights to keep in memory
+        self.check: Callable[[], None] = _nothing  # set by the engine: raises if stored states are lost
+        self._writing: dict[int, Slot] = {}  # id(store) -> the slot of its last write
 
     @property
     def _grads_tier(self) -> Tier:
@@ -64,11 +64,11 @@ class Homes:
 
     @property
     def apart(self) -> bool:
-        """Whether the optimizer steps in another memory than the device's."""
+        """Whether the optimizer steps on the host of a device with memory of its own."""
         return self.lane is not None and self.tiers.optim is not Tier.DEVICE
 
     def lane_from(self, store: Store) -> Lane | None:
-        """What carries a state to where the optimizer steps; None where it is there, or on disk."""
+        """The lane that copies a device-resident state to the optimizer on the host; None if no such copy is needed."""
         return self.lane if self.apart and type(store) is MemoryStore else None
 
     def ring(self, count: int, nbytes: int) -> Ring:
@@ -76,7 +76,7 @@ class Homes:
         return Ring(count, nbytes, aligned if self.lane is None else self.lane.memory)
 
     def now(self) -> Event | None:
-        """The end of what the device was given so far; None where it is the host, which is done."""
+        """An event after the work queued on the device so far; None if the device is the host."""
         return None if self.lane is None else self.lane.now()
 
     def _make(self, tier: Tier, space: Space | None, numel: int, dtype: torch.dtype, head: int = 0, twice: bool = False) -> Store:
@@ -88,7 +88,7 @@ class Homes:
         return MemoryStore(torch.zeros(numel, dtype=dtype, device=self.device))
 
     def state(self, numel: int, dtype: torch.dtype) -> Store:
-        """A store of zeros for a state that the optimizer keeps."""
+        """A store of zeros for an optimizer state."""
         return self._make(self.tiers.optim, self.spaces.optim, numel, dtype, round(numel * self.tiers.kept), twice=True)
 
     def gradients(self, numel: int, dtype: torch.dtype) -> Store:
@@ -99,37 +99,32 @@ class Homes:
         return store
 
     def weights(self, numel: int, dtype: torch.dtype, *, trainable: bool) -> Store:
-        """A store of zeros for sharded weights; of the first units', as many as are to be kept stay in memory."""
-        kept = min(numel, self._weights_to_keep)
-        self._weights_to_keep -= kept
+        """A store of zeros for sharded weights. The first `tiers.weights_kept` elements of the engine stay in memory."""
+        kept = min(numel, self.to_keep)
+        self.to_keep -= kept
         return self._make(self.tiers.weights, self.spaces.weights, numel, dtype, kept, twice=trainable)
 
-    @property
-    def to_keep(self) -> int:
-        """Elements of weights that may still stay in memory."""
-        return self._weights_to_keep
-
     def keep_more(self, weights: Store) -> None:
-        """A unit has gone: what stayed in memory of its weights may now stay of others'."""
+        """Let later stores keep as many elements in memory as the freed store `weights` did."""
         if self.tiers.weights is Tier.DISK:
-            self._weights_to_keep += weights.head.numel() if isinstance(weights, DiskStore) else weights.numel
+            self.to_keep += weights.head.numel() if isinstance(weights, DiskStore) else weights.numel
 
     def drop(self, store: Store) -> None:
-        """A state is used no more: what of it is on disk is given back."""
+        """Free the disk blocks of a store that is no longer used."""
         self._writing.pop(id(store), None)
         for space in {self.spaces.weights, self.spaces.optim} - {None} if isinstance(store, DiskStore) else ():
             assert space is not None and isinstance(store, DiskStore)
             space.drop(store)
 
     def extend(self, more: Spaces) -> None:
-        """Make the next stores in these files."""
-        for ours, theirs in {(self.spaces.weights, more.weights), (self.spaces.optim, more.optim)}:  # both may be one
-            if ours is not None and theirs is not None:
-                ours.extend(theirs)
+        """Allocate further stores in the files of `more`."""
+        for space, added in {(self.spaces.weights, more.weights), (self.spaces.optim, more.optim)}:  # the two may be one space
+            if space is not None and added is not None:
+                space.extend(added)
         self.spaces = self.spaces._replace(twice=more.twice)
 
     def open(self, store: Store, read: bool) -> Landing:
-        """Where to sum a unit's gradients that rest in `store`, beginning with what they are so far (`read`)."""
+        """Return memory in which to sum the gradients of `store`, filled with the sum so far if `read`."""
         if isinstance(store, HostStore):
             return self._open_on_host(store, read)
         view = store.view(0, store.numel)
@@ -137,19 +132,19 @@ class Homes:
 
     def _open_on_host(self, store: HostStore, read: bool) -> Landing:
         lane, landing = self.lane, self._next_landing(store.nbytes)
-        assert lane is not None, "what rests beside a device has a lane to it"
+        assert lane is not None, "a host store has a lane to the device"
         memory = landing.tensor[: store.nbytes].view(store.dtype)
         if read:
             store.moving = landing.moving = lane.copy(memory, store.tensor, (lane.now(), store.moving, landing.moving))
 
-        def rest() -> None:
+        def write_back() -> None:
             store.moving = landing.moving = lane.copy(store.tensor, memory, (lane.now(), store.moving))
 
-        return Landing(memory, landing.settle, rest)
+        return Landing(memory, landing.settle, write_back)
 
     def _next_landing(self, nbytes: int) -> MemoryStore:
-        """The device's buffer that was used longest ago. A copy of its last content may be under way: only `ready` waits for it."""
-        if not self._landings or self._landings[0].numel < nbytes:  # a unit that was unfrozen may be longer than all others
+        """The least recently used device buffer. A copy of its last content may be in flight: only `ready` waits for it."""
+        if not self._landings or self._landings[0].numel < nbytes:  # an unfrozen unit may be longer than all others
             self.close_landings()
             longest = max(nbytes, self._gradient_nbytes)
             self._landings.extend(MemoryStore(torch.empty(longest, dtype=torch.uint8, device=self.device)) for _ in range(2))
@@ -157,38 +152,38 @@ class Homes:
         return self._landings[-1]
 
     def close_landings(self) -> None:
-        """Give the buffers back in which gradients are summed."""
+        """Free the device buffers in which gradients are summed."""
         for landing in self._landings:
             if landing.moving is not None:
                 landing.moving.wait()
         self._landings.clear()
 
     def _open_on_disk(self, store: Store, read: bool) -> Landing:
-        assert isinstance(store, DiskStore), "what does not rest in memory rests on disk"
+        assert isinstance(store, DiskStore), "a store without a view is on disk"
         if self._gradients is None or self._gradients.slots[0].memory.numel() < self._gradient_nbytes:  # a unit was unfrozen
             self.settle()
             self._gradients = Ring(_GRADIENT_BUFFERS, self._gradient_nbytes)
         earlier = self._writing.pop(id(store), None)
         for slot in (earlier, self._gradients.upcoming):
-            with self._noting():
+            with self._recording_failure():
                 if slot is not None:
                     slot.settle()
         slot = self._gradients.next()
         memory = slot.memory[: range_nbytes(store.numel, store.dtype.itemsize)]
-        with self._noting(memory.view(store.dtype)):
+        with self._recording_failure(memory.view(store.dtype)):
             if read:
                 store.disk.read([store.part(0, memory)]).wait()
 
-        def rest() -> None:
+        def write_back() -> None:
             slot.moving.append(store.disk.write([store.part(0, memory)]))
             self._writing[id(store)] = slot
 
-        return Landing(memory.view(store.dtype)[: store.numel], _nothing, rest)
+        return Landing(memory.view(store.dtype)[: store.numel], _nothing, write_back)
 
     def gather(self, store: Store, pages: Pages | None, full: Tensor, dp: Comm, cuts: Sequence[int]) -> Pending[None]:
-        """Start moving this rank's weights from where they rest, and gather the others'. One rank moves into `full` itself.
+        """Start loading this rank's weights, and all-gather them. A single rank loads into `full` itself.
 
-        With a disk the collective is launched by `wait`: ranks whose weights happen to rest in memory must not be ahead of others.
+        With the disk tier, `wait` launches the collective, so that ranks whose weights happen to be in memory launch no earlier.
         """
         if self.lane is not None and type(store) is not MemoryStore:
             return self._gather_over(self.lane, store, full, dp, cuts)
@@ -201,7 +196,7 @@ class Homes:
             return dp.gather_into(full, memory, cuts)
 
         def finish() -> None:
-            with self._noting(memory):
+            with self._recording_failure(memory):
                 if reading is not None:
                     reading.wait()
             if dp.size > 1:
@@ -210,8 +205,8 @@ class Homes:
         return Pending(finish)
 
     @contextmanager
-    def _noting(self, spoiled: Tensor | None = None) -> Iterator[None]:
-        """Keep a disk's failure for the engine to tell all ranks; with peers go on until then. What was not read is NaN."""
+    def _recording_failure(self, spoiled: Tensor | None = None) -> Iterator[None]:
+        """Store a DiskError until the engine raises it on all ranks. With peers, continue until then, with NaN in `spoiled`."""
         try:
             yield
         except DiskError as error:
@@ -222,9 +217,9 @@ class Homes:
                 spoiled.fill_(float("nan"))
 
     def _gather_over(self, lane: Lane, store: Store, full: Tensor, dp: Comm, cuts: Sequence[int]) -> Pending[None]:
-        """The same to a device with memory of its own, which computes on meanwhile and waits where the weights are needed."""
+        """As `gather`, to a device with memory of its own. The device computes meanwhile; only uses of the weights wait."""
         shard = full if dp.size == 1 else torch.empty(store.numel, dtype=store.dtype, device=full.device)
-        since = lane.now()  # what had this memory before is done with it
+        since = lane.now()  # the last use of this memory
 
         def launch(copy: Event) -> Pending[None]:
             if dp.size == 1:
@@ -235,17 +230,17 @@ class Homes:
         if isinstance(store, HostStore):
             store.moving = copy = lane.copy(shard, store.tensor, (since, store.moving))
             return launch(copy) if self.tiers.weights is Tier.HOST else Pending(lambda: launch(copy).wait())
-        assert isinstance(store, DiskStore), "weights rest on the device, the host or a disk"
+        assert isinstance(store, DiskStore), "weights are on the device, the host or a disk"
         nbytes = range_nbytes(store.numel, store.dtype.itemsize)
-        spare = self._passages[nbytes]
-        passage = spare.pop() if spare else HostStore(lane.memory(nbytes))
-        memory, reading = _start_reading(store, passage.view(0, nbytes))
+        spare = self._staging[nbytes]
+        staging = spare.pop() if spare else HostStore(lane.memory(nbytes))
+        memory, reading = _start_reading(store, staging.view(0, nbytes))
 
         def finish() -> None:
-            with self._noting(memory):
+            with self._recording_failure(memory):
                 reading.wait()
-            passage.moving = copy = lane.copy(shard, memory, (since,))
-            spare.append(passage)
+            staging.moving = copy = lane.copy(shard, memory, (since,))
+            spare.append(staging)
             launch(copy).wait()
 
         return Pending(finish)
@@ -255,12 +250,12 @@ class Homes:
         return self.spaces.weights is not None or self.spaces.optim is not None
 
     def on_its_way(self, store: Store) -> list[Transfer | Event]:
-        """What still moves of gradients that have been put to rest."""
+        """The writes of gradients in `store` that are still in flight."""
         slot = self._writing.get(id(store))
         return list(slot.moving) if slot is not None else []
 
     def settle(self) -> None:
-        """Wait until all gradients rest. What goes wrong is in `failure`."""
+        """Wait until all gradients are written. An error is kept in `failure`."""
         self._writing.clear()
         try:
             if self._gradients is not None:
@@ -270,11 +265,11 @@ class Homes:
 
     @property
     def nbytes(self) -> int:
-        """Memory through which gradients pass."""
+        """Bytes of the gradient buffers."""
         return _GRADIENT_BUFFERS * self._gradient_nbytes
 
     def give_back(self) -> int:
-        """Let that memory go until the next gradients pass, when all rest; returns its bytes."""
+        """Free the gradient buffers until their next use, and return their bytes. All gradients must be written (`settle`)."""
         ring, self._gradients = self._gradients, None
         return ring.nbytes if ring is not None else 0
 
@@ -288,23 +283,23 @@ class Homes:
 
 
 def _start_reading(store: DiskStore, raw: Tensor) -> tuple[Tensor, Transfer]:
-    """All of a store in `raw`, once the transfer has ended."""
-    memory, kept = raw.view(store.dtype)[: store.numel], store.head.numel()
-    memory[:kept].copy_(store.head)
-    rest = raw[kept * store.dtype.itemsize :][: range_nbytes(store.numel - kept, store.dtype.itemsize)]
-    return memory, store.disk.read([store.part(kept, rest)])
+    """Start reading all of a store into `raw`; returns the elements, valid once the transfer has ended."""
+    memory, head = raw.view(store.dtype)[: store.numel], store.head.numel()
+    memory[:head].copy_(store.head)
+    tail = raw[head * store.dtype.itemsize :][: range_nbytes(store.numel - head, store.dtype.itemsize)]
+    return memory, store.disk.read([store.part(head, tail)])
 
 
 class Pages:
-    """Page-aligned host memory of a fixed address, which `free` gives back to the system. Read after that: zeros."""
+    """Page-aligned host memory at a fixed address. `free` returns its pages to the system; after that it reads as zeros."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = aligned(round_up(nbytes, PAGE))
 
     def free(self) -> None:
         address, nbytes = ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_size_t(self.memory.numel())
-        refused = ctypes.CDLL(None, use_errno=True).madvise(address, nbytes, mmap.MADV_DONTNEED)
-        assert refused == 0, os.strerror(ctypes.get_errno())
+        result = ctypes.CDLL(None, use_errno=True).madvise(address, nbytes, mmap.MADV_DONTNEED)
+        assert result == 0, os.strerror(ctypes.get_errno())
 
 
 def _nothing() -> None:

@@ -1,16 +1,16 @@
-"""Where autograd and the module tree call the edges. All the order there is lives here, as explicit states.
+"""Module and autograd hooks that call a unit's edges. All ordering is decided here, with explicit states.
 
 [Note: When things happen]
-forward   the root's pre-hook opens the engine's forward; a block's pre-hook gathers its units, its post-hook releases
-          them; inside, a released parameter that is touched is gathered on demand and stays until the forward's end; every
-          backward after that starts by gathering it (`Unit.direct`).
-backward  the first hook that fires opens it and queues the callback that closes it. A block's outputs gather its units
-          when their gradient arrives. A unit is complete when all its parameters' gradients have landed, or when the
-          gradient of the block's input has (unused parameters), or at the end. Complete units are reduced in one fixed
-          order, reverse layout order: one that is early waits, one that never fires joins with zeros at the end.
-recompute inside backward runs forward hooks again, or only some of them: they gather and never release. No counting of
-          gradient hooks: a reentrant checkpoint may fire one twice. What lands after its unit was reduced stays in
-          `.grad` and is reduced in an extra round before the step (`leftovers`).
+forward   the root's pre-hook starts the engine's forward. A block's pre-hook gathers its units and its post-hook releases
+          them. In between, access to a released parameter gathers it on demand until the end of the forward, and every
+          later backward starts by gathering it (`Unit.direct`).
+backward  the first hook that fires starts it and queues the callback that ends it. The gradient of a block's output
+          gathers the block's units. A unit is complete when all its parameters' gradients have landed, when the
+          gradient of the block's input has (unused parameters), or at the end. Complete units are reduced in reverse
+          layout order: a unit that is early waits, and one without gradients joins with zeros at the end.
+recompute inside backward runs forward hooks again, or only some of them: they gather and never release. Gradient hooks
+          are not counted, because a reentrant checkpoint may fire one twice. A gradient that lands after the reduction of
+          its unit stays in `.grad` and is reduced in an extra round before the step (`leftovers`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ _NEVER = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._Fr
 
 
 class Phase(Enum):
-    """What the engine's model is doing."""
+    """The current phase of the engine's model."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -47,7 +48,7 @@ class Phase(Enum):
 
 
 class Slots:
-    """A ring of movable buffers, each large enough for any unit: gradients pass through them on their way out."""
+    """Rings of communication buffers for gradients, one ring per dtype. Each buffer is large enough for any unit."""
 
     def __init__(self, buffers: Mapping[torch.dtype, Sequence[Buffer]]) -> None:
         self._rings = {dtype: deque(ring) for dtype, ring in buffers.items()}
@@ -58,21 +59,20 @@ class Slots:
         return ring[-1]
 
     def buffers(self) -> Iterator[Buffer]:
-        """All of them."""
         return (buffer for ring in self._rings.values() for buffer in ring)
 
     @property
     def nbytes(self) -> int:
-        """This rank's memory in all rings."""
+        """Bytes of this rank's buffers."""
         return sum(buffer.tensor.nbytes for buffer in self.buffers())
 
     @property
     def longest(self) -> dict[torch.dtype, int]:
-        """How many elements each ring's buffers hold."""
+        """Elements of each ring's buffers."""
         return {dtype: ring[0].tensor.numel() for dtype, ring in self._rings.items()}
 
     def ensure(self, dtype: torch.dtype, numel: int, make: Callable[[], Sequence[Buffer]]) -> None:
-        """See that buffers of `dtype` hold `numel` elements; `make` is collective and so is this."""
+        """Replace the ring of `dtype` by `make()` if its buffers hold fewer than `numel` elements. Collective."""
         ring = self._rings.get(dtype)
         if ring is None or ring[0].tensor.numel() < numel:
             self._rings[dtype] = deque(make())
@@ -82,21 +82,21 @@ class Slots:
 
 
 class Reducer:
-    """Launches `unit.reduce` in one fixed order per backward, each as soon as it and all before it are complete."""
+    """Launches `unit.reduce` in a fixed order per backward, each unit as soon as it and all units before it are complete."""
 
     def __init__(self, units: Sequence[Unit], slots: Slots) -> None:
         self.units, self.slots = units, slots
         self.alpha = 1.0
         self.order: list[Unit] = []
         self.missing: dict[int, set[int]] = {}  # unit index -> parameters whose gradient has not landed
-        self.expected: dict[int, int] = {}  # unit index -> how many were missing at first
+        self.expected: dict[int, int] = {}  # unit index -> number of parameters that require gradients
         self.complete: set[int] = set()
         self.launched = 0
         self.in_flight: deque[tuple[Unit, Pending[None]]] = deque()
         self.on_reduced: Callable[[Unit], None] = lambda unit: None
 
     def begin(self, units: Sequence[Unit]) -> None:
-        """A backward starts in which gradients of `units` may land."""
+        """Start a backward in which gradients of `units` may land."""
         self.order = [unit for unit in reversed(units) if unit.trainable and unit.placement.grads]
         with torch._C.DisableTorchFunctionSubclass():
             self.missing = {unit.index: {i for i, param in enumerate(unit.params) if param.requires_grad} for unit in self.order}
@@ -105,17 +105,17 @@ class Reducer:
         self.launched = 0
 
     def landed(self, unit: Unit, i: int) -> bool:
-        """Parameter i's gradient is in `.grad`. True when the unit has become complete by it."""
+        """Record that parameter i's gradient is in `.grad`. Returns whether this completes the unit."""
         missing = self.missing[unit.index]
         missing.discard(i)
         return not missing and unit.index not in self.complete
 
     def any_landed(self, unit: Unit) -> bool:
-        """Whether some of the unit's gradients have landed. With none, another call of its block may still be to come."""
+        """Whether some of the unit's gradients have landed. If none has, the block may be called again in this backward."""
         return unit.index in self.missing and len(self.missing[unit.index]) < self.expected[unit.index]
 
     def finish(self, unit: Unit) -> None:
-        """The unit is complete: reduce it now if it is its turn."""
+        """Mark the unit as complete, and launch all units whose turn it is."""
         if unit.index in self.missing and unit.index not in self.complete:
             self.complete.add(unit.index)
             while self.launched < len(self.order) and self.order[self.launched].index in self.complete:
@@ -125,7 +125,7 @@ class Reducer:
                     self.order[self.launched].expect_reduce()
 
     def launch(self, unit: Unit) -> None:
-        """Reduce one unit; every rank calls this for the same units in the same order."""
+        """Start reducing one unit. Every rank calls this for the same units in the same order."""
         while len(self.in_flight) >= max(1, len(self.slots) - 1):
             self._land()
         self.in_flight.append((unit, unit.reduce(self.slots.next(unit.dtypes.wire), self.alpha)))
@@ -136,21 +136,21 @@ class Reducer:
         self.on_reduced(unit)
 
     def flush(self) -> None:
-        """The backward ends: the rest is complete as it is."""
+        """At the end of the backward, reduce the units that are incomplete and wait for all."""
         for unit in self.order:
             self.finish(unit)
         self.drain()
 
     def drain(self) -> None:
-        """Wait for everything in flight."""
+        """Wait for all reductions in flight."""
         while self.in_flight:
             self._land()
         for unit in self.order:
-            unit.landing = None  # of a backward that was given up
+            unit.landing = None  # left by an abandoned backward
 
 
 class Hooks:
-    """Wires one model to its units. `remove` undoes it."""
+    """Connects one model to its units. `remove` undoes it."""
 
     def __init__(
         self,
@@ -166,17 +166,17 @@ class Hooks:
         self.on_inputs, self.on_outputs, self.unfreeze = on_inputs, on_outputs, unfreeze
         self.phase = Phase.IDLE
         self.sync = True  # False inside no_sync()
-        self.refusal = ""  # why nothing may be differentiated now, and what to do
-        self.lands = True  # gradients of parameters, in the backward that runs; not in one of torch.func's transforms
-        self.keep = False  # a graph of a graph is alive: weights stay until the step
+        self.refusal = ""  # if set, the error text for any differentiation
+        self.lands = True  # whether the current backward writes `.grad`: False inside torch.func's transforms
+        self.keep = False  # create_graph: weights stay gathered until the step
         self.backwards = 0  # since the last step
-        self.landed: set[tuple[int, int]] | None = None  # (unit index, parameter) with a gradient since then; None: nobody asks
-        self.graph: weakref.ref[Any] | None = None  # lives as long as the last forward's graph, until its backward
-        # What came after the n-th gathering of a phase (n, its unit), last time. A wrong guess costs a gather, never a result.
-        # The place counts because the root comes first and last: by unit alone, it would fetch the first block twice.
+        self.landed: set[tuple[int, int]] | None = None  # (unit index, parameter) with a gradient since then; None: not recorded
+        self.graph: weakref.ref[Any] | None = None  # alive as long as the last forward's graph, until its backward
+        # (phase, n, unit of the n-th gather) -> the units gathered next, last time. A wrong prefetch costs a gather, never a
+        # result. The key has n because the root is gathered first and last: by unit alone, it would prefetch the first block twice.
         self.follows: dict[tuple[Phase, int, int], tuple[Unit, ...]] = {}
         self.last: tuple[Phase, int, int] | None = None
-        self.active: dict[int, int] = {}  # unit index -> its block's calls that are inside their backward
+        self.active: dict[int, int] = {}  # unit index -> number of its block's calls inside their backward
         self.handles: list[Any] = []
         self.root_units = [unit for unit in units if unit.block is None]
         self._wire()
@@ -187,10 +187,10 @@ class Hooks:
         add = self.handles.append
         add(self.model.register_forward_pre_hook(_eager(self._root_pre), with_kwargs=True, prepend=True))
         add(self.model.register_forward_hook(_eager(self._root_post), with_kwargs=True, always_call=True))
-        numbers = [unit for unit in self.units if unit.full.is_floating_point() and not unit.exact]
-        self.frozen = [(unit, i) for unit in numbers for i in range(len(unit.params))]
+        trainable = [unit for unit in self.units if unit.full.is_floating_point() and not unit.exact]
+        self.frozen = [(unit, i) for unit in trainable for i in range(len(unit.params))]
         wholes = {id(whole): whole for unit in self.units if unit.exact for whole in unit.wholes}
-        self.codes = [whole for whole in wholes.values() if whole.is_floating_point()]  # torch lets no integers require gradients
+        self.codes = [whole for whole in wholes.values() if whole.is_floating_point()]  # integers cannot require gradients
         self._hook_gradients()
         if not any(unit.placement.weights for unit in self.units):
             return
@@ -200,19 +200,19 @@ class Hooks:
             add(module.register_forward_hook(_eager(self._block_post), with_kwargs=True, always_call=True))
 
     def _hook_gradients(self) -> None:
-        """Hook parameters that require gradients and did not before; torch hooks none that do not."""
-        still = []
+        """Hook parameters that require gradients now and did not before; torch accepts hooks only on those."""
+        frozen = []
         for unit, i in self.frozen:
             if not unit.params[i].requires_grad:
-                still.append((unit, i))
+                frozen.append((unit, i))
                 continue
             if unit.grads is None:
                 self.unfreeze(unit)
             self.handles.append(_grad_hook(unit.params[i], self, unit, i))
-        self.frozen = still
+        self.frozen = frozen
 
     def _refuse_codes(self) -> None:
-        """Raises ValueError naming a quantized parameter that requires a gradient by now."""
+        """Raise ValueError if a quantized parameter has been made to require a gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             trained = next((whole for whole in self.codes if whole.requires_grad), None)
         if trained is not None:
@@ -220,32 +220,32 @@ class Hooks:
             raise ValueError(say_trainable(name, trained))
 
     def _users(self) -> dict[nn.Module, list[Unit]]:
-        """Modules that gather: every block its own units and those of shared parameters inside it, and every module
-        that holds root parameters itself, for calls that do not go through the root (T5's encoder in generate)."""
-        units_of: dict[int, list[Unit]] = {}  # a parameter whose codes and scales are apart has several
+        """Map gathering modules to units. A block gathers the units of all its parameters, shared ones included. Any other
+        module gathers those of its direct parameters, for calls that bypass the root (T5's encoder in generate)."""
+        units_of: dict[int, list[Unit]] = {}  # several if codes and scales of a parameter are in different units
         for unit in self.units:
             for whole in unit.wholes:
                 units_of.setdefault(id(whole), []).append(unit)
-        users: dict[nn.Module, list[Unit]] = {}
+
+        def units_in(module: nn.Module, recurse: bool) -> list[Unit]:
+            return list(dict.fromkeys(unit for p in module.parameters(recurse) for unit in units_of.get(id(p), ())))
+
         blocks = {unit.block for unit in self.units if unit.block is not None}
-        for block in blocks:
-            users[block] = list(dict.fromkeys(unit for p in block.parameters() for unit in units_of.get(id(p), ())))
+        users = {block: units_in(block, recurse=True) for block in blocks}
         inside = {id(module) for block in blocks for module in block.modules()}
         for module in self.model.modules():
-            if module is not self.model and id(module) not in inside:
-                found = list(dict.fromkeys(unit for p in module.parameters(recurse=False) for unit in units_of.get(id(p), ())))
-                if found:
-                    users[module] = found
+            if module is not self.model and id(module) not in inside and (units := units_in(module, recurse=False)):
+                users[module] = units
         return users
 
     def remove(self) -> None:
-        for handle in reversed(self.handles):  # what was shadowed last is uncovered first
+        for handle in reversed(self.handles):  # last in, first out: a handle may restore an attribute that an earlier one replaced
             handle.remove()
         self.handles.clear()
 
     # -- forward --
 
-    # copy.deepcopy of a model copies its hooks: they do nothing where they meet a module that is not this engine's
+    # copy.deepcopy of a model copies its hooks: they ignore modules that are not this engine's
 
     def _root_pre(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module is not self.model:
@@ -281,7 +281,7 @@ class Hooks:
             return None
         output = self.on_outputs(output)
         if torch.is_grad_enabled():
-            hook = self._on_output_grad  # one object, which only the graph keeps
+            hook = self._on_output_grad  # one bound method, kept alive only by the graph
             self.graph = weakref.ref(hook)
             for _, tensor in _in_graphs(output):
                 tensor.register_hook(hook)
@@ -292,7 +292,7 @@ class Hooks:
             self._gather(self.users[module])
 
     def _gather(self, units: Sequence[Unit]) -> None:
-        """Gather what is needed now and start on what followed it last time."""
+        """Gather `units`, and prefetch the units that followed them last time."""
         for unit in units:
             self.watch.unit = unit.name
             unit.gather()
@@ -305,23 +305,23 @@ class Hooks:
         self.last = here
 
     def _block_post(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if module not in self.users or self.watch.failure is not None:  # and what is raised says so
+        if module not in self.users or self.watch.failure is not None:  # a PeerError is being raised
             return
         units, grad = self.users[module], torch.is_grad_enabled()
         if grad and output is not None:
             own = [unit for unit in units if unit.block is module]
-            calls: dict[int, _Call] = {}  # by the level of the graph
+            calls: dict[int, _Call] = {}  # by graph level (zero/transforms.py)
             for level, tensor in _in_graphs(output):
                 call = calls.setdefault(level, _Call(units, own))
-                tensor.register_hook(_Bound(self._on_block_grad, call))
+                tensor.register_hook(partial(self._on_block_grad, call))
             for level, tensor in _in_graphs((args, kwargs)):
-                if tensor.grad_fn is not None and level in calls:  # the first one tells the end
-                    tensor.register_hook(_Bound(self._on_input_grad, calls.pop(level)))
+                if tensor.grad_fn is not None and level in calls:  # the first input's gradient marks the end
+                    tensor.register_hook(partial(self._on_input_grad, calls.pop(level)))
         if self.phase is Phase.BACKWARD or self.keep:
             return
         for unit in units:
             if unit.block is None and (self.phase is Phase.FORWARD or grad):
-                continue  # the root stays for its forward; without one, until the backward
+                continue  # root units stay until the end of the forward; outside a forward, until the backward
             if not unit.pinned:
                 unit.release()
 
@@ -342,10 +342,10 @@ class Hooks:
             for unit in self.units:
                 unit.may_gather_on_demand = True
                 unit.show_weights()
-                if unit.direct:  # no hook fires before it is needed
+                if unit.direct:  # no hook fires before autograd reads it
                     unit.pinned = True
                     unit.gather()
-        if torch.is_grad_enabled():  # create_graph: its own backward will read the weights again
+        if torch.is_grad_enabled():  # create_graph: the backward of this backward reads the weights again
             self.keep = True
 
     def _on_output_grad(self, grad: Tensor) -> None:
@@ -362,7 +362,7 @@ class Hooks:
         self._gather(call.units)
 
     def _on_input_grad(self, call: _Call, grad: Tensor) -> None:
-        """The block's backward is over: its weights can go, and gradients that have not landed belong to no one."""
+        """At the end of a block's backward, complete its units: gradients that have not landed are of unused parameters."""
         if not call.entered or self.phase is not Phase.BACKWARD:
             return
         call.entered = False
@@ -375,7 +375,7 @@ class Hooks:
         self._enter_backward()
         if self.landed is not None:
             self.landed.add((unit.index, i))
-        if torch.is_grad_enabled():  # a graph of this backward is being made, in which moving its results has no place
+        if torch.is_grad_enabled():  # create_graph: moving gradients is not part of the new graph
             with torch.no_grad():
                 self._take_gradient(unit, i)
         else:
@@ -417,12 +417,12 @@ class Hooks:
         self.phase = self.watch_phase(Phase.IDLE)
 
     def abandon_backward(self) -> None:
-        """A backward raised half-way: what it left in flight is finished, so that the engine can be used again."""
+        """Finish the reductions that a failed backward left in flight, so that the engine is usable again."""
         self.reducer.drain()
         self._close_backward()
 
     def under_way(self) -> str:
-        """What of a forward or backward has not ended, in words; "" between steps."""
+        """Describe the forward or backward that has not ended; "" between steps."""
         if self.phase is Phase.BACKWARD and not _in_backward():
             self.abandon_backward()
         if self.phase is not Phase.IDLE:
@@ -435,17 +435,17 @@ class Hooks:
             return "between a forward and its backward (or outputs are kept: delete them, or compute them under torch.no_grad())"
         return ""
 
-    # -- the step's side --
+    # -- called by the step --
 
     def leftovers(self) -> list[bool]:
-        """Per unit, whether gradients are still in `.grad`: late ones, and those of no_sync()."""
+        """Per unit, whether gradients are unreduced: late ones, and those of no_sync()."""
         return [
             unit.placement.grads != () and unit.trainable and any(unit.unreduced(i) is not None for i in range(len(unit.params)))
             for unit in self.units
         ]
 
     def step_done(self) -> None:
-        """The window is over."""
+        """End the accumulation window."""
         if self.keep:
             self.keep = False
             for unit in self.units:
@@ -453,7 +453,7 @@ class Hooks:
         self.forget_backwards()
 
     def forget_backwards(self) -> None:
-        """Their gradients have been used or dropped."""
+        """Reset the record of backwards, whose gradients have been used or dropped."""
         self.backwards = 0
         if self.landed is not None:
             self.landed.clear()
@@ -465,7 +465,7 @@ class Hooks:
 
 
 class _Call:
-    """One call of a block in a forward: the units it needs, those it owns, and whether its backward is under way."""
+    """One call of a block in a forward: the units it needs, those it owns, and whether its backward has begun."""
 
     __slots__ = ("entered", "own", "units")
 
@@ -473,23 +473,11 @@ class _Call:
         self.units, self.own, self.entered = units, own, False
 
 
-class _Bound:
-    """`partial` with the bound arguments first, as an object without a frame of its own in the hook's way."""
-
-    __slots__ = ("call", "first")
-
-    def __init__(self, call: Callable[..., Any], first: Any) -> None:
-        self.call, self.first = call, first
-
-    def __call__(self, *args: Any) -> Any:
-        return self.call(self.first, *args)
-
-
 def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of a hook, so that a compiled block's graph has only the block in it.
+    """Keep torch.compile out of a hook, so that a compiled block's graph contains only the block.
 
-    What torch.compiler.disable does, without its import: the mark ends the graph that calls the hook, the strategy keeps
-    the hook's own frame, and every frame that it calls, from being compiled by itself.
+    Does the same as torch.compiler.disable without its import: the mark ends the graph that calls the hook; the strategy keeps
+    the hook's frame, and every frame that it calls, from being compiled.
     """
 
     def run(*args: Any) -> Any:
@@ -501,7 +489,7 @@ def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _grad_hook(param: nn.Parameter, hooks: Hooks, unit: Unit, i: int) -> Any:
-    """What torch keeps for a parameter in C++ the garbage collector cannot see, so it must not keep the engine alive."""
+    """Hook one parameter's gradient, with a weak reference to `hooks`: C++ keeps it, unseen by the garbage collector."""
     ref, index = weakref.ref(hooks), unit.index
 
     def landed(_: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Before `initialize`: a model without memory, and where its values come from."""
+"""Before `initialize`: build a model without memory (`Init`), and name the files with its weights (`load`)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Path = str | os.PathLike[str]
 
 
 class Init:
-    """`with slipstream.zero.Init():` models built inside are on meta and take no memory before `initialize`.
+    """`with slipstream.zero.Init():` models built inside are on meta and use no memory before `initialize`.
 
         with slipstream.zero.Init():
             model = AutoModelForCausalLM.from_config(config)
-        slipstream.zero.load(model, folder)  # or nothing: its constructors' own values
+        slipstream.zero.load(model, folder)  # optional; without it, the constructors' values
         engine, *_ = slipstream.initialize(model=model, config="ds_config.json")
 
-    What the constructors do to parameters and buffers inside (`nn.init`, `model.apply`, `p.data.normal_()`) is recorded, and
-    `initialize` replays it block by block: on one seed, the same values as without `Init` (zero/recording.py).
+    `Init` records the operations of constructors on parameters and buffers (`nn.init`, `model.apply`, `p.data.normal_()`), and
+    `initialize` replays them block by block: with the same seed, the values are those without `Init` (zero/recording.py).
 
-    DeepSpeed's call. `dtype` is the default dtype inside; in which precision the engine computes is the config's to say, and
-    masters start from values that have not been rounded. `enabled=False` does nothing. The other arguments say what `initialize`
-    is told anyway, and have no effect here; `module` is refused.
+    The arguments are DeepSpeed's. `dtype` is the default dtype inside; the config sets the engine's precision, and masters start
+    from unrounded values. `enabled=False` makes it a no-op. The other arguments have no effect, because `initialize` gets the same
+    information. Raises ValueError if `module` is given or `dtype` is not a floating point dtype.
     """
 
     def __init__(
@@ -56,25 +56,25 @@ class Init:
     ) -> None:
         if module is not None:
             raise ValueError(
-                f"zero.Init(module=): this {type(module).__name__} has been built already; give it to slipstream.initialize(), "
+                f"zero.Init(module=): this {type(module).__name__} has been built already; pass it to slipstream.initialize(), "
                 f"which shards it, or build it inside `with slipstream.zero.Init():`"
             )
         if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"zero.Init(dtype={dtype}) is to be a floating point dtype")
+            raise ValueError(f"zero.Init(dtype={dtype}): dtype must be a floating point dtype")
         self.enabled, self.dtype = enabled, dtype
         self._open: list[ExitStack] = []
-        reasons = {
+        without_effect = {
             "data_parallel_group, mpu": (data_parallel_group, mpu),
             "mem_efficient_linear": (mem_efficient_linear,),
             "remote_device, pin_memory": (remote_device, pin_memory),
             "config_dict_or_path, config": (config_dict_or_path, config),
         }
-        given = [name for name, values in reasons.items() if any(value not in (None, False) for value in values)]
-        if enabled and given and (not dist.is_initialized() or dist.get_rank() == 0):
+        used = [name for name, values in without_effect.items() if any(value not in (None, False) for value in values)]
+        if enabled and used and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning(
-                "zero.Init: no effect of %s: nothing is allocated here, and initialize() is told by its mpu= which ranks share the "
-                "states and by its config (offload_param) where they rest",
-                "; ".join(given),
+                "zero.Init: no effect of %s: nothing is allocated here. Pass mpu= to initialize() to choose the ranks that share "
+                "the states, and set offload_param in its config to choose their memory",
+                "; ".join(used),
             )
 
     def __enter__(self) -> None:
@@ -97,7 +97,7 @@ class Init:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What `load` was told."""
+    """The arguments of `load`."""
 
     path: Path | Sequence[Path]
     rename: Callable[[str], str] | None
@@ -108,33 +108,32 @@ _asked: weakref.WeakKeyDictionary[nn.Module, Load | Reader] = weakref.WeakKeyDic
 
 
 def load(model: nn.Module, path: Path | Sequence[Path], *, rename: Callable[[str], str] | None = None, strict: bool = True) -> None:
-    """Say that `model`'s weights are in safetensors files. `slipstream.initialize(model=model, ...)` reads them.
+    """Make `slipstream.initialize(model=model, ...)` read the weights of `model` from safetensors files.
 
     path    a folder with `model.safetensors.index.json` or `model.safetensors`, a file, or several files
-    rename  from a name in the files to the model's, for checkpoints of another class: `lambda name: "transformer." + name`
-    strict  every parameter and saved buffer is in the files, and nothing else. False: what is missing is initialized as in a model
-            without files, and what is surplus stays unread
+    rename  maps a name in the files to the model's, for checkpoints of another class: `lambda name: "transformer." + name`
+    strict  True: the files must have every parameter and persistent buffer, and nothing else. False: missing ones are initialized
+            as in a model without files, and surplus entries are ignored
 
-    Nothing is read here, and the model may be on meta (`zero.Init`): each rank reads its own part of what is sharded, straight into
-    place. One file entry serves all names of a tied parameter. Weights are cast to the precision that the config asks for; fp32
-    masters start from the files' own values. What does not fit raises ValueError in `initialize`, the same on every rank, before
-    anything is changed.
+    Reads nothing yet. The model may be on meta (`zero.Init`): each rank reads its own part of sharded weights, directly into place.
+    One file entry serves all names of a tied parameter. Weights are cast to the config's precision; fp32 masters start from the
+    files' values. If the files do not fit, `initialize` raises ValueError, the same on every rank, before anything is changed.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"zero.load: a {type(model).__name__} is no nn.Module; give the model, then the path")
+        raise ValueError(f"zero.load: a {type(model).__name__} is no nn.Module; pass the model, then the path")
     _asked[model] = Load(path=path, rename=rename, strict=strict)
 
 
 def supply(model: nn.Module, reader: Reader) -> None:
-    """Say that `reader` has values of `model`'s parameters, which then need no memory before `initialize`."""
+    """Make `initialize` read values of `model`'s parameters from `reader`."""
     _asked[model] = reader
 
 
 def asked(model: nn.Module) -> Load | Reader | None:
-    """What `load` or `supply` was last told of `model`."""
+    """The last request of `load` or `supply` for `model`, or None."""
     return _asked.get(model)
 
 
 def forget(model: nn.Module) -> None:
-    """It has been done."""
+    """Drop the request, after `initialize` has served it."""
     _asked.pop(model, None)

@@ -1,11 +1,11 @@
-"""Copies between a device and the host that go beside what the device computes.
+"""Copies between a device and the host that overlap with the device's computation.
 
-event   the end of something the device was given. Two can wait for it: the caller (`wait`), or only what the device computes
-        from now on (`fence`), and the caller goes on
-copy    starts after other events and ends in one. Whoever uses its two tensors before that waits for it
-lane    where copies run, and the host memory that they can run beside
+event   the end of an operation on the device. Either the caller waits for it (`wait`), or only the device's later work does
+        (`fence`)
+copy    starts after other events and ends with one. Uses of its two tensors must wait for that event
+lane    runs the copies, and allocates the pinned host memory for them
 
-Where the device is the host there is one memory and no lane (`lane_of`): nothing here is ever called.
+If the device is the host, there is no lane (`lane_of`), and nothing here is called.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the proce
 
 
 class Event(ABC):
-    """The end of something the device was given."""
+    """The end of an operation on the device."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Hold the caller until then."""
+        """Block the caller until the event."""
 
     @abstractmethod
     def fence(self) -> None:
-        """Hold what the device is given from now on, by this thread, until then. The caller goes on."""
+        """Make the device's later work from this thread wait for the event. Does not block the caller."""
 
 
 class Lane(ABC):
@@ -40,12 +40,11 @@ class Lane(ABC):
 
     @abstractmethod
     def memory(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes] of zeros in host memory that the device reads and writes itself, at the start of a page. It lives as long
-        as the lane: ask for what stays."""
+        """Zeroed, page-aligned pinned host memory, uint8 [nbytes]. It is freed only with the lane: use it for long-lived states."""
 
     @abstractmethod
     def now(self) -> Event:
-        """The end of all that the device was given to compute so far, by this thread."""
+        """The end of all computation that this thread has queued on the device so far."""
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor, after: Sequence[Event | None]) -> Event:
@@ -53,16 +52,16 @@ class Lane(ABC):
 
     @abstractmethod
     def behind(self, copy: Event) -> AbstractContextManager[None]:
-        """What is launched inside, to run beside what the device computes (a collective), follows a copy to the device."""
+        """Inside, launches (a collective) run after a copy to the device, and overlap with its computation."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for all copies and give the memory back. Always safe to call twice."""
+        """Wait for all copies and free the memory. Safe to call twice."""
 
 
 class CudaEvent(Event):
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(blocking=True)  # a thread that waits sleeps: the optimizer wants the processor
+        self.event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps, because the optimizer needs the CPU
         self.event.record(stream)
         self.device = stream.device
 
@@ -74,12 +73,12 @@ class CudaEvent(Event):
 
 
 class CudaLane(Lane):
-    """A stream for each direction, which the bus serves at once.
+    """A stream for each direction, because the bus transfers in both at once.
 
-    A stream waits only for what was recorded before, so streams that wait for one another cannot come to a standstill.
+    A stream waits only for events recorded earlier, so streams that wait for one another cannot deadlock.
 
-    Memory is pinned where it lies: torch's own pinned memory is rounded up to a power of two, which for masters and moments of
-    billions of parameters is tens of gigabytes.
+    Memory is pinned in place: torch rounds its own pinned allocations up to a power of two, which wastes tens of gigabytes for
+    masters and moments of billions of parameters.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,10 +93,10 @@ class CudaLane(Lane):
         if nbytes:
             error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
             if error:
-                held = sum(each.nbytes for each in self._pinned)
+                pinned = sum(block.nbytes for block in self._pinned)
                 raise RuntimeError(
-                    f"CUDA could not pin {memory.nbytes / 1e9:.2f} GB of host memory for states beside the device (error {error}), "
-                    f"after {held / 1e9:.2f} GB; give this process more host memory, or rest states on disk (device: nvme)"
+                    f"CUDA could not pin {memory.nbytes / 1e9:.2f} GB of host memory for offloaded states (error {error}), "
+                    f"after {pinned / 1e9:.2f} GB; give this process more host memory, or offload states to disk (device: nvme)"
                 )
             self._pinned.append(memory)
         return memory[:nbytes]
@@ -106,7 +105,7 @@ class CudaLane(Lane):
         return CudaEvent(torch.cuda.current_stream(self.device))
 
     def copy(self, target: Tensor, source: Tensor, after: Sequence[Event | None]) -> Event:
-        assert target.dtype == source.dtype, "a copy that casts is a kernel, with memory of its own"
+        assert target.dtype == source.dtype, "a casting copy would be a kernel with temporary memory"
         stream = self._to_device if target.is_cuda else self._to_host
         with torch.cuda.stream(stream):
             for event in after:
@@ -130,5 +129,5 @@ def _unpin(pinned: list[Tensor], streams: Sequence[torch.cuda.Stream]) -> None:
 
 
 def lane_of(device: torch.device) -> Lane | None:
-    """None where the device is the host."""
+    """The lane of a device, or None if the device is the host."""
     return CudaLane(device) if device.type == "cuda" else None

@@ -1,10 +1,10 @@
-"""The layout of one unit's flat buffer: where each parameter lies and where the shards are cut. Pure, no processes.
+"""The layout of one unit's flat buffer: the offsets of parameters and the cuts of shards. Pure functions.
 
 Invariants: every parameter starts on a multiple of `ALIGN` elements; every cut is a multiple of `ALIGN`, so no kernel
 has a scalar tail; the layout depends on the parameters and the data-parallel size, never on the stage
 (see docs/ARCHITECTURE.md, Note: Bit identity).
 
-slot   where one parameter lies in the flat buffer
+slot   one parameter's position in the flat buffer
 cut    a shard boundary; `cuts` has one more element than there are shards
 span   a half-open range `(start, stop)` of the flat buffer
 """
@@ -22,7 +22,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place in the flat buffer."""
+    """One parameter's position in the flat buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ def _align(numel: int, align: int) -> int:
 
 
 def flat_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, align: int = ALIGN) -> Layout:
-    """Parameters one after another, cut into `num_shards` equal shards, cut on multiples of `align` wherever that falls."""
+    """Lay parameters out one after another, and cut them into `num_shards` equal shards on multiples of `align`."""
     slots, offset = [], 0
     for name, shape in shapes:
         slots.append(Slot(name, tuple(shape), offset))
@@ -84,9 +84,9 @@ def flat_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, 
 
 
 def whole_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, align: int = ALIGN) -> Layout:
-    """Every parameter whole inside one shard, for optimizers that look at shapes; shards may differ in length.
+    """Lay out every parameter inside one shard, for optimizers that use shapes; shards may differ in length.
 
-    The largest parameter first goes to the least loaded shard, ties to the lower index, so all ranks agree.
+    Parameters are assigned in descending size, each to the least loaded shard, ties to the lower index, so all ranks agree.
     """
     load = [0] * num_shards
     owner: dict[int, int] = {}

@@ -1,12 +1,12 @@
-"""The plain tensors that a model's parameters consist of: what units lay out, shard, gather and save.
+"""The plain tensors of which a model's parameters consist: units lay out, shard, gather and save these leaves.
 
-whole  a parameter as the model has it. Most are their own only leaf
-leaf   a tensor with memory. Quantized weights of other libraries are several: torchao's is a wrapper around codes, scales and
+whole  a parameter of the model. Most have one leaf, themselves
+leaf   a tensor with memory. A quantized weight of another library has several: torchao's is a wrapper around codes, scales and
        zero points (torch's `__tensor_flatten__` protocol, which any wrapper follows); bitsandbytes' is its codes, and its
-       `quant_state` holds the scales. `open_up` makes each a frozen parameter, put back where it was found, so that gathering it
-       fills what the library computes with. What is no tensor (block size, type) stays with the whole, on every rank
+       `quant_state` holds the scales. `open_up` replaces each in place by a frozen parameter, so that gathering it fills the
+       memory with which the library computes. Metadata (block size, type) stays with the whole, on every rank
 
-Leaves of several are kept bit by bit: no precision that a config asks for is theirs.
+Leaves of a quantized weight are never cast, whatever the config's precision.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 class Leaf(NamedTuple):
     """One tensor of one parameter."""
 
-    name: str  # the parameter's, and where it has several leaves, which of them
+    name: str  # the parameter's; if that has several leaves, with a suffix
     tensor: nn.Parameter  # a plain tensor before `open_up`
     whole: nn.Parameter
-    exact: bool  # kept as it is, whatever precision the rest has
+    exact: bool  # never cast
 
 
 class _Place(NamedTuple):
-    """Where a leaf beside or inside its parameter is found."""
+    """The attribute that holds a leaf which is not the parameter itself."""
 
     suffix: str
     holder: Any
@@ -42,7 +42,7 @@ class _Place(NamedTuple):
 
 
 def named_leaves(model: nn.Module) -> Iterator[Leaf]:
-    """Every leaf of every parameter once, under its first name, in order of registration."""
+    """Yield every leaf of every parameter once, under its first name, in order of registration."""
     for name, whole in model.named_parameters():
         places, unknown = list(_places(whole)), cast(Any, whole)  # to mypy, no parameter is a wrapper
         if not is_traceable_wrapper_subclass(unknown):
@@ -52,39 +52,39 @@ def named_leaves(model: nn.Module) -> Iterator[Leaf]:
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:
-    """The same for all names of one tensor, and for no other while both are there. Wrappers have no memory of their own."""
+    """A key that is equal for all names of one tensor, and differs from those of all other live tensors."""
     unknown = cast(Any, tensor)  # to mypy, no tensor is a wrapper
-    if tensor.numel() == 0 or is_traceable_wrapper_subclass(unknown):
+    if tensor.numel() == 0 or is_traceable_wrapper_subclass(unknown):  # without memory of its own
         return (id(tensor),)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def open_up(model: nn.Module) -> None:
-    """Make every leaf that is none a frozen parameter, in place. The model computes what it did."""
+    """Replace every leaf that is a plain tensor by a frozen parameter, in place. The model's results do not change."""
     for whole in model.parameters():
         places = list(_places(whole))
         for place in places:
             if not isinstance(place.tensor, nn.Parameter):
                 setattr(place.holder, place.attribute, nn.Parameter(place.tensor.detach(), requires_grad=False))
-        if places and vars(whole).get("CB") is not None:  # bitsandbytes' int8: what its layer takes over and computes with
+        if places and vars(whole).get("CB") is not None:  # bitsandbytes' int8: its layer computes with CB
             vars(whole)["CB"] = whole
-            whole.__class__ = nn.Parameter  # whose `to` takes all arguments
-    for module in model.modules():  # bitsandbytes' 4 bits would move codes into memory of their own for some processors
+            whole.__class__ = nn.Parameter  # its `to` accepts all arguments
+    for module in model.modules():  # bitsandbytes' 4-bit layers would copy the codes to other memory on some CPUs
         if "support_avx512bf16_for_cpu" in vars(module):
             vars(module)["support_avx512bf16_for_cpu"] = False
 
 
 def say_trainable(name: str, whole: nn.Parameter) -> str:
-    """Why a quantized parameter cannot require a gradient."""
+    """The error text for a quantized parameter that requires a gradient."""
     parts = ", ".join(place.suffix for place in _places(whole))
     return (
-        f"parameter {name!r} is quantized (its parts: {parts}) and requires a gradient, which no optimizer could apply to it: "
+        f"parameter {name!r} is quantized (its parts: {parts}) and requires a gradient, but no optimizer can update it: "
         f"freeze it with requires_grad_(False) and train adapters on top, or load the model unquantized"
     )
 
 
 def say_sparse(name: str) -> str:
-    """Why a parameter cannot have a sparse gradient."""
+    """The error text for a parameter with a sparse gradient."""
     return (
         f"parameter {name!r} gets a sparse gradient, and only dense ones are reduced between ranks: set `module.sparse = False` on "
         f"its nn.Embedding or nn.EmbeddingBag (or drop sparse=True); the gradient has the same values"
@@ -92,27 +92,27 @@ def say_sparse(name: str) -> str:
 
 
 def refuse_sparse(model: nn.Module) -> None:
-    """Raises ValueError naming a parameter whose module says that its gradient will be sparse."""
+    """Raise ValueError if a module is set to compute a sparse gradient."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ValueError(say_sparse(f"{path}.weight" if path else "weight"))
 
 
 def _refuse_distributed(model: nn.Module) -> None:
-    """Raises ValueError naming a parameter that torch has spread over ranks already."""
-    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # imported by whoever has made one
+    """Raise ValueError if a parameter is a DTensor."""
+    dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # imported if a DTensor exists
     for name, parameter in model.named_parameters():
         whole = cast(Any, parameter)
-        if isinstance(whole, kind):
+        if isinstance(whole, dtensor):
             raise ValueError(
                 f"parameter {name!r} is a DTensor ({whole.placements} over {whole.device_mesh.size()} ranks): tensor parallelism "
-                f"is not built yet, and ZeRO shards plain parameters by itself. Give initialize() the model before "
+                f"is not built yet, and ZeRO itself shards plain parameters. Pass the model to initialize() before "
                 f"parallelize_module, fully_shard or distribute_tensor"
             )
 
 
 def refuse_trainable(model: nn.Module) -> None:
-    """Raises ValueError naming a parameter of several leaves that is to be trained, or is on meta, or any DTensor."""
+    """Raise ValueError if a quantized parameter requires a gradient or is on meta, or if any parameter is a DTensor."""
     _refuse_distributed(model)
     for name, whole in model.named_parameters():
         parts = [place.suffix for place in _places(whole)]
@@ -122,13 +122,13 @@ def refuse_trainable(model: nn.Module) -> None:
             raise ValueError(say_trainable(name, whole))
         if whole.is_meta:
             raise ValueError(
-                f"parameter {name!r} is a {type(whole).__name__} on meta: what its parts are to hold is in no initializer. Load "
-                f"the quantized model before initialize"
+                f"parameter {name!r} is a {type(whole).__name__} on meta, and no initializer can fill its parts. Load the "
+                f"quantized model before initialize"
             )
 
 
 def _places(whole: Any) -> Iterator[_Place]:
-    """Of the leaves that are not the parameter itself."""
+    """The places of the leaves that are not the parameter itself."""
     if is_traceable_wrapper_subclass(whole):
         for attribute in whole.__tensor_flatten__()[0]:
             inner = getattr(whole, attribute)
@@ -137,16 +137,16 @@ def _places(whole: Any) -> Iterator[_Place]:
             else:
                 yield _Place(attribute, whole, attribute)
         return
-    beside = vars(whole)
-    state, nested = beside.get("quant_state"), getattr(beside.get("quant_state"), "state2", None)
-    found = (  # under the names that bitsandbytes saves them by
+    attributes = vars(whole)
+    state, nested = attributes.get("quant_state"), getattr(attributes.get("quant_state"), "state2", None)
+    candidates = (  # with the suffixes of bitsandbytes' checkpoints
         ("absmax", state, "absmax"),
         ("quant_map", state, "code"),
         ("nested_offset", state, "offset"),
         ("nested_absmax", nested, "absmax"),
         ("nested_quant_map", nested, "code"),
-        ("SCB", whole if "SCB" in beside else None, "SCB"),
+        ("SCB", whole if "SCB" in attributes else None, "SCB"),
     )
-    for suffix, holder, attribute in found:
+    for suffix, holder, attribute in candidates:
         if isinstance(getattr(holder, attribute, None), Tensor):
             yield _Place(suffix, holder, attribute)

@@ -1,18 +1,17 @@
-"""Where a model's first values come from, block by block: beyond what rests in memory, never more than one block's are there.
+"""Initial values of a model's parameters and buffers, block by block: at most one block's values are in memory besides the states.
 
-given        a parameter that has memory: the first rank's values count on all
-recorded     a parameter on meta that was built inside `zero.Init`: what its constructors did is replayed (zero/recording.py),
-             the first rank's draw
-initialized  another parameter on meta: by its module's `reset_parameters` and the model's `_init_weights`, the first rank's
-             draw, or as PEFT has it (zero/adapters.py)
-read         a parameter that a `Reader` knows: each rank reads the ranges that it keeps
+given        a parameter that has memory: the first rank's values are used on all ranks
+recorded     a parameter on meta that was built inside `zero.Init`: its constructors are replayed (zero/recording.py), with the
+             first rank's draws
+initialized  another parameter on meta: its module's `reset_parameters` and the model's `_init_weights` run, with the first
+             rank's draws, or PEFT's initializer (zero/adapters.py)
+read         a parameter that a `Reader` knows: each rank reads its own ranges
 
-[Note: Whose turn it is] An initializer may reach from a module into its children, or into parameters that it shares. The root's
-parameters come first, then each block's, and while modules initialize themselves every parameter whose turn it is not is on meta,
-where a write does nothing and draws no random number. So the draws depend on the model and the seed, never on stage, tier or
-world size.
+[Note: Whose turn it is] An initializer may write to its module's children, or to parameters that it shares. The root's parameters
+are initialized first, then each block's. While modules initialize themselves, every parameter of another turn is on meta, where a
+write does nothing and draws no random number. So the draws depend on the model and the seed, never on stage, tier or world size.
 
-Parameters stay the same Python objects (`torch.utils.swap_tensors`), so references made before are still right.
+Parameters stay the same Python objects (`torch.utils.swap_tensors`), so earlier references stay valid.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ from slipstream.zero.wrap import Group
 
 
 class Reader(Protocol):
-    """Values by name that are not in memory. A parameter with several names is known by all of them or by none."""
+    """A source of values by name, such as files. It knows all names of a tied parameter or none."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def dtype(self, name: str) -> torch.dtype: ...
 
     def fetch(self, names: Sequence[str]) -> None:
-        """The names of a block's parameters, in one order on all ranks, just before their ranges are read. Collective."""
+        """Announce a block's parameters, in the same order on all ranks, just before their ranges are read. Collective."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) in row-major order, 1D. To be copied at once."""
+        """Elements [start, stop) in row-major order, 1D. The caller copies them at once."""
 
     def close(self) -> None:
-        """Give back what reading has taken; `read` may be called again."""
+        """Free the memory used for reading. `read` may be called again."""
 
 
 class Values:
-    """The first values of one unit's flat buffer: what is in memory, whole, and what is read a range at a time."""
+    """The initial values of one unit's flat buffer: in memory (`flat`), or read a range at a time (`reader`)."""
 
     def __init__(self, layout: Layout, flat: Tensor | None, reader: Reader | None) -> None:
         self.flat, self.reader = flat, reader
@@ -62,31 +61,30 @@ class Values:
         self._read = sorted(known, key=lambda slot: slot.offset)
         self._ends = [slot.offset + slot.numel for slot in self._read]
         dtypes = [reader.dtype(slot.name) for slot in self._read] if reader is not None else []
-        held = [*([] if flat is None else [flat.dtype]), *dtypes]
-        self.dtype = reduce(torch.promote_types, held) if held else torch.float32  # holds all of them exactly; none, of no elements
+        dtypes += [] if flat is None else [flat.dtype]
+        self.dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32  # represents all values exactly
 
     def get(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop), 1D, for reading; gaps are zero."""
         if self.flat is not None and not self._read:
             return self.flat[start:stop]
-        found = torch.zeros(stop - start, dtype=self.dtype)
+        result = torch.zeros(stop - start, dtype=self.dtype)
         if self.flat is not None:
-            found.copy_(self.flat[start:stop])
+            result.copy_(self.flat[start:stop])
         for slot in self._read[bisect.bisect_right(self._ends, start) :]:
             if slot.offset >= stop:
                 break
             assert self.reader is not None, "slots to read have a reader"
             first, last = overlap(slot.span, (start, stop))
             values = self.reader.read(slot.name, first - slot.offset, last - slot.offset)
-            found[first - start : last - start].copy_(values)
-        return found
+            result[first - start : last - start].copy_(values)
+        return result
 
 
 class FirstValues:
-    """Gives a model's parameters and buffers their first values, in turn. Made before anything is changed.
+    """Initializes a model's parameters and buffers, block by block. The constructor only checks the model.
 
-    Raises ValueError naming a module that has something on meta, which is neither read nor can be initialized, or a parameter that
-    cannot be trained and is to be.
+    Raises ValueError if a tensor on meta is neither read nor can be initialized, or for `refuse_trainable`'s reasons.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, reader: Reader | None = None) -> None:
@@ -108,7 +106,7 @@ class FirstValues:
             if unable or (self._buffers_on_meta(name, module) and not self._is_able(module)):
                 raise ValueError(
                     f"module {name!r} ({type(module).__name__}) is on meta and has no reset_parameters(); give it one, build the "
-                    f"model with real weights, or name files that hold them (slipstream.zero.load)"
+                    f"model with real weights, or load them from files (slipstream.zero.load)"
                 )
 
     def _is_read(self, prefix: str, leaf: str) -> bool:
@@ -118,11 +116,11 @@ class FirstValues:
         return self._init is not None or callable(getattr(module, "reset_parameters", None))
 
     def _buffers_on_meta(self, prefix: str, module: nn.Module) -> list[str]:
-        found = module.named_buffers(recurse=False)
-        return [leaf for leaf, buffer in found if buffer.is_meta and not self._is_read(prefix, leaf) and not is_recorded(buffer)]
+        buffers = module.named_buffers(recurse=False)
+        return [leaf for leaf, buffer in buffers if buffer.is_meta and not self._is_read(prefix, leaf) and not is_recorded(buffer)]
 
     def begin(self, blocks: Collection[str]) -> None:
-        """Allocate all buffers; `blocks` are the modules that have a turn of their own after the root's."""
+        """Allocate all buffers. `blocks` are the modules that are initialized in a turn of their own after the root's."""
         self.leaves = {leaf.name: leaf for leaf in named_leaves(self.model)}
         self._turns: dict[str, list[int]] = {"": []}
         self._buffers: dict[int, list[str]] = {}
@@ -141,13 +139,13 @@ class FirstValues:
                     setattr(module, leaf, buffer.to(self.device))
 
     def of_block(self, block: str, units: Sequence[tuple[Group, Layout]], comm: Comm) -> list[Values]:
-        """The values of one block's units, initialized where they have to be. Collective; the root's (`""`) come first."""
+        """The initial values of one block's units. Collective; the root (`""`) must come first."""
         fresh: dict[int, str] = {}
         flats: list[Tensor | None] = []
         for group, layout in units:
-            there = [slot for slot in layout.slots if self.reader is None or slot.name not in self.reader]
-            flat = torch.zeros(layout.numel, dtype=group.dtype, device=self.device) if there else None
-            for slot in there:
+            not_read = [slot for slot in layout.slots if self.reader is None or slot.name not in self.reader]
+            flat = torch.zeros(layout.numel, dtype=group.dtype, device=self.device) if not_read else None
+            for slot in not_read:
                 assert flat is not None
                 view, param = flat[slice(*slot.span)].view(slot.shape), self.leaves[slot.name].tensor
                 if is_recorded(param):
@@ -180,26 +178,27 @@ class FirstValues:
                 if callable(reset := getattr(self._modules[i][1], "reset_parameters", None)):
                     reset()
             self._run_init((self._modules[i][1] for i in sorted({*turn, *own}, reverse=True)), wanted)
-            for adapter in (each for i in turn for each in self._adapters.get(self._modules[i][0], ())):
-                adapter.reset()
+            for i in turn:
+                for adapter in self._adapters.get(self._modules[i][0], ()):
+                    adapter.reset()
         if block and any(_is_marked(self.leaves[name].tensor) for name in fresh.values()):
             parents = list(itertools.accumulate(block.split(".")[:-1], lambda a, b: f"{a}.{b}"))
             with _only(fresh, self.model.modules()):
                 self._run_init((self.modules[name] for name in [*reversed(parents), ""]), fresh.keys())
-        held = [(name, self.leaves[name].tensor, self._modules[self._holders[key][0]][1]) for key, name in fresh.items()]
+        initialized = [(name, self.leaves[name].tensor, self._modules[self._holders[key][0]][1]) for key, name in fresh.items()]
         for i in own:
             name, module = self._modules[i]
-            held += [(f"{name}.{leaf}", getattr(module, leaf), module) for leaf in self._buffers.get(i, ())]
-        for name, tensor, module in held:
+            initialized += [(f"{name}.{leaf}", getattr(module, leaf), module) for leaf in self._buffers.get(i, ())]
+        for name, tensor, module in initialized:
             if _is_marked(tensor):
                 raise ValueError(
                     f"{name} was on meta, and neither its module's ({type(module).__name__}) reset_parameters() nor the model's "
-                    f"_init_weights() gave it a value; build the model with real weights, register it there, or name files that "
-                    f"hold it (slipstream.zero.load)"
+                    f"_init_weights() gave it a value; build the model with real weights, initialize it there, or load it from "
+                    f"files (slipstream.zero.load)"
                 )
 
     def _run_init(self, modules: Iterable[nn.Module], wanted: Collection[int]) -> None:
-        """The model's own initializer on each module that holds or contains something of `wanted`."""
+        """Call the model's `_init_weights` on each module that contains a tensor of `wanted` (ids)."""
         if self._init is None or not wanted:
             return
         for module in modules:
@@ -207,24 +206,24 @@ class FirstValues:
                 self._init(module)
 
     def finish(self) -> None:
-        """Every parameter has its values: read the buffers that are in files."""
+        """After all parameters, read the buffers that are in files."""
         for prefix, module in self._modules if self.reader is not None else ():
             for leaf, buffer in module.named_buffers(recurse=False):
                 if self._is_read(prefix, leaf) and buffer.numel():
                     assert self.reader is not None
                     name = f"{prefix}.{leaf}" if prefix else leaf
                     buffer.copy_(self.reader.read(name, 0, buffer.numel()).view(buffer.shape))
-        self.rest()
+        self.close_reader()
 
-    def rest(self) -> None:
-        """Give back what reading has taken."""
+    def close_reader(self) -> None:
+        """Free the memory used for reading."""
         if self.reader is not None:
             self.reader.close()
 
 
 @contextmanager
 def _only(fresh: Collection[int], modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, `modules` see stand-ins on meta in place of every parameter that is not `fresh`."""
+    """Inside, `modules` have a stand-in on meta for every parameter that is not in `fresh` (ids)."""
     hidden: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for module in set(modules):
@@ -240,17 +239,17 @@ def _only(fresh: Collection[int], modules: Iterable[nn.Module]) -> Iterator[None
 
 
 def move_in(param: nn.Parameter, memory: Tensor) -> None:
-    """Give a parameter memory, from or to meta too; it stays the same object, with its attributes."""
+    """Set a parameter's memory, also from or to meta. It stays the same object, with its attributes."""
     if param.is_meta == memory.is_meta:
         param.data = memory
         return
-    new = nn.Parameter(memory.data, requires_grad=param.requires_grad)  # .data: writes to what it is a view of are not its own
+    new = nn.Parameter(memory.data, requires_grad=param.requires_grad)  # .data: a version counter of its own
     vars(new).update(vars(param))
     torch.utils.swap_tensors(param, new)
 
 
 def _mark(tensor: Tensor) -> None:
-    """Fill fresh memory with what no initializer writes; a bool, which has no such value, with False."""
+    """Fill new memory with a value that no initializer writes; bool has no such value and gets False."""
     with torch.no_grad():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))

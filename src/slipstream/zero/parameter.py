@@ -1,15 +1,15 @@
-"""What a parameter answers while its weights, or its gradient, are not there.
+"""Parameter classes for parameters whose weights are released or whose gradients have been reduced.
 
-A parameter is always the same Python object; only its class changes, and only between three classes per unit:
+A parameter is always the same Python object; only its class changes, between three classes per unit:
 
-nn.Parameter       weights are in place and any gradient is in `.grad`: an ordinary parameter
-ReducedParameter   weights are in place; the gradient has been moved into the unit's buffers, so `.grad` raises
-ReleasedParameter  the weights' storage is empty, so everything that would read it raises by name, with the remedy;
-                   shape, dtype, device, requires_grad, hashing and hooks stay true
+nn.Parameter       an ordinary parameter: the weights are gathered, and any gradient is in `.grad`
+ReducedParameter   the weights are gathered; the gradient is in the unit's buffers, so `.grad` raises
+ReleasedParameter  the weights' storage is empty, so every read raises an error with the parameter's name and how to fix it;
+                   shape, dtype, device, requires_grad, hashing and hooks keep working
 
-[Note: Class swap] A released storage has 0 bytes: most reads of it would crash the process and `torch.save` would
-write nothing. Assigning `p.__class__` costs about 70 ns, keeps identity, and leaves a gathered parameter exactly
-`nn.Parameter`, so `torch.compile` sees nothing. Each unit makes its own two subclasses, whose `owner` leads back to it.
+[Note: Class swap] A released storage has 0 bytes: most reads of it would crash the process, and `torch.save` would write
+nothing. Assigning `p.__class__` takes about 70 ns, keeps identity, and leaves a gathered parameter exactly `nn.Parameter`,
+so `torch.compile` is not affected. Each unit has its own two subclasses, whose `owner` refers to the unit.
 """
 
 from __future__ import annotations
@@ -23,115 +23,73 @@ import torch.nn as nn
 
 
 class Owner(Protocol):
-    """What a parameter class asks of the unit it belongs to."""
+    """The methods of a unit that its parameter classes call."""
 
     def param_name(self, param: nn.Parameter) -> str: ...
 
     def view_of(self, param: nn.Parameter) -> torch.Tensor:
-        """The parameter's place in the unit's memory, which may be empty now."""
+        """The parameter's view of the unit's memory, which may be empty."""
 
     def gather_on_demand(self) -> bool:
-        """Gather now if that is safe here (inside the engine's forward); False when it is not."""
+        """Gather if that is safe here (inside the engine's forward or backward); returns whether it was."""
 
     def lend_on_demand(self) -> bool:
-        """Show private copies, which are plain parameters, if that is safe here (inside a surgery); False when it is not."""
+        """Make the parameters plain views of a private copy if that is safe here (inside a surgery); returns whether it was."""
 
 
 def _getter(name: str) -> Callable[..., Any]:
     return getattr(torch.Tensor, name).__get__
 
 
-# Reads and writes that need no storage. Everything else is refused while released.
+# Reads and writes that need no storage. A released parameter refuses all others.
 _PROPERTIES = (
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "requires_grad",
-    "is_leaf",
-    "ndim",
-    "nbytes",
-    "itemsize",
-    "grad_fn",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_sparse",
-    "is_quantized",
-    "is_xpu",
-    "is_mps",
-    "is_mkldnn",
-    "is_nested",
-    "is_sparse_csr",
-    "is_xla",
-    "_version",
-    "names",
-    "output_nr",
-    "retains_grad",
-    "is_mtia",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
+    "shape dtype device layout requires_grad is_leaf ndim nbytes itemsize grad_fn _version names output_nr retains_grad "
+    "is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_xpu is_mps is_mkldnn is_xla is_mtia "
+    "_backward_hooks _post_accumulate_grad_hooks"
 )
 _METHODS = (
-    "size",
-    "dim",
-    "numel",
-    "nelement",
-    "stride",
-    "element_size",
-    "is_contiguous",
-    "storage_offset",
-    "requires_grad_",
-    "is_floating_point",
-    "is_complex",
-    "is_signed",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "__len__",
-    "get_device",
-    "is_inference",
-    "is_conj",
-    "is_neg",
+    "size dim numel nelement stride element_size is_contiguous storage_offset requires_grad_ is_floating_point is_complex "
+    "is_signed is_inference is_conj is_neg get_device register_hook register_post_accumulate_grad_hook __len__"
 )
 _METADATA: frozenset[Any] = frozenset(
-    [_getter(name) for name in _PROPERTIES if hasattr(torch.Tensor, name)]
+    [_getter(name) for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)]
     + [getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")]
-    + [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)]
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
 
 
-# Of those, what the memory itself decides: the unit's view answers.
+# Geometry depends on the storage that the parameter views now, so the unit's view answers.
 _GEOMETRY: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name) for name in ("stride", "is_contiguous", "storage_offset") if hasattr(torch.Tensor, name)
 )
 
-_GRAD: Any = torch.Tensor.grad  # the slot itself, under the property that the classes below put over it
+_GRAD: Any = torch.Tensor.grad  # torch's descriptor, which the classes below override
 
 
 def raw_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """What autograd has put into `.grad`, whatever the parameter's class says of it."""
+    """Return the gradient that autograd has put into `.grad`, whatever the parameter's class."""
     with torch._C.DisableTorchFunctionSubclass():
         grad: torch.Tensor | None = _GRAD.__get__(param)
     return grad
 
 
 def drop_grad(param: nn.Parameter) -> None:
-    """Empty `.grad`, whatever the parameter's class."""
+    """Clear `.grad`, whatever the parameter's class."""
     with torch._C.DisableTorchFunctionSubclass():
         _GRAD.__set__(param, None)
 
 
 class ReducedParameter(nn.Parameter):
-    """A parameter whose gradient lies in its unit's buffers until the optimizer has used it."""
+    """A parameter whose gradient is in its unit's buffers until the optimizer has used it."""
 
     owner: weakref.ref[Any]
 
     @property
     def grad(self) -> torch.Tensor | None:
-        held = raw_grad(self)
-        if held is not None:
-            return held
+        grad = raw_grad(self)
+        if grad is not None:
+            return grad
         raise _no_gradient(self)
 
     @grad.setter
@@ -142,7 +100,7 @@ class ReducedParameter(nn.Parameter):
 
 
 class ReleasedParameter(nn.Parameter):
-    """A parameter whose weights are sharded away."""
+    """A parameter whose weights are sharded and not gathered."""
 
     owner: weakref.ref[Any]
 
@@ -154,16 +112,16 @@ class ReleasedParameter(nn.Parameter):
                     args = (_unit(args[0]).view_of(args[0]), *args[1:])
                 return func(*args, **(kwargs or {}))
         for param in _released(args, kwargs):
-            is_here = not isinstance(param, ReleasedParameter)  # it came with another of its unit
-            if not (is_here or _unit(param).lend_on_demand() or _unit(param).gather_on_demand()):
+            is_gathered = not isinstance(param, ReleasedParameter)  # with another parameter of its unit
+            if not (is_gathered or _unit(param).lend_on_demand() or _unit(param).gather_on_demand()):
                 _refuse(param, getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
 
     @property
     def grad(self) -> torch.Tensor | None:
-        held = raw_grad(self)
-        if held is not None or not _unit(self).holds_gradient():
-            return held
+        grad = raw_grad(self)
+        if grad is not None or not _unit(self).holds_gradient():
+            return grad
         raise _no_gradient(self)
 
     @grad.setter
@@ -180,7 +138,7 @@ class ReleasedParameter(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         _plain(self, ".data =").data = value
 
-    # torch hands these two to no __torch_function__
+    # torch does not dispatch these two to __torch_function__
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         return _plain(self, "set_").set_(*args, **kwargs)
@@ -202,9 +160,8 @@ class ReleasedParameter(nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]
         name = _unit(self).param_name(self)
-        return (
-            f"<released parameter {name!r}, shape {tuple(self.shape)}, {self.dtype}; read it inside slipstream.zero.gathered(...)>"
-        )
+        shape = tuple(self.shape)
+        return f"<released parameter {name!r}, shape {shape}, {self.dtype}; read it inside slipstream.zero.gathered(...)>"
 
     __str__ = __repr__
 
@@ -213,7 +170,7 @@ class ReleasedParameter(nn.Parameter):
 
 
 def parameter_classes(owner: Owner) -> tuple[type[ReducedParameter], type[ReleasedParameter]]:
-    """The two classes of one unit's parameters."""
+    """Make the two classes of one unit's parameters."""
     ref = weakref.ref(owner)
     return (
         type("ReducedParameter", (ReducedParameter,), {"owner": ref, "__module__": __name__}),
@@ -224,35 +181,35 @@ def parameter_classes(owner: Owner) -> tuple[type[ReducedParameter], type[Releas
 def _unit(param: Any) -> Any:
     unit = type(param).owner()
     if unit is None:
-        raise RuntimeError("this parameter's engine is gone without engine.destroy(); its weights went with it")
+        raise RuntimeError("this parameter's engine was dropped without engine.destroy(), so its weights are lost; keep the engine")
     return unit
 
 
 def _released(args: Any, kwargs: Any) -> list[ReleasedParameter]:
-    found: list[ReleasedParameter] = []
+    released: list[ReleasedParameter] = []
     stack: list[Any] = [args, kwargs or {}]
     while stack:
         item = stack.pop()
         if isinstance(item, ReleasedParameter):
-            found.append(item)
+            released.append(item)
         elif isinstance(item, (list, tuple)):
             stack.extend(item)
         elif isinstance(item, dict):
             stack.extend(item.values())
-    return found
+    return released
 
 
-def _plain(param: Any, what: str) -> Any:
-    """The parameter itself, in a class that has the answer; elsewhere than in a surgery that raises."""
+def _plain(param: Any, operation: str) -> Any:
+    """Return the parameter as a plain one inside a surgery; raises RuntimeError elsewhere."""
     if not _unit(param).lend_on_demand():
-        _refuse(param, what)
+        _refuse(param, operation)
     return param
 
 
-def _refuse(param: Any, what: str) -> NoReturn:
+def _refuse(param: Any, operation: str) -> NoReturn:
     name = _unit(param).param_name(param)
     raise RuntimeError(
-        f"{what} on parameter {name!r}: its weights are sharded over the ranks and not gathered here. "
+        f"{operation} on parameter {name!r}: its weights are sharded over the ranks and not gathered here. "
         f"Read or write it inside `with slipstream.zero.gathered(param):`, or use engine.state_dict()."
     )
 
@@ -260,7 +217,7 @@ def _refuse(param: Any, what: str) -> NoReturn:
 def _no_gradient(param: Any) -> RuntimeError:
     name = _unit(param).param_name(param)
     return RuntimeError(
-        f"the gradient of parameter {name!r} has been moved to the engine's reduced buffers, so .grad is not here. "
+        f"the gradient of parameter {name!r} has been moved to the engine's reduced buffers, so .grad is not available. "
         f'Read it with engine.gradient({name!r}) on all ranks; clip with "gradient_clipping" in the config; '
         f"drop gradients with engine.zero_grad()."
     )

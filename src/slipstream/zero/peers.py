@@ -1,8 +1,8 @@
-"""The other ranks as processes: which of those on this host have ended, seen at once and without their help.
+"""Detect at once which other ranks' processes on this host have ended.
 
-A pidfd per peer becomes readable when its process ends, however it ends, so looking costs one system call and needs no
-thread, no store and no socket (a killed rank's sockets can stay open in processes that it forked). Ranks on other hosts,
-or in other containers, are known only by what the transports say of them.
+A pidfd per peer becomes readable when its process ends for any reason, so a check is one system call and needs no thread,
+store or socket (a killed rank's sockets can stay open in processes that it forked). The end of ranks on other hosts, or in
+other containers, shows only in the transports' errors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import select
 import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -19,7 +19,7 @@ from slipstream.mesh import Axis
 
 
 class Peer(NamedTuple):
-    """One rank's process. `host` tells process namespaces apart, so that equal hosts can see each other's pids."""
+    """One rank's process. `host` identifies the pid namespace: processes with equal `host` see each other's pids."""
 
     rank: int
     host: str
@@ -27,24 +27,24 @@ class Peer(NamedTuple):
 
 
 def meet(axis: Axis) -> list[Peer]:
-    """Every rank of `axis`, in rank order. Collective."""
-    told: list[Peer | None] = [None] * axis.size
-    dist.all_gather_object(told, Peer(axis.ranks[axis.index], _host(), os.getpid()), group=axis.group)
-    return [peer for peer in told if peer is not None]
+    """Every rank's Peer, in rank order. Collective."""
+    peers: list[Any] = [None] * axis.size
+    dist.all_gather_object(peers, Peer(axis.ranks[axis.index], _host(), os.getpid()), group=axis.group)
+    return peers
 
 
 class Peers:
-    """Watches the processes of those peers that are on this host."""
+    """Watches the processes of the peers on this host."""
 
-    def __init__(self, everyone: list[Peer]) -> None:
-        self.everyone = everyone
-        self._gone: dict[int, float] = {}  # rank -> when it was first seen to have ended; in that order
+    def __init__(self, peers: list[Peer]) -> None:
+        self.peers = peers
+        self._gone: dict[int, float] = {}  # rank -> time at which its end was detected, in that order
         self._open: dict[int, Peer] = {}  # pidfd -> peer
-        self._unopened: list[Peer] = []  # where there are no pidfds
+        self._unopened: list[Peer] = []  # peers without pidfd
         self._poll = select.poll()
-        self._lock = threading.Lock()  # a poll object serves one thread at a time
+        self._lock = threading.Lock()  # a poll object is not thread-safe
         host = _host()
-        for peer in everyone:
+        for peer in peers:
             if peer.host == host and peer.pid != os.getpid():
                 self._add(peer)
 
@@ -60,7 +60,7 @@ class Peers:
             self._poll.register(fd, select.POLLIN)
 
     def gone(self) -> dict[int, float]:
-        """Ranks of this host that have ended, and when that was first seen, in the order in which it was."""
+        """The ranks on this host that have ended, with the time of detection, in that order."""
         with self._lock:
             for fd, _ in self._poll.poll(0) if self._open else ():
                 self._poll.unregister(fd)
@@ -72,7 +72,7 @@ class Peers:
             return dict(self._gone)
 
     def pid(self, rank: int) -> int:
-        return next(peer.pid for peer in self.everyone if peer.rank == rank)
+        return next(peer.pid for peer in self.peers if peer.rank == rank)
 
     def close(self) -> None:
         with self._lock:

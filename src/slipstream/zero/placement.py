@@ -1,8 +1,8 @@
-"""Where each training state is sharded and in which memory it rests: two values say all that tells strategies apart.
+"""Placement (over which axes each state is sharded) and tiers (in which memory it is stored): all that distinguishes strategies.
 
 Training keeps three states per parameter: weights, gradients, optimizer state. A `Placement` names, for each, the mesh
 axes over which it is sharded; `()` is replicated. Each state extends the sharding of the one before it, so shards nest.
-`Tiers` names the memory that this rank's part of each rests in between uses.
+`Tiers` names the memory that stores this rank's part of each state between uses.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ def stage_placement(stage: int, axes: Axes = ("dp",)) -> Placement:
 
 
 class Tier(Enum):
-    """A memory."""
+    """A kind of memory."""
 
     DEVICE = "device"
-    HOST = "host"  # where the device is the host, the same as DEVICE
+    HOST = "host"  # the same as DEVICE if the device is the host
     DISK = "disk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiers:
-    """Memories per state. The optimizer steps in host memory where its states rest there or on disk."""
+    """The memory of each state. If optimizer states are on the host or on disk, the optimizer steps on the host."""
 
     weights: Tier = Tier.DEVICE  # of sharded weights
     optim: Tier = Tier.DEVICE  # masters and moments
-    kept: float = 0.0  # the fraction of each unit's masters and moments that stays in memory all the same
-    weights_kept: int = 0  # how many of this rank's weights stay in memory all the same: the first units'
-    ahead: bool = False  # where sharded states rest on disk: whether there is to be room for new values beside the old ones
+    kept: float = 0.0  # the fraction of each unit's masters and moments that stays in memory in spite of Tier.DISK
+    weights_kept: int = 0  # the number of this rank's weights that stay in memory in spite of Tier.DISK: the first units'
+    ahead: bool = False  # with sharded states on disk: whether to reserve disk space for new values next to the old ones
 
     def grads(self, *, on_host: bool) -> Tier:
-        """Reduced gradients wait where the optimizer steps, on disk only where the weights rest there too and the device is the
-        host: what leaves another device has passed through the host's memory, and stays there."""
+        """The memory of reduced gradients: where the optimizer steps. They are on disk only if the weights are too and the device
+        is the host, because gradients of another device have to pass through host memory anyway."""
         if self.weights is self.optim is Tier.DISK and on_host:
             return Tier.DISK
         return Tier.DEVICE if self.optim is Tier.DEVICE else Tier.HOST

@@ -1,15 +1,15 @@
-"""What constructors do to tensors on meta, recorded inside `zero.Init` and replayed when the tensors get memory.
+"""Record the constructors' operations on meta tensors inside `zero.Init`, and replay them when the tensors get memory.
 
-tape      the operations in program order, over views of storages; a view is its geometry, so view operations are not recorded
-slice     the operations that a storage's values depend on, found backwards; one that overwrites the whole storage ends the search
+tape      the operations in program order, over views of storages; views store their geometry, so view operations are not recorded
+slice     the operations that a storage's values depend on, searched backwards until one overwrites the whole storage
 states    the random generator's state before each random operation
 
-[Note: The same numbers] On meta a random operation draws nothing. `Tape.values` draws what the constructor would have drawn in
-memory under the same seed: each random operation of the tape runs once in order on scratch memory, which gives the states, and
-those of a slice run again. The CPU draws, whatever device the engine has. A reseed or a real draw between two operations shows in
-the generator's state, and the replay continues from there.
+[Note: The same numbers] A random operation on meta draws nothing. `Tape.values` draws the numbers that the constructor would have
+drawn in memory under the same seed: each random operation of the tape runs once in order on scratch memory, to find the states, and
+those of a slice run again. The CPU draws, whatever the engine's device. If a reseed or a real draw between two operations has
+changed the generator's state, the replay continues from that state.
 
-The tape keeps each storage alive (on meta it has no memory), so that a key is never another storage's.
+The tape keeps each storage alive (on meta it has no memory), so that no other storage gets its key.
 """
 
 from __future__ import annotations
@@ -29,23 +29,9 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
-_MARK = "_slipstream_tape"  # of a tensor that was registered inside `Init`: (its tape, its version when `Init` closed)
-_OVERWRITES = frozenset(
-    f"aten::{name}_"
-    for name in [
-        "fill",
-        "zero",
-        "copy",
-        "normal",
-        "uniform",
-        "exponential",
-        "cauchy",
-        "log_normal",
-        "geometric",
-        "bernoulli",
-        "random",
-    ]
-)
+_MARK = "_slipstream_tape"  # attribute of a tensor registered inside `Init`: (its tape, its version when `Init` closed)
+_OVERWRITES = "fill zero copy normal uniform exponential cauchy log_normal geometric bernoulli random"
+_OVERWRITING = frozenset(f"aten::{name}_" for name in _OVERWRITES.split())
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _FROM_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor})
 
@@ -65,25 +51,25 @@ class View(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """One operation, its tensors as views; a real tensor among its arguments is kept as it was."""
+    """One operation. Meta tensors are stored as views, real tensors among the arguments as copies."""
 
     function: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    outputs: Sequence[View]  # results that have storages of their own
+    outputs: Sequence[View]  # results with new storages
     reads: frozenset[int]
     writes: frozenset[int]
-    overwrites: frozenset[int]  # nothing of what was in them is left
+    overwrites: frozenset[int]  # storages whose old content is gone
     is_random: bool
-    reseeded: Tensor | None = None  # the generator's state here, where something besides the tape has changed it
-    state: Tensor | None = None  # the generator's state here at replay
+    reseeded: Tensor | None = None  # the generator's state, if an operation outside the tape has changed it
+    state: Tensor | None = None  # the generator's state at replay
 
 
 @dataclass(slots=True, weakref_slot=True)
 class Tape:
     steps: list[Step] = field(default_factory=list)
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    empty: set[int] = field(default_factory=set)  # made without values
+    empty: set[int] = field(default_factory=set)  # storages allocated without values
     _writers: dict[int, list[int]] = field(default_factory=dict)  # storage -> the steps that write to it
     _seen: Tensor | None = None  # the generator's state at the last random step
     _has_states: bool = False
@@ -92,11 +78,11 @@ class Tape:
         inputs, outputs = ([x for x in tree_flatten(y)[0] if isinstance(x, Tensor) and x.is_meta] for y in ((args, kwargs), result))
         for tensor in (*inputs, *outputs):
             self.storages.setdefault(_key(tensor), tensor.untyped_storage())
-        given = {_key(tensor) for tensor in inputs}
-        made = [self._view(tensor) for tensor in outputs if _key(tensor) not in given]
+        known = {_key(tensor) for tensor in inputs}
+        created = [self._view(tensor) for tensor in outputs if _key(tensor) not in known]
         schema = function._schema
         if "empty" in schema.name:
-            self.empty.update(view.key for view in made)
+            self.empty.update(view.key for view in created)
             return
         values = (*args, *(kwargs.get(argument.name) for argument in schema.arguments[len(args) :]))
         targets = [
@@ -104,23 +90,23 @@ class Tape:
             for argument, value in zip(schema.arguments, values, strict=True)
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor) and value.is_meta
         ]
-        if not made and not targets:
-            return  # a view, or a question
-        whole = {view.key for view in targets if schema.name in _OVERWRITES and self._is_whole(view)}
+        if not created and not targets:
+            return  # a view, or a query
+        overwritten = {view.key for view in targets if schema.name in _OVERWRITING and self._is_whole(view)}
         step = Step(
             function=function,
             args=tree_map_only(Tensor, self._kept, args),
             kwargs=tree_map_only(Tensor, self._kept, dict(kwargs)),
-            outputs=made,
-            reads=frozenset({_key(x) for x in inputs} - whole),
-            writes=frozenset(view.key for view in (*made, *targets)),
-            overwrites=frozenset(whole | {view.key for view in made}),
+            outputs=created,
+            reads=frozenset(known - overwritten),
+            writes=frozenset(view.key for view in (*created, *targets)),
+            overwrites=frozenset(overwritten | {view.key for view in created}),
             is_random=torch.Tag.nondeterministic_seeded in function.tags,
         )
         self._add(step, kwargs.get("generator"))
 
     def record_call(self, function: Any, arguments: Mapping[str, Any], target: Tensor) -> None:
-        """A function that initializes `target`, one of its arguments, and may draw."""
+        """Record a call of a function that initializes `target`, one of its arguments, and may draw."""
         self.storages.setdefault(_key(target), target.untyped_storage())
         key = frozenset({_key(target)})
         whole = self._is_whole(self._view(target))
@@ -149,7 +135,7 @@ class Tape:
         return _key(tensor) in self._writers
 
     def values(self, tensor: Tensor) -> Tensor:
-        """On the CPU, what the tensor on meta would hold. Raises ValueError if that depends on values that are not on the tape."""
+        """Return the values of a tensor on meta, on the CPU. Raises ValueError if they depend on values that are not recorded."""
         if not self._has_states:
             self._find_states()
         return self._view(tensor).of(self._replay({_key(tensor)})[_key(tensor)])
@@ -168,7 +154,7 @@ class Tape:
         self._has_states = True
 
     def _replay(self, keys: Collection[int]) -> dict[int, torch.UntypedStorage]:
-        """Real storages of `keys`, with values."""
+        """Return real storages of `keys`, with values."""
         storages: dict[int, torch.UntypedStorage] = {}
         with torch.random.fork_rng(devices=[]):
             for step in self._slice(keys):
@@ -180,8 +166,8 @@ class Tape:
         return storages
 
     def _slice(self, keys: Collection[int]) -> list[Step]:
-        """The steps, in order, that the values of `keys` depend on. The heap holds the steps yet to look at, the last one first."""
-        needed, found = set(keys), []
+        """The steps, in order, that the values of `keys` depend on. The heap holds the steps to visit, latest first."""
+        needed, steps = set(keys), []
         heap = [-i for key in needed for i in self._writers.get(key, ())]
         heapq.heapify(heap)
         last = 1
@@ -190,14 +176,14 @@ class Tape:
                 continue
             last, step = minus, self.steps[-minus]
             if needed & step.writes:
-                found.append(step)
+                steps.append(step)
                 needed -= step.overwrites
                 for key in step.reads - needed:
                     for i in self._writers.get(key, ()):
                         if i < -minus:
                             heapq.heappush(heap, -i)
                 needed |= step.reads
-        return found[::-1]
+        return steps[::-1]
 
     def _run(self, step: Step, storages: dict[int, torch.UntypedStorage]) -> None:
         def real(value: Any) -> Any:
@@ -246,10 +232,10 @@ class _Record(TorchDispatchMode):
 
 
 class _OnMeta(TorchFunctionMode):
-    """Makes tensors on meta, as `torch.device("meta")` does, but initializers run: with that context transformers leaves them out.
+    """Creates tensors on meta like `torch.device("meta")`, under which transformers would skip its initializers.
 
-    Initializers of `torch.nn.init` that read what they draw (trunc_normal_, orthogonal_) return early on meta: when one asks
-    `tensor.is_meta`, its call is recorded as one step.
+    Initializers of `torch.nn.init` that read their draws (trunc_normal_, orthogonal_) return early on meta: when one reads
+    `tensor.is_meta`, its whole call is recorded as one step.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -265,23 +251,23 @@ class _OnMeta(TorchFunctionMode):
         if kwargs.get("device") is not None:
             return func(*args, **kwargs)
         if func in _FROM_VALUES and not any(isinstance(value, Tensor) for value in args[:1]):
-            values = func(*args, **kwargs)  # made on meta they would be lost; the tape sees them move there
-            return values.to("meta") if values.numel() else values  # transformers asks torch.tensor([]) for the default device
+            values = func(*args, **kwargs)  # created on the CPU and moved, so that the tape records the values
+            return values.to("meta") if values.numel() else values  # transformers reads the default device off torch.tensor([])
         return func(*args, **kwargs | {"device": "meta"} if func in _device_constructors() else kwargs)
 
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Inside, tensors are on meta and a tape records what is done to them. Registered parameters and buffers carry their tape."""
+    """Inside, tensors are on meta and a tape records their operations. Registered parameters and buffers refer to the tape."""
     tape, registered = Tape(), []
 
-    def take(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+    def on_register(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         if tensor is not None and tensor.is_meta:
             registered.append(tensor)
 
     with ExitStack() as stack:
-        stack.callback(register_module_parameter_registration_hook(take).remove)
-        stack.callback(register_module_buffer_registration_hook(take).remove)
+        stack.callback(register_module_parameter_registration_hook(on_register).remove)
+        stack.callback(register_module_buffer_registration_hook(on_register).remove)
         stack.enter_context(_OnMeta(tape))
         stack.enter_context(_Record(tape))
         yield
@@ -290,13 +276,13 @@ def recorded() -> Iterator[None]:
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Whether a tape has values for the tensor, which is on meta."""
+    """Whether the tensor is on meta and a tape has its values."""
     tape, _ = getattr(tensor, _MARK, (None, 0))
     return tape is not None and tensor.is_meta and tape.writes(tensor)
 
 
 def values_of(name: str, tensor: Tensor) -> Tensor:
-    """What the constructors wrote to the recorded tensor, on the CPU. Raises ValueError, naming it, for what a tape cannot tell."""
+    """Return the values that constructors wrote to a recorded tensor, on the CPU. Raises ValueError if they cannot be replayed."""
     tape, version = getattr(tensor, _MARK)
     if tensor._version != version:
         raise ValueError(
@@ -307,12 +293,12 @@ def values_of(name: str, tensor: Tensor) -> Tensor:
         values: Tensor = tape.values(tensor)
     except (ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{name} was initialized inside zero.Init by something that cannot be replayed ({error}); build the model without "
-            f"zero.Init, or name files that hold it (slipstream.zero.load)"
+            f"{name} was initialized inside zero.Init by an operation that cannot be replayed ({error}); build the model without "
+            f"zero.Init, or load it from files (slipstream.zero.load)"
         ) from error
     return values
 
 
 def forget(tensor: Tensor) -> None:
-    """The tensor has its values: its tape may go."""
+    """Drop the tensor's reference to its tape."""
     vars(tensor).pop(_MARK, None)

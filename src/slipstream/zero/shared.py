@@ -1,13 +1,13 @@
-"""Shared memory between the ranks of one host: a transport in which gathering moves no bytes.
+"""The transport for ranks of one host: shared memory, in which gathering moves no bytes.
 
 Each rank maps its own private segment, every other rank's, and one common segment. A segment is a memfd: it has no
-name, so nothing is left behind even after kill -9, and it ignores the size of /dev/shm.
+name, so nothing is left behind even after kill -9, and the size of /dev/shm does not limit it.
 
 counters   per (channel, kind, rank) one uint32 on its own cache line in the common segment. READY counts how often a
-           rank offered a buffer's content, DONE how often it has finished reading the others'. A reader waits for
-           counters, never for a collective, so a rank that takes another branch does not hold up the rest.
-fences     no rank writes what others may still read: a published weight changes only after all ranks have entered the
-           step's exchange; a posted gradient buffer only after `reusable`.
+           rank has posted a buffer's content, DONE how often it has finished reading the others'. A reader waits for
+           counters, never for a collective, so a rank that takes another branch does not delay the others.
+fences     no rank overwrites memory that others may still read: a published weight changes only after all ranks have
+           entered the step's exchange; a posted gradient buffer only after `reusable`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,17 +25,17 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.mesh import Axis
 from slipstream.ops import Partial, words
-from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_first, reduce_into
+from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from, gather_objects, reduce_into
 from slipstream.zero.watch import PeerError, Watch
 
 _PAGE = 4096
 _LINE = 64  # bytes between counters
 _READY, _DONE = 0, 1
 _SPIN_US = 200
-_SLICE_MS = 200  # how long a sleep lasts before it looks whether the peer still lives
+_SLICE_MS = 200  # how long a wait sleeps between checks for failed peers
 _EXCHANGE_NUMEL = 8192
-_UNLIKE = "ranks called different collective methods of the engine at the same time; every rank must call alike"
-_MADV_REMOVE = 9  # of pages that several processes map
+_UNLIKE = "ranks called different collective methods of the engine at the same time; every rank must call the same ones"
+_MADV_REMOVE = 9  # frees pages that several processes map
 
 
 def hosts_agree(axis: Axis) -> bool:
@@ -46,44 +45,42 @@ def hosts_agree(axis: Axis) -> bool:
     fd = os.memfd_create("slipstream-probe", os.MFD_CLOEXEC)
     token = os.urandom(16)
     os.write(fd, token)
-    told: list[Any] = [None] * axis.size
-    dist.all_gather_object(told, (os.getpid(), fd, token), group=axis.group)
-    seen = True
-    for pid, peer_fd, peer_token in told:
+    readable = True
+    for pid, peer_fd, peer_token in gather_objects((os.getpid(), fd, token), axis):
         try:
             with open(f"/proc/{pid}/fd/{peer_fd}", "rb") as file:
-                seen &= file.read() == peer_token
+                readable &= file.read() == peer_token
         except OSError:
-            seen = False
-    answers: list[Any] = [None] * axis.size
-    dist.all_gather_object(answers, seen, group=axis.group)
+            readable = False
+    agreed = all(gather_objects(readable, axis))
     os.close(fd)
-    return all(answers)
+    return agreed
 
 
-def _map(fd: int, nbytes: int) -> mmap.mmap:
+def _open(pid: int, peer_fd: int, nbytes: int) -> mmap.mmap:
+    """Map another process's segment."""
+    fd = os.open(f"/proc/{pid}/fd/{peer_fd}", os.O_RDWR | os.O_CLOEXEC)
     mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
+    os.close(fd)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 
 
 def give_back_pages(tensor: Tensor) -> None:
-    """Let go of the whole pages of a part of a segment, whose mapping stays: it reads as zeros. Other memory is left alone."""
+    """Free the pages inside `tensor`, a part of a segment, for all ranks: it then reads as zeros. A no-op for other memory."""
     start = -(-tensor.data_ptr() // _PAGE) * _PAGE
     stop = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
     if start < stop and not tensor.untyped_storage().resizable():
-        refused = ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_REMOVE)
-        assert refused == 0, "madvise of a shared mapping"
+        result = ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_REMOVE)
+        assert result == 0, "madvise of a shared mapping"
 
 
 def _views(mapping: mmap.mmap, requests: Sequence[tuple[int, torch.dtype]], start: int = 0) -> list[Tensor]:
     views, offset = [], start
     for numel, dtype in requests:
-        if numel:
-            views.append(torch.frombuffer(mapping, dtype=dtype, count=numel, offset=offset))
-        else:
-            views.append(torch.empty(0, dtype=dtype))
+        view = torch.frombuffer(mapping, dtype=dtype, count=numel, offset=offset) if numel else torch.empty(0, dtype=dtype)
+        views.append(view)
         offset += _pages(numel, dtype)
     return views
 
@@ -93,13 +90,12 @@ def _pages(numel: int, dtype: torch.dtype) -> int:
 
 
 class SharedComm(Comm):
-    """One axis whose ranks share a host. Made collectively; `hosts_agree(axis)` must have said yes."""
+    """The transport of an axis for which `hosts_agree(axis)` is true. Creating it is collective."""
 
     def __init__(self, axis: Axis, watch: Watch) -> None:
         assert axis.group is not None, f"axis {axis.name} has one rank"
         self.axis, self.watch = axis, watch
-        self.pids: list[int] = [0] * axis.size
-        dist.all_gather_object(self.pids, os.getpid(), group=axis.group)
+        self.pids: list[int] = gather_objects(os.getpid(), axis)
         self.counters: list[tuple[Tensor, int]] = []  # per allocation: its counters and the address of the first
         self.exchange_buffers = self.allocate([(_EXCHANGE_NUMEL, torch.float64)] * 2)
         self.exchanges = 0
@@ -107,23 +103,16 @@ class SharedComm(Comm):
     # -- memory --
 
     def _segments(self, private_nbytes: int, common_nbytes: int) -> tuple[list[mmap.mmap], mmap.mmap]:
-        """Map every rank's private segment and the common one, which rank 0 makes."""
+        """Map every rank's private segment and the common one, which rank 0 creates."""
         own = os.memfd_create("slipstream", os.MFD_CLOEXEC)
         os.ftruncate(own, max(private_nbytes, _PAGE))
         common = os.memfd_create("slipstream", os.MFD_CLOEXEC) if self.rank == 0 else -1
         if self.rank == 0:
             os.ftruncate(common, common_nbytes)
-        told: list[Any] = [None] * self.size
-        dist.all_gather_object(told, (own, common), group=self.axis.group)
-        privates = []
-        for pid, (peer_fd, _) in zip(self.pids, told, strict=True):
-            fd = os.open(f"/proc/{pid}/fd/{peer_fd}", os.O_RDWR | os.O_CLOEXEC)
-            privates.append(_map(fd, max(private_nbytes, _PAGE)))
-            os.close(fd)
-        fd = os.open(f"/proc/{self.pids[0]}/fd/{told[0][1]}", os.O_RDWR | os.O_CLOEXEC)
-        shared = _map(fd, common_nbytes)
-        os.close(fd)
-        dist.barrier(group=self.axis.group)  # everyone has opened everything
+        descriptors = gather_objects((own, common), self.axis)
+        privates = [_open(pid, fd, max(private_nbytes, _PAGE)) for pid, (fd, _) in zip(self.pids, descriptors, strict=True)]
+        shared = _open(self.pids[0], descriptors[0][1], common_nbytes)
+        dist.barrier(group=self.axis.group)  # all ranks have opened all segments
         os.close(own)
         if self.rank == 0:
             os.close(common)
@@ -167,12 +156,12 @@ class SharedComm(Comm):
         words.store_release_and_wake(self._address(buffer.channel, _READY, self.rank), buffer.posted)
         return buffer.posted
 
-    def _await(self, channel: int, kind: int, rank: int, value: int, what: str) -> None:
+    def _await(self, channel: int, kind: int, rank: int, value: int, operation: str) -> None:
         address = self._address(channel, kind, rank)
         if words.wait_at_least(address, value, _SPIN_US, 0):
             return
         since, peer = time.monotonic(), self.axis.ranks[rank]
-        with self.watch.waiting(f"{what} for rank {peer}"):
+        with self.watch.waiting(f"{operation} for rank {peer}"):
             while not words.wait_at_least(address, value, 0, _SLICE_MS):
                 if self.watch.is_gone(peer) and not words.wait_at_least(address, value, 0, 0):
                     raise self.watch.lost()
@@ -240,7 +229,7 @@ class SharedComm(Comm):
         rows = self.exchange(torch.tensor([-1.0 - tensor.nbytes], dtype=torch.float64))  # no method's checksum is negative
         if rows.min() != rows.max():
             raise PeerError(_UNLIKE)
-        broadcast_first(tensor, self.axis)
+        broadcast_from(tensor, self.axis, 0)
 
     def close(self) -> None:
         self.counters.clear()

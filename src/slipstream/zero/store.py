@@ -1,15 +1,14 @@
-"""Where a flat state of a unit rests.
+"""Storage of a unit's flat states.
 
-A state (weights, gradients, master, a moment) of one unit is one flat array over this rank's span. Where it rests is its
-`Store`; what computes with it sees plain tensors:
+A state (weights, gradients, master, a moment) of one unit is one flat array over this rank's span, kept in a `Store`:
 
-MemoryStore  memory of the device: the tensor itself
-HostStore    memory of the host beside a device, which copies go into and out of (zero/lane.py)
-DiskStore    a range of one anonymous file, after `head` elements that stay in memory (a partial offload is a cut in the flat range)
+MemoryStore  device memory: the tensor itself
+HostStore    host memory of a device with memory of its own, with copies in and out (zero/lane.py)
+DiskStore    a range of an anonymous file, after `head` elements that stay in memory (partial offload is a cut in the flat range)
 Section      a part of a store, as a checkpoint reads and fills it
-Space        a rank's file, handed out in ranges
+Space        a rank's files, allocated in ranges
 
-Ranges start on `PAGE` bytes and are asked for in `GRAIN` elements, so that every transfer is direct (O_DIRECT), whatever the dtype.
+Ranges start on multiples of `PAGE` bytes and have a multiple of `GRAIN` elements, so that all transfers are direct (O_DIRECT).
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ GRAIN = 4096  # elements: a page of the narrowest dtype
 
 
 class Store(ABC):
-    """One flat state of one unit at rest."""
+    """The storage of one flat state of one unit."""
 
     numel: int
     dtype: torch.dtype
 
     @abstractmethod
     def is_away(self, start: int, stop: int) -> bool:
-        """Whether some of the elements [start, stop) rest on disk."""
+        """Whether some of the elements [start, stop) are on disk."""
 
     @abstractmethod
     def view(self, start: int, stop: int) -> Tensor | None:
-        """Elements [start, stop) in place once no copy is under way, or None where some of them rest on disk."""
+        """Return elements [start, stop) in place after `settle`, or None if some of them are on disk."""
 
     @abstractmethod
     def settle(self) -> None:
-        """See that what computes where the state rests, the device or the host, finds no copy under way."""
+        """Order later computation on the state, by the device or the host that stores it, after any copy in flight."""
 
     @abstractmethod
     def get(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop): in place, or read into memory of the caller's. Waits; not for the hot path."""
+        """Return elements [start, stop), in place or read from disk into new memory. Waits; not for the hot path."""
 
     @abstractmethod
     def put(self, start: int, values: Tensor) -> None:
@@ -58,20 +57,20 @@ class Store(ABC):
     @property
     @abstractmethod
     def resident_nbytes(self) -> int:
-        """Bytes of memory that it takes between steps."""
+        """Bytes of memory that the store uses between steps."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state, wherever."""
+        """Bytes of the state, in memory or on disk."""
         return self.numel * self.dtype.itemsize
 
     def whole(self) -> Tensor:
-        """All of it, as `get`."""
+        """Return all elements, as `get`."""
         return self.get(0, self.numel)
 
 
 class MemoryStore(Store):
-    """A tensor, 1D. Copies of a lane that touch it go one after the other: `moving` is the last one."""
+    """A tensor, 1D. The lane's copies from and to it run one after the other: `moving` is the last one."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.numel, self.dtype = tensor, tensor.numel(), tensor.dtype
@@ -104,27 +103,27 @@ class MemoryStore(Store):
 
 
 class HostStore(MemoryStore):
-    """Memory of the host that a device copies into and out of: what computes with it in place is the host."""
+    """Host memory that a device copies from and to. The host computes with it in place, so the host waits for copies."""
 
     def _await(self, copy: Event) -> None:
         copy.wait()
 
 
 class DiskStore(Store):
-    """A range of the file, or two in turn: new values may then be written beside the present ones. Fresh ranges read as zeros."""
+    """A range of a file, or two that alternate, so that a step's writes keep the old values. New ranges read as zeros."""
 
     def __init__(self, disk: Disk, offset: int, numel: int, dtype: torch.dtype, head: int = 0, other: int | None = None) -> None:
         self.disk, self.offset, self.numel, self.dtype = disk, offset, numel, dtype
-        self.other = offset if other is None else other  # where what a step writes goes, until `turn`
+        self.other = offset if other is None else other  # the range that a step writes, current after `turn`
         self.head = torch.zeros(head, dtype=dtype)
 
     @property
     def keeps_old(self) -> bool:
-        """Whether a step's writes leave the present values as they are."""
+        """Whether the old values stay readable while a step writes new ones."""
         return self.other != self.offset
 
     def turn(self) -> None:
-        """What a step has written is the content from now on. All of what is not in the head has to have been."""
+        """Make the range that a step has written current. The step must have written all elements after the head."""
         self.offset, self.other = self.other, self.offset
 
     def is_away(self, start: int, stop: int) -> bool:
@@ -134,14 +133,14 @@ class DiskStore(Store):
         return None if self.is_away(start, stop) else self.head[start:stop]
 
     def settle(self) -> None:
-        pass  # no lane touches a disk
+        pass  # no lane copies from or to a disk
 
     def part(self, start: int, memory: Tensor) -> tuple[int, Tensor]:
-        """What a transfer of elements from `start` (a multiple of GRAIN) takes: where in the file, and the memory."""
+        """The (file offset, memory) of a transfer of elements from `start`, a multiple of GRAIN after the head."""
         return self.offset + (start - self.head.numel()) * self.dtype.itemsize, memory
 
     def next_part(self, start: int, memory: Tensor) -> tuple[int, Tensor]:
-        """As `part`, of what a step writes."""
+        """As `part`, in the range that a step writes."""
         return self.other + (start - self.head.numel()) * self.dtype.itemsize, memory
 
     def get(self, start: int, stop: int) -> Tensor:
@@ -154,8 +153,8 @@ class DiskStore(Store):
         for first, last, low in self._pieces(max(start, head), stop):
             buffer = self._buffer(first, last)
             self.disk.read([self.part(first, buffer)]).wait()
-            taken = buffer.view(self.dtype)[low - first : min(last, stop) - first]
-            result[low - start : low - start + taken.numel()].copy_(taken)
+            piece = buffer.view(self.dtype)[low - first : min(last, stop) - first]
+            result[low - start : low - start + piece.numel()].copy_(piece)
         return result
 
     def put(self, start: int, values: Tensor) -> None:
@@ -164,13 +163,13 @@ class DiskStore(Store):
             self.head[start : min(stop, head)].copy_(values[: head - start])
         for first, last, low in self._pieces(max(start, head), stop):
             buffer, high = self._buffer(first, last), min(last, stop)
-            if low > first or high < min(last, self.numel):  # what is beside it stays
+            if low > first or high < min(last, self.numel):  # a partial write: read the other elements first
                 self.disk.read([self.part(first, buffer)]).wait()
             buffer.view(self.dtype)[low - first : high - first].copy_(values[low - start : high - start])
             self.disk.write([self.part(first, buffer)]).wait()
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(first, last, low) of bounded transfers: elements [first, last) hold [low, ...), both on grains after the head."""
+        """Split [start, stop) into bounded transfers (first, last, low): [first, last) is aligned and the data begins at `low`."""
         head = self.head.numel()
         while start < stop:
             first = head + (start - head) // GRAIN * GRAIN
@@ -186,12 +185,12 @@ class DiskStore(Store):
         return self.head.nbytes
 
 
-_PIECE = 1 << 21  # elements of one slow-path transfer
+_PIECE = 1 << 21  # elements of one transfer of `get`, `put` and the functions below
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Elements [start, start + length) of a store: what a checkpoint reads and fills of states that rest on disk."""
+    """Elements [start, start + length) of a store, for checkpoints of states on disk."""
 
     store: Store
     start: int
@@ -212,13 +211,13 @@ class Section:
 
 
 def section(store: Store, start: int, stop: int) -> Tensor | Section:
-    """A view where the elements rest in memory, else a section."""
+    """Return a view if the elements are in memory, else a section."""
     view = store.view(start, stop)
     return Section(store, start, stop - start) if view is None else view
 
 
 def read(part: Tensor | Section) -> Tensor:
-    """The elements: in place, or from disk in memory of the caller's."""
+    """Return the elements, in place or read from disk into new memory."""
     return part if isinstance(part, Tensor) else part.get(0, part.length)
 
 
@@ -249,12 +248,12 @@ def fill_zero(store: Store) -> None:
 
 
 def range_nbytes(numel: int, itemsize: int) -> int:
-    """Bytes of file, or of a ring's buffer, for so many elements."""
+    """Bytes of a file range, or of a ring's buffer, for `numel` elements."""
     return round_up(numel, GRAIN) * itemsize
 
 
 def disk_nbytes(numel: int, itemsize: int, head: int = 0) -> int:
-    """Bytes of file for a store whose first `head` elements stay in memory."""
+    """Bytes of the file range of a store whose first `head` elements stay in memory."""
     return range_nbytes(numel - min(round_up(head, GRAIN), numel), itemsize)
 
 
@@ -263,21 +262,21 @@ class Needs(NamedTuple):
 
     weights: int = 0
     optim: int = 0  # and gradients
-    next_weights: int = 0  # to write new values beside the old ones, where there is room
+    next_weights: int = 0  # for second ranges that keep the old values, if the disk has the space
     next_optim: int = 0
 
 
 class Space:
-    """One rank's files, handed out in ranges. Where more is asked for than they were made for (a unit is unfrozen): another one."""
+    """One rank's files, allocated in ranges. If a range does not fit (after unfreezing a unit), another file is made."""
 
     def __init__(self, make: Callable[[int], Disk], nbytes: int) -> None:
         self._make = make
         self.disks = [make(nbytes)]
         self._free, self._end = 0, nbytes
-        self._used: dict[Disk, int] = {}  # how many stores each holds
+        self._used: dict[Disk, int] = {}  # number of stores in each file
 
     def store(self, numel: int, dtype: torch.dtype, head: int = 0, *, twice: bool = False) -> DiskStore:
-        """A fresh store; the first `head` elements, rounded up to grains, stay in memory. twice: new values go beside the old."""
+        """Make a store. The first `head` elements, rounded up to GRAIN, stay in memory. twice: a second range for new values."""
         head, each = min(round_up(head, GRAIN), numel), disk_nbytes(numel, dtype.itemsize, head)
         nbytes = 2 * each if twice else each
         if self._free + nbytes > self._end:
@@ -289,7 +288,7 @@ class Space:
         return store
 
     def drop(self, store: DiskStore) -> None:
-        """A store of this space is used no more: its blocks are free, and without stores its file is."""
+        """Free the disk blocks of a store of this space, and close its file if that has no other stores."""
         if store.disk not in self._used:
             return
         self._used[store.disk] -= 1
@@ -301,7 +300,7 @@ class Space:
             store.disk.close()
 
     def extend(self, other: Space) -> None:
-        """Hand out the ranges of another, which was made for what is to come."""
+        """Take over the files of another space, and allocate from them next."""
         self.disks += other.disks
         self._free, self._end = other._free, other._end
 
@@ -311,13 +310,13 @@ class Space:
 
 
 class Spaces(NamedTuple):
-    """The files of a rank; both may be one."""
+    """The files of a rank; both may be the same space."""
 
     weights: Space | None = None
     optim: Space | None = None
-    twice: bool = False  # there is room to write new values beside the old ones
+    twice: bool = False  # the disk has space for second ranges
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `value`."""
+    """Round up to a multiple of `multiple`."""
     return -(-value // multiple) * multiple

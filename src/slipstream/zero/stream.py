@@ -1,9 +1,9 @@
-"""How states that rest elsewhere pass through memory: the optimizer takes a unit's span chunk by chunk.
+"""Stream offloaded states through host buffers, so that the optimizer processes a unit's span chunk by chunk.
 
-chunk   as much of a unit's span as the optimizer takes at a time; they start on a `GRAIN` and never straddle a store's head
-Use     what a chunk needs of one state: its store, whether it is read, whether it is written
-Ring    a few aligned host buffers: `stream` reads chunks ahead into them and writes behind out of them, from and to disks
-        and, where the optimizer steps on the host, the device
+chunk   the part of a unit's span that the optimizer updates at a time; starts on a `GRAIN` and does not cross a store's head
+Use     a chunk's access to one state: the store, whether it is read, whether it is written
+Ring    aligned host buffers: `stream` prefetches chunks into them and writes back asynchronously, from and to disks and, if the
+        optimizer steps on the host, the device
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Parts = list[tuple[int, Tensor]]  # (byte offset in the file, memory)
 
 
 class Use(NamedTuple):
-    """What a chunk needs of one state."""
+    """A chunk's access to one state."""
 
     store: Store
     read: bool
     write: bool
-    lane: Lane | None = None  # what carries it between the device that it rests on and the host, where the optimizer steps
+    lane: Lane | None = None  # copies a device-resident state to and from the host, where the optimizer steps
 
     def passes(self, start: int, stop: int) -> bool:
         """Whether elements [start, stop) pass through a ring."""
@@ -37,14 +37,14 @@ class Use(NamedTuple):
 
 @dataclass(slots=True)
 class Slot:
-    """One buffer of the ring and what still moves in or out of it."""
+    """One buffer of the ring and its transfers in flight."""
 
     memory: Tensor  # uint8, aligned
     moving: list[Transfer | Event] = field(default_factory=list)
-    since: Event | None = None  # what copies between it and the device follow
+    since: Event | None = None  # copies between the buffer and the device start after it
 
     def settle(self) -> None:
-        """Wait until nothing moves. Raises the first DiskError, after everything has ended."""
+        """Wait for all transfers, then raise the first error."""
         errors: list[OSError] = []
         while self.moving:
             try:
@@ -56,7 +56,7 @@ class Slot:
 
 
 class Ring:
-    """Buffers of `nbytes` each, used in turn. Copies between them and the device follow `since`."""
+    """Buffers of `nbytes` each, used round-robin. Copies between them and the device start after `since`."""
 
     def __init__(self, count: int, nbytes: int, make: Callable[[int], Tensor] = aligned) -> None:
         self.slots = [Slot(make(nbytes)) for _ in range(count)]
@@ -64,7 +64,7 @@ class Ring:
         self._turn = 0
 
     def next(self) -> Slot:
-        """The buffer that was used longest ago, once nothing moves in it any more."""
+        """Return the least recently used buffer, after its transfers have ended."""
         slot = self.upcoming
         self._turn = (self._turn + 1) % len(self.slots)
         slot.settle()
@@ -76,11 +76,11 @@ class Ring:
         return self.slots[self._turn]
 
     def drain(self) -> None:
-        """Wait until nothing moves. Raises the first DiskError, after everything has ended."""
-        everything = Slot(self.slots[0].memory, [transfer for slot in self.slots for transfer in slot.moving])
+        """Wait for all transfers, then raise the first error."""
+        combined = Slot(self.slots[0].memory, [transfer for slot in self.slots for transfer in slot.moving])
         for slot in self.slots:
             slot.moving = []
-        everything.settle()
+        combined.settle()
 
     @property
     def nbytes(self) -> int:
@@ -89,12 +89,12 @@ class Ring:
 
 @dataclass(slots=True)
 class Chunk:
-    """Elements [start, stop) of a unit's span, and the states that a step uses of them."""
+    """Elements [start, stop) of a unit's span, and the states that a step uses."""
 
     start: int
     stop: int
     uses: Mapping[str, Use]
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # while it is in memory
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # the states, while in memory
     slot: Slot | None = None
 
     def _moved(self) -> list[tuple[str, Use]]:
@@ -102,37 +102,37 @@ class Chunk:
 
     @property
     def may_be_ahead(self) -> bool:
-        """Whether it streams, and what the optimizer keeps of it on disk does so: copies of the rest would fill the memory."""
+        """Whether a step may run ahead on it: it streams, as do all its disk states. Copies of resident ones would fill memory."""
         uses = self.uses.values()
-        stay = (use for use in uses if isinstance(use.store, DiskStore) and use.read and use.write)
-        return bool(self._moved()) and all(use.passes(self.start, self.stop) for use in stay)
+        updated = (use for use in uses if isinstance(use.store, DiskStore) and use.read and use.write)
+        return bool(self._moved()) and all(use.passes(self.start, self.stop) for use in updated)
 
     def nbytes(self) -> int:
-        """Bytes of ring that it takes."""
+        """Bytes of a ring's buffer that the chunk needs."""
         return sum(range_nbytes(self.stop - self.start, use.store.dtype.itemsize) for _, use in self._moved())
 
-    def fetch(self, take: Callable[[], Slot]) -> None:
-        """Start reading what passes through a slot."""
+    def fetch(self, next_slot: Callable[[], Slot]) -> None:
+        """Start reading the states that pass through a slot."""
         if self._moved():
-            self.slot = take()
+            self.slot = next_slot()
             self.slot.moving = self._move(Disk.read)
 
     def arrive(self) -> None:
-        """Put its states into `tensors`, once they are there: in the slot, and in place."""
+        """Wait for the reads, and set `tensors` to the states: in the slot, or in place."""
         if self.slot is not None:
             self.slot.settle()
             self.tensors = {name: self._in_slot(use, memory) for name, (use, memory) in self._placed().items()}
         for name, use in self.uses.items():
             if name not in self.tensors:
                 view = use.store.view(self.start, self.stop)
-                assert view is not None, f"{name} rests in memory or passes through the slot"
+                assert view is not None, f"{name} is in memory or passes through the slot"
                 self.tensors[name] = view
 
     def _in_slot(self, use: Use, memory: Tensor) -> Tensor:
         return memory.view(use.store.dtype)[: self.stop - self.start]
 
     def _placed(self) -> dict[str, tuple[Use, Tensor]]:
-        """Where each moved state lies in the slot: whole pages."""
+        """The memory of each moved state in the slot, in whole pages."""
         assert self.slot is not None
         result, at = {}, 0
         for name, use in self._moved():
@@ -142,12 +142,12 @@ class Chunk:
         return result
 
     def write_back(self) -> list[Transfer]:
-        """Start writing what was written to; returns what then moves to disks. What moves to the device, its store knows."""
+        """Start writing the modified states; returns the transfers to disk. Copies to the device are in their store's `moving`."""
         moving: list[Transfer | Event] = []
         if self.slot is not None:
             moving = self.slot.moving = self._move(Disk.write)
         self.tensors, self.slot = {}, None
-        return [each for each in moving if isinstance(each, Transfer)]
+        return [transfer for transfer in moving if isinstance(transfer, Transfer)]
 
     def _move(self, move: Callable[[Disk, Parts], Transfer]) -> list[Transfer | Event]:
         """Start one transfer per file, and one copy per state on the device."""
@@ -160,21 +160,21 @@ class Chunk:
             if use.lane is not None:
                 moving.append(self._carry(use, use.lane, self._in_slot(use, memory), reads))
             else:
-                assert isinstance(use.store, DiskStore), "what rests in memory does not move"
+                assert isinstance(use.store, DiskStore), "a state in memory does not move"
                 part = use.store.part if reads else use.store.next_part
                 parts.setdefault(use.store.disk, []).append(part(self.start, memory))
-        return [*moving, *(move(disk, each) for disk, each in parts.items())]
+        return [*moving, *(move(disk, of_disk) for disk, of_disk in parts.items())]
 
-    def _carry(self, use: Use, lane: Lane, here: Tensor, reads: bool) -> Event:
+    def _carry(self, use: Use, lane: Lane, host: Tensor, reads: bool) -> Event:
         assert isinstance(use.store, MemoryStore) and self.slot is not None, "a state on the device passes through a slot"
-        there = use.store.tensor[self.start : self.stop]
-        target, source = (here, there) if reads else (there, here)
+        device = use.store.tensor[self.start : self.stop]
+        target, source = (host, device) if reads else (device, host)
         use.store.moving = lane.copy(target, source, (self.slot.since, use.store.moving))
         return use.store.moving
 
 
 def chunks(numel: int, uses: Mapping[str, Use], most: int) -> list[Chunk]:
-    """A span cut into chunks of at most `most` elements; one chunk where nothing of it passes through a ring."""
+    """Cut a span into chunks of at most `most` elements; into one chunk if no state passes through a ring."""
     if not any(use.passes(0, numel) for use in uses.values()):
         return [Chunk(0, numel, uses)]
     heads = {use.store.head.numel() for use in uses.values() if isinstance(use.store, DiskStore)}
@@ -188,16 +188,16 @@ def chunks(numel: int, uses: Mapping[str, Use], most: int) -> list[Chunk]:
 
 
 def stream(take: Callable[[bool], Chunk | None], ring: Ring | None) -> Generator[Chunk, None, None]:
-    """Each chunk with its states in `tensors`, in order, while the next are being read and the last written.
+    """Yield each chunk with its states in `tensors`, in order, while the next are read and the previous one is written.
 
-    take: the next chunk, or None where there is none now. Asked with True, there is nothing else in hand: None ends the stream.
-    The caller calls `write_back`. When the stream ends, also by an exception, nothing moves any more.
+    take(is_last_try) returns the next chunk, or None if there is none now; None for is_last_try=True ends the stream.
+    The caller calls `write_back`. When the stream ends, also by an exception, all transfers have ended.
     """
     ahead: deque[Chunk] = deque()
-    room = max(1, len(ring.slots) - 1) if ring else 1  # one is being written
+    depth = max(1, len(ring.slots) - 1) if ring else 1  # one slot is being written
     try:
         while True:
-            while len(ahead) < room and (chunk := take(not ahead)) is not None:
+            while len(ahead) < depth and (chunk := take(not ahead)) is not None:
                 chunk.fetch(ring.next if ring else _no_slot)
                 ahead.append(chunk)
             if not ahead:

@@ -1,9 +1,9 @@
-"""torch.func's transforms (grad, vjp, vmap) as hooks and units see them. No other file touches functorch's private functions.
+"""Support for torch.func's transforms (grad, vjp, vmap) in hooks and units. Only this file uses functorch's private functions.
 
-level   of a transform: 1 for the outermost. A tensor inside is a wrapper per level around an ordinary tensor; a graph belongs to
-        one level, and a hook on a wrapper fires in the backward of its level only.
+level   of a transform: 1 for the outermost. Inside, a tensor is an ordinary tensor in one wrapper per level; a graph belongs to
+        one level, and a hook on a wrapper fires only in the backward of its level.
 
-A transform refuses in-place writes to tensors that it has not made, such as gathered weights: `outside` makes them.
+A transform forbids in-place writes to tensors that it has not created, such as gathered weights; `outside` allows them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _DERIVATIVES = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
 
 
 def is_active() -> bool:
-    """Whether a transform runs. No gradient of a parameter lands in its backward: torch refuses `loss.backward()` there."""
+    """Whether a transform runs. Its backward writes no parameter's `.grad`: torch forbids `loss.backward()` inside."""
     return _functorch.peek_interpreter_stack() is not None
 
 
 def differentiates() -> bool:
-    """Whether one of the transforms that run computes derivatives; vmap alone does not."""
+    """Whether one of the running transforms computes derivatives; vmap alone does not."""
     return is_active() and any(level.key() in _DERIVATIVES for level in _functorch.get_interpreter_stack())
 
 
 def outside(method: Callable[P, T]) -> Callable[P, T]:
-    """The same method, run on ordinary tensors although transforms are active."""
+    """Decorate a method to run outside the active transforms, on ordinary tensors."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -47,7 +47,7 @@ def outside(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def in_graphs(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The tensor and those that it wraps, each with its level, where they require gradients; ordinary tensors have level -1."""
+    """Yield (level, tensor) for the tensor and those it wraps, if they require gradients; ordinary tensors have level -1."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if tensor.requires_grad:
             yield _functorch.maybe_get_level(tensor), tensor

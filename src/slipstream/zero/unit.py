@@ -1,17 +1,17 @@
-"""Parameters that are gathered together, where their three states rest, and the four edges that move them.
+"""A unit: parameters that are gathered together, the buffers of their three states, and the four edges that move the data.
 
-full       the whole unit in the weights' dtype, 1D; every parameter is a view into it. Replicated weights: always there.
-           Sharded weights: one mapping that all ranks of the host see, or memory that is given back while released
-weights    this rank's span of the weights at rest: a view of `full`, or a store of its own where `full` can be released
-owned      the weights in the optimizer's span: `weights` where that is this rank's span too
+full       the unsharded weights of the unit, 1D; every parameter is a view into it. Replicated weights: always allocated.
+           Sharded weights: one mapping shared by all ranks of the host, or memory that is freed while the unit is released
+weights    this rank's shard of the weights: a view of `full`, or a separate store if `full` can be freed
+owned      the weights in the optimizer's span: `weights` if the two spans are the same
 master     the same in the optimizer's dtype; the same store as `owned` when the dtypes agree
 local      this rank's unreduced gradients of the whole unit, 1D (placement.grads == ())
-grads      this rank's span of the gradients: the sum over ranks once `settle` has run
+grads      this rank's shard of the gradients: the sum over ranks once `settle` has run
 
-The last five but `local` are stores (zero/store.py): tensors in memory, or ranges of a file.
+`weights`, `owned`, `master` and `grads` are stores (zero/store.py): tensors in memory, or ranges of a file.
 
-Invariants: a parameter is always the same Python object; the geometry is the layout's and knows no stage; gaps between
-parameters are zero in every buffer. Edges are methods; hooks only call them (zero/hooks.py).
+Invariants: a parameter is always the same Python object; the layout alone decides the geometry, independent of the stage; gaps
+between parameters are zero in every buffer. Edges are methods, and zero/hooks.py decides when to call them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from slipstream.zero.shared import give_back_pages
 from slipstream.zero.store import GRAIN, DiskStore, HostStore, MemoryStore, Store, copy_store, fill_zero, range_nbytes
 from slipstream.zero.transforms import outside
 
-_preserve_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 (torch exports it to no one)
+_preserve_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 (torch does not export it)
 
-_PIECE = 256 * GRAIN  # elements of first values that are in memory at a time
+_PIECE = 256 * GRAIN  # elements of initial values in memory at a time
 
 _serials = itertools.count()
 
@@ -56,36 +56,36 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comms:
-    """The transports of an engine's axes."""
+    """The transport of each mesh axis."""
 
     dp: Comm  # shards
-    dp_replicate: Comm  # copies of the shards
+    dp_replicate: Comm  # replicas of the shards
     data: Comm  # both
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtypes:
-    """In which precision a unit's states are kept and moved."""
+    """The dtypes in which a unit stores and communicates its states."""
 
     weights: torch.dtype
     master: torch.dtype
     local: torch.dtype  # unreduced gradients (placement.grads == ())
-    wire: torch.dtype  # gradients between ranks
+    wire: torch.dtype  # gradients as they are communicated
     grads: torch.dtype  # reduced gradients
 
 
 @dataclass(slots=True, kw_only=True)
 class Memory:
-    """What a unit was given by the transports; made for all units at once (zero/build.py)."""
+    """A unit's communication buffers, allocated for all units at once (zero/build.py)."""
 
-    full: Buffer | None  # movable memory for replicated weights
-    common: Buffer | None  # one mapping for sharded weights
-    local: Buffer | None  # movable memory for unreduced gradients
-    replica: Buffer | None  # movable memory for this rank's span where copies of it exist
+    full: Buffer | None  # replicated weights
+    common: Buffer | None  # sharded weights in one mapping shared by the ranks
+    local: Buffer | None  # unreduced gradients
+    replica: Buffer | None  # this rank's gradient shard, if the shards are replicated
 
 
 class Updating(Protocol):
-    """An update of a unit that another thread makes."""
+    """An optimizer update of a unit that runs on another thread."""
 
     def done(self) -> bool: ...
 
@@ -93,7 +93,7 @@ class Updating(Protocol):
 
 
 class Unit:
-    """One flat buffer's worth of parameters. See the module's glossary."""
+    """The parameters of one flat buffer. See the module's glossary."""
 
     def __init__(
         self,
@@ -110,39 +110,39 @@ class Unit:
         values: Values,
     ) -> None:
         self.name, self.index = name, index
-        self.serial = next(_serials)  # the same on all ranks for the same unit: engines are made alike everywhere
-        self.block = block  # the module whose forward gathers it; None for the root's
+        self.serial = next(_serials)  # the same on all ranks, because all ranks create engines in the same order
+        self.block = block  # the module whose forward gathers it; None for the root's units
         self.layout, self.placement, self.dtypes, self.comms = layout, placement, dtypes, comms
         self.params = [leaf.tensor for leaf in leaves]
         self.names = [leaf.name for leaf in leaves]
-        self.wholes = [leaf.whole for leaf in leaves]  # the model's parameters that these are, or are parts of
-        self.exact = leaves[0].exact  # no numbers to be trained or cast: codes, scales of codes, integers
-        self.plain = [type(param) for param in self.params]  # what they are where nothing is hidden
+        self.wholes = [leaf.whole for leaf in leaves]  # the model's parameters that `params` are, or are parts of
+        self.exact = leaves[0].exact  # never trained or cast: quantized codes, their scales, integers
+        self.plain = [type(param) for param in self.params]  # their classes while gathered
         self.memory, self.homes = memory, homes
         self.cuts = layout.shards(comms.dp.size)
-        self.span: Span = (self.cuts[comms.dp.rank], self.cuts[comms.dp.rank + 1])
+        self.span: Span = layout.span(comms.dp.size, comms.dp.rank)
         self.optim_span: Span = self.span if placement.optim else (0, layout.numel)
         self.gaps = _gaps(layout)
         self.reduced_class, self.released_class = parameter_classes(self)
         self.state = State.GATHERED
-        self.arriving: Pending[None] | None = None  # a gather that has been started
+        self.arriving: Pending[None] | None = None  # the gather in flight
         self.poison = False  # debugging: fill released weights with NaN instead of freeing them
-        self.asleep = False  # its weights are away (train/sleep.py)
+        self.asleep = False  # the weights are away (train/sleep.py)
         self.master_is_away = False
-        self.pinned = False  # gathered on demand: stays until the end of this forward or backward
-        self.direct = False  # some graph since the last step has used it outside its block: every backward needs it whole
-        self.may_gather_on_demand = False  # set by the hooks while the engine's forward runs
+        self.pinned = False  # gathered on demand: stays gathered until the end of this forward or backward
+        self.direct = False  # a graph since the last step uses it outside its block: every backward gathers it first
+        self.may_gather_on_demand = False  # set by the hooks during the engine's forward and backward
         self.on_touch: Callable[[Unit], None] | None = None  # inside a surgery: lends the whole unit (train/surgery.py)
-        self.shown: type[nn.Parameter] = nn.Parameter  # the class that parameters have now: this stands for `plain`
-        self.lent: frozenset[int] = frozenset()  # parameters that `zero.gathered` shows in private copies
-        self.kept: dict[int, Tensor] = {}  # no_sync: this rank's gradients so far, where `.grad` is too narrow for their sum
-        self.filled: set[int] = set()  # parameters whose `local` holds this window's gradient
-        self.has_gradient = False  # some gradient has left `.grad` since the last step
-        self.revision = 0  # counts changes of its gradients, and from outside of what the optimizer reads
-        self.partial = Partial(0.0, True)  # of this rank's finest span, after the last reduction
-        self.updating: Updating | None = None  # the optimizer still has this unit in hand, on another thread
-        self.landing: Landing | None = None  # where the next reduction sums, if what it adds to is on its way there
-        self.pages: Pages | None = None  # what `full` lies in where its pages come and go
+        self.shown: type[nn.Parameter] = nn.Parameter  # the parameters' current class; nn.Parameter stands for `plain`
+        self.lent: frozenset[int] = frozenset()  # parameters that currently show private copies (`zero.gathered`)
+        self.kept: dict[int, Tensor] = {}  # no_sync: this rank's gradient sums, if `.grad` is too narrow for them
+        self.filled: set[int] = set()  # parameters whose gradient of this accumulation window is in `local`
+        self.has_gradient = False  # some gradient has been moved out of `.grad` since the last step
+        self.revision = 0  # counts changes of the gradients, and external changes of the optimizer's inputs
+        self.partial = Partial(0.0, True)  # of this rank's finest shard, after the last reduction
+        self.updating: Updating | None = None  # the optimizer update in flight
+        self.landing: Landing | None = None  # opened ahead for the next reduction (`expect_reduce`)
+        self.pages: Pages | None = None  # the memory of `full`, if its pages are freed on release
         self._place_weights(values)
         self.grads: Store | None = None  # until start_training
         self._versions = [param._version for param in self.params]
@@ -152,12 +152,13 @@ class Unit:
     def _place_weights(self, values: Values) -> None:
         numel, dtype, device = self.layout.numel, self.dtypes.weights, self.homes.device
         start, stop = self.span
-        resting = self.placement.weights and not self.memory.common
-        with torch._C.DisableTorchFunctionSubclass():
-            trainable = any(param.requires_grad for param in self.params)
-        at_rest = self.homes.weights(stop - start, dtype, trainable=trainable) if resting else None
+        shard: Store | None = None
+        if self.placement.weights and not self.memory.common:
+            with torch._C.DisableTorchFunctionSubclass():
+                trainable = any(param.requires_grad for param in self.params)
+            shard = self.homes.weights(stop - start, dtype, trainable=trainable)
         buffer = self.memory.common or self.memory.full
-        if isinstance(at_rest, DiskStore) and self.homes.lane is None:
+        if isinstance(shard, DiskStore) and self.homes.lane is None:
             self.pages = Pages(range_nbytes(numel, dtype.itemsize))
         if buffer is not None:
             self.full = buffer.tensor
@@ -169,11 +170,11 @@ class Unit:
         self.views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
         for param, view in zip(self.params, self.views, strict=True):
             move_in(param, view)
-        # What parameters hold while their storage is empty: a read of theirs that torch lets no class refuse (torch.tensor(p))
-        # gives what this is filled with, where reading the empty storage would end the process.
-        nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
-        self.placeholders = [nothing.expand(slot.shape) for slot in self.layout.slots]
-        self.weights: Store = at_rest or MemoryStore(self.full[start:stop])
+        # Released parameters are views of this one element: a read that bypasses __torch_function__ (torch.tensor(p)) returns NaN,
+        # whereas a read of an empty storage would crash the process.
+        filler = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+        self.placeholders = [filler.expand(slot.shape) for slot in self.layout.slots]
+        self.weights: Store = shard or MemoryStore(self.full[start:stop])
         self.owned: Store = self.weights if self.placement.optim else MemoryStore(self.full)
         self.master = self.owned
         if self.dtypes.master != dtype:
@@ -181,7 +182,7 @@ class Unit:
         self._fill(values)
 
     def _fill(self, values: Values) -> None:
-        """Put the first values to rest, a bounded piece at a time; masters start from them and not from their rounding."""
+        """Store the initial values, a bounded piece at a time. Masters start from the unrounded values."""
         weights = self.weights if self.placement.weights else MemoryStore(self.full)
         first, last = self.span if self.placement.weights else (0, self.layout.numel)
         own = self.optim_span
@@ -193,7 +194,7 @@ class Unit:
                     self.master.put(start - own[0], piece)
 
     def start_training(self, dtypes: Dtypes) -> None:
-        """Make room for gradients and, where the weights are no masters, for masters. `memory` has been extended."""
+        """Allocate gradients and, if the weights are not their own masters, masters. The caller has extended `memory`."""
         self.dtypes = dtypes
         self.grads = self._place_grads()
         if dtypes.master != self.dtypes.weights and self.master.dtype != dtypes.master:
@@ -215,10 +216,10 @@ class Unit:
 
     @property
     def out(self) -> Store | None:
-        """Where the optimizer writes new weights, or None when the master is the weights."""
+        """The store into which the optimizer writes new weights; None when the weights are their own master."""
         return None if self.dtypes.master == self.dtypes.weights else self.owned
 
-    # -- parameter classes (zero/parameter.py asks these) --
+    # -- parameter classes (called by zero/parameter.py) --
 
     def param_name(self, param: nn.Parameter) -> str:
         return next((name for name, p in zip(self.names, self.params, strict=True) if p is param), "?")
@@ -259,19 +260,19 @@ class Unit:
         self.params[i].__class__ = self.plain[i] if cls is nn.Parameter else cls
 
     def show_weights(self) -> None:
-        """Parameters are plain again: a forward is about to run."""
+        """Restore the plain parameter classes before a forward."""
         if self.state is State.GATHERED:
             self._set_class(nn.Parameter)
 
     def hide_gradients(self) -> None:
-        """`.grad` raises from here on: gradients have moved to the unit's buffers."""
+        """Make `.grad` raise, because the gradients have moved to the unit's buffers."""
         if self.state is State.GATHERED and self.holds_gradient():
             self._set_class(self.reduced_class)
 
-    # -- edge: gather (weights shard -> full weights) and its undoing --
+    # -- edge: gather (weights shard -> full weights), and release --
 
     def await_update(self) -> None:
-        """Wait until the optimizer is done with this unit. Raises what went wrong there."""
+        """Wait for the optimizer update in flight. Raises the error with which it failed."""
         if self.updating is not None:
             self.updating.wait()
             self.updating = None
@@ -279,18 +280,18 @@ class Unit:
 
     @outside
     def prefetch(self) -> None:
-        """Start gathering, where that moves bytes. Advisory: `gather` and `release` are right with and without it."""
+        """Start the gather, if it moves bytes. Advisory: `gather` and `release` are correct with and without it."""
         if self.state is not State.RELEASED or self.arriving is not None or self.memory.common:
             return
         if self.updating is not None:
             if not self._fetches or self.comms.dp.size > 1 or not self.updating.done():
-                return  # a collective is launched at the same place on all ranks, however far their updates are
+                return  # all ranks launch a collective at the same point, however far their updates are
             self.await_update()
         self.arriving = self._start_gather()
 
     @property
     def _fetches(self) -> bool:
-        """Whether gathering reads the disk, now or on other ranks; it launches collectives only when it is waited for."""
+        """Whether gathering reads the disk, on this rank or on others. Such a gather launches its collective in `wait`."""
         is_disk = self.homes.tiers.weights is Tier.DISK
         return is_disk and (self.comms.dp.size > 1 or self.weights.is_away(0, self.weights.numel))
 
@@ -302,7 +303,7 @@ class Unit:
 
     @outside
     def gather(self) -> None:
-        """Make the weights readable. Safe to call when they are."""
+        """Make the weights readable. A no-op if they are."""
         if self.state is State.GATHERED:
             return
         self._refuse_asleep()
@@ -321,15 +322,15 @@ class Unit:
         self.state = State.GATHERED
 
     def _point_at(self, views: Sequence[Tensor]) -> None:
-        """Plain parameters: what they are views of."""
+        """Set the parameters' data. Their classes must be plain."""
         for i, (param, view) in enumerate(zip(self.params, views, strict=True)):
             if i not in self.lent:
                 param.data = view
 
     @outside
     def release(self) -> None:
-        """Give the full weights back where they are sharded. Safe to call when they are."""
-        if self.arriving is not None:  # prefetched and not used
+        """Free the full weights if they are sharded. A no-op if the unit is released."""
+        if self.arriving is not None:  # prefetched but not used
             self.gather()
         if not self.placement.weights or self.state is State.RELEASED:
             return
@@ -348,7 +349,7 @@ class Unit:
         self.state, self.pinned = State.RELEASED, False
 
     def fall_asleep(self) -> None:
-        """Parameters raise until `wake_up`, also where weights are replicated."""
+        """Make reads of the parameters raise until `wake_up`, also if the weights are replicated."""
         self.release()
         if self.state is State.GATHERED:
             self.check_writes()
@@ -369,7 +370,7 @@ class Unit:
     # -- edge: reduce (full gradients -> grads shard) --
 
     def add_local(self, i: int) -> None:
-        """Replicated gradients: move parameter i's gradient into `local`, adding to this window's earlier ones."""
+        """Replicated gradients: add parameter i's `.grad` to `local`, and clear it."""
         param, slot = self.params[i], self.layout.slots[i]
         assert self.memory.local is not None and param.grad is not None
         view = self.memory.local.tensor[slot.offset : slot.offset + slot.numel].view(slot.shape)
@@ -382,10 +383,10 @@ class Unit:
         self.has_gradient = True
 
     def keep(self, i: int) -> None:
-        """Sharded gradients, no_sync: add parameter i's gradient to what this rank keeps, in the dtype gradients add up in."""
+        """Sharded gradients, no_sync: add parameter i's gradient to this rank's sum in the gradient dtype."""
         grad = self.params[i].grad
         if grad is None or grad.dtype == self.dtypes.grads:
-            return  # `.grad` itself is as good
+            return  # autograd accumulates into `.grad`
         if i in self.kept:
             self.kept[i].add_(grad)
         else:
@@ -393,14 +394,14 @@ class Unit:
         self.params[i].grad = None
 
     def unreduced(self, i: int) -> Tensor | None:
-        """Sharded gradients: what this rank holds of parameter i's gradient that no reduction has taken."""
+        """Sharded gradients: this rank's gradient of parameter i that has not been reduced yet, or None."""
         grad, kept = raw_grad(self.params[i]), self.kept.get(i)
         return grad if kept is None else kept if grad is None else kept + grad
 
     def reduce(self, buffer: Buffer, alpha: float) -> Pending[None]:
-        """Sharded gradients: offer every unreduced gradient (or zero) through `buffer` and add the sum to `grads`."""
+        """Sharded gradients: reduce-scatter the unreduced gradients (or zeros) through `buffer` and add the sum to `grads`."""
         assert self.grads is not None, f"unit {self.name}: reduce() of a frozen unit"
-        self.await_update()  # a unit that no forward has gathered: its last gradients may still be read
+        self.await_update()  # if no forward has gathered the unit, the optimizer may still read the last gradients
         self.comms.dp.reusable(buffer)
         flat = buffer.tensor[: self.layout.numel]
         for i, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
@@ -423,24 +424,24 @@ class Unit:
 
         def finish() -> None:
             self.partial = pending.wait()
-            landing.rest()
+            landing.write_back()
 
-        if pending.finish is None:  # it leaves at once
+        if pending.finish is None:  # nothing to wait for: write the sum back at once
             finish()
             return Pending(None)
         return Pending(finish)
 
     def expect_reduce(self) -> None:
-        """The next unit to be reduced is this one: what its gradients are so far sets out for where they are summed. Advisory."""
+        """Start copying the gradient sum to the device, because this unit is reduced next. Advisory."""
         if isinstance(self.grads, HostStore) and self.has_gradient and self.landing is None and self.updating is None:
             self.landing = self.homes.open(self.grads, read=True)
 
     # -- edge: settle (grads shard -> optimizer shard) --
 
     def settle(self, alpha: float, wire: Buffer | None) -> Pending[None]:
-        """Finish this window's reduction; afterwards `grads` and `partial` are what the optimizer and the norm see.
+        """Finish this window's reduction: makes `grads` and `partial` final for the optimizer and the norm.
 
-        `wire` carries replicated gradients whose wire dtype is not their own.
+        `wire` carries replicated gradients whose wire dtype differs from their own.
         """
         dp, copies = self.comms.dp, self.comms.dp_replicate
         assert self.grads is not None, f"unit {self.name}: settle() of a frozen unit"
@@ -480,13 +481,13 @@ class Unit:
     # -- edge: publish (optimizer shard -> weights shard) --
 
     def expire_graphs(self) -> None:
-        """The weights are about to change: every graph from before now refuses its backward."""
+        """Make the backward of every existing graph raise, because the weights are about to change."""
         torch.autograd.graph.increment_version(self.params)
         self._versions = [version + 1 for version in self._versions]
 
     def publish(self) -> Pending[None]:
-        """Offer this rank's new weights to the others, once they are where the device computes with them."""
-        if not self.placement.weights:  # sharded ones are awaited by who gathers them
+        """Send this rank's new weights to the other ranks, after any copy of them to the device."""
+        if not self.placement.weights:  # for sharded weights, `gather` waits
             self.owned.settle()
         if self.memory.common:
             self.comms.dp.publish(self.memory.common)
@@ -497,7 +498,7 @@ class Unit:
 
             def finish() -> None:
                 published.wait()
-                dp.reusable(full)  # the user may write it at once
+                dp.reusable(full)  # the user may write the weights right after the step
 
             return Pending(finish)
         return Pending(None)
@@ -515,10 +516,9 @@ class Unit:
     # -- writes from outside --
 
     def check_writes(self) -> None:
-        """See that parameters still live in `full`, and take in-place writes of the user's into the masters.
+        """Check that parameters still view `full`, and copy the user's in-place writes into the masters.
 
-        Raises RuntimeError by name when a parameter was given other memory, or was written where the write cannot
-        reach every rank's shard.
+        Raises RuntimeError if a parameter has other memory, or was written in place although its weights are sharded.
         """
         base, item = self.full.data_ptr(), self.full.element_size()
         for i, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
@@ -541,11 +541,11 @@ class Unit:
                 self._versions[i] = param._version
 
     def accept_version(self, i: int) -> None:
-        """Parameter i's content is what the engine put there."""
+        """Record that the engine itself has written parameter i."""
         self._versions[i] = self.params[i]._version
 
     def refuse_writes(self) -> None:
-        """Weights are not written while the masters that have to follow are away."""
+        """Raise RuntimeError if the masters are away, because a write of the weights must update them."""
         if self.master_is_away and self.out is not None and isinstance(self.master, MemoryStore):
             raise RuntimeError(
                 f"the weights of {self.names[0]!r} and its neighbors cannot be written, because the engine sleeps and their "
@@ -553,7 +553,7 @@ class Unit:
             )
 
     def refresh_master(self, i: int) -> None:
-        """Replicated weights: the master takes parameter i's values."""
+        """Replicated weights: copy parameter i into the master."""
         if self.out is None:
             return
         self.refuse_writes()
@@ -563,11 +563,11 @@ class Unit:
             self.master.put(start - self.optim_span[0], self.full[start:stop])
 
     def close(self, *, on_disk: bool = False) -> None:
-        """Hand parameters back as ordinary ones: with memory of their own or, where weights of some rank rest on disk, on meta.
+        """Turn the parameters into ordinary ones with memory of their own; on meta with `on_disk` (some rank's weights are there).
 
         The unit is unusable afterwards.
         """
-        with suppress(DiskError):  # in reading what is on its way and goes anyway
+        with suppress(DiskError):  # of a read whose result is discarded
             if not on_disk or self.arriving is not None:
                 self.gather()
         self.await_update()
@@ -581,12 +581,12 @@ class Unit:
         self._forget()
 
     def leave(self) -> None:
-        """Give the memory back, while the engine lives. Parameters have been given other memory, and all ranks are here."""
+        """Free the unit's memory while the engine lives. Collective; the parameters have other memory already."""
         for buffer in (self.memory.full, self.memory.local, self.memory.replica):
             if buffer is not None:
                 give_back_pages(buffer.tensor)
         if self.memory.common is not None:
-            give_back_pages(self.full[slice(*self.span)])  # each rank its own part, which it alone may still read
+            give_back_pages(self.full[slice(*self.span)])  # each rank frees its own span, which no other rank reads any more
         for store in {id(store): store for store in (self.weights, self.owned, self.master, self.grads)}.values():
             if store is not None:
                 self.homes.drop(store)
@@ -602,18 +602,18 @@ class Unit:
         self.grads = self.pages = self.landing = None
 
     def rename(self, index: int, name: str, block: nn.Module | None, leaves: Sequence[Leaf]) -> None:
-        """The same tensors have another place in the model."""
+        """Change the unit's place in the model. Its tensors stay."""
         self.index, self.name, self.block = index, name, block
         self.names, self.wholes = [leaf.name for leaf in leaves], [leaf.whole for leaf in leaves]
         slots = zip(self.layout.slots, self.names, strict=True)
-        self.layout = replace(self.layout, slots=tuple(replace(slot, name=known) for slot, known in slots))
+        self.layout = replace(self.layout, slots=tuple(replace(slot, name=new_name) for slot, new_name in slots))
 
     def whole_weights(self) -> Tensor:
-        """All of them, flat, whatever the parameters show now. Collective."""
+        """Return the unsharded weights, flat, even if the parameters currently show other values. Collective."""
         return self.full.clone() if not self.placement.weights else self.whole(self.weights.whole(), sharded=True)
 
     def whole(self, shard: Tensor, sharded: bool) -> Tensor:
-        """This rank's part of a per-element state, and the other ranks', as one flat tensor over the whole unit. Collective."""
+        """Return a per-element state of the whole unit, flat: every rank's `shard` if it is `sharded`, else a copy. Collective."""
         if not sharded:
             return shard.clone()
         full = torch.zeros(self.layout.numel, dtype=shard.dtype, device=self.homes.device)
@@ -626,7 +626,7 @@ class Unit:
     def _put_on_meta(self, param: nn.Parameter) -> None:
         try:
             move_in(param, torch.empty(param.shape, dtype=self.dtypes.weights, device="meta"))
-        except RuntimeError:  # torch swaps nothing that a graph or a weak reference still holds; reads of it raise
+        except RuntimeError:  # torch refuses to swap a tensor that a graph or weak reference holds: make its reads raise
             param.__class__ = self.released_class
 
 

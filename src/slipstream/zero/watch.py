@@ -1,21 +1,21 @@
-"""What each rank is doing, for the day it hangs: step, phase, unit, and what it waits for.
+"""Hang detection: each rank's step, phase, unit and current wait, compared across ranks.
 
-The engine and the transports write plain attributes, which costs nothing. Every wait of ours sleeps in short slices and
-asks `Watch.check` between them. A thread per engine tells the other ranks through the process group's store, once a
-beat, and reads theirs only while this rank waits. What comes of it, always as a PeerError on every rank that waits:
+The engine and the transports write plain attributes, at no cost. Each of our waits sleeps in short slices and calls
+`Watch.check` between them. A thread per engine (monitor.py) publishes the status in the process group's store once a
+beat, and reads the other ranks' only while this rank waits. The waiting ranks then raise PeerError:
 
-gone        a rank's process has ended (peers.py), or it told on its way out that it failed: it is named, within seconds.
-standstill  every rank waits, none has moved, and no operation is one that all its ranks have entered: they wait for what
-            can never match. All raise, with a table of rank, step, phase, unit. A slow transfer is not a standstill.
-busy        some rank does not wait (it evaluates, saves, compiles): it is named every 30 seconds and nothing is stopped
-            before `timeout_s`.
+gone        a rank's process has ended (peers.py) or has published that it failed: the error names it, within seconds.
+standstill  every rank waits, none makes progress, and no operation has been entered by all its ranks: they can never match.
+            All ranks raise, with a table of rank, step, phase, unit. A slow transfer is not a standstill.
+busy        some rank does not wait (it evaluates, saves, compiles): a warning names it every 30 seconds, and waits raise
+            only after `timeout_s`.
 
-A thread that blocks inside one of torch's own collectives (a barrier of the user's, a checkpoint's) is seen by its stack,
-counts as waiting, and cannot be made to raise: its process is ended with the same message on stderr.
+A thread that blocks inside one of torch's own collectives (a user's barrier, a checkpoint's) is recognized by its stack
+and counts as waiting. It cannot be made to raise, so its process ends with the same message on stderr.
 
-[Note: Who ended well] A rank that leaves its script says so in the store, from an exit handler. A process that has ended
-without a word was killed or crashed. Where this rank needs it, that is an error at once; where it needs another first,
-after `patience_s`, so that of a chain of failures the first is named.
+[Note: Who ended well] A rank whose script ends publishes that in the store, from an exit handler. A process that has ended
+without publishing was killed or crashed. If this rank waits for it, that is an error at once; if this rank waits for
+another rank first, after `patience_s`, so that the error names the first of a chain of failures.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ _STORE_PATIENCE = timedelta(seconds=5)  # the store's server may have gone with 
 
 
 class PeerError(BriefError):
-    """This rank's wait for others is over: they will never join it, or take too long, or (PeerLostError) have gone."""
+    """A wait for other ranks failed: they will never join it, have exceeded the timeout, or (PeerLostError) have ended."""
 
 
 class PeerLostError(PeerError):
-    """Another rank has ended or failed, so this one cannot go on. Never the cause: launch/failure.py knows the name."""
+    """Another rank has ended or failed, so this one cannot continue. launch/failure.py knows the name: it is never the cause."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """A process group's operations on this rank, so that ranks can compare: a transport writes, the watch reads."""
+    """A process group's operations on this rank, for comparison across ranks. A transport writes it, the watch reads it."""
 
     name: str
     ranks: tuple[int, ...]
     group: Any
     launched: int = 0
-    in_flight: dict[int, str] = field(default_factory=dict)  # number -> what it is
+    in_flight: dict[int, str] = field(default_factory=dict)  # number -> operation
 
-    def launch(self, what: str) -> int:
+    def launch(self, operation: str) -> int:
         self.launched += 1
-        self.in_flight[self.launched] = what
+        self.in_flight[self.launched] = operation
         return self.launched
 
     def finish(self, number: int) -> None:
@@ -73,12 +73,12 @@ class Ledger:
 
 
 class Watch:
-    """One engine's whereabouts. `waits` counts entries and exits of waits, so that a standstill can be told from slowness."""
+    """One engine's current position on this rank. `waits` counts entries and exits of waits, which shows progress."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.beat_s = 1.0
-        self.standstill_s = 6.0  # how long all ranks must have stood still
+        self.standstill_s = 6.0  # without progress on any rank
         self.name_busy_s = 30.0
         self.patience_s = 1.25
         self.step = 0
@@ -87,32 +87,32 @@ class Watch:
         self.wait_for = ""
         self.awaits: tuple[str, int] | None = None
         self.waits = 0
-        self.failure: str | None = None  # why every wait must end
-        self.is_lost = True  # it is because a rank has gone
+        self.failure: str | None = None  # if set, every wait raises with this text
+        self.is_lost = True  # the failure is a lost rank: raise PeerLostError
         self.was_raised = False
         self.ledgers: list[Ledger] = []
         self.rank = 0
         self.peers = Peers([])
-        self.left: set[int] = set()  # ranks that ended in good order
+        self.left: set[int] = set()  # ranks whose script ended normally
         self._pid = os.getpid()
         self._stop = threading.Event()
         self.abandoned = False
         self._thread: threading.Thread | None = None
         self._monitor: Monitor | None = None
 
-    # -- the hot side --
+    # -- called by the training thread --
 
     @contextmanager
-    def waiting(self, what: str, awaits: tuple[str, int] | None = None) -> Iterator[None]:
-        """Mark this rank as blocked in `what`."""
-        self.wait_for, self.awaits, self.waits = what, awaits, self.waits + 1
+    def waiting(self, operation: str, awaits: tuple[str, int] | None = None) -> Iterator[None]:
+        """Mark this rank as blocked in `operation`."""
+        self.wait_for, self.awaits, self.waits = operation, awaits, self.waits + 1
         try:
             yield
         finally:
             self.wait_for, self.awaits, self.waits = "", None, self.waits + 1
 
     def check(self, since: float) -> None:
-        """Called between the slices of our own waits. Raises PeerError once the wait is hopeless or has been too long."""
+        """Raise PeerError if the wait that began at `since` cannot succeed or has timed out. Called between slices of a wait."""
         if self.failure is None:
             now = time.monotonic()
             for rank, when in self.peers.gone().items():
@@ -133,13 +133,13 @@ class Watch:
         return rank in self.peers.gone()
 
     def lost(self, error: BaseException | None = None) -> PeerError:
-        """What to raise when a rank that is needed has gone, or (`error`) when a connection broke. Names the first to go."""
+        """The error to raise when a rank has gone, or when a connection broke with `error`. It names the first rank to go."""
         deadline = time.monotonic() + self.patience_s
         while self.failure is None and not self.peers.gone() and time.monotonic() < deadline:
             time.sleep(0.05)  # a process closes its connections before it has ended
         deadline = time.monotonic() + 1.5 * self.beat_s
         while self.failure is None and not self.left and time.monotonic() < deadline:
-            time.sleep(0.05)  # until the monitor has read what the rank may have said on its way out
+            time.sleep(0.05)  # the monitor may still have to read the status that the rank published on exit
         gone = list(self.peers.gone())
         gone.sort(key=lambda rank: rank in self.left)
         if self.failure is None:
@@ -148,7 +148,7 @@ class Watch:
 
     @contextmanager
     def guard(self, phase: str) -> Iterator[None]:
-        """Mark a phase that calls torch's own collectives, whose errors do not say which rank has gone."""
+        """Mark a phase that calls torch's own collectives. Their errors about a lost rank become a PeerError that names it."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -171,15 +171,16 @@ class Watch:
         return f"{waits} (step {self.step}, {self.phase}, unit {self.unit or '-'})"
 
     def obituary(self, rank: int) -> str:
-        who = f"rank {rank} (pid {self.peers.pid(rank)})"
+        """The error text for a rank that has ended."""
+        subject = f"rank {rank} (pid {self.peers.pid(rank)})"
         if rank in self.left:
-            return f"{who} has ended its script, while other ranks still need it"
-        return f"{who} is gone: its process was killed, crashed, or left without a word"
+            return f"{subject} has ended its script, while other ranks still need it"
+        return f"{subject} is gone: its process was killed, crashed, or exited without cleanup"
 
     # -- the monitor --
 
     def start(self, axis: Axis) -> None:
-        """Watch the ranks of `axis`, which share this engine. Collective."""
+        """Start watching the ranks of `axis`. Collective."""
         if axis.size < 2:
             return
         from slipstream.zero.monitor import Monitor
@@ -189,7 +190,7 @@ class Watch:
         token = [uuid.uuid4().hex]
         dist.broadcast_object_list(token, src=axis.ranks[0], group=axis.group)
         shared: Any = dist.distributed_c10d._get_default_store()
-        own = shared.clone()  # a connection that no blocked call holds
+        own = shared.clone()  # a separate connection, which no blocked call holds
         own.set_timeout(_STORE_PATIENCE)
         self._monitor = Monitor(self, dist.distributed_c10d.PrefixStore(f"slipstream-{token[0]}", own), axis)
         self._thread = threading.Thread(target=self._monitor.run, args=(self._stop,), name="slipstream-watch", daemon=True)
@@ -199,7 +200,7 @@ class Watch:
         living.add(self)
 
     def stop(self) -> None:
-        """The engine is gone."""
+        """Stop watching, when the engine is destroyed."""
         self._stop.set()
         if self._thread is not None and os.getpid() == self._pid:
             self._thread.join(timeout=_STORE_PATIENCE.total_seconds())
@@ -209,11 +210,11 @@ class Watch:
         living.discard(self)
 
     def abandon(self) -> None:
-        """The engine was dropped without a word. Called by the garbage collector, on any thread: takes no lock."""
+        """Stop watching after the engine was garbage-collected. May run on any thread, so it takes no lock."""
         self.abandoned = True
 
     def leave(self) -> None:
-        """The interpreter exits: say how, and see that it can."""
+        """Publish how the script ended, and make sure that the interpreter can exit."""
         if os.getpid() != self._pid:  # a forked child's exit says nothing about this rank
             return
         monitor = self._monitor
@@ -226,7 +227,7 @@ class Watch:
         self._thread = self._monitor = None
 
     def _keep_groups(self) -> None:
-        """A process group's destructor waits for its operations: one whose operations can never end must not be destroyed."""
+        """Leak process groups with operations in flight: their destructor would wait for operations that may never end."""
         for ledger in self.ledgers:
             if ledger.in_flight:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(ledger.group))
@@ -241,7 +242,7 @@ def _leave_all() -> None:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an exception, or what caused it, is a transport's word for a peer that has gone."""
+    """Whether an exception, or one of its causes, is a transport's error for a lost peer."""
     signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "was likely closed", "socket closed")
     cause: BaseException | None = error
     text = ""

@@ -1,10 +1,10 @@
-"""Which parameters are gathered together: model -> groups. Pure: it reads the module tree and touches nothing.
+"""Group the parameters that are gathered together. Pure: reads the module tree and changes nothing.
 
 A group is one repeated block (an element of a list of like modules: a transformer layer, an MoE layer with all its
-experts); what is in no block forms the root group, which comes first. Inside a block, groups are keyed by
-(dtype, trainable, exact), because a flat buffer has one dtype, frozen weights need neither gradients nor state, and codes and
-scales of quantized ones are cast to nothing. What is grouped are leaves (zero/leaves.py).
-A parameter that several modules share belongs to the first group that meets it.
+experts). Parameters outside all blocks form the root group, which comes first. Inside a block, groups are keyed by
+(dtype, trainable, exact), because a flat buffer has one dtype, frozen weights need neither gradients nor optimizer state, and
+codes and scales of quantized weights are never cast. The items of a group are leaves (zero/leaves.py).
+A parameter that several modules share belongs to its first group.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from slipstream.zero.leaves import named_leaves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Parameters that live in one flat buffer."""
+    """The parameters of one flat buffer."""
 
     module_name: str  # the block, "" for the root
     param_names: tuple[str, ...]  # first name of each parameter, in registration order
     dtype: torch.dtype
     trainable: bool
-    exact: bool  # in this dtype, whatever precision the config asks for
+    exact: bool  # never cast to the config's precision
 
     @property
     def name(self) -> str:
@@ -34,7 +34,7 @@ class Group:
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Names of the outermost modules that repeat: children of one container that share a class and own parameters."""
+    """Names of the outermost repeated modules: children of one container that share a class and have parameters."""
     blocks: list[str] = []
 
     def visit(module: nn.Module, prefix: str) -> None:
