@@ -120,7 +120,7 @@ def test_a_prefix_is_cached_below_the_limit() -> None:
 
 def test_refused_in_one_sentence(tmp_path: Any) -> None:
     mamba = tiny("Mamba", vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=1, **ENDS)
-    with pytest.raises(UnsupportedModel, match="MambaForCausalLM is no decoder with a cache of keys and values"):
+    with pytest.raises(UnsupportedModel, match="MambaForCausalLM is not a decoder with a cache of keys and values"):
         cache_shapes(mamba)
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(UnsupportedModel, match="transformers cannot open"):

@@ -142,7 +142,7 @@ def test_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             open_gguf(path, torch.float32)
 
     written(path, "starcoder2", {"rope.scaling.type": "yarn"})
-    refused(r"its rotary embedding is stretched \(yarn\), which is read of no such file")
+    refused(r"its rope scaling \(yarn\) is not supported for such a file")
     written(path, "starcoder2", {"feed_forward_length": 80})
     refused(r"its model.layers.0.mlp.c_fc.weight is \[96, 64\], Starcoder2ForCausalLM's is \[80, 64\]")
     written(path, "starcoder2", {"block_count": 3})

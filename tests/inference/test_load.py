@@ -148,10 +148,10 @@ def test_refused_in_one_sentence(tmp_path: Path) -> None:
             load(source, **options)
 
     model = model_of("llama")
-    refused("dtype is 'int3'; it has to be fp32, bf16", dtype="int3")
+    refused("dtype is 'int3'; it must be fp32, bf16", dtype="int3")
     refused("there is no .*nowhere; give", tmp_path / "nowhere")
     refused("has neither config.json nor metadata.json")
-    refused("dict is no model", {})
+    refused("dict is not a model", {})
     (tmp_path / "metadata.json").write_text("{}")
     refused("metadata.json: not the metadata of a Slipstream checkpoint")
     config = tmp_path / "config.json"
@@ -163,7 +163,7 @@ def test_refused_in_one_sentence(tmp_path: Path) -> None:
     config.write_text(json.dumps(model.config.to_dict()))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     refused("has neither model.safetensors nor .*pytorch_model.bin is pickle, which is never read")
-    refused("pytorch_model.bin is no model: give", tmp_path / "pytorch_model.bin")
+    refused("pytorch_model.bin is not a model: give", tmp_path / "pytorch_model.bin")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     refused("weight_map names '../a.safetensors'; it has to name files in this folder")
@@ -187,5 +187,5 @@ def test_refused_in_one_sentence(tmp_path: Path) -> None:
     path.write_bytes(whole.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"))
     refused(r"the weights lack model.layers.1.self_attn.q_proj.weight", path)
     path.write_bytes(whole.replace(b"llama", b"falcn"))
-    with pytest.raises(UnsupportedModel, match="is a 'falcn' model; of GGUF files llama, qwen2, qwen3 are read"):
+    with pytest.raises(UnsupportedModel, match="is a 'falcn' model; the supported GGUF families are llama, qwen2, qwen3"):
         load(path)

@@ -82,15 +82,15 @@ def test_configurations_of_transformers_4() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is none of the fast decoder's: llama, mistral"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported by the fast decoder, which has llama, mistral"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "attends in both directions"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is none of default, linear"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not served"),
-        ({"quantization_config": {"quant_method": "awq"}}, "weights quantized by awq are not read"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported; it can be default, linear"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "weights quantized by awq are not supported"),
         ({"hidden_act": "relu"}, "activation 'relu' is none of silu"),
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
-        ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked"]}, "layer_types .chunked. have to be 2 of"),
-        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is no multiple of num_key_value_heads \(3\)"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked"]}, "layer_types .chunked. must be 2 of"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple of num_key_value_heads \(3\)"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:
@@ -104,8 +104,8 @@ def test_weights_are_refused_by_name() -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
     with pytest.raises(ValueError, match=rf"the weights lack {name} \[64, 64\]"):
         from_state(config, {n: t for n, t in state.items() if n != name})
-    with pytest.raises(ValueError, match=rf"weight {name} is \[64, 63\]; the configuration wants \[64, 64\]"):
+    with pytest.raises(ValueError, match=rf"weight {name} is \[64, 63\]; the configuration needs \[64, 64\]"):
         from_state(config, {**state, name: torch.zeros(64, 63)})
-    with pytest.raises(ValueError, match=r"no place for: model\.layers\.0\.self_attn\.q_proj\.bias"):
+    with pytest.raises(ValueError, match=r"does not have these weights: model\.layers\.0\.self_attn\.q_proj\.bias"):
         from_state(config, {**state, "model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
     from_state(config, {**state, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})  # old checkpoints have it

@@ -364,7 +364,7 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
         ({"stop": [1]}, "stop", "list of at most 16 strings"),
         ({"stop": ""}, "stop", "no empty"),
         ({"stop": ["x", "y" * 1025]}, "stop", "1,024 characters"),
-        ({"repetition_penalty": 1e-40}, "repetition_penalty", "is 1e-40; it has to be between 0.01 and 100"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty", "is 1e-40; it must be between 0.01 and 100"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "1,024 token ids"),
         ({"min_tokens": 60}, "min_tokens", "more than max_tokens"),
         ({"top_logprobs": 2}, None, "needs logprobs"),

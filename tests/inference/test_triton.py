@@ -457,7 +457,7 @@ def test_what_it_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = weights_of(config_of(), torch.float32)
     assert why_not(weights, torch.device(DEVICE)) is None
     weights.layers[1].out = to_int4(weights.layers[1].out, 48)
-    assert why_not(weights, torch.device(DEVICE)) == "int4 in groups of 48; the kernels take groups of 32, 64, 128"
+    assert why_not(weights, torch.device(DEVICE)) == "int4 in groups of 48; the kernels support groups of 32, 64, 128"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert why_not(weights, torch.device("cuda")) == "compute capability 7.5; the kernels need 8.0"
 

@@ -108,7 +108,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"num_blocks \(0\)"):
         BlockPool(0, 16)
-    with pytest.raises(AssertionError, match="all 2 blocks are used"):
+    with pytest.raises(AssertionError, match="all 2 blocks are in use"):
         BlockPool(2, 1).reserve([], 0, 3)
 
 

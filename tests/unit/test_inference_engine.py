@@ -259,7 +259,7 @@ def test_an_engine_that_computes_nothing_any_more_is_dead() -> None:
             time.sleep(0.001)
         assert not engine.stats().healthy
         with pytest.raises(
-            ClosedError, match="is dead: 3 forwards in a row failed, and that of a single token after them: Runtime"
+            ClosedError, match="is dead: 3 consecutive forwards failed, and then a single token that had worked before: Runtime"
         ):
             engine.submit("x", GREEDY, sink=Answer())
 
@@ -620,7 +620,7 @@ def test_settings_of_sampling() -> None:
         _sampling(None, 1, {"stream": False})
     with pytest.raises(TypeError, match=r"params is .*; give SamplingParams"):
         _sampling({"top_k": 3}, 1, {})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"n is 1\.5; it has to be a whole number of 1 or more"):
+    with pytest.raises(TypeError, match=r"n is 1\.5; it must be a whole number of 1 or more"):
         _sampling(None, 1.5, {})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not both: top_k"):
         _sampling(SamplingParams(), 1, {"top_k": 3})
@@ -659,17 +659,17 @@ def test_what_has_no_effect_is_said_once_for_each_reason(caplog: pytest.LogCaptu
     ("options", "words"),
     [
         ({"kv_cache_bytes": "64 mice"}, "'64 mice' is not a size; write 512M or 2G"),
-        ({"kv_cache_bytes": 1.5}, "kv_cache_bytes is 1.5; it has to be a whole number of 1 or more"),
-        ({"threads": 1.5}, "threads is 1.5; it has to be a whole number from 1 to 64"),
-        ({"threads": 65}, "threads is 65; it has to be a whole number from 1 to 64"),
-        ({"max_context": "1024"}, "max_context is '1024'; it has to be a whole number of 1 or more"),
-        ({"max_running": 0}, "max_running is 0; it has to be a whole number of 1 or more"),
-        ({"config": {"max_running": True}}, "max_running is True; it has to be a whole number of 1 or more"),
-        ({"num_draft": -1}, "num_draft is -1; it has to be a whole number of 0 or more"),
-        ({"token_interval": "0.05"}, "token_interval is '0.05'; it has to be a number of seconds"),
-        ({"prefix_caching": "no"}, "prefix_caching is 'no'; it has to be True or False"),
-        ({"tokenizer": 7}, "tokenizer is 7; it has to be the folder"),
-        ({"tokenizer": "/nope"}, "tokenizer is '/nope', and there is no such folder"),
+        ({"kv_cache_bytes": 1.5}, "kv_cache_bytes is 1.5; it must be a whole number of 1 or more"),
+        ({"threads": 1.5}, "threads is 1.5; it must be a whole number from 1 to 64"),
+        ({"threads": 65}, "threads is 65; it must be a whole number from 1 to 64"),
+        ({"max_context": "1024"}, "max_context is '1024'; it must be a whole number of 1 or more"),
+        ({"max_running": 0}, "max_running is 0; it must be a whole number of 1 or more"),
+        ({"config": {"max_running": True}}, "max_running is True; it must be a whole number of 1 or more"),
+        ({"num_draft": -1}, "num_draft is -1; it must be a whole number of 0 or more"),
+        ({"token_interval": "0.05"}, "token_interval is '0.05'; it must be a number of seconds"),
+        ({"prefix_caching": "no"}, "prefix_caching is 'no'; it must be True or False"),
+        ({"tokenizer": 7}, "tokenizer is 7; it must be the folder"),
+        ({"tokenizer": "/nope"}, "tokenizer is '/nope', but there is no such folder"),
         ({"device": "tpu"}, 'device is \'tpu\'; give "cpu", "cuda", or "cuda:1"'),
         ({"device": "mps"}, "device is 'mps'; give"),
         ({"device": torch.device("meta")}, "device is 'meta'; give"),

@@ -91,7 +91,7 @@ def test_prompts_go_on_where_the_interval_cannot_be_kept_and_have_everything_whe
 def test_refusals() -> None:
     sizes = {"token_budget": 64, "max_running": 8, "max_waiting": 8, "max_context": 64}
     for wrong in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"token_interval is {wrong}; it has to be more than 0 seconds"):
+        with pytest.raises(ValueError, match=f"token_interval is {wrong}; it must be more than 0 seconds"):
             Scheduler(BlockPool(10, 16), token_interval=wrong, **sizes)
-    with pytest.raises(ValueError, match="split=False does not"):
+    with pytest.raises(ValueError, match="which split=False disables"):
         Scheduler(BlockPool(10, 16), token_interval=0.1, split=False, **sizes)

@@ -280,7 +280,7 @@ def test_a_top_k_of_any_size_is_all() -> None:
 )
 def test_what_cannot_be_computed_with_is_refused_where_it_is_said(name: str, values: tuple[Any, ...]) -> None:
     for value in values:
-        with pytest.raises(ValueError, match=rf"^{name} (is|has) .*; it (has to be|may have) ") as caught:
+        with pytest.raises(ValueError, match=rf"^{name} (is|has) .*; it (must be|may have) ") as caught:
             SamplingParams(**{name: value})
         assert len(str(caught.value)) < 1000
     SamplingParams(stop=("x" * 1024,), repetition_penalty=0.01, seed=-(2**63), top_k=2**70, logit_bias={1: -100})

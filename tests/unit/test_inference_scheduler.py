@@ -312,7 +312,7 @@ def test_without_splitting_prompts_are_whole_and_first() -> None:
         [("a", 3, 4), ("b", 12, 13)],
         [("a", 4, 5)],
     ]
-    with pytest.raises(ValueError, match=r"token_budget \(16\) has to be at least the context of 17"):
+    with pytest.raises(ValueError, match=r"token_budget \(16\) must be at least the context of 17"):
         Scheduler(pool, token_budget=16, max_running=8, max_waiting=8, max_context=17, split=False)
 
 
@@ -494,5 +494,5 @@ def test_lookup_is_quick_on_long_sequences() -> None:
 )
 def test_accept(draft: tuple[int, ...], sampled: list[int], accepted: list[int]) -> None:
     assert accept(draft, sampled) == accepted
-    with pytest.raises(AssertionError, match="one row for each"):
+    with pytest.raises(AssertionError, match="there must be one more"):
         accept(draft, [*sampled, 0])

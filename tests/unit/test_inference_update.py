@@ -119,7 +119,7 @@ def test_half_an_update_is_not_served(tensors: list[tuple[str, Tensor]], why: st
     with make(runner) as served:
         with pytest.raises(ValueError, match=why):
             served.update_weights(tensors)
-        with pytest.raises(ClosedError, match=f"an update of the weights has not come to its end: ValueError: .*{why}"):
+        with pytest.raises(ClosedError, match=f"a weight update did not complete: ValueError: .*{why}"):
             served.generate(PROMPT)
         assert served.engine.healthy
         served.update_weights([NEW, ("tied", torch.zeros(3))])
@@ -137,7 +137,7 @@ def test_an_update_that_has_changed_nothing_leaves_the_old_weights_served() -> N
         for tensors, error, why in (
             (dying(), ConnectionError, "the trainer has gone"),
             ([("model.bias", torch.zeros(4))], ValueError, r"is \[4\]"),
-            ([("tied", torch.zeros(3))], ValueError, r"1 weights have not come: model\.bias"),
+            ([("tied", torch.zeros(3))], ValueError, r"1 weights are missing: model\.bias"),
         ):
             with pytest.raises(error, match=why):
                 served.update_weights(tensors)
@@ -162,7 +162,10 @@ def test_who_waits_while_the_sender_dies_is_told() -> None:
 
 
 def test_an_engine_without_known_weights_says_so() -> None:
-    with InferenceEngine(Engine(Runner(), byte_tokenizer()), "hashes") as served, pytest.raises(ValueError, match="no new weights"):
+    with (
+        InferenceEngine(Engine(Runner(), byte_tokenizer()), "hashes") as served,
+        pytest.raises(ValueError, match="cannot update its weights"),
+    ):
         served.update_weights([NEW])
 
 

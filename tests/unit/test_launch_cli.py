@@ -159,7 +159,7 @@ def test_refused_with_hosts() -> None:
         ),
         ("generate smollm2 x --system y", "slipstream generate: --system needs --chat; add it"),
         ("generate smollm2 x ''", "slipstream generate: prompt 2 of 2 is empty"),
-        ("chat smollm2 --temperature -1", "slipstream chat: temperature is -1.0; it has to be between 0 and 100"),
+        ("chat smollm2 --temperature -1", "slipstream chat: temperature is -1.0; it must be between 0 and 100"),
         ("chat src", "slipstream chat: src has no tokenizer.json; add --tokenizer FOLDER"),
         ("serve smollm2 --api-key ''", "slipstream serve: argument --api-key: a key must not be empty"),
         ("serve smollm2 --host 192.0.2.1", "slipstream serve: cannot listen on 192.0.2.1, port 8000: Cannot assign"),

@@ -1,21 +1,21 @@
-"""The cache's blocks: who holds which, what is in them, and which goes first when space is needed. No torch.
+"""The block pool of the paged KV cache: reference counts, prefix lookup and eviction. No torch.
 
-A block is room for the keys and values of `block_size` consecutive positions, in every layer. A request's *table* lists
-its blocks: entry b is for positions b * block_size onward. Tables may share blocks; a block's references are the tables
-it is in. Every block is in one of three states:
+A block holds the keys and values of `block_size` consecutive positions, in every layer. A request's *table* lists its blocks: entry
+b holds the positions from b * block_size on. Tables may share blocks; a block's reference count is the number of tables it is in.
+Every block is in one of three states:
 
-  blank  no table, no known content
+  blank  in no table, without known content
   used   in at least one table
-  idle   in no table, but its content is kept and can be found until the space is needed: oldest first
+  idle   in no table, but its content is cached until the space is needed; evicted in LRU order
 
 [Note: Finding a prefix]
-Once all positions of a block are computed, it is *published*: found from then on under (block before it, its tokens).
-The block before stands for everything before, because that one is published too, so equal keys mean equal prefixes;
-a dict compares whole keys, so a collision of hashes can serve nothing wrong. Before the first block stands a salt: prefixes of
-one salt are not found under another, so that clients can be kept from learning what others have asked. There is never a second
-block under a key: who computes the same content again gives its copy back and takes the published block. Therefore a table holds
-the predecessors of each of its published blocks, and since `free` lets go of the last block first, an idle block is always older
-than its predecessor: the oldest idle block has no successor, and evicting it leaves no key without its block.
+Once all positions of a block are computed, it is *published*: it can be looked up by (previous block, its tokens). The previous
+block is published too and stands for the whole prefix, so equal keys mean equal prefixes. The dict compares whole keys, so a hash
+collision cannot return wrong content. The key of a first block has a salt in place of a previous block: prefixes are found only
+under their own salt, so that clients cannot learn what others have asked. A key has at most one block: a request that computes the
+same content again frees its copy and uses the published block. Therefore a table holds the predecessors of each of its published
+blocks. `free` drops the last block first, so an idle block is always older than its predecessor. So the oldest idle block has no
+successor, and evicting it leaves no key without its previous block.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-Key = tuple[int | str, tuple[int, ...]]  # the block before, of a first block the salt; and the tokens
+Key = tuple[int | str, tuple[int, ...]]  # the previous block, or the salt if it is the first; and the tokens
 
 
 class BlockPool:
-    """Hands out blocks and takes them back. Every operation is O(1) for each block that it names."""
+    """Allocates and frees blocks. Every operation is O(1) per block that it names."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"num_blocks ({num_blocks}) and block_size ({block_size}) have to be at least 1")
+            raise ValueError(f"num_blocks ({num_blocks}) and block_size ({block_size}) must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.num_evictions = 0  # published blocks that were forgotten for their space
+        self.num_evictions = 0  # published blocks that were evicted
         self.num_copies = 0  # blocks copied on write
         self._refs = [0] * num_blocks
-        self._blank = list(reversed(range(num_blocks)))  # the last one goes first
+        self._blank = list(reversed(range(num_blocks)))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._published: dict[Key, int] = {}
-        self._keys: dict[int, Key] = {}  # its inverse
+        self._keys: dict[int, Key] = {}  # the inverse of _published
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had: blank ones, and idle ones at the price of their content."""
+        """Blocks that can be allocated: blank ones, and idle ones, which lose their content."""
         return len(self._blank) + len(self._idle)
 
     @property
@@ -53,21 +53,21 @@ class BlockPool:
         return len(self._idle)
 
     def num_needed(self, num_tokens: int) -> int:
-        """Blocks that hold so many positions."""
+        """The number of blocks that `num_tokens` positions need."""
         return -(-num_tokens // self.block_size)
 
     def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
-        """The published blocks that `tokens` begin with, without at least the last token, which is always computed:
-        its logits are wanted. Changes nothing; `fork` takes them into a table."""
-        size, found = self.block_size, list[int]()
-        before: int | str = salt
+        """The published blocks of the longest cached prefix of `tokens`. The last token is never part of it: it must be computed
+        because its logits are needed. Changes nothing; `fork` makes a table of the blocks."""
+        size, blocks = self.block_size, list[int]()
+        previous: int | str = salt
         for begin in range(0, len(tokens) - size, size):
-            block = self._published.get((before, tuple(tokens[begin : begin + size])))
+            block = self._published.get((previous, tuple(tokens[begin : begin + size])))
             if block is None:
                 break
-            found.append(block)
-            before = block
-        return found
+            blocks.append(block)
+            previous = block
+        return blocks
 
     def fork(self, table: Sequence[int]) -> list[int]:
         """A second table of the same blocks."""
@@ -76,14 +76,13 @@ class BlockPool:
         return list(table)
 
     def num_lacking(self, table: Sequence[int], start: int, stop: int) -> int:
-        """How many blocks `reserve` would take."""
+        """How many blocks `reserve` would allocate."""
         first, end = start // self.block_size, self.num_needed(stop)
         return max(0, end - len(table)) + sum(self._refs[block] > 1 for block in table[first:end])
 
     def reserve(self, table: list[int], start: int, stop: int) -> list[tuple[int, int]]:
-        """Make positions [start, stop) of the table writable: no block of them is missing or in another table.
-        What is before `start` stays. Needs num_lacking <= num_free. Returns the copies, (from, to), that have to be made
-        before anything is written."""
+        """Make positions [start, stop) of the table writable: allocate missing blocks and replace shared ones. Earlier positions
+        stay as they are. Needs num_lacking <= num_free. Returns the copies, (from, to), that must be made before any write."""
         copies = []
         for index in range(start // self.block_size, self.num_needed(stop)):
             if index == len(table):
@@ -96,35 +95,35 @@ class BlockPool:
         return copies
 
     def publish(self, table: list[int], tokens: Sequence[int], start: int, stop: int, salt: str = "") -> None:
-        """Positions [start, stop) have just been computed, and all before them: publish the blocks that they complete.
-        May put another block of equal content into the table (see the note)."""
+        """Publish the blocks that are complete now that positions [start, stop), and all before them, are computed. May replace a
+        block of the table by a published one of equal content, see the note."""
         if not self.prefix_caching:
             return
         size = self.block_size
         for index in range(start // size, stop // size):
             key = (table[index - 1] if index else salt, tuple(tokens[index * size : (index + 1) * size]))
-            mine = table[index]
-            table[index] = self._published.setdefault(key, mine)
-            if table[index] == mine:
-                self._keys[mine] = key
+            block = table[index]
+            table[index] = self._published.setdefault(key, block)
+            if table[index] == block:
+                self._keys[block] = key
             else:
                 self._hold(table[index])
-                self._drop(mine)
+                self._drop(block)
 
     def free(self, table: list[int]) -> None:
-        """Let go of all of a table's blocks; it is empty afterwards."""
+        """Drop all blocks of the table and empty it."""
         while table:
             self._drop(table.pop())
 
     def forget(self) -> None:
-        """No content is known any more: what was computed was by other weights. While no block is used."""
-        assert self.num_free == self.num_blocks, f"{self.num_blocks - self.num_free} blocks are used: their content is wanted"
+        """Clear the prefix cache, whose content depends on the weights. No block may be in use."""
+        assert self.num_free == self.num_blocks, f"forget() with {self.num_blocks - self.num_free} blocks in use"
         self._blank += self._idle
-        for known in (self._idle, self._published, self._keys):
-            known.clear()
+        for index in (self._idle, self._published, self._keys):
+            index.clear()
 
     def _take(self) -> int:
-        assert self.num_free, f"all {self.num_blocks} blocks are used: whoever reserves asks num_free first"
+        assert self.num_free, f"all {self.num_blocks} blocks are in use: check num_free before reserve()"
         if self._blank:
             block = self._blank.pop()
         else:
@@ -148,7 +147,7 @@ class BlockPool:
                 self._blank.append(block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the pool's books are right, given all tables that there are. O(num_blocks)."""
+        """Raise AssertionError unless the pool's records are consistent with `tables`, all tables in use. O(num_blocks)."""
         references: Counter[int] = Counter()
         for table in tables:
             _check(len(set(table)) == len(table), f"a table holds a block twice: {list(table)}")
@@ -170,12 +169,12 @@ class BlockPool:
         inverse = {block: key for key, block in self._published.items()}
         _check(inverse == self._keys, f"keys by block {self._keys} are not the inverse of blocks by key {self._published}")
         age = {block: position for position, block in enumerate(self._idle)}
-        for block, (before, tokens) in self._keys.items():
+        for block, (previous, tokens) in self._keys.items():
             _check(len(tokens) == self.block_size, f"block {block} is published with {len(tokens)} of {self.block_size} tokens")
-            if not isinstance(before, str):
-                _check(before in self._keys, f"block {block} is published after block {before}, which is not")
-                _check(block in age or before in used, f"block {block} is used, block {before} before it is not")
-                _check(before in used or age[block] < age[before], f"block {before} is evicted before block {block} after it")
+            if not isinstance(previous, str):
+                _check(previous in self._keys, f"block {block} is published after block {previous}, which is not")
+                _check(block in age or previous in used, f"block {block} is used, block {previous} before it is not")
+                _check(previous in used or age[block] < age[previous], f"block {previous} is evicted before block {block} after it")
 
 
 def _check(right: bool, otherwise: str) -> None:

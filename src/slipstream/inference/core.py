@@ -1,8 +1,8 @@
-"""The nouns of serving: what is asked, how it is sampled, and what one forward computes. No torch.
+"""The data types of serving: requests, sampling parameters, and the batch of one forward. No torch.
 
-A request's tokens are its prompt and what was generated, in one list. `num_computed` of them have their keys and
-values in the cache, in `blocks` (block b holds positions b * block_size onward). A forward computes a `Chunk` of each
-scheduled request: many positions of a prompt, or the one token that was sampled last.
+A request's tokens are its prompt and the generated tokens, in one list. The first `num_computed` of them have their keys and values
+in the cache, in `blocks` (block b holds the positions from b * block_size on). A forward computes a `Chunk` of each scheduled
+request: many positions of a prompt, or the one token that was sampled last.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Protocol
 
-MAX_STOP = 1024  # characters of a stop string: its automaton takes memory and time by its length, for each request
+MAX_STOP = 1024  # characters of a stop string: each request builds an automaton of its length
 
 
 class Finish(Enum):
-    """Why a request ended, in OpenAI's words where they have one."""
+    """Why a request ended, named as OpenAI does if it has a name."""
 
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's context
@@ -33,10 +33,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. A value that switches its filter off is the default; checked where it is made."""
+    """How tokens are sampled. The defaults disable all filters. Raises ValueError for invalid values."""
 
     max_tokens: int = 256
-    min_tokens: int = 0  # before these, no end token is chosen and no stop string ends
+    min_tokens: int = 0  # below this, no end token is sampled and stop strings are ignored
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0
@@ -48,16 +48,16 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many alternatives beside the chosen token's own; None: none at all
-    seed: int | None = None  # None: one is drawn for each request
-    json_schema: str | None = None  # the output is JSON text of this schema
+    logprobs: int | None = None  # alternatives to report next to the sampled token's own; None: report none
+    seed: int | None = None  # None: random, for each request
+    json_schema: str | None = None  # the output is JSON that is valid by this schema
 
     def __post_init__(self) -> None:
-        """What a sampler in fp32 could not compute with is refused here, and nowhere else: NaN is in no interval."""
+        """The only place that rejects values which an fp32 sampler cannot handle. NaN is in no interval."""
         for names, kind, word in ((_INTEGERS, Integral, "a whole number"), (_NUMBERS, Real, "a number")):
             for name in names:
                 if not isinstance(value := getattr(self, name), kind) and not (value is None and name in _OPTIONAL):
-                    raise ValueError(f"{name} is {value!r}; it has to be {word}")
+                    raise ValueError(f"{name} is {value!r}; it must be {word}")
         wrong = [
             ("max_tokens", self.max_tokens, "at least 1", self.max_tokens >= 1),
             ("min_tokens", self.min_tokens, "between 0 and max_tokens", 0 <= self.min_tokens <= self.max_tokens),
@@ -74,7 +74,7 @@ class SamplingParams:
         ]
         for name, value, wanted, right in wrong:
             if not right:
-                raise ValueError(f"{name} is {value!r}; it has to be {wanted}")
+                raise ValueError(f"{name} is {value!r}; it must be {wanted}")
         if (longest := max(map(len, self.stop), default=0)) > MAX_STOP:
             raise ValueError(f"stop has a string of {longest:,} characters; it may have {MAX_STOP:,} at most")
 
@@ -86,17 +86,17 @@ _OPTIONAL = ("logprobs", "seed")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One sequence to be generated. The scheduler alone changes `phase`, `num_computed` and `blocks`."""
+    """One sequence to generate. Only the scheduler changes `phase`, `num_computed` and `blocks`."""
 
     id: str
     tokens: list[int]  # the prompt, then what was generated
     params: SamplingParams
-    end_ids: frozenset[int] = frozenset()  # tokens that end it: the model's (unless ignore_eos) and stop_token_ids
+    end_ids: frozenset[int] = frozenset()  # the model's (unless ignore_eos) and stop_token_ids
     priority: int = 0  # lower goes first
-    salt: str = ""  # shares cached prefixes with requests of the same salt only
+    salt: str = ""  # prefixes are shared only between requests of one salt
     arrival: float = 0.0  # seconds, of one clock
-    seed: int = 0  # params.seed, or the one that was drawn
-    siblings: list[Request] = field(default_factory=list)  # the other n - 1 of this prompt, admitted when it is computed
+    seed: int = 0  # params.seed, or a random one
+    siblings: list[Request] = field(default_factory=list)  # the other n - 1 of this prompt; they start when it is computed
     phase: Phase = Phase.WAITING
     finish: Finish | None = None
     num_prompt: int = field(init=False)
@@ -113,16 +113,16 @@ class Request:
 
 
 class Chunk(NamedTuple):
-    """What one forward computes of one request: positions [start, stop) of its tokens, then the guessed `draft`."""
+    """A request's part of one forward: positions [start, stop) of its tokens, then the `draft`."""
 
     request: Request
     start: int
     stop: int
-    draft: tuple[int, ...] = ()  # tokens guessed to follow; computed at positions stop onward
+    draft: tuple[int, ...] = ()  # guessed tokens, computed at the positions from `stop` on
 
     @property
     def samples(self) -> bool:
-        """Whether the last known token is in it, so that the next can be sampled: rows for it and for each guess."""
+        """Whether it ends with the last known token, so that the next is sampled: it has a row for it and each draft token."""
         return self.stop == len(self.request.tokens)
 
     @property
@@ -135,10 +135,10 @@ class Chunk(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One forward."""
+    """The input of one forward."""
 
     chunks: tuple[Chunk, ...]
-    copies: tuple[tuple[int, int], ...]  # (from, to) blocks, to be copied before: copy-on-write
+    copies: tuple[tuple[int, int], ...]  # blocks (from, to) to copy before the forward: copy-on-write
 
     @property
     def num_tokens(self) -> int:
@@ -150,19 +150,19 @@ class QueueFullError(RuntimeError):
 
 
 class Runner(Protocol):
-    """Runs the model over one batch. Owns weights and cache; knows no policy."""
+    """Runs the model on one batch. Owns weights and cache, and makes no scheduling decisions."""
 
     num_blocks: int
     block_size: int
     vocab_size: int
-    max_context: int  # positions that the model can tell apart
+    max_context: int  # positions that the model supports
 
     def put(self, role: str, weight: Any) -> None:
-        """New values for one weight, while nothing runs. `role`: what `update` calls it; `weight` has the form of what is there,
-        and is the caller's."""
+        """Overwrite one weight, while no forward runs. `role`: its path in `DecoderWeights`, or a module's parameter name. `weight`
+        has the type of the old one and stays the caller's."""
         ...
 
     def forward(self, batch: Batch) -> object:
-        """Logits, fp32 [rows, vocab], torch's or numpy's, of `num_rows` rows per chunk in order, until the next forward; keys and
-        values are in the cache after."""
+        """Write the batch's keys and values to the cache and return logits: fp32 [rows, vocab], torch or numpy, with `num_rows`
+        rows per chunk in order. They are valid until the next forward."""
         ...

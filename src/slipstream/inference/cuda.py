@@ -1,14 +1,14 @@
-"""The forward on a GPU: Triton kernels (`ops/triton`), and CUDA graphs where every request has one row.
+"""The GPU forward: Triton kernels (`ops/triton`), with CUDA graphs for batches of one row per request.
 
-`CudaDecoder` is a `core.Runner` over a `KVCache`. A batch becomes one buffer of int32 numbers, which goes to the device in one
-copy. Generation alone (one row of each request) replays a graph that was captured for the next larger number of rows; batches
-with prompts or guesses in them launch the same kernels one by one. Either way a row's logits are the same bits ([Note: Batch
-invariance on CUDA] in `ops/triton`). Importing this module needs triton.
+`CudaDecoder` is a `core.Runner` over a `KVCache`. The indices of a batch are packed into one int32 buffer and copied to the device
+once. A decode-only batch (one row per request) replays the graph captured for the next larger number of rows. Batches with prompts
+or drafts launch the same kernels one by one. A row's logits have the same bits either way ([Note: Batch invariance on CUDA] in
+`ops/triton`). Importing this module needs triton.
 
-The residual stream is fp32; what is multiplied has the compute dtype. Models with routed experts have no graphs: which experts
-are read is decided on the CPU, from a copy of the router's choice.
+The residual stream is fp32; inputs of matrix products have the compute dtype. Models with routed experts use no graphs: the CPU
+selects the experts to run, from a copy of the router's output.
 
-Suffixes: T rows of the batch, E hidden, R rows whose logits are wanted.
+Suffixes: T rows of the batch, E hidden, R rows whose logits are needed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from slipstream.ops.triton.attention import Tiles, attend, padded_group
 from slipstream.ops.triton.linear import FEW, GROUPS, linear, num_slices
 from slipstream.ops.triton.rows import add_norm, gate, place
 
-_LANES = 64  # of a tile of attention where a request has several rows, else _FEW_LANES
-_FEW_LANES = 16  # not in fp32, whose sums are not the tensor cores': their order is the layout's, which depends on the lanes
-_ALIGN = 4  # numbers: a kernel is compiled anew for pointers that are no multiples of 16 bytes
+_LANES = 64  # per tile of attention, if a request has several rows; else _FEW_LANES
+_FEW_LANES = 16  # not for fp32: it does not use tensor cores, so the order of its sums depends on the layout, and that on the lanes
+_ALIGN = 4  # numbers; Triton specializes kernels on 16-byte alignment, so other offsets would compile them again
 
 
 def why_not(weights: DecoderWeights, device: torch.device) -> str | None:
-    """What keeps this model from these kernels; None where nothing does."""
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 0):
-        return f"compute capability {found[0]}.{found[1]}; the kernels need 8.0"
+    """Why these kernels cannot run this model; None if they can."""
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        return f"compute capability {capability[0]}.{capability[1]}; the kernels need 8.0"
     groups = {shape_of(m)[1] // m.scale.shape[1] for layer in weights.layers for m in _matrices(layer) if isinstance(m, Int4)}
     if others := groups.difference(GROUPS):
-        return f"int4 in groups of {min(others)}; the kernels take groups of {', '.join(map(str, GROUPS))}"
+        return f"int4 in groups of {min(others)}; the kernels support groups of {', '.join(map(str, GROUPS))}"
     return None
 
 
@@ -53,7 +53,7 @@ def _matrices(w: LayerWeights) -> list[Matrix]:
 
 
 class _Product:
-    """x -> x @ matrix.T, for matrices that share their input: the columns of one after those of the other."""
+    """x -> x @ matrix.T for matrices with a common input; their columns are concatenated."""
 
     def __init__(self, matrices: Sequence[Matrix], biases: Sequence[Tensor | None] = (None,)):
         self.parts: list[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]] = []  # weight, scale, low, bias
@@ -65,7 +65,7 @@ class _Product:
         self.slices = num_slices(self.columns, shape_of(matrices[0])[1])
 
     def __call__(self, x: Tensor, *, summed: bool = False) -> Tensor:
-        """fp32 planes [planes, T, columns], to be added by who reads them; a single one if `summed`."""
+        """fp32 planes [planes, T, columns], which the consumer adds up; a single one if `summed`."""
         out = torch.empty(1 if summed or len(x) > FEW else self.slices, len(x), self.columns, device=x.device)
         begin = 0
         for weight, scale, low, bias in self.parts:
@@ -79,23 +79,23 @@ def _tensors(matrix: Matrix) -> tuple[Tensor, ...]:
 
 
 def _joined(owner: LayerWeights | Mlp, *names: str) -> _Product:
-    """A product of the owner's matrices. Where their types are one they become views of one matrix: nothing is held twice."""
+    """The product of the owner's matrices. Those of one type become views of one concatenated matrix, so memory is not doubled."""
     matrices, biases = [getattr(owner, name) for name in names], [getattr(owner, f"{name}_bias") for name in names]
     if len({(type(m), *(t.dtype for t in _tensors(m)), *(t.shape[1:] for t in _tensors(m))) for m in matrices}) > 1:
         return _Product(matrices, biases)
     sizes = [shape_of(m)[0] for m in matrices]
-    whole = [torch.cat(parts) for parts in zip(*map(_tensors, matrices), strict=True)]
-    for name, *parts in zip(names, *(tensor.split(sizes) for tensor in whole), strict=True):
+    joined = [torch.cat(parts) for parts in zip(*map(_tensors, matrices), strict=True)]
+    for name, *parts in zip(names, *(tensor.split(sizes) for tensor in joined), strict=True):
         setattr(owner, name, _like(matrices[0], parts))
     if all(bias is None for bias in biases):
-        return _Product([_like(matrices[0], whole)])
-    zeros = [torch.zeros(size, device=whole[0].device) for size in sizes]
+        return _Product([_like(matrices[0], joined)])
+    zeros = [torch.zeros(size, device=joined[0].device) for size in sizes]
     filled = [zero if bias is None else bias.float() for bias, zero in zip(biases, zeros, strict=True)]
-    return _Product([_like(matrices[0], whole)], [torch.cat(filled)])
+    return _Product([_like(matrices[0], joined)], [torch.cat(filled)])
 
 
 def _biases(path: str, product: _Product, owner: LayerWeights | Mlp, *names: str) -> dict[str, tuple[Tensor, ...]]:
-    """Where a product has the biases of its owner's matrices, by role."""
+    """The memory of a product's biases, by role."""
     parts: Sequence[Tensor | None] = [bias for _, _, _, bias in product.parts]
     if len(parts) < len(names) and parts[0] is not None:
         parts = parts[0].split([shape_of(getattr(owner, name))[0] for name in names])
@@ -119,7 +119,7 @@ class _Gated:
 
 
 class _Routed:
-    """A routed MLP, expert by expert as in `decoder`, with the kernels' products."""
+    """A routed MLP, computed expert by expert as in `decoder`."""
 
     def __init__(self, experts: Experts, w: LayerWeights, activation: str):
         assert w.router is not None, "a layer with experts has a router"
@@ -155,27 +155,27 @@ class _Layer(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A batch on the device: int32 numbers, views of one buffer."""
+    """The indices of a batch on the device: int32 views of one buffer."""
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
-    slots: Tensor  # [T], where each row's key and value go; -1: no request has this row
+    slots: Tensor  # [T], cache slot of each row's key and value; -1: the row belongs to no request
     rows: Tensor  # [R]
     tiles: Tiles
 
 
-_UNUSED = (0, 0, -1, 0, 0, 0, 0)  # what fills the lists of a step: rows that belong to no request
+_UNUSED = (0, 0, -1, 0, 0, 0, 0)  # pads the lists of a step with rows that belong to no request
 
 
 def _numbers(batch: Batch, block_size: int, rows_per_tile: int) -> list[list[int]]:
-    """The tensors of a `_Step`, those of its tiles last."""
+    """The numbers of a `_Step`'s tensors, those of its tiles last."""
     tokens, positions, slots, rows, tile_row, tile_length, tile_table, tables = lists = [list[int]() for _ in range(8)]
     for chunk in batch.chunks:
         begin, blocks = len(tokens), chunk.request.blocks
         stop = chunk.start + chunk.num_tokens
         tokens += chunk.request.tokens[chunk.start : chunk.stop]
         tokens += chunk.draft
-        assert len(tokens) - begin == chunk.num_tokens, f"{chunk} reaches beyond its request's {len(chunk.request.tokens)} tokens"
+        assert len(tokens) - begin == chunk.num_tokens, f"{chunk} exceeds its request's {len(chunk.request.tokens)} tokens"
         positions += range(chunk.start, stop)
         slots += (blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, stop))
         rows += range(len(tokens) - chunk.num_rows, len(tokens))
@@ -188,7 +188,7 @@ def _numbers(batch: Batch, block_size: int, rows_per_tile: int) -> list[list[int
 
 
 class CudaDecoder:
-    """Weights and cache are on one device. `max_batch`: rows, one of each request, that graphs run at most (0: no graphs)."""
+    """Weights and cache are on one device. `max_batch`: rows of the largest graph, one per request (0: no graphs)."""
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, cache: KVCache, compute_dtype: torch.dtype, *, max_batch: int
@@ -198,23 +198,23 @@ class CudaDecoder:
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
         self._lanes_of_row = padded_group(config.num_heads, config.num_kv_heads)
         self._embed, self._embed_scale = weights.embed, torch.tensor(config.embed_scale, dtype=compute_dtype).item()
-        self._turns = {layer.rope: self._turns_of(layer.rope) for layer in config.layers if layer.rope}
+        self._rope_tables = {layer.rope: self._rope_table(layer.rope) for layer in config.layers if layer.rope}
         self._layers = [self._layer(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]
         self._final_norm = self._norm(weights.final_norm)
         self._head = _Product([weights.embed if weights.head is None else weights.head])
         self._kept = self._kept_as(weights)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by rows: what it does, and its logits
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by number of rows: the graph, and its logits
         if max_batch and cache.device.type == "cuda" and not any(layer.experts for layer in config.layers):
             self._capture(max_batch)
         if cache.device.type == "cuda":
-            torch.cuda.synchronize(cache.device)  # another thread will run it, on a stream of its own
+            torch.cuda.synchronize(cache.device)  # the engine's thread uses another stream
 
-    # -- the weights as kernels take them --
+    # -- the weights in the kernels' form --
 
     def _norm(self, weight: Tensor | None) -> Any:
         return None if weight is None else (weight.detach().float() + self.config.norm_offset).contiguous()
 
-    def _turns_of(self, rope: Rope) -> tuple[Tensor, Tensor]:
+    def _rope_table(self, rope: Rope) -> tuple[Tensor, Tensor]:
         """Cosine and sine, fp32 [max_context, rotary_dim / 2]."""
         positions = torch.arange(self.max_context, dtype=torch.float32, device=self.cache.device)
         angles = positions[:, None] * torch.tensor(rope.inv_freq, device=self.cache.device)
@@ -243,7 +243,7 @@ class CudaDecoder:
     # -- new weights --
 
     def _kept_as(self, weights: DecoderWeights) -> dict[str, tuple[Tensor, ...]]:
-        """By role, the memory that kernels and graphs read; `_joined` has made views of matrices."""
+        """By role, the memory that kernels and graphs read. Views of joined matrices included, see `_joined`."""
         kept = {role: _tensors(leaf) for role, leaf in leaves(weights)}
         kept["final_norm"] = (self._final_norm,)
         for i, (layer, w) in enumerate(zip(self._layers, weights.layers, strict=True)):
@@ -257,17 +257,18 @@ class CudaDecoder:
             if isinstance(layer.mlp, _Routed):
                 mlps = {f"experts.{e}.": pair for e, pair in enumerate(zip(layer.mlp.experts, w.experts, strict=True))}
                 mlps["shared."] = (layer.mlp.shared, w.shared)
-            for inside, (made, mlp) in mlps.items():
-                if isinstance(made, _Gated) and mlp is not None:
-                    kept |= _biases(at + inside, made.gate_up, mlp, "gate", "up") | _biases(at + inside, made.down, mlp, "down")
+            for prefix, (product, mlp) in mlps.items():
+                if isinstance(product, _Gated) and mlp is not None:
+                    path = at + prefix
+                    kept |= _biases(path, product.gate_up, mlp, "gate", "up") | _biases(path, product.down, mlp, "down")
         return kept
 
     @torch.inference_mode()
     def put(self, role: str, weight: Matrix) -> None:
-        """As `core.Runner.put`; where graphs read it."""
+        """As `core.Runner.put`. Writes in place, because graphs have the addresses."""
         if role not in self._kept:
             assert role == "head", f"{role} is none of this decoder's"
-            return  # it is the embedding, which has come as such
+            return  # tied: `put` writes the embedding
         new = _tensors(weight)
         if role.endswith("norm"):
             new = (new[0].float() + self.config.norm_offset,)
@@ -278,7 +279,7 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Logits [rows, vocab], fp32, on the cache's device."""
+        """As `core.Runner.forward`; the logits are on the cache's device."""
         with self._here():
             self.cache.copy(batch.copies)
             alone = all(chunk.num_tokens == 1 for chunk in batch.chunks)
@@ -298,11 +299,12 @@ class CudaDecoder:
         return max(_FEW_LANES if alone and self.dtype != torch.float32 else _LANES, self._lanes_of_row)
 
     def _here(self) -> contextlib.AbstractContextManager[Any]:
-        """Triton launches on the current device."""
+        """Make the cache's device current: Triton launches there."""
         return torch.cuda.device(self.cache.device) if self.cache.device.type == "cuda" else contextlib.nullcontext()
 
     def _pack(self, lists: list[list[int]], size: int = 0) -> tuple[Tensor, list[tuple[int, int]]]:
-        """The lists, filled to `size` rows (but the last, the tables), in one tensor on the host; where in it each one lies."""
+        """Concatenate the lists into one host tensor, all but the last (the tables) padded to `size` rows. Also returns the bounds
+        of each list."""
         *fixed, tables = lists
         filled = [numbers + [unused] * (size - len(numbers)) for numbers, unused in zip(fixed, _UNUSED, strict=True)]
         aligned = [numbers + [0] * (-len(numbers) % _ALIGN) for numbers in (*filled, tables)]
@@ -318,22 +320,22 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def _capture(self, max_batch: int) -> None:
-        """A graph for 1, 2, 4, ... and `max_batch` rows, the largest first: the others fit into its memory."""
+        """Capture graphs for 1, 2, 4, ... and `max_batch` rows, the largest first: the others reuse its memory."""
         sizes = sorted({*(1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch), max_batch})
         lanes = self._lanes(alone=True)
-        room = 7 * (max_batch + _ALIGN) + max_batch * -(-self.max_context // self.block_size)
+        capacity = 7 * (max_batch + _ALIGN) + max_batch * -(-self.max_context // self.block_size)
         pool = torch.cuda.graph_pool_handle()
         with self._here():
-            stream = torch.cuda.Stream()  # torch's own for captures is one for all devices
-            self._static = torch.zeros(room, dtype=torch.int32, device=self.cache.device)
+            stream = torch.cuda.Stream()  # torch's default capture stream is shared by all devices
+            self._static = torch.zeros(capacity, dtype=torch.int32, device=self.cache.device)
             for size in reversed(sizes):
                 numbers, cuts = self._pack([[] for _ in range(8)], size)
                 self._static[: len(numbers)].copy_(numbers)
-                step = self._step(self._static, [*cuts[:7], (cuts[7][0], room)], lanes, self.max_context)
+                step = self._step(self._static, [*cuts[:7], (cuts[7][0], capacity)], lanes, self.max_context)
                 self._compute(step)  # compiles the kernels
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                # Only this thread's calls: another engine may be serving meanwhile.
+                # "thread_local": other threads may use CUDA during the capture, another engine's for example.
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     logits = self._compute(step)
                 self._graphs[size] = graph, logits
@@ -342,8 +344,8 @@ class CudaDecoder:
     def _compute(self, step: _Step) -> Tensor:
         c = self.config
         x = F.embedding(step.tokens, self._embed).to(self.dtype)
-        x = (x * self._embed_scale).float()  # the residual stream; `add_norm` adds to it
-        added: Tensor | None = None  # planes, not yet added
+        x = (x * self._embed_scale).float()  # the residual stream, which `add_norm` updates
+        added: Tensor | None = None  # planes still to be added to x
         post: Tensor | None = None
         for i, layer in enumerate(self._layers):
             h = add_norm(x, added, post, layer.input_norm, c.norm_eps, self.dtype)
@@ -360,7 +362,7 @@ class CudaDecoder:
         q = place(
             layer.qkv(h),
             layer.qk_norms,
-            self._turns[layer.kind.rope] if layer.kind.rope else None,
+            self._rope_tables[layer.kind.rope] if layer.kind.rope else None,
             step.positions,
             step.slots,
             keys,

@@ -1,10 +1,10 @@
-"""The plain torch decoder: what the native forward is checked against, and what serves where there is no native one.
+"""The decoder in plain torch: the reference for the native forward, and the fallback where no faster forward runs.
 
-Simple and right before fast: all tokens of a batch share each matrix product; attention goes request by request over a
-gathered copy of its keys and values; quantized matrices are dequantized where they are used. Norms, scores and routing are
-computed in fp32 whatever the compute dtype.
+Simplicity and correctness come before speed. All tokens of a batch share each matrix product. Attention runs request by request
+over a gathered copy of its keys and values. Quantized matrices are dequantized at each use. Norms, attention scores and routing are
+computed in fp32 for every compute dtype.
 
-Suffixes: T tokens of the batch, S positions that a request can see, H heads, K kv heads, G = H / K, D head_dim, E hidden.
+Suffixes: T tokens of the batch, S positions visible to a request, H heads, K kv heads, G = H / K, D head_dim, E hidden.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Span(NamedTuple):
     begin: int  # of its tokens in T
     end: int
     start: int  # position of its first token
-    slots: Tensor  # of the request's positions 0 .. start + tokens, on the device
+    slots: Tensor  # cache slots of the request's positions 0 .. start + tokens, on the device
 
 
 class Inputs(NamedTuple):
@@ -37,22 +37,20 @@ class Inputs(NamedTuple):
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
-    slots: Tensor  # [T], where each token's key and value go
-    rows: Tensor  # [rows], indices into T of the tokens whose logits are wanted
+    slots: Tensor  # [T], cache slot of each token's key and value
+    rows: Tensor  # [rows], indices into T of the tokens whose logits are needed
     spans: list[Span]
 
 
 def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
-    tokens: list[int] = []
-    positions: list[int] = []
-    rows: list[int] = []
+    tokens, positions, rows = list[int](), list[int](), list[int]()
     seen: list[Tensor] = []
     for chunk in batch.chunks:
         first = len(tokens)
         tokens += chunk.request.tokens[chunk.start : chunk.stop]
         tokens += chunk.draft
         positions += range(chunk.start, chunk.start + chunk.num_tokens)
-        assert len(tokens) - first == chunk.num_tokens, f"{chunk} reaches beyond its request's {len(chunk.request.tokens)} tokens"
+        assert len(tokens) - first == chunk.num_tokens, f"{chunk} exceeds its request's {len(chunk.request.tokens)} tokens"
         rows += range(len(tokens) - chunk.num_rows, len(tokens))
         seen.append(cache.slots(chunk.request.blocks, 0, chunk.start + chunk.num_tokens))
     bounds = list(accumulate((chunk.num_tokens for chunk in batch.chunks), initial=0))
@@ -85,7 +83,7 @@ class Decoder:
         self.block_size = cache.block_size
         self.vocab_size = config.vocab_size
         self.max_context = config.max_context
-        # Rounded to the compute dtype as transformers does: Gemma was trained with sqrt(3072) = 55.5 in bf16.
+        # Rounded to the compute dtype like transformers: Gemma was trained with sqrt(3072) = 55.5 in bf16.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=compute_dtype).item()
         self._attn_scale = config.attn_scale or config.head_dim**-0.5
         self._inv_freq = {
@@ -94,13 +92,13 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Logits [rows, vocab], fp32, on the cache's device."""
+        """As `core.Runner.forward`; the logits are on the cache's device."""
         self.cache.copy(batch.copies)
         inputs = batch_inputs(batch, self.cache)
-        turns = {rope: self._turn(rope, inputs.positions) for rope in self._inv_freq}
+        rope_tables = {rope: self._rope_table(rope, inputs.positions) for rope in self._inv_freq}
         x_TE = F.embedding(inputs.tokens, self.weights.embed).to(self.dtype) * self._embed_scale
         for i, (layer, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
-            x_TE = x_TE + self._attention(i, layer, weights, x_TE, inputs, turns)
+            x_TE = x_TE + self._attention(i, layer, weights, x_TE, inputs, rope_tables)
             x_TE = x_TE + self._mlp(layer, weights, x_TE)
         c = self.config
         x = self._norm(x_TE[inputs.rows], self.weights.final_norm)
@@ -108,9 +106,9 @@ class Decoder:
         return soft_cap(linear(x, head).float(), c.logit_softcap)
 
     def put(self, role: str, weight: Matrix) -> None:
-        """As `core.Runner.put`. The old tensor stays as it was: a live model may have it, too."""
+        """As `core.Runner.put`. The old tensor is not overwritten: a live model may share it."""
         if role == "head" and self.weights.head is None:
-            return  # it is the embedding, which has come as such
+            return  # tied: `put` replaces the embedding
         put(self.weights, role, weight.clone() if isinstance(weight, Tensor) else weight)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -119,13 +117,19 @@ class Decoder:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.norm_eps)
         return (wide * (self.config.norm_offset + weight.float())).to(x.dtype)
 
-    def _turn(self, rope: Rope, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _rope_table(self, rope: Rope, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [T, 1, rotary_dim / 2]."""
         angle = positions_T.float()[:, None, None] * self._inv_freq[rope]
         return (angle.cos() * rope.scale).to(self.dtype), (angle.sin() * rope.scale).to(self.dtype)
 
     def _attention(
-        self, index: int, layer: Layer, w: LayerWeights, x_TE: Tensor, inputs: Inputs, turns: dict[Rope, tuple[Tensor, Tensor]]
+        self,
+        index: int,
+        layer: Layer,
+        w: LayerWeights,
+        x_TE: Tensor,
+        inputs: Inputs,
+        rope_tables: dict[Rope, tuple[Tensor, Tensor]],
     ) -> Tensor:
         c = self.config
         h_TE = self._norm(x_TE, w.input_norm)
@@ -135,11 +139,11 @@ class Decoder:
         if w.q_norm is not None and w.k_norm is not None:
             q_THD, k_TKD = self._norm(q_THD, w.q_norm), self._norm(k_TKD, w.k_norm)
         if layer.rope:
-            q_THD, k_TKD = rotate(q_THD, *turns[layer.rope]), rotate(k_TKD, *turns[layer.rope])
+            q_THD, k_TKD = rotate(q_THD, *rope_tables[layer.rope]), rotate(k_TKD, *rope_tables[layer.rope])
         self.cache.write(index, inputs.slots, k_TKD, v_TKD)
         mixed = torch.empty_like(q_THD)
         for span in inputs.spans:
-            # The first query's window bounds what any of them sees.
+            # The window of the first query bounds the keys of all.
             first = max(0, span.start + 1 - layer.window) if layer.window else 0
             k_SKD, v_SKD = self.cache.read(index, span.slots[first:])
             mixed[span.begin : span.end] = attend(
@@ -181,7 +185,7 @@ class Decoder:
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """On CPUs quantized matrices meet activations of 8 bits, as in the native forward."""
+    """On CPUs, quantized matrices are multiplied by activations rounded to 8 bits, as in the native forward."""
     if not isinstance(weight, Tensor) and x.is_cpu:
         x = round_activations(x)
     return F.linear(x, dequantize(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -195,14 +199,14 @@ def activate(name: str, x: Tensor) -> Tensor:
             return F.gelu(x, approximate="tanh")
         case "gelu":
             return F.gelu(x)
-    raise AssertionError(f"activation {name!r} is none that from_hf gives")
+    raise AssertionError(f"activation {name!r} is not one of from_hf's")
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D]: its first rotary_dim numbers turn in pairs (i, i + rotary_dim / 2); the rest stays."""
+    """x [T, heads, D]: rotate the first rotary_dim features in pairs (i, i + rotary_dim / 2)."""
     half = cos.shape[-1]
-    a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+    a, b, unrotated = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, unrotated), -1)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -210,7 +214,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def visible(start: int, num_queries: int, first_key: int, window: int, device: torch.device) -> Tensor:
-    """Which of the positions first_key .. start + num_queries each query from `start` on sees: bool [T, S]."""
+    """Which positions first_key .. start + num_queries each query from position `start` on attends to: bool [T, S]."""
     query = torch.arange(start, start + num_queries, device=device)[:, None]
     key = torch.arange(first_key, start + num_queries, device=device)
     seen = key <= query
@@ -220,9 +224,9 @@ def visible(start: int, num_queries: int, first_key: int, window: int, device: t
 def attend(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask_TS: Tensor, *, scale: float, cap: float) -> Tensor:
     """Softmax attention with grouped heads (query head h reads kv head h // G): [T, H, D].
 
-    [Note: Values that are not finite] A masked position counts for nothing whatever its value is, though 0 times NaN is NaN: a
-    request's later tokens must not reach earlier positions, whose blocks others find as their prefix. Who sees such a value gets
-    NaN."""
+    [Note: Values that are not finite] A masked position has no effect whatever its value, though 0 * NaN is NaN: the later tokens
+    of a request must not affect its earlier positions, whose blocks other requests share as their prefix. A query that attends to
+    such a value gets NaN."""
     num_kv_heads = k_SKD.shape[1]
     broken_KS = ~v_SKD.isfinite().all(-1).T
     broken_K1T1 = (mask_TS & broken_KS[:, None]).any(-1)[:, None, :, None]

@@ -1,7 +1,7 @@
-"""Guesses of what comes next, looked up in the request's own tokens (prompt lookup decoding, Saxena 2023).
+"""Speculative decoding by prompt lookup (Saxena 2023): drafts come from the request's own tokens.
 
-Text quotes itself: names, code, the document that is being summarized. Where the last n tokens occurred before, what
-followed then is guessed to follow now. One forward computes all guesses, and as many as turn out right are kept.
+Text repeats itself: names, code, the document to summarize. If the last n tokens occurred before, the tokens that followed then
+are the draft. One forward computes the whole draft, and its longest correct prefix is accepted.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Sequence
 
 
 class Lookup:
-    """Where each n-gram of one growing sequence last occurred. A guess costs O(tokens new since the last one)."""
+    """An index of the last occurrence of each n-gram of one growing sequence. A call costs O(tokens added since the last)."""
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 2) -> None:
         assert 1 <= min_ngram <= max_ngram, f"n-grams of {min_ngram} to {max_ngram} tokens"
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> the position after its last occurrence
-        self._indexed = 0  # n-grams that end before this position are in it
+        self._indexed = 0  # n-grams that end before this position are indexed
 
     def guess(self, tokens: Sequence[int], num: int) -> tuple[int, ...]:
         """Up to `num` tokens that followed the longest n-gram at the end of `tokens` when it last occurred before.
 
-        `tokens` is always the same sequence, which only grows. A copy that runs into the end goes on with what it has
-        guessed (as in LZ77), so that a loop is guessed in full length."""
-        for end in range(self._indexed + 1, len(tokens)):  # without the n-grams at the very end, which would find themselves
+        `tokens` must be the same sequence in each call, and may only grow. A copy that reaches the end continues with its own
+        output (as in LZ77), so that a loop is drafted in full length."""
+        for end in range(self._indexed + 1, len(tokens)):  # not the last n-grams: they would match themselves
             for size in self._sizes:
                 if size <= end:
                     self._follows[tuple(tokens[end - size : end])] = end
@@ -31,19 +31,19 @@ class Lookup:
         for size in self._sizes:
             position = self._follows.get(tuple(tokens[-size:])) if size <= len(tokens) else None
             if position is not None:
-                known = list(tokens[position : position + num])
+                draft = list(tokens[position : position + num])
                 period = len(tokens) - position
-                while len(known) < num:
-                    known.append(known[-period])
-                return tuple(known)
+                while len(draft) < num:
+                    draft.append(draft[-period])
+                return tuple(draft)
         return ()
 
 
 def accept(draft: Sequence[int], sampled: Sequence[int]) -> list[int]:
-    """The tokens that a forward with guesses yields. `sampled[i]` was drawn given draft[:i], so it counts only if that
-    is what came: always row 0's, row i + 1's if row i's token is draft[i]. Each token is therefore drawn from the same
-    distribution, by the same random numbers of its position, as it would be without guesses."""
-    assert len(sampled) == len(draft) + 1, f"{len(sampled)} sampled tokens for {len(draft)} guesses: one row for each, and one"
+    """The tokens accepted from a forward with a draft. `sampled[i]` was sampled given draft[:i], so it is valid only if these
+    tokens were sampled: row 0 always is, row i + 1 is if row i's token is draft[i]. Each token is therefore sampled from the same
+    distribution, with the same random numbers of its position, as without a draft."""
+    assert len(sampled) == len(draft) + 1, f"{len(sampled)} sampled tokens for {len(draft)} draft tokens; there must be one more"
     right = 0
     while right < len(draft) and sampled[right] == draft[right]:
         right += 1

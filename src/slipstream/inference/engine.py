@@ -1,11 +1,11 @@
 """The engine loop: requests in, text out. `Engine.step` is the main path; read it first.
 
-One thread runs `step` while there is work, and sleeps while there is none. Requests come and go from any thread: `submit` and
-`cancel` hold the lock for a moment and never wait for a forward. What happens to a request is told to its `sink`, a callable,
-from the engine's thread and never under the lock. The last `Output` of each sequence carries `finish` and `usage`, whatever
-happens: an error inside one request ends that request, and a forward that fails only those that fail alone, too.
+One thread calls `step` while there is work and sleeps otherwise. `submit` and `cancel` may be called from any thread; they hold the
+lock only briefly and never wait for a forward. The engine's thread reports a request's progress to its `sink`, a callable, and
+never holds the lock while it does. The last `Output` of each sequence always carries `finish` and `usage`. An error inside one
+request ends only that request. If a forward fails, only the requests that also fail alone end.
 
-Glossary: what a user submits is a `Handle` with `n` *sequences*, each a `Request` of the scheduler and what makes text of it.
+Glossary: `submit` returns a `Handle` with `n` *sequences*: each is a scheduler `Request` plus its text and constraint state.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ __all__ = ["ClosedError", "Engine", "Handle", "Logprob", "Output", "Sink", "Usag
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # batches in a row of which no part could be computed; then a token that has worked shows whose fault it is
+MAX_FAILURES = 3  # consecutive batches that fail entirely, before a known good token is tried to tell requests from device
 
 
 class ClosedError(RuntimeError):
-    """The engine takes no more requests."""
+    """The engine accepts no more requests."""
 
 
 class Usage(NamedTuple):
     prompt_tokens: int
     cached_tokens: int  # of the prompt, found in the prefix cache
-    completion_tokens: int  # the end token included
+    completion_tokens: int  # including the end token
 
 
 class Logprob(NamedTuple):
     token_id: int
     logprob: float
-    top: Sequence[tuple[int, float]]  # params.logprobs likeliest tokens, likeliest first
+    top: Sequence[tuple[int, float]]  # (token id, logprob) of the params.logprobs most likely tokens, descending
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What is new in one sequence. `text` may lag behind `token_ids`: half a character, or what may become a stop string."""
+    """An increment of one sequence. `text` can lag behind `token_ids`: incomplete UTF-8 and possible stop strings are held back."""
 
-    index: int  # which of the n
+    index: int  # 0 to n - 1
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[Logprob, ...] = ()  # of each token, if they were asked for
-    finish: Finish | None = None  # in the last one, as what follows
+    logprobs: tuple[Logprob, ...] = ()  # one per token, if requested
+    finish: Finish | None = None  # only in the last Output, like usage and error
     usage: Usage | None = None
-    error: str | None = None  # why, if finish is ERROR
+    error: str | None = None  # the reason, if finish is ERROR
 
 
 Sink = Callable[[Output], object]
@@ -73,7 +73,7 @@ Sink = Callable[[Output], object]
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    """What was submitted; give it back to `cancel`."""
+    """A submitted prompt, for `cancel`."""
 
     id: str
     sink: Sink
@@ -86,23 +86,23 @@ class Handle:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Sequence:
-    """One of the n. After `submit` only the engine's thread touches it."""
+    """One of the n sequences of a prompt. After `submit`, only the engine's thread accesses it."""
 
     index: int
     handle: Handle
     request: Request
-    stream: Stream | None  # None: there is no tokenizer, and no text
+    stream: Stream | None  # None without a tokenizer: no text
     stops: StopStrings
     constraint: Constraint | None
     submitted: float  # seconds, perf_counter
-    last_token: float = 0.0  # when its last token came; 0: none yet
-    num_told: int = 0  # tokens in the outputs so far
+    last_token: float = 0.0  # time of its last token, perf_counter; 0: none yet
+    num_reported: int = 0  # tokens in the outputs so far
 
     def take(self, tokens: Sequence[Sampled], finish: Finish | None) -> Output:
-        """The next tokens as text. `finish`: why the last of them is the last, unless a stop string is met before."""
+        """Return the Output of the next tokens. `finish`: why the last one ends the sequence; a stop string can end it earlier."""
         text = ""
         for num, sampled in enumerate(tokens, 1):
-            self.num_told += 1
+            self.num_reported += 1
             if self.constraint is not None:
                 self.constraint.accept(sampled.token)
             if finish is Finish.STOP and num == len(tokens):
@@ -114,12 +114,12 @@ class _Sequence:
         return self._output(text, tokens, finish)
 
     def end(self, finish: Finish, error: str | None = None) -> Output:
-        """It ends without another token."""
+        """Return the Output that ends the sequence without another token."""
         return replace(self._output("", (), finish), error=error)
 
     def _pass(self, text: str) -> str:
-        """Through the stop strings; what comes before min_tokens are reached does not count."""
-        return text if self.num_told < self.request.params.min_tokens else self.stops.push(text)
+        """Filter `text` through the stop strings, which are inactive below min_tokens."""
+        return text if self.num_reported < self.request.params.min_tokens else self.stops.push(text)
 
     def _output(self, text: str, tokens: Sequence[Sampled], finish: Finish | None) -> Output:
         usage = None
@@ -127,16 +127,16 @@ class _Sequence:
             if self.stream is not None:
                 text += self._pass(self.stream.finish())
             text += self.stops.finish()
-            usage = Usage(self.request.num_prompt, self.request.num_cached, self.num_told)
+            usage = Usage(self.request.num_prompt, self.request.num_cached, self.num_reported)
         logprobs = () if self.request.params.logprobs is None else tuple(map(_logprob, tokens))
         return Output(self.index, text, tuple(sampled.token for sampled in tokens), logprobs, finish, usage)
 
 
 @dataclass(slots=True)
 class Pause:
-    """What `Engine.paused` is told from inside."""
+    """What `Engine.paused` yields."""
 
-    changed: bool = False  # the weights; True before the first of them
+    changed: bool = False  # the caller sets it before it overwrites the first weight
 
 
 class _State(Enum):
@@ -146,7 +146,7 @@ class _State(Enum):
 
 
 class Engine:
-    """Owns the loop. The scheduler decides what a forward computes, the runner computes it, the sampler chooses what is next."""
+    """Owns the loop: the scheduler picks the tokens of a forward, the runner computes it, the sampler picks the next tokens."""
 
     def __init__(
         self,
@@ -165,13 +165,16 @@ class Engine:
         sampling: Mapping[str, Any] | None = None,
         lacking: str = "",
     ) -> None:
-        """`end_ids` are the model's, beside the tokenizer's. Without a tokenizer, prompts are token ids and there is no text.
-        sampling: what the model's makers recommend, by the names of SamplingParams; for who asks (`recommended`).
-        lacking: what keeps the model from being served until a pause has ended well. The other options are the scheduler's."""
+        """Without a tokenizer, prompts are token ids and outputs have no text. The options not listed are the scheduler's.
+
+        end_ids    the model's end tokens; the tokenizer's are added
+        sampling   the model's recommended SamplingParams by field name, for callers that ask for them (`recommended`)
+        lacking    if not empty, every request is rejected with this text until a `paused` block succeeds
+        """
         if token_budget < max_running:
             raise ValueError(
-                f"token_budget ({token_budget}) is below max_running ({max_running}): a forward would not have a token for every "
-                "generation, and some would stand still; raise the one or lower the other"
+                f"token_budget ({token_budget}) is below max_running ({max_running}): a forward could not hold one token of every "
+                "running sequence; raise token_budget or lower max_running"
             )
         self.runner = runner
         self.tokenizer = tokenizer
@@ -190,63 +193,64 @@ class Engine:
         )
         self._sampler = Sampler(runner.vocab_size)
         self._grammars_lock = threading.Lock()
-        # Over the scheduler and all that follows. Reentrant: the garbage collector may close a forgotten engine at any allocation.
+        # Guards the scheduler and all fields below. Reentrant: the garbage collector can call close() at any allocation.
         self._lock = threading.RLock()
         self._process = os.getpid()
-        self._work = threading.Condition(self._lock)  # there is something to do
+        self._work = threading.Condition(self._lock)  # notified when there is work or the state changes
         self._state = _State.SERVING
-        self._why = ""  # it is dead
-        self._sequences: dict[Request, _Sequence] = {}  # that are not over
+        self._why = ""  # reason for DEAD
+        self._sequences: dict[Request, _Sequence] = {}  # unfinished ones
         self._cancelled: list[Handle] = []  # since the last forward
-        self._outbox: list[tuple[_Sequence, Output]] = []  # to be told, without the lock
-        self._failures = 0  # batches in a row
+        self._outbox: list[tuple[_Sequence, Output]] = []  # to send to the sinks, without the lock
+        self._failures = 0  # consecutive failed batches
         self._proven = 0  # a token of the last batch that was computed
         self._lacking = lacking
-        self._pause = threading.Lock()  # one at a time
+        self._pause = threading.Lock()  # one pause at a time
         self._meters = Meters()
         self._ids = itertools.count()
         self._thread: threading.Thread | None = None
 
-    # ---- for everybody, in any thread
+    # ---- public; any thread may call these
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and output together, at most."""
+        """Maximum number of prompt and output tokens together."""
         return self._scheduler.max_context
 
     @property
     def healthy(self) -> bool:
-        """False: it will never answer again."""
+        """False once the engine is closed or dead; that is final."""
         return self._state is _State.SERVING
 
     def start(self) -> None:
-        """Run in a thread of its own. What was submitted before is served now."""
+        """Start the engine's thread, which also serves the requests submitted before."""
         assert self._thread is None, "the engine's thread was started before"
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
         self._thread.start()
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt."""
+        """Tokenize a prompt; token ids are returned as a list."""
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
-            raise ValueError("the prompt is text, and this engine has no tokenizer; give token ids, or open it with one")
+            raise ValueError("the prompt is text, and this engine has no tokenizer; pass token ids or open it with a tokenizer")
         return self.tokenizer.encode(prompt)
 
     def submit(
         self, prompt: str | Sequence[int], params: SamplingParams, *, sink: Sink, n: int = 1, priority: int = 0, salt: str = ""
     ) -> Handle:
-        """Queue a prompt for `n` answers, and return. Lower `priority` goes first. Only requests of the same `salt` share what the
-        prefix cache holds.
+        """Queue a prompt for `n` answers and return at once. Lower `priority` goes first. Requests share the prefix cache only with
+        requests of the same `salt`.
 
-        Raises ValueError for what can never be served, QueueFullError if the queue is full, ClosedError if nothing is taken."""
+        Raises ValueError if the request can never be served, QueueFullError if the queue is full, ClosedError if the engine is
+        closed, dead or without weights."""
         ids = self.encode(prompt)
         self._check(ids, params, n)
         with self._lock:
             self._check_open()
-            self._scheduler.check(len(ids), n)  # before the schema is compiled and n answers take memory; `add` looks again
+            self._scheduler.check(len(ids), n)  # before the schema is compiled and n answers allocated; `add` checks again
         ends = frozenset(params.stop_token_ids)
-        if not params.ignore_eos or params.json_schema is not None:  # after complete JSON, only an end token is allowed
+        if not params.ignore_eos or params.json_schema is not None:  # after complete JSON the grammar allows only an end token
             ends |= self.end_ids
         seed = secrets.randbits(63) if params.seed is None else params.seed
         handle = Handle(f"request-{next(self._ids)}", sink)
@@ -283,13 +287,13 @@ class Engine:
         return handle
 
     def cancel(self, handle: Handle) -> None:
-        """End what of it is not over, before the next forward; the sink is told (Finish.CANCELLED)."""
+        """Cancel the unfinished sequences of `handle` before the next forward; the sink receives Finish.CANCELLED."""
         with self._lock:
             self._cancelled.append(handle)
             self._work.notify_all()
 
     def close(self) -> None:
-        """End everything (Finish.CANCELLED) and the thread. May be called twice."""
+        """Cancel all requests (Finish.CANCELLED) and stop the thread. Idempotent."""
         with self._lock:
             if self._state is not _State.DEAD:
                 self._state = _State.CLOSED
@@ -325,20 +329,19 @@ class Engine:
             )
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is accounted for. For tests, while no step runs."""
+        """Raise AssertionError unless every block is accounted for. For tests; no step may be running."""
         with self._lock:
             self._scheduler.pool.check(request.blocks for request in self._scheduler.running)
 
     def prepare(self) -> None:
-        """Make now what first requests would wait for, and the others with them: the tokenizer's tables, the vocabulary of JSON
-        schemas."""
+        """Build now what the first requests would wait for: the tokenizer's tables and the vocabulary of JSON schemas."""
         if self.tokenizer is None:
             return
         self.tokenizer.prepare()
         try:
             self._constraint('{"type": "object"}')
         except ValueError as error:
-            logger.info("no JSON schemas: %s", error)
+            logger.info("JSON schemas are not available: %s", error)
 
     def _constraint(self, schema: str) -> Constraint:
         with self._grammars_lock:
@@ -353,15 +356,15 @@ class Engine:
         if self.tokenizer is None and (params.stop or params.json_schema is not None):
             raise ValueError("stop strings and json_schema need a tokenizer, and this engine has none")
         if n < 1:
-            raise ValueError(f"n is {n}; it has to be at least 1")
+            raise ValueError(f"n is {n}; it must be at least 1")
         if unknown := [token for token in ids if not 0 <= token < self.runner.vocab_size]:
             raise ValueError(f"the prompt has token {unknown[0]}; this model's tokens are 0 to {self.runner.vocab_size - 1}")
         self._sampler.check(params)
 
     def _check_open(self, *, changing: bool = False) -> None:
-        """Needs the lock. `changing`: what it lacks is about to come."""
+        """Raise ClosedError unless requests are accepted. Call with the lock. `changing`: the caller replaces the weights."""
         if os.getpid() != self._process:
-            raise ClosedError("the engine's thread stayed in the parent when this process was forked; open an engine here")
+            raise ClosedError("this process was forked after the engine was opened, and its thread is in the parent; open one here")
         if self._state is not _State.SERVING:
             raise ClosedError(f"the engine {self._state.value}{self._why and f': {self._why}'}")
         if self._lacking and not changing:
@@ -369,12 +372,12 @@ class Engine:
 
     @contextmanager
     def paused(self, *, otherwise: str, then: str = "") -> Iterator[Pause]:
-        """Inside, no request has begun and none begins, so that the runner's weights may be changed by who is here.
+        """A context in which no request is in flight, so that the caller may change the runner's weights.
 
-        [Note: Pause] What had begun before is finished first, so an answer is of one model from its first token to its last; what
-        comes meanwhile waits in the queue. Where the weights have changed, what the cache holds is forgotten afterwards. `then`:
-        what the engine lacks afterwards; `otherwise`: what it lacks after an exception inside, if they have changed. While it lacks
-        something nothing is served, and who waits is told so.
+        [Note: Pause] Requests that have started finish first, so all tokens of an answer come from the same weights; new requests
+        wait in the queue. If the weights change, the prefix cache is cleared afterwards. `then` and `otherwise` say why the engine
+        cannot serve afterwards: `then` after success ("": it can), `otherwise` after an exception if the weights have changed. As
+        long as it cannot, every request is rejected with that text.
         """
         pause = Pause()
         with self._pause:
@@ -400,17 +403,17 @@ class Engine:
                     self._scheduler.pausing = False
                     self._work.notify_all()
 
-    # ---- the loop: all of it in the engine's thread
+    # ---- the loop; only the engine's thread runs it
 
     def step(self) -> bool:
-        """One forward and what follows from it; False if there was nothing to compute."""
+        """Run one forward and process its results. Return False if there was nothing to compute."""
         start = time.perf_counter()
         batch = self._schedule()
         if batch is None:
             return False
         if self._compute(batch) is not None:
-            self._compute_apart(batch)
-        self._tell()
+            self._compute_in_parts(batch)
+        self._send_outputs()
         self._scheduler.pace.add(batch.num_tokens, time.perf_counter() - start)
         return True
 
@@ -419,12 +422,12 @@ class Engine:
             while self._wait():
                 self.step()
             self._shut(Finish.CANCELLED)
-        except BaseException as error:  # a mistake of ours; nobody may wait for an answer that never comes
+        except BaseException as error:  # a bug in the engine; every waiting client must get an answer
             logger.exception("the engine's loop failed")
             self._shut(Finish.ERROR, f"the engine's loop failed: {_text(error)}")
 
     def _wait(self) -> bool:
-        """Sleep until there is work; False if it is over."""
+        """Sleep until there is work. Return False if the engine is closed or dead."""
         with self._lock:
             if self._scheduler.pausing and self._scheduler.at_rest:
                 self._work.notify_all()
@@ -436,7 +439,7 @@ class Engine:
         return bool(self._sequences) and not (self._scheduler.pausing and self._scheduler.at_rest)
 
     def _schedule(self) -> Batch | None:
-        """What the next forward computes, after those who left are gone."""
+        """End the cancelled requests, then return the next batch."""
         with self._lock:
             for handle in self._cancelled:
                 self._end(handle.sequences, Finish.CANCELLED)
@@ -445,40 +448,40 @@ class Engine:
                 self._end(list(self._sequences.values()), Finish.ERROR, self._lacking)
             batch = self._scheduler.schedule()
             assert batch is not None or not self._has_work, f"the scheduler has nothing to compute for {len(self._sequences)}"
-        self._tell()
+        self._send_outputs()
         return batch
 
     def _compute(self, batch: Batch) -> str | None:
-        """The forward and its results; None, or why there are none: then nothing has changed for anybody.
+        """Run the forward, sample and commit. Return None, or the error text; then no request has changed.
 
-        The error itself is not kept: its traceback would hold the memory that the next forward needs."""
+        The exception itself is not kept: its traceback would hold memory that the next forward needs."""
         try:
             logits = self.runner.forward(batch)
             drawn = self._sample(batch, logits)
-        except Exception as error:  # whatever the model or the device says: the requests must hear of it
+        except Exception as error:  # any error of the model or device; it is reported to the requests
             num = len(batch.chunks)
             logger.error("a forward of %d tokens of %d requests failed: %s", batch.num_tokens, num, _text(error), exc_info=num == 1)
             return _text(error)
         self._commit(batch, drawn)
         return None
 
-    def _compute_apart(self, batch: Batch) -> None:
+    def _compute_in_parts(self, batch: Batch) -> None:
         """[Note: A forward that fails]
 
-        One request must not end another's, nor change it. Nothing of a failed batch was committed, and to compute positions again
-        writes the same keys and values, so the batch is tried again, then its halves, down to single requests and their halves:
-        what was too much for the memory at once is computed in parts. A request ends if it fails alone with one token. After
-        MAX_FAILURES batches in a row of which no part could be computed, a token that has worked before is computed alone: if it
-        works, the requests were at fault, and the engine goes on; if it fails, the fault is the device's (an error of CUDA stays
-        for the rest of the process), and the engine is dead."""
-        self._failures += 1  # `_commit` sets it to 0
+        One request must not end another's, nor change it. Nothing of a failed batch was committed, and computing a position again
+        writes the same keys and values. So the batch is retried whole, then in halves, down to single requests and then halves of
+        their chunks: a batch that was too large for the memory is computed in parts. A request ends if a single token of it fails
+        alone. After MAX_FAILURES consecutive batches of which no part could be computed, a token that has worked before is computed
+        alone. If it works, the requests were at fault and the engine continues. If it fails, the device is at fault (a CUDA error
+        persists until the process ends) and the engine is dead."""
+        self._failures += 1  # `_commit` resets it
         with self._lock:
             chunks = self._scheduler.chunks_again(batch)
-        parts = [chunks] if chunks else []  # the last one is next
+        parts = [chunks] if chunks else []  # a stack
         failed: dict[Request, str] = {}
         while parts:
             chunks = parts.pop()
-            if chunks[0].request in failed:  # at an earlier position
+            if chunks[0].request in failed:  # at an earlier position of its chunk
                 continue
             error = self._compute(Batch(chunks, ()))
             if error is not None:
@@ -492,16 +495,16 @@ class Engine:
         if self._failures == MAX_FAILURES:
             self._failures = 0
             if (error := self._probe()) is not None:
-                why = f"{MAX_FAILURES} forwards in a row failed, and that of a single token after them: {error}"
+                why = f"{MAX_FAILURES} consecutive forwards failed, and then a single token that had worked before: {error}"
                 self._shut(Finish.ERROR, why)
 
     def _probe(self) -> str | None:
-        """Computes one token that has worked, in a block of its own; None, or why that fails."""
+        """Compute one token that has worked before, in a block of its own. Return None, or the error text."""
         pool = self._scheduler.pool
         probe = Request(id="probe", tokens=[self._proven], params=SamplingParams())
         with self._lock:
             if not pool.num_free:
-                return None  # others hold all blocks: there was a forward that worked
+                return None  # running requests hold all blocks, so a forward has worked
             pool.reserve(probe.blocks, 0, 1)
         try:
             self.runner.forward(Batch((Chunk(probe, 0, 1),), ()))
@@ -513,17 +516,17 @@ class Engine:
         return None
 
     def _sample(self, batch: Batch, logits: Any) -> dict[Request, list[Sampled] | str]:
-        """What each request that draws from the batch goes on with (guesses that came true and one more), or why it cannot."""
+        """For each request that samples from the batch: the accepted draft tokens and one more, or an error text."""
         rows: list[Row] = []
-        places: list[int] = []  # their rows of the logits: siblings draw from the same ones
+        places: list[int] = []  # the logits row of each of `rows`; siblings sample from the same ones
         place = 0
         drawn: dict[Request, list[Sampled] | str] = {}
         for chunk in batch.chunks:
             for request in receivers(chunk):
-                constraint = self._sequences[request].constraint  # the scheduler guesses nothing where there is one
+                constraint = self._sequences[request].constraint  # the scheduler makes no draft for constrained requests
                 try:
                     mask = None if constraint is None else constraint.mask()
-                except Exception as error:  # the grammar's library's: the others go on
+                except Exception as error:  # of the grammar library; the other requests continue
                     drawn[request] = _text(error)
                     continue
                 rows += (Row(request, chunk.draft[:num], mask) for num in range(chunk.num_rows))
@@ -533,12 +536,12 @@ class Engine:
         samples: dict[Request, list[Sampled]] = {}
         while rows:
             try:
-                one_each = places == list(range(place))
-                for row, one in zip(rows, self._sampler.sample(logits if one_each else logits[places], rows), strict=True):
+                one_to_one = places == list(range(place))
+                for row, one in zip(rows, self._sampler.sample(logits if one_to_one else logits[places], rows), strict=True):
                     samples.setdefault(row.request, []).append(one)
                 break
             except SamplingError as error:
-                # Behind a wrong guess there may be nothing to draw, which is no fault of the request's: then without guesses.
+                # After a wrong draft token all tokens can be masked. That is not the request's fault: retry it without its draft.
                 again = {row.request for row in rows if row.draft} & set(error.requests)
                 drawn |= {request: str(error) for request in error.requests if request not in again}
                 kept = [
@@ -554,14 +557,14 @@ class Engine:
         return drawn
 
     def _commit(self, batch: Batch, drawn: dict[Request, list[Sampled] | str]) -> None:
-        """The forward's results become part of the requests; those that end give back their blocks."""
+        """Commit the results to the requests. The scheduler frees the blocks of those that end."""
         now = time.perf_counter()
         with self._lock:
             self._failures = 0
             self._proven = batch.chunks[0].request.tokens[batch.chunks[0].start]
             computed = sum(max(0, min(chunk.stop, chunk.request.num_prompt) - chunk.start) for chunk in batch.chunks)
             for request, why in drawn.items():
-                if isinstance(why, str) and request in self._sequences:  # not ended with its siblings
+                if isinstance(why, str) and request in self._sequences:  # it may have ended together with its siblings
                     self._end([self._sequences[request]], Finish.ERROR, why)
             ones = {request: ones for request, ones in drawn.items() if not isinstance(ones, str)}
             results = self._scheduler.commit(batch, {request: [one.token for one in ones[request]] for request in ones})
@@ -569,7 +572,7 @@ class Engine:
                 sequence = self._sequences[request]
                 try:
                     output = sequence.take(ones[request][: len(new)], request.finish)
-                except Exception as error:  # of its constraint or its text: the others go on
+                except Exception as error:  # of its constraint or its text; the other requests continue
                     logger.warning("%s ends with an error", request.id, exc_info=True)
                     output = sequence.end(Finish.ERROR, _text(error))
                 self._measure(sequence, len(output.token_ids), now)
@@ -580,15 +583,15 @@ class Engine:
             self._meters.step(now, sum(len(new) for _, new in results), computed)
 
     def _shut(self, finish: Finish, error: str | None = None) -> None:
-        """Nothing is taken or computed any more; with an error, the engine is dead."""
+        """End all requests. With an error, the engine is dead."""
         with self._lock:
             if error is not None:
                 self._state, self._why = _State.DEAD, error
             self._end(list(self._sequences.values()), finish, error)
-        self._tell()
+        self._send_outputs()
 
     def _end(self, sequences: Sequence[_Sequence], finish: Finish, error: str | None = None) -> None:
-        """End those that are not over, and siblings that cannot begin without them. Needs the lock."""
+        """End the unfinished ones, and siblings that cannot start without them. Call with the lock."""
         for sequence in sequences:
             self._scheduler.finish(sequence.request, finish)
         for handle in dict.fromkeys(sequence.handle for sequence in sequences):
@@ -603,7 +606,7 @@ class Engine:
         self._meters.finished[finish] += 1
 
     def _measure(self, sequence: _Sequence, num: int, now: float) -> None:
-        """`num` tokens of a sequence came now."""
+        """Record the latency of `num` tokens that a sequence got at `now`."""
         if num and sequence.last_token:
             self._meters.between_tokens.add((now - sequence.last_token) / num, num)
         elif num:
@@ -613,18 +616,19 @@ class Engine:
                 self._meters.cached_tokens += sequence.request.num_cached
         sequence.last_token = now
 
-    def _tell(self) -> None:
-        told, self._outbox = self._outbox, []
-        for sequence, output in told:
+    def _send_outputs(self) -> None:
+        """Pass the outputs to the sinks."""
+        outputs, self._outbox = self._outbox, []
+        for sequence, output in outputs:
             try:
                 sequence.handle.sink(output)
-            except Exception:  # somebody else's code: an event loop that is closed, say
+            except Exception:  # of the caller's code: a closed event loop, for example
                 logger.exception("the sink of %s failed; it is cancelled", sequence.handle.id)
                 self.cancel(sequence.handle)
 
 
 def _smaller(chunks: tuple[Chunk, ...]) -> list[tuple[Chunk, ...]]:
-    """What can be computed one after another instead; of one request, without its guesses. Nothing if it is one token."""
+    """Split a failed batch into parts to compute one by one: halves, or one request without its draft. Empty for a single token."""
     if len(chunks) > 1:
         half = len(chunks) // 2
         return [chunks[:half], chunks[half:]]

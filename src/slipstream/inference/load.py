@@ -1,8 +1,8 @@
-"""From what a person has to what the decoder runs: a Hugging Face folder, a GGUF file, a Slipstream checkpoint, or a live
-model -> `Loaded`.
+"""Loads a model for the decoder: a Hugging Face folder, a GGUF file, a Slipstream checkpoint or a live model -> `Loaded`.
 
-Files are memory-mapped, and a weight that has the wanted dtype is not copied. No transformers, and never pickle. An unsupported,
-missing or damaged file is one sentence; `UnsupportedModel` among them means that the generic way may still serve it.
+Files are memory-mapped, and a weight that is stored in the requested dtype is not copied. transformers is not needed, and pickle is
+never read. A missing, damaged or unsupported file raises ValueError with one sentence; after an UnsupportedModel, the model may
+still run in transformers (`generic`).
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 class Loaded:
     config: DecoderConfig
     weights: DecoderWeights
-    dtype: torch.dtype  # to compute in, and of every weight that is not quantized
+    dtype: torch.dtype  # of the computation, and of every weight that is not quantized
     opening: Opening
-    path: Path | None = None  # None: a live model
-    tokenizer_files: Mapping[str, Path] = field(default_factory=dict)  # those of a folder that are there, by name
+    path: Path | None = None  # None for a live model
+    tokenizer_files: Mapping[str, Path] = field(default_factory=dict)  # the folder's tokenizer files, by name
     gguf: Mapping[str, Any] = field(default_factory=dict)  # a GGUF file's metadata: tokenizer.ggml.*, tokenizer.chat_template
 
 
 def load(
     source: str | Path | Any, *, dtype: str | torch.dtype = "stored", group_size: int = 32, device: torch.device | str = "cpu"
 ) -> Loaded:
-    """Reads a model, and puts its weights onto `device`.
+    """Read a model and move its weights to `device`.
 
-    dtype: float32, bfloat16 or float16 (quantized blocks of a file are dequantized); "stored", as the file has it (GGUF: its 4-bit
-    blocks as they are, bfloat16 for the rest); "int8" or "int4", quantized here, computed in bfloat16 (4-bit blocks of a file are
-    kept by "int4", dequantized for "int8"); "auto", "stored" but for GGUF files of quantized blocks, for which `precision`
-    has a rule. group_size: weights that share a scale in int4.
+    dtype: "float32", "bfloat16" or "float16": a file's quantized blocks are dequantized. "stored": as in the file (GGUF: 4-bit
+    blocks unchanged, the rest in bfloat16). "int8" or "int4": quantized here, computed in bfloat16 (a file's 4-bit blocks are kept
+    for "int4" and dequantized for "int8"). "auto": "stored", except for GGUF files of quantized blocks, which follow the rule of
+    `precision`. group_size: weights per scale in int4.
     """
     loaded = _read(source, named(dtype), group_size, torch.device(device))
     kind = loaded.opening.kind
@@ -64,7 +64,7 @@ def load(
 
 
 def _read(source: str | Path | Any, kind: str, group: int, device: torch.device) -> Loaded:
-    """As it is stored, but for the layout, and for layers' matrices that are quantized here."""
+    """Read a model in its stored dtype. Layers' matrices that are to be quantized are, one by one."""
     path = Path(source) if isinstance(source, str | Path) else None
     if path is not None and path.suffix == ".gguf" and path.is_file():
         return _gguf(path, kind, group, device)
@@ -76,26 +76,26 @@ def _read(source: str | Path | Any, kind: str, group: int, device: torch.device)
     if path.is_dir():
         return _folder(path, opening, group)
     if path.is_file():
-        raise ValueError(f"{path} is no model: give a Hugging Face folder or a .gguf file (pickled weights are never read)")
+        raise ValueError(f"{path} is not a model: give a Hugging Face folder or a .gguf file (pickled weights are never read)")
     known = "a Hugging Face folder, a .gguf file, a Slipstream checkpoint or a live model"
     raise ValueError(f"there is no {path}; give {known} (nothing is downloaded)")
 
 
 def _finish(
-    config: DecoderConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype, **rest: Any
+    config: DecoderConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype, **others: Any
 ) -> Loaded:
     kind = opening.kind
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind, stored)
 
-    def made(name: str, m: Matrix) -> Matrix:
-        """A layer's matrix, quantized before the next one is read."""
+    def convert(name: str, m: Matrix) -> Matrix:
+        """Quantize a layer's matrix, before the next one is read."""
         return to_kind(m, kind, group) if kind in QUANTIZED and isinstance(m, Tensor) and name != "lm_head.weight" else m
 
-    return Loaded(config=config, weights=from_state(config, state, made), dtype=dtype, opening=opening, **rest)
+    return Loaded(config=config, weights=from_state(config, state, convert), dtype=dtype, opening=opening, **others)
 
 
-class _Unread(Mapping[str, Matrix]):
-    """Weights by name, each read when it is asked for, and not kept."""
+class _LazyState(Mapping[str, Matrix]):
+    """Weights by name, each read at access and not kept."""
 
     def __init__(self, readers: Mapping[str, Callable[[], Matrix]]) -> None:
         self._readers = readers
@@ -114,7 +114,7 @@ class _Unread(Mapping[str, Matrix]):
 
 
 def _each(part: Any, change: Callable[[Matrix], Matrix]) -> Any:
-    """The same weights, each tensor and quantized matrix changed."""
+    """The same weights with `change` applied to each tensor and quantized matrix."""
     match part:
         case Tensor() | Int8() | Int4():
             return change(part)
@@ -127,9 +127,9 @@ def _each(part: Any, change: Callable[[Matrix], Matrix]) -> Any:
 
 
 def _live(model: Any, opening: Opening, group: int) -> Loaded:
-    """A PreTrainedModel, by what is asked of it: `.config.to_dict()` and `.state_dict()`. Its storage is shared."""
+    """A PreTrainedModel, or any model with `.config.to_dict()` and `.state_dict()`. Its storage is shared."""
     if not hasattr(model, "state_dict") or not hasattr(getattr(model, "config", None), "to_dict"):
-        raise ValueError(f"{type(model).__name__} is no model: give a Hugging Face folder, a .gguf file or a PreTrainedModel")
+        raise ValueError(f"{type(model).__name__} is not a model: give a Hugging Face folder, a .gguf file or a PreTrainedModel")
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     generation = getattr(model, "generation_config", None)
     config = _with_ends(from_hf(model.config.to_dict()), getattr(generation, "eos_token_id", None))
@@ -137,14 +137,14 @@ def _live(model: Any, opening: Opening, group: int) -> Loaded:
 
 
 def is_config(source: Any) -> bool:
-    """A transformers configuration: a model whose weights will come later (`InferenceEngine.update_weights`)."""
+    """Whether `source` is a transformers configuration: a model whose weights come later (`InferenceEngine.update_weights`)."""
     return hasattr(source, "model_type") and hasattr(source, "to_dict") and not isinstance(source, torch.nn.Module)
 
 
 def _blank(source: Any, opening: Opening) -> Loaded:
-    """Zeros, of which there is one in memory until they are packed."""
-    given = source.to_dict()
-    config, stored = from_hf(given), str(given.get("dtype") or given.get("torch_dtype") or "float32").removeprefix("torch.")
+    """Zeros as expanded scalars, which need no memory until they are packed."""
+    values = source.to_dict()
+    config, stored = from_hf(values), str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
     kind = opening.kind
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind) or FLOATS.get(stored, torch.float32)
     zero = torch.zeros((), dtype=dtype)
@@ -158,7 +158,7 @@ def _stored(state: Mapping[str, Matrix]) -> torch.dtype:
 
 
 def _with_ends(config: DecoderConfig, ends: Any) -> DecoderConfig:
-    """generation_config may name more end tokens than the configuration (a chat model's end of turn)."""
+    """Add the end tokens of generation_config, which may have more than the configuration (a chat model's end of turn)."""
     more = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
     return replace(config, end_ids=tuple(dict.fromkeys((*config.end_ids, *more))))
 
@@ -168,22 +168,23 @@ def _with_ends(config: DecoderConfig, ends: Any) -> DecoderConfig:
 
 def _folder(path: Path, opening: Opening, group: int) -> Loaded:
     if (trained := find(path)) is not None:
-        held = trained.state()
-        return _finish(from_hf(trained.config), held, opening, group, _stored(held), path=path)
+        state = trained.state()
+        return _finish(from_hf(trained.config), state, opening, group, _stored(state), path=path)
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has neither config.json nor metadata.json: it is no Hugging Face folder and no checkpoint")
-    huggingface.check_folder(path)  # what is wrong is not handed to transformers
+    huggingface.check_folder(path)  # transformers never sees an invalid file
     config = from_hf(huggingface.read_config(path / "config.json"))
     config = _with_ends(config, huggingface.read_generation(path / "generation_config.json").get("eos_token_id"))
-    state = _safetensors(path, keep=opening.kind not in QUANTIZED)
+    weights = _safetensors(path, keep=opening.kind not in QUANTIZED)
     tokenizer = {name: path / name for name in _TOKENIZER if (path / name).is_file()}
-    return _finish(config, state, opening, group, _stored(state), path=path, tokenizer_files=tokenizer)
+    return _finish(config, weights, opening, group, _stored(weights), path=path, tokenizer_files=tokenizer)
 
 
 def _safetensors(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
-    """model.safetensors, or the shards that its index names. Each tensor is a view of its mapped file.
+    """model.safetensors, or the shards in its index. Each tensor is a view of its mapped file.
 
-    keep: as long as the tensors; else each is mapped when it is asked for, so that what was read of others is not in memory.
+    keep: files stay mapped as long as their tensors exist; otherwise a file is mapped for each access, which releases the pages of
+    tensors that were read before.
     """
     index = path / "model.safetensors.index.json"
     if (path / "model.safetensors").is_file():
@@ -204,7 +205,7 @@ def _safetensors(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
                 readers[key] = partial(_tensor, path / name, key)
                 if keep:
                     state[key] = file.get_tensor(key)
-    return state if keep else _Unread(readers)
+    return state if keep else _LazyState(readers)
 
 
 def _tensor(file: Path, key: str) -> Tensor:
@@ -262,19 +263,19 @@ def _gguf(path: Path, kind: str, group: int, device: torch.device) -> Loaded:
         return m if heads is None else _unpermute(m, heads)
 
     readers = {_hf_name(name): partial(read, name, stored) for name, stored in file.tensors.items() if name != "rope_freqs.weight"}
-    return _finish(config, _Unread(readers), opening, group, torch.bfloat16, path=path, gguf=file.metadata)
+    return _finish(config, _LazyState(readers), opening, group, torch.bfloat16, path=path, gguf=file.metadata)
 
 
 def _hf_name(name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; an unknown name stays, and is then surplus."""
-    *at, part, what = name.split(".")
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight. An unknown name is returned as it is, and is then surplus."""
+    *prefix, part, suffix = name.split(".")
     if part not in _GGUF_NAMES:
         return name
-    return f"model.layers.{at[1]}.{_GGUF_NAMES[part]}.{what}" if len(at) == 2 else f"{_GGUF_NAMES[part]}.{what}"
+    return f"model.layers.{prefix[1]}.{_GGUF_NAMES[part]}.{suffix}" if len(prefix) == 2 else f"{_GGUF_NAMES[part]}.{suffix}"
 
 
 def _unpermute(m: Matrix, heads: int) -> Matrix:
-    """llama.cpp turns neighboring rows (2i, 2i + 1) of a head where Hugging Face turns i and i + D / 2; back to the latter."""
+    """Reorder the rows of each head from llama.cpp's rotation, of rows (2i, 2i + 1), to Hugging Face's, of rows i and i + D / 2."""
 
     def ordered(part: Tensor) -> Tensor:
         rows = part.view(torch.uint8).numpy().reshape(heads, len(part) // heads // 2, 2, -1)  # bytes: numpy has no bfloat16
@@ -286,7 +287,7 @@ def _unpermute(m: Matrix, heads: int) -> Matrix:
 def _gguf_config(path: Path, file: GgufFile) -> DecoderConfig:
     family = file.metadata.get("general.architecture")
     if family not in _GGUF_FAMILIES:
-        raise UnsupportedModel(f"{path} is a {family!r} model; of GGUF files {', '.join(_GGUF_FAMILIES)} are read")
+        raise UnsupportedModel(f"{path} is a {family!r} model; the supported GGUF families are {', '.join(_GGUF_FAMILIES)}")
 
     def get(key: str, default: Any = None) -> Any:
         return file.metadata.get(f"{family}.{key}", default)
@@ -294,14 +295,14 @@ def _gguf_config(path: Path, file: GgufFile) -> DecoderConfig:
     if get("expert_count"):
         raise UnsupportedModel(f"{path} has {get('expert_count')} experts per layer; mixtures are read from safetensors only")
     if "token_embd.weight" not in file.tensors:
-        raise ValueError(f"{path} has no token_embd.weight; it is no language model")
+        raise ValueError(f"{path} has no token_embd.weight, so it is not a language model")
     scaling = {"rope_type": get("rope.scaling.type", "none").replace("none", "default")}
     if scaling["rope_type"] != "default":
         scaling["factor"] = get("rope.scaling.factor")
         scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
     end = file.metadata.get("tokenizer.ggml.eos_token_id")
     turn = file.metadata.get("tokenizer.ggml.eot_token_id")
-    given = {
+    values = {
         "model_type": family,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": get("embedding_length"),
@@ -318,17 +319,17 @@ def _gguf_config(path: Path, file: GgufFile) -> DecoderConfig:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": [token for token in (end, turn) if token is not None],
     }
-    huggingface.check_config(given, path)
-    config = from_hf(given)
+    huggingface.check_config(values, path)
+    config = from_hf(values)
     if get("rope.dimension_count", config.head_dim) != config.head_dim:
-        raise UnsupportedModel(f"{path} turns {get('rope.dimension_count')} of {config.head_dim} numbers of a head")
+        raise UnsupportedModel(f"{path} rotates {get('rope.dimension_count')} of the {config.head_dim} features of a head")
     if "rope_freqs.weight" not in file.tensors:
         return config
-    # Llama 3's stretch comes as a divisor per frequency.
+    # Llama 3's rope scaling is stored as a divisor per frequency.
     factors = dequantize(matrix(path, "rope_freqs.weight", file.tensors["rope_freqs.weight"], keep=False))
     layers = []
     for layer in config.layers:
-        assert layer.rope is not None, "all layers of these families turn"
+        assert layer.rope is not None, "all layers of these families have rotary embeddings"
         inv_freq = torch.tensor(layer.rope.inv_freq) / factors
         layers.append(replace(layer, rope=replace(layer.rope, inv_freq=tuple(inv_freq.tolist()))))
     return replace(config, layers=tuple(layers))

@@ -1,8 +1,8 @@
-"""From Hugging Face's words to ours: config.json -> `DecoderConfig`, weights by name -> `DecoderWeights`.
+"""Translates Hugging Face's format: config.json -> `DecoderConfig`, weights by name -> `DecoderWeights`.
 
-Pure, and without transformers; it reads what transformers 4 and 5 write. A family is a row of `_FAMILIES`: the values
-that its configuration class has where config.json is silent. What `DecoderConfig` cannot say is refused here, in one sentence,
-and can still be served the generic way.
+Pure, and without transformers; it reads what transformers 4 and 5 write. A family is an entry of `_FAMILIES`: the defaults of its
+configuration class, for keys that config.json omits. UnsupportedModel is raised for models that `DecoderConfig` cannot describe;
+these can still run in transformers (`generic`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeight
 
 
 class UnsupportedModel(ValueError):
-    """The fast decoder cannot say this model; the message names what it lacks."""
+    """`DecoderConfig` cannot describe this model; the message says why."""
 
 
 _COMMON: dict[str, Any] = {
@@ -85,26 +85,26 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_GEMMA, "max_position_embeddings": 131072, "num_key_value_heads": 4, "rope_theta": 1e6},
 }
 _SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-_SAME = (*_SIZES, "num_attention_heads", "num_key_value_heads")  # in all layers; other families have lists of them
+_SAME = (*_SIZES, "num_attention_heads", "num_key_value_heads")  # must be equal in all layers; some families have lists here
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# What only names of one layout of experts end with (`_expert_mlps`): one by one as a dense MLP, transformers 5's stacks, Mixtral's
-# on disk. The router's name goes with the last.
+# Name suffixes that occur in only one layout of experts (`_expert_mlps`): one expert at a time with a dense MLP's names (no such
+# suffix), transformers 5's stacks, Mixtral's files. The router's name is part of the last.
 _EXPERT_LAYOUTS = ("as_dense", "experts.gate_up_proj", ("0.w1.weight", "block_sparse_moe.gate.weight"))
 
 
 def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
-    """A config.json (or `model.config.to_dict()`) as our own. Raises UnsupportedModel."""
+    """Convert a config.json (or `model.config.to_dict()`). Raises UnsupportedModel."""
     family = config.get("model_type")
     if family not in _FAMILIES:
-        raise UnsupportedModel(f"model_type {family!r} is none of the fast decoder's: {', '.join(_FAMILIES)}")
+        raise UnsupportedModel(f"model_type {family!r} is not supported by the fast decoder, which has {', '.join(_FAMILIES)}")
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if missing := [key for key in needed if config.get(key) is None]:
         raise UnsupportedModel(f"the configuration of this {family} model lacks {', '.join(missing)}")
     c: dict[str, Any] = {**_COMMON, **_FAMILIES[family], **config}
     if by_layer := [key for key in _SAME if isinstance(c.get(key), list)]:
         raise UnsupportedModel(f"{', '.join(by_layer)} of this {family} model differ from layer to layer")
-    _refuse(family, c)
+    _check_supported(family, c)
     gemma = family.startswith("gemma")
     heads = c["num_attention_heads"]
     head_dim = c.get("head_dim") or c["hidden_size"] // heads
@@ -142,48 +142,47 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _refuse(family: str, c: Mapping[str, Any]) -> None:
+def _check_supported(family: str, c: Mapping[str, Any]) -> None:
     if c.get("quantization_config"):
         method = c["quantization_config"].get("quant_method", "an unnamed method")
-        raise UnsupportedModel(f"weights quantized by {method} are not read; give the unquantized model, with dtype int8 or int4")
+        raise UnsupportedModel(f"weights quantized by {method} are not supported; give the unquantized one with dtype int8 or int4")
     if c.get("use_bidirectional_attention"):
         raise UnsupportedModel(f"this {family} model attends in both directions (use_bidirectional_attention): it cannot generate")
     if (c.get("head_dim") or 0) % 2:
-        raise UnsupportedModel(f"head_dim is {c['head_dim']}; a rotary embedding turns pairs, so it has to be even")
+        raise UnsupportedModel(f"head_dim is {c['head_dim']}; it must be even, because rotary embeddings rotate pairs")
     if _activation(family, c) not in _ACTIVATIONS:
         raise UnsupportedModel(f"activation {_activation(family, c)!r} is none of {', '.join(_ACTIVATIONS)}")
     if c["num_attention_heads"] % (c.get("num_key_value_heads") or c["num_attention_heads"]):
-        raise UnsupportedModel(
-            f"num_attention_heads ({c['num_attention_heads']}) is no multiple of num_key_value_heads ({c['num_key_value_heads']})"
-        )
+        heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
+        raise UnsupportedModel(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
 
 
 def _activation(family: str, c: Mapping[str, Any]) -> str:
     if family in ("gemma2", "gemma3_text"):
         return c["hidden_activation"]
-    # Gemma's first releases say "gelu" and mean the approximation; transformers reads it so.
+    # Gemma's first configurations say "gelu" and mean the tanh approximation, which transformers uses too.
     return "gelu_pytorch_tanh" if family == "gemma" and c["hidden_act"] == "gelu" else c["hidden_act"]
 
 
 def _attention_kinds(family: str, c: Mapping[str, Any]) -> tuple[list[str], list[int]]:
-    """Per layer: which rope, and the window."""
+    """Each layer's kind, which selects its rope, and its window."""
     num = c["num_hidden_layers"]
     window = c["sliding_window"] or 0
     if family.startswith("qwen") and not c["use_sliding_window"]:
         window = 0
     if family in ("llama", "gemma"):
         return [_FULL] * num, [0] * num
-    if family in ("mistral", "mixtral", "qwen3_moe"):  # one window for all layers, whatever they are called
+    if family in ("mistral", "mixtral", "qwen3_moe"):  # one window for all layers, whatever layer_types says
         return [_FULL] * num, [window] * num
     kinds = list(c.get("layer_types") or (_SLIDING if _slides(family, c, i) else _FULL for i in range(num)))
     other = set(kinds) - {_FULL, _SLIDING}
     if len(kinds) != num or other:
-        raise UnsupportedModel(f"layer_types ({', '.join(map(str, other or kinds))}) have to be {num} of {_FULL} and {_SLIDING}")
+        raise UnsupportedModel(f"layer_types ({', '.join(map(str, other or kinds))}) must be {num} of {_FULL} and {_SLIDING}")
     return kinds, [window if kind == _SLIDING else 0 for kind in kinds]
 
 
 def _slides(family: str, c: Mapping[str, Any], i: int) -> bool:
-    """Whether layer i has a window, in a configuration that is older than `layer_types`."""
+    """Whether layer i has a window, for configurations that predate `layer_types`."""
     match family:
         case "gemma2":
             return i % 2 == 0
@@ -218,48 +217,48 @@ def _experts(family: str, c: Mapping[str, Any], i: int) -> Experts | None:
 
 
 def _ropes(family: str, c: Mapping[str, Any], head_dim: int) -> dict[str, Rope]:
-    """The rope of each kind of layer. transformers 4: rope_theta and rope_scaling; 5: rope_parameters, maybe per kind."""
-    given = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    """The rope of each kind of layer. transformers 4 has rope_theta and rope_scaling; 5 has rope_parameters, possibly per kind."""
+    scaling = c.get("rope_scaling") or c.get("rope_parameters") or {}
     ropes = {}
     for kind in (_FULL, _SLIDING):
-        nested = _FULL in given or _SLIDING in given
-        p = dict((given.get(kind) or {}) if nested else given)
+        nested = _FULL in scaling or _SLIDING in scaling
+        p = dict((scaling.get(kind) or {}) if nested else scaling)
         theta = c["rope_theta"]
         if family == "gemma3_text" and kind == _SLIDING:
             theta = c.get("rope_local_base_freq", 10000.0)
-            p = p if nested else {}  # one rope_scaling is the full layers'
+            p = p if nested else {}  # a single rope_scaling applies to the full layers
         p["rope_theta"] = p.get("rope_theta") or theta
         ropes[kind] = rope(p, head_dim, c["max_position_embeddings"], c.get("original_max_position_embeddings"))
     return ropes
 
 
 def rope(p: Mapping[str, Any], head_dim: int, max_positions: int, original: int | None = None) -> Rope:
-    """transformers' rope_parameters -> frequencies, in fp32 arithmetic as there, so that they are the same to the bit."""
+    """Compute the frequencies from transformers' rope_parameters, in fp32 like transformers: the result is bit-identical."""
     kind = p.get("rope_type", p.get("type", "default"))
     if p.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel(f"partial_rotary_factor {p['partial_rotary_factor']} is not served for this family")
+        raise UnsupportedModel(f"partial_rotary_factor {p['partial_rotary_factor']} is not supported for this family")
     original = original or p.get("original_max_position_embeddings") or max_positions
     powers = p["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     match kind:
-        case "default" | "dynamic":  # dynamic changes nothing within max_position_embeddings, and there is max_context
-            return _made(1.0 / powers)
+        case "default" | "dynamic":  # dynamic has an effect only beyond max_position_embeddings, which max_context excludes
+            return _new_rope(1.0 / powers)
         case "linear":
-            return _made(1.0 / powers / p["factor"])
+            return _new_rope(1.0 / powers / p["factor"])
         case "llama3":
-            return _made(_llama3(1.0 / powers, p, original))
+            return _new_rope(_llama3(1.0 / powers, p, original))
         case "yarn":
             factor = p.get("factor") or max_positions / original
-            return _made(_yarn(powers, p, head_dim, factor, original), _yarn_scale(p, factor))
+            return _new_rope(_yarn(powers, p, head_dim, factor, original), _yarn_scale(p, factor))
         case _:
-            raise UnsupportedModel(f"rope_type {kind!r} is none of default, linear, dynamic, llama3, yarn")
+            raise UnsupportedModel(f"rope_type {kind!r} is not supported; it can be default, linear, dynamic, llama3 or yarn")
 
 
-def _made(inv_freq: Tensor, scale: float = 1.0) -> Rope:
+def _new_rope(inv_freq: Tensor, scale: float = 1.0) -> Rope:
     return Rope(inv_freq=tuple(inv_freq.tolist()), scale=scale)
 
 
 def _llama3(inv_freq: Tensor, p: Mapping[str, Any], original: int) -> Tensor:
-    """Llama 3.1: long waves are stretched by the factor, short ones kept, those between are blended."""
+    """Llama 3.1: long wavelengths are stretched by the factor, short ones kept, and those in between interpolated."""
     low, high, factor = p["low_freq_factor"], p["high_freq_factor"], p["factor"]
     wavelength = 2 * math.pi / inv_freq
     keep = (original / wavelength - low) / (high - low)
@@ -269,7 +268,7 @@ def _llama3(inv_freq: Tensor, p: Mapping[str, Any], original: int) -> Tensor:
 
 
 def _yarn(powers: Tensor, p: Mapping[str, Any], dim: int, factor: float, original: int) -> Tensor:
-    """YaRN (arXiv:2309.00071): pairs that turn often are kept, those that turn seldom are stretched, with a ramp between."""
+    """YaRN (arXiv:2309.00071): fast-rotating pairs are kept, slow ones stretched by the factor, with a linear ramp in between."""
 
     def pair(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(p["rope_theta"]))
@@ -294,7 +293,7 @@ def _yarn_scale(p: Mapping[str, Any], factor: float) -> float:
 
 
 def _max_context(c: Mapping[str, Any]) -> int:
-    """YaRN is switched on by adding it to a configuration whose max_position_embeddings stays the original one (Qwen)."""
+    """The context limit. Qwen's way to enable YaRN adds it to a config whose max_position_embeddings stays the original one."""
     limit: int = c["max_position_embeddings"]
     p = c.get("rope_scaling") or c.get("rope_parameters") or {}
     if p.get("rope_type", p.get("type")) == "yarn" and p.get("factor") and p.get("original_max_position_embeddings"):
@@ -316,7 +315,7 @@ def shape_of(m: Matrix) -> tuple[int, ...]:
 
 
 class _Take(Protocol):
-    """Hands out weights by name with the shape that the configuration wants."""
+    """Returns weights by name and checks the shape, which the configuration determines."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -326,10 +325,10 @@ class _Take(Protocol):
 
 
 class _Outline:
-    """Hands out tensors without values, and knows of each by which name it was asked for."""
+    """Returns tensors on meta, and records their names."""
 
     def __init__(self, layout: str | tuple[str, ...]):
-        self.layout = layout  # of experts: what names end with that are there only where they are laid out so
+        self.layout = layout  # name suffixes of a layout of experts: only names with these are `in` it
         self.named: dict[str, Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -343,26 +342,26 @@ class _Outline:
 
 
 class _State:
-    """Hands out weights of a file or model, matrices as `made` of them; knows what was never asked for."""
+    """Returns the weights of a file or model, matrices after `convert`, and records which names were used."""
 
-    def __init__(self, state: Mapping[str, Matrix], made: Callable[[str, Matrix], Matrix] | None = None):
+    def __init__(self, state: Mapping[str, Matrix], convert: Callable[[str, Matrix], Matrix] | None = None):
         self.state = state
-        self.made = made or (lambda name, m: m)
-        self.taken: set[str] = set()
+        self.convert = convert or (lambda name, m: m)
+        self.used: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self.state
 
     def matrix(self, name: str, *shape: int) -> Matrix:
-        return self.made(name, self._checked(name, shape))
+        return self.convert(name, self._checked(name, shape))
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> Matrix:
         if name not in self.state:
             raise ValueError(f"the weights lack {name} {list(shape)}")
         m = self.state[name]
         if shape_of(m) != shape:
-            raise ValueError(f"weight {name} is {list(shape_of(m))}; the configuration wants {list(shape)}")
-        self.taken.add(name)
+            raise ValueError(f"weight {name} is {list(shape_of(m))}; the configuration needs {list(shape)}")
+        self.used.add(name)
         return m
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -372,38 +371,38 @@ class _State:
         return m
 
     def surplus(self) -> list[str]:
-        return sorted(set(self.state) - self.taken)
+        return sorted(set(self.state) - self.used)
 
 
 def from_state(
     config: DecoderConfig, state: Mapping[str, Matrix], made: Callable[[str, Matrix], Matrix] | None = None
 ) -> DecoderWeights:
-    """Hugging Face's names -> roles; nothing is copied. made: from a matrix's name and numbers, what is kept of it.
+    """Assign weights by Hugging Face's names to their roles, without copies. made(name, matrix) converts each matrix.
 
-    Raises ValueError for a weight that is missing, surplus or misshapen, by its name."""
+    Raises ValueError naming any weight that is missing, unknown or of the wrong shape."""
     take = _State(state, made)
     weights = _weights(config, take)
     surplus = [name for name in take.surplus() if not is_surplus(config, name)]
     if surplus:
         more = f" and {len(surplus) - 5} more" if len(surplus) > 5 else ""
-        raise ValueError(f"weights that this configuration has no place for: {', '.join(surplus[:5])}{more}")
+        raise ValueError(f"the model of this configuration does not have these weights: {', '.join(surplus[:5])}{more}")
     return weights
 
 
 def is_surplus(config: DecoderConfig, name: str) -> bool:
-    """A tied head may be there a second time; old checkpoints carry the frequencies, which follow from the configuration."""
+    """Whether a weight may be ignored: a tied head, or the rope frequencies of old checkpoints, which the config determines."""
     return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
 
 def outline(config: DecoderConfig) -> DecoderWeights:
-    """All weights of a decoder, without values: tensors on meta."""
+    """All weights of a decoder as tensors on meta."""
     return _weights(config, _Outline(_EXPERT_LAYOUTS[0]))
 
 
 def places(config: DecoderConfig) -> dict[str, tuple[tuple[int, ...], list[tuple[str, Tensor]]]]:
-    """By Hugging Face's name, in any of the layouts that `from_state` reads: a weight's shape, and the roles that it fills (paths
-    in `DecoderWeights`), each with the part that it takes, as a view of a tensor on meta."""
-    found: dict[str, tuple[tuple[int, ...], list[tuple[str, Tensor]]]] = {}
+    """For each Hugging Face name, in all layouts that `from_state` reads: a weight's shape and the roles that it fills (paths in
+    `DecoderWeights`), each with its part of the weight, as a view of a tensor on meta."""
+    by_name: dict[str, tuple[tuple[int, ...], list[tuple[str, Tensor]]]] = {}
     for layout in _EXPERT_LAYOUTS if any(layer.experts for layer in config.layers) else _EXPERT_LAYOUTS[:1]:
         take = _Outline(layout)
         weights = _weights(config, take)
@@ -413,15 +412,15 @@ def places(config: DecoderConfig) -> dict[str, tuple[tuple[int, ...], list[tuple
             assert isinstance(leaf, Tensor), "an outline is not quantized"
             source = leaf if leaf._base is None else leaf._base
             roles.setdefault(names[id(source)], []).append((role, leaf))
-        found |= {name: (tuple(take.named[name].shape), parts) for name, parts in roles.items()}
+        by_name |= {name: (tuple(take.named[name].shape), parts) for name, parts in roles.items()}
     if config.tied:
-        shape, parts = found["model.embed_tokens.weight"]
+        shape, parts = by_name["model.embed_tokens.weight"]
         parts.append(("head", torch.empty(shape, device="meta")))
-    return found
+    return by_name
 
 
 def layer_weights(config: DecoderConfig, index: int, state: Mapping[str, Matrix]) -> LayerWeights:
-    """One layer's, of `state` by the names inside the layer."""
+    """One layer's weights, from `state` by the names inside the layer."""
     return _layer(config, config.layers[index], _State(state), "")
 
 
@@ -438,7 +437,7 @@ def _weights(config: DecoderConfig, take: _Take) -> DecoderWeights:
 def _layer(c: DecoderConfig, layer: Layer, take: _Take, at: str) -> LayerWeights:
     hidden, q_size, kv_size = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     attn = at + "self_attn."
-    # In a sandwich, "post_attention" is what the words say; elsewhere it is the norm before the MLP.
+    # With sandwich norms, "post_attention" follows the attention; otherwise it names the norm before the MLP.
     before_mlp = "pre_feedforward_layernorm" if c.sandwich else "post_attention_layernorm"
     weights = LayerWeights(
         input_norm=take.tensor(at + "input_layernorm.weight", hidden),
@@ -487,7 +486,7 @@ def _mlp(take: _Take, at: str, size: int, hidden: int, *, bias: bool = False, na
 
 
 def _expert_mlps(take: _Take, at: str, experts: Experts, hidden: int) -> list[Mlp]:
-    """Three layouts: transformers 5's stacks (live models), Mixtral's w1 w3 w2, and the dense names per expert."""
+    """Three layouts: transformers 5's stacks (live models), Mixtral's w1 w3 w2, and a dense MLP's names for each expert."""
     size = experts.intermediate_size
     if at + "gate_up_proj" in take:
         gate_up = take.tensor(at + "gate_up_proj", experts.num, 2 * size, hidden)

@@ -1,8 +1,8 @@
-"""The native forward: a whole decoder step in one C call (ops/csrc/decoder_body.h), weights packed once at load.
+"""The native CPU forward: a whole decoder step in one C call (ops/csrc/decoder_body.h), weights packed once at load.
 
-`NativeDecoder` is a `core.Runner` for CPUs. It owns the packed weights and the paged cache, which has the kernel's own
-layout: keys of a block lie transposed, so that 16 positions are one vector. Every logit is the same bits whatever else
-is in the batch, however the prompt was split, and whether its prefix was computed or found in the cache.
+`NativeDecoder` is a `core.Runner`. It owns the packed weights and the paged KV cache, whose layout is the kernel's: keys of a block
+are transposed, so that 16 positions are one vector. A logit has the same bits for every composition of the batch, for every split
+of the prompt into chunks, and whether its prefix was computed or cached.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeight
 from slipstream.ops import build
 
 # As in csrc/decoder.h.
-PANEL = 16  # columns that lie together, and positions of a cache block
+PANEL = 16  # columns packed together, and positions of a cache block
 MAX_THREADS = 64
-_MAX_EXPERTS = 512  # the shared one included
-CODES = 32  # features that share a scale where activations are rounded to 8 bits
+_MAX_EXPERTS = 512  # including the shared one
+CODES = 32  # features per scale of activations that are rounded to 8 bits
 _TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT8, _INT4 = 3, 4
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -93,12 +93,12 @@ class _Batch(ctypes.Structure):
 
 
 def why_not(config: DecoderConfig) -> str | None:
-    """What keeps this model from the native forward; None where nothing does."""
+    """Why the native forward cannot run this model; None if it can."""
     library = build.load()
     if library.kernels is None:
         return library.reason
     if config.head_dim % PANEL:
-        return f"heads of {config.head_dim} features; the kernels take multiples of {PANEL}"
+        return f"heads of {config.head_dim} features; the kernels need a multiple of {PANEL}"
     if any(layer.experts for layer in config.layers) and config.sandwich:
         return "routed experts between sandwich norms"
     if any(layer.experts is not None and layer.experts.num >= _MAX_EXPERTS for layer in config.layers):
@@ -108,11 +108,11 @@ def why_not(config: DecoderConfig) -> str | None:
     return None
 
 
-def _scratch(config: DecoderConfig) -> dict[str, tuple[int, torch.dtype]]:
-    """Pointers of `_Batch` to scratch: elements per row of the batch, and their type."""
-    found = [layer.experts for layer in config.layers if layer.experts is not None]
-    inner = max((max(each.intermediate_size, each.shared_size) for each in found), default=0)
-    places = max((each.top_k + 1 for each in found), default=1)  # of a row on experts' lists
+def _scratch_widths(config: DecoderConfig) -> dict[str, tuple[int, torch.dtype]]:
+    """Pointers of `_Batch` to scratch memory: elements per row of the batch, and their type."""
+    routed = [layer.experts for layer in config.layers if layer.experts is not None]
+    inner = max((max(each.intermediate_size, each.shared_size) for each in routed), default=0)
+    places = max((each.top_k + 1 for each in routed), default=1)  # of a row in the experts' lists
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     widest = max(hidden, config.intermediate_size, heads, inner)
     widest += -widest % CODES
@@ -127,8 +127,8 @@ def _scratch(config: DecoderConfig) -> dict[str, tuple[int, torch.dtype]]:
         "totals": (places * widest // CODES, torch.int32),
         "halves": (places * widest, torch.bfloat16),
     }
-    if found:
-        num, top_k = max(each.num for each in found), max(each.top_k for each in found)
+    if routed:
+        num, top_k = max(each.num for each in routed), max(each.top_k for each in routed)
         widths |= {
             "scores": (num, torch.float32),
             "shares": (top_k, torch.float32),
@@ -143,11 +143,11 @@ def _scratch(config: DecoderConfig) -> dict[str, tuple[int, torch.dtype]]:
 
 
 class _Table(NamedTuple):
-    """Rows that become panels [panel][word][PANEL]: each row's bytes, cut into words."""
+    """Rows to pack into panels [panel][word][PANEL]: each row's bytes are cut into words."""
 
     rows: Tensor  # [columns, ...]
     word: int  # bytes
-    padding: int = 0  # words that a row has more than its own bytes fill
+    padding: int = 0  # words per row beyond those of its own bytes
     nibbles: bool = False
 
     @property
@@ -163,13 +163,13 @@ class _Table(NamedTuple):
         return self.num_words * PANEL * self.word
 
     def num_panels(self, num_parts: int) -> int:
-        """Columns are padded to two panels, which two parts have together."""
-        together = 2 if num_parts == 1 else 1
-        return -(-len(self.rows) // (together * PANEL)) * together
+        """Columns are padded to two panels; two matrices packed together share these."""
+        multiple = 2 if num_parts == 1 else 1
+        return -(-len(self.rows) // (multiple * PANEL)) * multiple
 
 
 def _tables(matrix: Matrix) -> dict[str, _Table]:
-    """By the fields of `_Matrix`."""
+    """The tables of a matrix, by field of `_Matrix`."""
     match matrix:
         case Int4():
             halves = {name: _Table(part.half(), 2) for name, part in (("scale", matrix.scale), ("low", matrix.low))}
@@ -184,7 +184,7 @@ def _tables(matrix: Matrix) -> dict[str, _Table]:
 
 
 def _is_centred(matrix: Matrix) -> bool:
-    """Its offsets follow from its scales, as in llama.cpp's blocks. Of zeros nothing is known: weights may come in their place."""
+    """Whether its offsets follow from its scales, as in llama.cpp's blocks. False for zeros: a later `put` may change that."""
     return isinstance(matrix, Int4) and bool(matrix.scale.any()) and torch.equal(matrix.low, matrix.scale * -8)
 
 
@@ -193,13 +193,13 @@ def _bias(bias: Tensor) -> _Table:
 
 
 def _write(address: int, values: Tensor) -> None:
-    """As fp32 numbers."""
+    """Copy `values` to `address` as fp32."""
     flat = values.detach().float().contiguous()
     ctypes.memmove(address, flat.data_ptr(), flat.nbytes)
 
 
 class NativeDecoder:
-    """Runs batches on `threads` cores. Raises ValueError for a model that `why_not` names a reason against."""
+    """Runs batches on `threads` cores. Raises ValueError if `why_not` returns a reason."""
 
     def __init__(
         self,
@@ -212,17 +212,17 @@ class NativeDecoder:
     ) -> None:
         reason = why_not(config)
         if reason is not None:
-            raise ValueError(f"this model cannot run natively: {reason}")
+            raise ValueError(f"the native forward cannot run this model: {reason}")
         if cache_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"cache_dtype is {cache_dtype}; the native cache holds torch.float32 or torch.bfloat16")
         self.config, self.num_blocks, self.block_size = config, num_blocks, PANEL
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
         self.threads = threads or min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MAX_THREADS)
         shape = (len(config.layers), num_blocks, config.num_kv_heads, config.head_dim, PANEL)
-        # Zeros: what is masked adds 0 * value, and that needs finite values.
+        # Zeros: masked positions add 0 * value, so their values must be finite.
         self.keys = untouched_zeros(shape, cache_dtype)
         self.values = untouched_zeros((*shape[:3], PANEL, config.head_dim), cache_dtype)
-        self._kept: list[Tensor] = []  # what the C side points into
+        self._kept: list[Tensor] = []  # memory that the C structs point to
         self._embed_is_own = False
         self._library = build.load().kernels
         assert self._library is not None
@@ -232,21 +232,21 @@ class NativeDecoder:
         self._pack = self._library.slipstream_pack
         self._pack.argtypes = [_pointer, _long, _long, _pointer, _long, _long, _long, _int, _int]
         self._pack.restype = None
-        self._ropes = {rope: self._turns(rope) for rope in {layer.rope for layer in config.layers} if rope is not None}
-        with ThreadPoolExecutor(self.threads) as pool:  # a layer at a time: packing is copying, outside of Python's lock
+        self._rope_tables = {rope: self._rope_table(rope) for rope in {layer.rope for layer in config.layers} if rope is not None}
+        with ThreadPoolExecutor(self.threads) as pool:  # a layer per task: packing releases the GIL
             head = pool.submit(self._matrix, weights.embed if weights.head is None else weights.head)
             layers = list(pool.map(self._layer, range(len(config.layers)), weights.layers))
             self._layers = (_Layer * len(layers))(*layers)
             self._model = self._decoder(weights, head.result())
-        self._widths = _scratch(config)
-        self._rooms: dict[str, Tensor] = {}  # what the batch's record points into
+        self._widths = _scratch_widths(config)
+        self._scratch: dict[str, Tensor] = {}  # memory that `_batch` points to
         self._rows, self._batch, self._logits = 0, _Batch(), np.empty((0, config.vocab_size), np.float32)
         self._team = self._library.slipstream_team_new(self.threads)
         if not self._team:
             raise ValueError(f"cannot start {self.threads} threads; give between 1 and {MAX_THREADS}")
-        self.close = weakref.finalize(self, self._library.slipstream_team_free, self._team)  # nothing runs after it
+        self.close = weakref.finalize(self, self._library.slipstream_team_free, self._team)  # no forward may run after it
 
-    # -- the C records --
+    # -- the C structs --
 
     def _keep(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
@@ -259,10 +259,10 @@ class NativeDecoder:
         return self._packed([matrix], None if bias is None else [bias])
 
     def _packed(self, parts: Sequence[Matrix], biases: Sequence[Tensor | None] | None = None) -> _Matrix:
-        """One matrix, or two of one shape and type with their panels in turn (gate and up)."""
+        """Pack one matrix, or two of the same shape and type with alternating panels (gate and up)."""
         sizes = [shape_of(part) for part in parts]
         kind = {type(part) if isinstance(part, (Int8, Int4)) else part.dtype for part in parts}
-        assert len(kind) == 1 and len(set(sizes)) == 1, "only like matrices are packed together"
+        assert len(kind) == 1 and len(set(sizes)) == 1, "matrices that are packed together have one shape and type"
         columns, features = sizes[0]
         packed, first = _Matrix(num_columns=columns * len(parts), num_features=features), parts[0]
         if isinstance(first, Int4):
@@ -277,12 +277,12 @@ class NativeDecoder:
                 continue
             setattr(packed, name, self._panels([table[name] for table in tables]))
         if biases is not None and any(bias is not None for bias in biases):
-            whole = [torch.zeros(columns) if bias is None else bias for bias in biases]
-            packed.bias = self._panels([_bias(bias) for bias in whole])
+            filled = [torch.zeros(columns) if bias is None else bias for bias in biases]
+            packed.bias = self._panels([_bias(bias) for bias in filled])
         return packed
 
     def _panels(self, tables: Sequence[_Table]) -> int:
-        """The tables, of one shape, as panels in turn; their address."""
+        """Pack tables of one shape into alternating panels. Returns the address."""
         size, num_panels = tables[0].panel_nbytes, tables[0].num_panels(len(tables))
         panels = torch.empty(num_panels * len(tables) * size, dtype=torch.uint8)
         for part, table in enumerate(tables):
@@ -307,7 +307,7 @@ class NativeDecoder:
         gate, up = mlp.gate, mlp.up
         alike = isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.dtype == up.dtype
         if not alike and (type(gate) is not type(up) or isinstance(gate, Tensor)):
-            raise ValueError("gate and up matrices of different types cannot run natively; load them in one dtype")
+            raise ValueError("the native forward needs gate and up matrices of the same type; load them in one dtype")
         return self._packed([gate, up], [mlp.gate_bias, mlp.up_bias])
 
     def _layer(self, index: int, weights: LayerWeights) -> _Layer:
@@ -334,7 +334,7 @@ class NativeDecoder:
             assert weights.mlp is not None, "a layer without experts has an MLP"
             record.gate_up, record.down = self._gate_up(weights.mlp), self._matrix(weights.mlp.down, weights.mlp.down_bias)
         if layer.rope is not None:
-            cosine, sine = self._ropes[layer.rope]
+            cosine, sine = self._rope_tables[layer.rope]
             record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
             record.rotary_dim = 2 * len(layer.rope.inv_freq)
         return record
@@ -342,7 +342,7 @@ class NativeDecoder:
     def _experts(self, experts: Experts, weights: LayerWeights) -> _Experts:
         assert weights.router is not None, "a layer with experts has a router"
         if not 1 <= experts.top_k <= experts.num:
-            raise ValueError(f"{experts.top_k} experts per token of {experts.num}; it has to be between 1 and all of them")
+            raise ValueError(f"{experts.top_k} experts per token of {experts.num}; it must be between 1 and all of them")
         lists = [*weights.experts, *([] if weights.shared is None else [weights.shared])]
         record = _Experts(
             num=experts.num,
@@ -358,8 +358,8 @@ class NativeDecoder:
             record.shared_gate = self._vector(weights.shared_gate.flatten())
         return record
 
-    def _turns(self, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, fp32 [positions, rotary_dim / 2], of as many positions as the context and the cache have."""
+    def _rope_table(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, fp32 [positions, rotary_dim / 2], for as many positions as both context and cache have."""
         positions = torch.arange(min(self.max_context, self.num_blocks * PANEL), dtype=torch.float32)
         angles = positions[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float32)
         return (angles.cos() * rope.scale).contiguous(), (angles.sin() * rope.scale).contiguous()
@@ -392,9 +392,8 @@ class NativeDecoder:
     # -- new weights --
 
     def put(self, role: str, weight: Matrix) -> None:
-        """New values for one weight, in the memory of the old ones; while nothing runs. `role`: its path in `DecoderWeights`.
-
-        Two weights may share a matrix here, as gate and up do; then each has its panels."""
+        """Overwrite one weight in place, while no forward runs. `role`: its path in `DecoderWeights`. The panels of gate and up
+        alternate in one matrix; each call writes only its own."""
         path, _, name = role.rpartition(".")
         if role == "embed":
             self._put_embedding(dequantize(weight))
@@ -419,14 +418,14 @@ class NativeDecoder:
                 self._put_mlp(layer, inside, name, weight)
 
     def give_back(self) -> None:
-        """The memory of weights and cache: all weights have to be put again before anything runs."""
+        """Free the memory of weights and cache. Every weight must be `put` again before the next forward."""
         for tensor in (*self._kept, *([self._embed] if self._embed_is_own else [])):
             give_pages_back(tensor, shared=False)
         for tensor in (self.keys, self.values):
             give_pages_back(tensor, shared=True)
 
     def _put_embedding(self, weight: Tensor) -> None:
-        """The old one may be a file's or a live model's."""
+        """The first time, allocates memory: the old embedding may be mapped from a file or be a live model's."""
         if not self._embed_is_own:
             self._embed, self._embed_is_own = torch.empty_like(self._embed), True
             self._model.embed = self._embed.data_ptr()
@@ -440,28 +439,28 @@ class NativeDecoder:
         self._fill(record.bias, _bias(dequantize(weight)), part, num_parts)
 
     def _put_mlp(self, layer: _Layer, inside: list[str], name: str, weight: Matrix) -> None:
-        """`inside`: mlp, shared, or experts and a number."""
+        """`inside`: ["mlp"], ["shared"], or ["experts", number]."""
         if inside == ["mlp"]:
             gate_up, down = layer.gate_up, layer.down
         else:
             experts = layer.experts.contents
-            at = experts.num if inside == ["shared"] else int(inside[1])
-            gate_up, down = experts.gate_up[at], experts.down[at]
-        what = name.removesuffix("_bias")
-        put = self._put_bias if name != what else self._put_matrix
-        if what == "down":
+            index = experts.num if inside == ["shared"] else int(inside[1])
+            gate_up, down = experts.gate_up[index], experts.down[index]
+        matrix = name.removesuffix("_bias")
+        put = self._put_bias if name != matrix else self._put_matrix
+        if matrix == "down":
             put(down, weight)
         else:
-            put(gate_up, weight, ("gate", "up").index(what), 2)
+            put(gate_up, weight, ("gate", "up").index(matrix), 2)
 
     # -- running --
 
-    def _make_room(self, rows: int, num_logits: int) -> None:
-        """Scratch for batches of so many rows, and their logits. Both stay until a batch has more."""
+    def _allocate(self, rows: int, num_logits: int) -> None:
+        """Grow the scratch memory to batches of `rows` rows, and the logits to `num_logits`."""
         if rows > self._rows:
-            rooms = {name: torch.empty(rows * width, dtype=dtype) for name, (width, dtype) in self._widths.items()}
-            self._batch = _Batch(logits=self._logits.ctypes.data, **{name: room.data_ptr() for name, room in rooms.items()})
-            self._rooms, self._rows = rooms, rows
+            scratch = {name: torch.empty(rows * width, dtype=dtype) for name, (width, dtype) in self._widths.items()}
+            self._batch = _Batch(logits=self._logits.ctypes.data, **{name: part.data_ptr() for name, part in scratch.items()})
+            self._scratch, self._rows = scratch, rows
         if num_logits > len(self._logits):
             self._logits = np.empty((num_logits, self.vocab_size), np.float32)
             self._batch.logits = self._logits.ctypes.data
@@ -473,23 +472,23 @@ class NativeDecoder:
             self.values[:, target] = self.values[:, source]
 
     def rows(self, x: Tensor, length: int) -> Tensor:
-        """Embeddings fp32 [sequences * length, hidden] through the layers, each sequence from position 0 on.
+        """Run embeddings, fp32 [sequences * length, hidden], through the layers, each sequence from position 0 on.
 
-        Takes the cache's first blocks, so it is for a decoder that serves nobody.
+        Overwrites the cache's first blocks, so it is for a decoder that serves no requests.
         """
         blocks = -(-length // PANEL)
         num = len(x) // length
         tables = range(blocks * num)
         self._run_rows(x, (range(0, len(x) + 1, length), [0] * num, tables, tables[::blocks], ()))
-        return self._rooms["x"][: x.numel()].view(x.shape).clone()
+        return self._scratch["x"][: x.numel()].view(x.shape).clone()
 
     def normed(self, x: Tensor) -> Tensor:
-        """Rows [rows, hidden] as the final norm gives them. `x`: of a decoder without layers."""
+        """Apply the final norm to rows [rows, hidden]. For a decoder without layers."""
         self._run_rows(x, (range(0, len(x) + 1, len(x)), [0], (), [0], range(len(x))))
-        return self._rooms["normed"][: x.numel()].view(x.shape).clone()
+        return self._scratch["normed"][: x.numel()].view(x.shape).clone()
 
     def projected(self, x: Tensor) -> Tensor:
-        """Logits fp32 [rows, vocab] of rows that are normed. `x`: of a decoder without layers."""
+        """Logits, fp32 [rows, vocab], of normed rows. For a decoder without layers."""
         norm, self._model.final_norm = self._model.final_norm, None
         try:
             self._run_rows(x, (range(0, len(x) + 1, len(x)), [0], (), [0], range(len(x))))
@@ -498,15 +497,15 @@ class NativeDecoder:
         return torch.from_numpy(self._logits[: len(x)]).clone()
 
     def _run_rows(self, x: Tensor, numbers: Sequence[Iterable[int]]) -> None:
-        """`numbers`: as `_NUMBERS` without the ids; row i is what token i's embedding would be."""
+        """`numbers`: `_NUMBERS` without the ids. Row i of `x` is used as the embedding of token i."""
         x = x.contiguous()
         model = self._model
-        before = model.embed, model.embed_type, model.embed_scale
+        saved = model.embed, model.embed_type, model.embed_scale
         model.embed, model.embed_type, model.embed_scale = x.data_ptr(), _TYPES[x.dtype], 1.0
         try:
             self._run(array("i", range(len(x))), *(array("i", each) for each in numbers))
         finally:
-            model.embed, model.embed_type, model.embed_scale = before
+            model.embed, model.embed_type, model.embed_scale = saved
 
     def forward(self, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
         """As `core.Runner.forward`."""
@@ -525,9 +524,9 @@ class NativeDecoder:
         return self._logits[: len(logit_rows)]
 
     def _run(self, *numbers: array[int]) -> None:
-        """One forward of these `_NUMBERS`."""
+        """Run one forward, with the values of `_NUMBERS`."""
         ids, _, start, _, _, logit_rows = numbers
-        self._make_room(len(ids), len(logit_rows))
+        self._allocate(len(ids), len(logit_rows))
         record = self._batch
         record.num_rows, record.num_sequences, record.num_logits = len(ids), len(start), len(logit_rows)
         for name, each in zip(_NUMBERS, numbers, strict=True):

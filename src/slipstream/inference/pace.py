@@ -1,4 +1,4 @@
-"""How long forwards take, learned from those that were."""
+"""Estimates how many tokens a forward can compute in a given time, from past forwards."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ RECENT = 8
 
 
 class Pace:
-    """By the number of tokens: of each power of two the last few forwards, and lines between these.
+    """Keeps the last few forwards of each power of two of tokens, and interpolates linearly between these buckets.
 
-    Of those few the second longest counts. The longest may be the system's fault, and a time that half of them exceed would be no
-    promise."""
+    The second longest time of a bucket counts: the longest may be an outlier of the system, and the median would be exceeded half
+    of the time."""
 
     def __init__(self) -> None:
-        self._recent: dict[int, deque[tuple[float, int]]] = {}  # by the bits of the number: (seconds, tokens)
+        self._recent: dict[int, deque[tuple[float, int]]] = {}  # by tokens.bit_length(): (seconds, tokens)
 
     def add(self, tokens: int, seconds: float) -> None:
         self._recent.setdefault(tokens.bit_length(), deque(maxlen=RECENT)).append((seconds, tokens))
 
     def most(self, seconds: float) -> int:
-        """How many tokens a forward of so many seconds computes, or 0 if nothing is known."""
-        tokens, took = 0, 0.0  # the largest forward that is known to be short enough
+        """How many tokens a forward of `seconds` computes; 0 if no forward is known."""
+        tokens, elapsed = 0, 0.0  # of the largest known forward that is short enough
         for bits in sorted(self._recent):
             longest, more = sorted(self._recent[bits])[-2:][0]
             if longest > seconds:
-                return tokens + int((more - tokens) * (seconds - took) / (longest - took))
+                return tokens + int((more - tokens) * (seconds - elapsed) / (longest - elapsed))
             if more > tokens:
-                tokens, took = more, longest
-        return int(tokens * seconds / took) if took else 0
+                tokens, elapsed = more, longest
+        return int(tokens * seconds / elapsed) if elapsed else 0

@@ -1,7 +1,7 @@
-"""Which forward runs a model, and how many blocks its cache has. Decided once, when an engine is opened.
+"""Chooses the forward of a model and the size of its KV cache, once, when an engine is opened.
 
-On a CPU the native forward runs what it can (`native.why_not`), on CUDA Triton's kernels do where triton is (`cuda.why_not`), else
-plain torch does (`decoder`); models that `DecoderConfig` cannot say run through transformers (`generic`).
+On a CPU this is the native forward if it supports the model (`native.why_not`), on CUDA the Triton kernels if they do
+(`cuda.why_not`), otherwise plain torch (`decoder`). Models that `DecoderConfig` cannot describe run in transformers (`generic`).
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ from slipstream.inference.kv_cache import HeadShape, KVCache, bytes_per_block
 if TYPE_CHECKING:
     from slipstream.inference.weights import DecoderWeights
 
-BLOCK_SIZE = 16  # tokens; the native cache's only one
-_SHARE = {"cpu": 0.4, "cuda": 0.85}  # of the memory that is free once the weights are there
-_MODEST = 1 << 30  # bytes on a CPU, whose memory others need too
-_GENERIC_CONTEXT = 2048  # by which the cache is sized where the model's is known only later; one request may have more
+BLOCK_SIZE = 16  # tokens; the native cache supports no other
+_SHARE = {"cpu": 0.4, "cuda": 0.85}  # of the memory that is free after the weights are loaded
+_MAX_ON_CPU = 1 << 30  # bytes; other processes need host memory too
+_GENERIC_CONTEXT = 2048  # sizes the cache when the model's context is known only later; a single request may be longer
 
 
 class Sizes(NamedTuple):
-    """What bounds the cache."""
+    """Limits of the cache."""
 
-    kv_cache_bytes: int | None  # None: a share of what is free
+    kv_cache_bytes: int | None  # None: a share of the free memory
     max_running: int
     max_context: int | None  # None: the model's
 
 
 class Opened(NamedTuple):
     runner: Runner
-    forward: str  # which one, for people
+    forward: str  # its name, for the log
 
 
-def num_blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, room: int) -> int:
-    """As many as `max_running` full contexts need, within kv_cache_bytes or else `room`. ValueError if that holds nothing."""
-    each = bytes_per_block(shapes, BLOCK_SIZE, dtype)
-    room = room if sizes.kv_cache_bytes is None else sizes.kv_cache_bytes
-    found = min(room // each, sizes.max_running * -(-context // BLOCK_SIZE))
-    if found < 2:
+def num_blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, available: int) -> int:
+    """As many blocks as `max_running` full contexts need, within kv_cache_bytes, or within `available` bytes if that is None.
+    Raises ValueError if fewer than 2 fit."""
+    block_bytes = bytes_per_block(shapes, BLOCK_SIZE, dtype)
+    limit = available if sizes.kv_cache_bytes is None else sizes.kv_cache_bytes
+    blocks = min(limit // block_bytes, sizes.max_running * -(-context // BLOCK_SIZE))
+    if blocks < 2:
         raise ValueError(
-            f"{room:,} bytes for keys and values hold {found} blocks of {BLOCK_SIZE} tokens, {each:,} bytes each; "
-            f"raise kv_cache_bytes ({each * -(-context // BLOCK_SIZE):,} hold one context of {context} tokens)"
+            f"{limit:,} bytes for keys and values hold {blocks} blocks of {BLOCK_SIZE} tokens, {block_bytes:,} bytes each; "
+            f"raise kv_cache_bytes ({block_bytes * -(-context // BLOCK_SIZE):,} hold one context of {context} tokens)"
         )
-    return found
+    return blocks
 
 
 def open_decoder(
@@ -60,7 +61,7 @@ def open_decoder(
     sizes: Sizes,
     threads: int | None = None,
 ) -> Opened:
-    """`dtype`: of arithmetic, and of the cache as far as the forward has it. `threads`: of the native forward."""
+    """`dtype`: of the arithmetic, and of the cache if the forward supports it there. `threads`: of the native forward."""
     from slipstream.inference import native
     from slipstream.inference.decoder import Decoder, head_shapes
 
@@ -91,7 +92,7 @@ def _why_no_kernels(weights: DecoderWeights, device: torch.device) -> str | None
 
 
 def open_generic(model: Any, sizes: Sizes) -> Opened:
-    """`model`: a transformers model, on its device, in its dtype."""
+    """`model`: a transformers model on its final device and in its final dtype."""
     from slipstream.inference.generic import GenericDecoder, cache_shapes
 
     shapes = cache_shapes(model)
@@ -104,22 +105,22 @@ def open_generic(model: Any, sizes: Sizes) -> Opened:
 
 def _context(limit: int, sizes: Sizes) -> int:
     if sizes.max_context is not None and sizes.max_context > limit:
-        raise ValueError(f"max_context is {sizes.max_context}, but the model tells {limit} positions apart")
+        raise ValueError(f"max_context is {sizes.max_context}, but the model has only {limit} positions; lower it")
     return sizes.max_context or limit
 
 
 def _blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, device: torch.device) -> int:
     if device.type == "cuda":
-        room = int(free_memory(device) * _SHARE["cuda"])
+        available = int(free_memory(device) * _SHARE["cuda"])
     else:
-        room = min(int(free_memory(device) * _SHARE["cpu"]), _MODEST)
-    return num_blocks(shapes, dtype, sizes, context, room)
+        available = min(int(free_memory(device) * _SHARE["cpu"]), _MAX_ON_CPU)
+    return num_blocks(shapes, dtype, sizes, context, available)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be had on a device; on a CPU within the control group's limit too."""
+    """Bytes that can be allocated on a device. On a CPU, the limit of the control group counts too."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps of earlier models counts as taken
+        torch.cuda.empty_cache()  # memory that torch caches from earlier models would count as used
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -128,5 +129,5 @@ def free_memory(device: torch.device) -> int:
     if limit == "max":
         return free
     counted = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    used = int((group / "memory.current").read_text()) - int(counted.get("inactive_file", 0))  # cached files can go
+    used = int((group / "memory.current").read_text()) - int(counted.get("inactive_file", 0))  # the page cache is reclaimable
     return min(free, int(limit) - used)

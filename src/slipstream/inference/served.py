@@ -1,17 +1,17 @@
-"""A trainer's forward whose values are the serving path's, bit for bit.
+"""A trainer's forward with the values of the serving path, bit for bit.
 
     served = ServedForward(engine.module)
     with served:                                                    # forward and backward
         logits = engine(input_ids=ids).logits
-        logprobs = token_logprobs(logits[:, :-1], ids[:, 1:])       # what the server said of these tokens, if the weights are equal
+        logprobs = token_logprobs(logits[:, :-1], ids[:, 1:])       # equal to the server's for these tokens and weights
         engine.backward(loss(logprobs))
 
-[Note: Served values] torch's products sum in an order that depends on the batch, the native forward's do not (ops/csrc/decoder.h).
-So each layer, the last norm and the head compute their output with the native kernels, from the weights that the module has at
-that moment, and torch computes it beside them, from the same input: the value is the kernels', the gradient torch's at the same
-point. Where no gradient is wanted, torch computes nothing. Hooks, sharding and checkpointing see an ordinary forward.
+[Note: Served values] The order in which torch's products sum depends on the batch; the native forward's does not
+(ops/csrc/decoder.h). So each layer, the last norm and the head compute their output with the native kernels, from the module's
+current weights, and torch computes it as well, from the same input. The value is the kernels', the gradient torch's at the same
+point. If no gradient is needed, torch computes nothing. Hooks, sharding and checkpointing see an ordinary forward.
 
-It takes fp32 weights on a CPU, a decoder that the native forward runs, and rows that are padded on the right.
+It needs fp32 weights on a CPU, a decoder that the native forward can run, and rows padded on the right.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ __all__ = ["ServedForward", "token_logprobs"]
 
 
 class ServedForward:
-    """While it is entered, `model` (a transformers decoder) gives served values. May be entered again and again.
+    """A context in which `model`, a transformers decoder, returns served values. Reusable, but not reentrant.
 
-    Raises ValueError for a model that it cannot be had for.
+    Raises ValueError if the model is not supported.
     """
 
     def __init__(self, model: nn.Module, threads: int | None = None) -> None:
-        whole: Any = model
-        self.config, self.threads = from_hf(whole.config.to_dict()), threads
-        if reason := _refusal(self.config):
+        decoder: Any = model
+        self.config, self.threads = from_hf(decoder.config.to_dict()), threads
+        if reason := _unsupported(self.config):
             raise ValueError(f"a {type(model).__name__} cannot run with the serving path's values: {reason}")
-        self._layers: dict[Layer, NativeDecoder] = {}  # one of each kind; its weights are those of the layer that ran last
-        self._ends: dict[int, NativeDecoder] = {}  # without layers, by the size of their vocabulary
-        self._inner = whole.model
+        self._layers: dict[Layer, NativeDecoder] = {}  # one per kind of layer, with the weights of the layer that ran last
+        self._ends: dict[int, NativeDecoder] = {}  # without layers, by vocabulary size
+        self._inner = decoder.model
         self._patched: list[tuple[nn.Module, Callable[..., Any]]] = [
-            *((layer, self._layer(i)) for i, layer in enumerate(whole.model.layers)),
-            (whole.model.norm, self._norm),
-            (whole.lm_head, self._head),
+            *((layer, self._layer(i)) for i, layer in enumerate(decoder.model.layers)),
+            (decoder.model.norm, self._norm),
+            (decoder.lm_head, self._head),
         ]
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> ServedForward:
         if self._undo:
-            raise RuntimeError("this ServedForward is entered already: leave it first, or make another")
+            raise RuntimeError("this ServedForward is already entered: leave it first, or create another")
         for module, serve in self._patched:
             self._undo.append(_patch(module, serve))
         self._undo.append(self._inner.register_forward_pre_hook(_check_rows, with_kwargs=True).remove)
@@ -103,7 +103,7 @@ class ServedForward:
     def _decoder(
         self, kinds: tuple[Layer, ...], layers: list[LayerWeights], *, num_blocks: int = 1, vocab_size: int = 1
     ) -> NativeDecoder:
-        """A part of the model; what it has beside `layers` is zeros."""
+        """A decoder with `layers`; all its other weights are zeros."""
         hidden = self.config.hidden_size
         head = torch.zeros(()).expand(vocab_size, hidden)
         weights = DecoderWeights(embed=torch.zeros(1, hidden), final_norm=torch.zeros(hidden), head=head, layers=layers)
@@ -112,7 +112,7 @@ class ServedForward:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probability of each token by its row of logits (fp32 [..., vocab] -> fp32 [...]), by the sampler's own arithmetic."""
+    """Log-probability of each token under its row of logits (fp32 [..., vocab] -> fp32 [...]), computed as the sampler does."""
     result: Tensor = _TokenLogprobs.apply(logits, tokens)
     return result
 
@@ -123,8 +123,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(logits, tokens)
         rows = logits.detach().flatten(0, -2).contiguous().numpy()
         scratch = np.empty(rows.shape[-1], np.float32)
-        found = [float(row[token]) - log_total(row, scratch) for row, token in zip(rows, tokens.flatten().tolist(), strict=True)]
-        return torch.tensor(found, dtype=torch.float32).view(tokens.shape)
+        values = [float(row[token]) - log_total(row, scratch) for row, token in zip(rows, tokens.flatten().tolist(), strict=True)]
+        return torch.tensor(values, dtype=torch.float32).view(tokens.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -135,7 +135,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _Served(torch.autograd.Function):
-    """The second's value, the first's gradient."""
+    """Returns `served`; the gradient goes to `computed`."""
 
     @staticmethod
     def forward(ctx: Any, computed: Tensor, served: Tensor) -> Tensor:
@@ -147,12 +147,12 @@ class _Served(torch.autograd.Function):
 
 
 def _patch(module: nn.Module, serve: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[], None]:
-    """Let the module's forward give served values; returns what undoes it."""
+    """Make the module's forward return served values. Returns a function that undoes it."""
     own, before = vars(module).get("forward"), module.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.dtype != torch.float32 or not x.is_cpu:
-            raise ValueError(f"served values are of fp32 on a CPU, and this forward is in {x.dtype} on {x.device}")
+            raise ValueError(f"served values need fp32 on a CPU, but this forward is in {x.dtype} on {x.device}")
         with torch.no_grad():
             served = serve(module, x.detach())
         if not torch.is_grad_enabled() or not (x.requires_grad or any(param.requires_grad for param in module.parameters())):
@@ -170,17 +170,17 @@ def _patch(module: nn.Module, serve: Callable[[nn.Module, Tensor], Tensor]) -> C
 
 
 def _check_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """The kernels count positions from each row's beginning, and a query sees all before it."""
+    """Reject inputs that the kernels cannot compute: they count positions from the start of each row, and attend causally."""
     mask, positions, cache = (kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values"))
     if mask is not None and (mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any())):
-        raise ValueError("served values are of rows that are padded on the right; give an attention mask [rows, tokens] of such")
+        raise ValueError("served values need rows padded on the right; give an attention mask [rows, tokens] of that kind")
     if positions is not None and not positions.eq(torch.arange(positions.shape[-1])).all():
-        raise ValueError("served values are of rows whose positions begin at 0, not of packed ones; leave position_ids out")
+        raise ValueError("served values need rows whose positions begin at 0, not packed ones; leave position_ids out")
     if cache is not None and cache.get_seq_length():
-        raise ValueError("served values are of whole rows; leave past_key_values out")
+        raise ValueError("served values need full rows; leave past_key_values out")
 
 
-def _refusal(config: DecoderConfig) -> str | None:
+def _unsupported(config: DecoderConfig) -> str | None:
     if config.logit_softcap:
         return "its logits are capped after the head (final_logit_softcapping), by torch"
     return why_not(config)

@@ -1,8 +1,7 @@
-"""New weights for an open engine, tensor by tensor, in the place of the old ones.
+"""Overwrites the weights of an open engine in place, tensor by tensor.
 
-A `Target` knows which roles each name fills and in which form a role is kept. `fill` takes tensors by their names in the model, in
-any order, each of them read once and not kept: nothing is held beside the weights themselves but one matrix on its way into its
-form (packed, int8, int4).
+A `Target` maps names in the model to roles, and roles to the form in which a weight is stored. `fill` takes the tensors in any
+order and reads each once. The peak of additional memory is one matrix during its conversion (packed, int8, int4).
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _WRAPPERS = ("base_model.model.", "module.", "_orig_mod.")  # PEFT's, DDP's and 
 
 
 class Form(NamedTuple):
-    """How a weight is kept."""
+    """How a weight is stored."""
 
     kind: torch.dtype | type[Int8] | type[Int4]
     device: torch.device
-    group: int = 0  # of Int4: inputs that share a scale
+    group: int = 0  # of Int4: inputs per scale
 
     @classmethod
     def of(cls, weight: Matrix) -> Form:
@@ -39,28 +38,28 @@ class Form(NamedTuple):
             case _:
                 return cls(weight.dtype, weight.device)
 
-    def made_of(self, weight: Tensor) -> Matrix:
-        """Quantized from the precision in which it comes, as at loading."""
+    def convert(self, weight: Tensor) -> Matrix:
+        """Quantize or cast a weight. Quantizes from the precision of `weight`, as loading does."""
         if isinstance(self.kind, torch.dtype):
             return weight.to(self.device, self.kind)
-        made: Matrix = to_int8(weight.contiguous()) if self.kind is Int8 else to_int4(weight.contiguous(), self.group)
-        return type(made)(*(part.to(self.device) for part in made))
+        matrix: Matrix = to_int8(weight.contiguous()) if self.kind is Int8 else to_int4(weight.contiguous(), self.group)
+        return type(matrix)(*(part.to(self.device) for part in matrix))
 
 
 class Place(NamedTuple):
-    """Where a tensor of the model goes."""
+    """The roles that a tensor of the model fills."""
 
     shape: tuple[int, ...]
-    parts: list[tuple[str, Tensor]]  # roles, and for each the part of the tensor that fills it, as a view on meta
+    parts: list[tuple[str, Tensor]]  # (role, its part of the tensor as a view on meta)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An engine's weights, as far as new ones need to know them."""
+    """The names, roles and forms of an engine's weights."""
 
     places: Mapping[str, Place]
     forms: Mapping[str, Form]  # by role
-    idle: frozenset[str]  # names that may come and fill nothing
+    idle: frozenset[str]  # names that are accepted and ignored
 
     @classmethod
     def decoder(cls, config: DecoderConfig, weights: DecoderWeights) -> Target:
@@ -71,42 +70,41 @@ class Target:
 
     @classmethod
     def module(cls, model: torch.nn.Module) -> Target:
-        """A live model's parameters, each in its own role."""
+        """A live model's parameters; the role of each is its name."""
         named = dict(model.named_parameters())
         empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in named.items()}
-        found = {name: Place(tuple(one.shape), [(name, one)]) for name, one in empty.items()}
+        places = {name: Place(tuple(one.shape), [(name, one)]) for name, one in empty.items()}
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - named.keys()
         buffers = {name for name, _ in model.named_buffers()}
-        return cls(found, {name: Form.of(one.data) for name, one in named.items()}, frozenset(tied | buffers))
+        return cls(places, {name: Form.of(one.data) for name, one in named.items()}, frozenset(tied | buffers))
 
     @torch.no_grad()
     def fill(self, put: Callable[[str, Matrix], None], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Every weight, once, by `put(role, weight)`, as core.Runner has it.
+        """Call `put(role, weight)`, that of core.Runner, for every weight.
 
-        Raises ValueError for a name, shape or number of weights that is not the model's.
+        Raises ValueError if a name is unknown, a shape is wrong or weights are missing.
         """
-        left = {role for place in self.places.values() for role, _ in place.parts}
-        for given, tensor in tensors:
-            name = _bare(given)
+        missing = {role for place in self.places.values() for role, _ in place.parts}
+        for full_name, tensor in tensors:
+            name = _without_wrappers(full_name)
             if name in self.idle or name.endswith("rotary_emb.inv_freq"):
                 continue
             if name not in self.places:
-                raise ValueError(f"{given!r} is none of this model's weights, which are called as {next(iter(self.places))!r}")
+                raise ValueError(f"{full_name!r} is none of this model's weights, whose names are like {next(iter(self.places))!r}")
             shape, parts = self.places[name]
             if tuple(tensor.shape) != shape:
-                raise ValueError(f"{given!r} is {list(tensor.shape)}; this model's is {list(shape)}")
-            whole = tensor.detach().contiguous()
+                raise ValueError(f"{full_name!r} is {list(tensor.shape)}; this model's is {list(shape)}")
+            source = tensor.detach().contiguous()
             for role, part in parts:
-                view = whole.as_strided(part.shape, part.stride(), whole.storage_offset() + part.storage_offset())
-                put(role, self.forms[role].made_of(view))
-                left.discard(role)
-        if left:
-            lacking = [name for name, place in self.places.items() if left.intersection(role for role, _ in place.parts)]
-            raise ValueError(f"{len(left)} weights have not come: {', '.join(lacking[:3])}{', ...' if len(lacking) > 3 else ''}")
+                view = source.as_strided(part.shape, part.stride(), source.storage_offset() + part.storage_offset())
+                put(role, self.forms[role].convert(view))
+                missing.discard(role)
+        if missing:
+            lacking = [name for name, place in self.places.items() if missing.intersection(role for role, _ in place.parts)]
+            raise ValueError(f"{len(missing)} weights are missing: {', '.join(lacking[:3])}{', ...' if len(lacking) > 3 else ''}")
 
 
-def _bare(name: str) -> str:
-    """Without what wrappers put before it."""
+def _without_wrappers(name: str) -> str:
     while prefix := next((prefix for prefix in _WRAPPERS if name.startswith(prefix)), ""):
         name = name.removeprefix(prefix)
     return name
