@@ -93,7 +93,7 @@ def test_a_constraint_is_its_requests_own_and_says_when_it_is_done(grammars: Gra
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ("{", "is no JSON schema"),
+        ("{", "is not a valid JSON schema"),
         ("3", "it is not an object"),
         ('{"type": "banana"}', "banana"),
         ('{"type": "string", "pattern": "("}', "json_schema cannot be served"),

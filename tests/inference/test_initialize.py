@@ -104,7 +104,7 @@ def save(folder: Path) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     run(1, save, tmp_path)
-    with pytest.raises(ValueError, match="global_step0 does not say what model its weights are of"):
+    with pytest.raises(ValueError, match="global_step0 has no model configuration"):
         init_inference(tmp_path)
 
 

@@ -65,5 +65,5 @@ def test_served_values_are_refused_where_they_would_be_others() -> None:
         with pytest.raises(ValueError, match="leave past_key_values out"):
             model(ids, past_key_values=cache)
     assert model(ids).logits.equal(plain), "as it was"
-    with served, pytest.raises(ValueError, match="of fp32 on a CPU"):
+    with served, pytest.raises(ValueError, match="need fp32 on a CPU"):
         model.bfloat16()(ids)

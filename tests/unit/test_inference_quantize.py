@@ -71,7 +71,7 @@ def test_what_is_quantized(kind: str) -> None:
     assert new.router is w and new.input_norm is vector and after.embed is w and new.mlp is None
     again = quantize(after, kind)
     assert again.layers[0].k is new.k and again.head is after.head
-    with pytest.raises(ValueError, match="'int3' is no quantization"):
+    with pytest.raises(ValueError, match="kind is 'int3'; it must be"):
         quantize(before, "int3")
 
 

@@ -235,9 +235,9 @@ def test_a_gguf_file() -> None:
     spm = TOKENIZERS["sentencepiece"]
     assert spm.decode(spm.encode(HARD)) == HARD and spm.encode("hello")[0] == 1
     assert b"".join(spm.token_bytes(token) for token in spm.encode("hello 好", special=False)) == " hello 好".encode()
-    with pytest.raises(ValueError, match=r"tokenizer.ggml.pre is 'klingon'; served are .*smollm"):
+    with pytest.raises(ValueError, match=r"tokenizer.ggml.pre is 'klingon'; supported are .*smollm"):
         Tokenizer.from_gguf(gguf_metadata("klingon"))
-    with pytest.raises(ValueError, match=r"tokenizer.ggml.model is 't5'; served are gpt2, llama"):
+    with pytest.raises(ValueError, match=r"tokenizer.ggml.model is 't5'; supported are gpt2, llama"):
         Tokenizer.from_gguf({"tokenizer.ggml.model": "t5"})
 
 
@@ -305,7 +305,7 @@ def test_a_template_that_fails_is_one_sentence(template: str, message: str) -> N
 def test_messages_that_no_template_can_take() -> None:
     with pytest.raises(ValueError, match="no chat template; use plain completions"):
         Tokenizer(BACKEND).chat([{"role": "user", "content": "x"}])
-    with pytest.raises(ValueError, match="content part of type 'image_url'; this model reads parts of type 'text' only"):
+    with pytest.raises(ValueError, match="content part of type 'image_url'; this model supports only parts of type 'text'"):
         chat(CHATML, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
     with pytest.raises(ValueError, match="arguments of the tool call 'f' are not JSON"):
         chat(CHATML, [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}])

@@ -1,4 +1,4 @@
-"""Serving: from a request's text to its tokens. Read `core` first, then `engine`."""
+"""Serving: continuous batching with a paged KV cache. Read `core` first, then `engine`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ __all__ = [
 
 
 def num_bytes(size: str) -> int:
-    """Of 512M, 1.5G or 4096, as options take it. Raises ValueError."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", size, re.IGNORECASE)
-    number = int(Fraction(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    """Parse a size like 512M, 1.5G or 4096 (bytes). Raises ValueError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(?:i?B)?", size, re.IGNORECASE)
+    number = int(Fraction(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")) if match else 0
     if number == 0:
         raise ValueError(f"{size!r} is not a size; write 512M or 2G")
     return number
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when asked for: `core` and the scheduler are used without torch."""
+    """Import lazily: `core` and the scheduler work without torch."""
     import importlib
 
     if name not in _HOMES:

@@ -1,7 +1,7 @@
-"""What a decoder of the Llama family is: every difference between its members is a value here, not a class.
+"""The configuration of a Llama-like decoder: model families differ by values here, not by classes.
 
-Pure: `from_hf` (in `models`) reads a config.json into a `DecoderConfig`; the torch reference (`decoder`) and the native
-forward (`native`) run it. What no value here can say goes the generic way, through transformers (`generic`).
+`models.from_hf` converts a config.json to a `DecoderConfig`; `decoder` (torch), `native` (CPU) and `cuda` (Triton) run it. Models
+that it cannot describe run in transformers (`generic`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary positions: pair i of a head (i and i + rotary_dim / 2) turns by position * inv_freq[i]."""
+    """Rotary positions: pair i of a head (i and i + rotary_dim / 2) is rotated by position * inv_freq[i]."""
 
     inv_freq: tuple[float, ...]  # radians per position, fp32 values; rotary_dim / 2 of them
     scale: float = 1.0  # factor on cosine and sine (YaRN's attention factor)
@@ -19,21 +19,21 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A routed MLP: softmax over all experts, the top k of them, each a gated MLP."""
+    """A mixture of experts: softmax over all, then the top k; each expert is a gated MLP."""
 
     num: int
     top_k: int
     intermediate_size: int
-    normalize: bool  # the chosen weights are made to sum to 1
+    normalize: bool  # scale the weights of the top k to sum to 1
     shared_size: int = 0  # Qwen-MoE's shared expert (with its sigmoid gate); 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What may differ from layer to layer."""
+    """The settings that may differ between layers."""
 
-    rope: Rope | None  # None: no positions in this layer
-    window: int = 0  # a query sees this many last positions, its own included; 0: all
+    rope: Rope | None  # None: no rotary embedding
+    window: int = 0  # number of last positions that a query attends to, its own included; 0: all
     experts: Experts | None = None  # None: a dense MLP
 
 
@@ -53,7 +53,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head of q and k before the rotation (Qwen3, Gemma 3)
+    qk_norm: bool = False  # RMSNorm over each head of q and k before the rotary embedding (Qwen3, Gemma 3)
     norm_offset: float = 0.0  # RMSNorm multiplies by offset + weight (Gemma: 1)
     sandwich: bool = False  # norms also after attention and after the MLP, before the residual (Gemma 2 and 3)
     embed_scale: float = 1.0  # on embeddings (Gemma: sqrt(hidden_size), rounded to the weights' dtype)

@@ -1,6 +1,6 @@
-"""Output that is JSON of a given schema: which tokens may come next, through llguidance (needed only for such requests).
+"""Structured output: the tokens that a JSON schema allows next, by llguidance (needed only for such requests).
 
-A schema is compiled once; a request's `Constraint` is a light copy of the compiled state.
+A schema is compiled once; a request's `Constraint` is a cheap copy of the compiled state.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from slipstream.inference.text import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# Between JSON's parts: nothing, a space, or a line break with indentation. A model that is free to write blanks for ever does.
+# Between JSON tokens: nothing, a space, or a line break with indentation. Without a limit, models generate whitespace endlessly.
 WHITESPACE = r"( |\n {0,16})?"
 
-# llguidance bounds what it does for a schema, but makes a state of every remainder of a multipleOf: 1 MB for 2,000.
+# llguidance limits the work for a schema, except for multipleOf: it creates a state for each remainder, 1 MB for 2,000.
 MAX_REMAINDERS = 2_000
-MAX_KEPT = 1_000_000  # characters of all schemas that are kept compiled, which takes up to 120 bytes for each
+MAX_KEPT = 1_000_000  # characters of all cached schemas; compiled, each needs up to 120 bytes
 
 
 class Grammars:
-    """Compiled schemas of one tokenizer, the latest used kept. Raises MissingPackageError without llguidance."""
+    """An LRU cache of the compiled schemas of one tokenizer. Raises MissingPackageError without llguidance."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, keep: int = 128) -> None:
         with needs("output of a JSON schema", extra="serve"):
             import llguidance
         if not tokenizer.end_ids:
-            raise ValueError("output of a JSON schema needs an end token, and this model's files name none (eos_token_id)")
+            raise ValueError("json_schema needs an end token, and this model's files have none (eos_token_id)")
         self._matcher = llguidance.LLMatcher
         self._end_ids = sorted(tokenizer.end_ids)
         self._words = -(-max(vocab_size, tokenizer.vocab_size) // 32)  # int32 words of a mask
@@ -47,7 +47,7 @@ class Grammars:
         self._keep = keep
 
     def constraint(self, schema: str) -> Constraint:
-        """`schema`: JSON text of an object. Raises ValueError with the library's reason."""
+        """`schema`: a JSON object as text. Raises ValueError with llguidance's reason."""
         compiled = self._compiled.pop(schema, None) or self._compile(schema)
         self._compiled[schema] = compiled
         while len(self._compiled) > self._keep or sum(map(len, self._compiled)) > MAX_KEPT:
@@ -63,15 +63,15 @@ class Grammars:
             grammar = self._matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
             matcher = self._matcher(self._tokens, grammar, log_level=0)
         except (ValueError, RecursionError, OverflowError) as error:
-            raise ValueError(f"json_schema is no JSON schema: {error}") from error
+            raise ValueError(f"json_schema is not a valid JSON schema: {error}") from error
         if matcher.is_error():
             raise ValueError(f"json_schema cannot be served: {matcher.get_error()}")
-        matcher.compute_bitmask()  # the first mask of a large schema takes 0.1 s, for which all would wait; copies have its states
+        matcher.compute_bitmask()  # here, not in the engine's loop: the first mask of a large schema needs 0.1 s; copies inherit it
         return matcher
 
 
 class Constraint:
-    """What one request may generate next."""
+    """The state of one request's grammar."""
 
     def __init__(self, matcher: LLMatcher, end_ids: Sequence[int], num_words: int) -> None:
         self._matcher = matcher
@@ -80,15 +80,15 @@ class Constraint:
 
     @property
     def done(self) -> bool:
-        """The JSON is complete and nothing but an end token may follow: the request can end here."""
+        """Whether the JSON is complete and only an end token may follow."""
         return self._matcher.is_stopped()
 
     def mask(self) -> Tensor:
-        """int32 [ceil(vocab / 32)], bit t % 32 of word t // 32: token t may come next. End tokens when the JSON may end."""
+        """int32 [ceil(vocab / 32)], bit t % 32 of word t // 32: token t may come next. Has the end tokens if the JSON may end."""
         words = np.zeros(self._num_words, dtype=np.uint32)
         if not self.done:
-            found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]  # it may give one more
-            words[: len(found)] = found
+            allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]  # may have one more
+            words[: len(allowed)] = allowed
         for token in self._end_ids:
             bit = np.uint32(1 << token % 32)
             if self._matcher.is_accepting():
@@ -98,31 +98,31 @@ class Constraint:
         return torch.from_numpy(words.view(np.int32))
 
     def accept(self, token: int) -> None:
-        """`token` was generated. An end token changes nothing."""
+        """Advance by a generated token; a no-op for end tokens."""
         if token not in self._end_ids and not self._matcher.consume_token(token):
             raise ValueError(f"token {token} is not allowed by the JSON schema: {self._matcher.get_error()}")
 
 
 def _remainders(schema: Any) -> int:
-    """How many there are to the least common multiple of every multipleOf in it, whose unit is their smallest digit."""
+    """The least common multiple of all multipleOf in the schema, in units of their smallest decimal digit."""
     steps = [Decimal(repr(value)).normalize() for value in _values(schema, "multipleOf") if type(value) in (int, float)]
     places = max((-exponent for step in steps if isinstance(exponent := step.as_tuple().exponent, int)), default=0)
     total = 1
     for step in steps:
         total = math.lcm(total, int(Fraction(step) * 10 ** max(places, 0)))
         if total > MAX_REMAINDERS:
-            break  # numbers without end
+            break  # the numbers could grow without bound
     return total
 
 
 def _values(node: Any, key: str) -> Iterator[Any]:
-    """Of `key`, wherever it is."""
+    """The values of `key` at all levels."""
     nodes = [node]
     while nodes:
         match nodes.pop():
-            case dict() as found:
-                if key in found:
-                    yield found[key]
-                nodes += found.values()
-            case list() as found:
-                nodes += found
+            case dict() as child:
+                if key in child:
+                    yield child[key]
+                nodes += child.values()
+            case list() as child:
+                nodes += child

@@ -1,7 +1,7 @@
-"""Keys and values of all requests, in blocks: the memory that `Request.blocks` number.
+"""The paged KV cache in torch: the blocks that `Request.blocks` refers to.
 
-Per layer `keys[l]` and `values[l]`: [num_blocks, block_size, kv_heads, head_dim], contiguous, one dtype. Position p of a
-request lies in its block p // block_size, at p % block_size; a *slot* is that place counted over all blocks.
+Per layer `keys[l]` and `values[l]`: [num_blocks, block_size, kv_heads, head_dim], contiguous, one dtype. Position p of a request is
+in its block p // block_size at offset p % block_size; a *slot* is the index of that position over all blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class HeadShape(NamedTuple):
-    """One layer's."""
+    """Of one layer."""
 
     num_kv_heads: int
     head_dim: int
@@ -39,7 +39,7 @@ class KVCache:
         self.device = torch.device(device)
 
         def blocks(shape: HeadShape) -> Tensor:
-            # Zeros, not empty: a masked score times a NaN of an unused slot would be NaN.
+            # Zeros, not empty: masked attention multiplies unused slots by 0, and 0 * NaN is NaN.
             if self.device.type == "cpu":
                 return untouched_zeros((num_blocks, block_size, *shape), dtype)
             return torch.zeros(num_blocks, block_size, *shape, dtype=dtype, device=device)
@@ -48,7 +48,7 @@ class KVCache:
         self.values = [blocks(shape) for shape in shapes]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks (from, to) in every layer; no block is both copied from and to."""
+        """Copy blocks (from, to) in every layer. No block may be both a source and a target."""
         if not pairs:
             return
         old, new = torch.tensor(pairs, device=self.device).T
@@ -56,37 +56,37 @@ class KVCache:
             layer[new] = layer[old]
 
     def slots(self, blocks: Sequence[int], start: int, stop: int) -> Tensor:
-        """Slots [stop - start] of positions [start, stop), on the CPU: the caller joins and moves them at once."""
+        """Slots [stop - start] of positions [start, stop), on the CPU: callers move those of all requests at once."""
         positions = torch.arange(start, stop)
         return torch.tensor(blocks, dtype=torch.int64)[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """keys, values [tokens, kv_heads, head_dim] into slots [tokens]."""
+        """Write keys, values [tokens, kv_heads, head_dim] to slots [tokens]."""
         self.keys[layer].flatten(0, 1)[slots] = keys.to(self.dtype)
         self.values[layer].flatten(0, 1)[slots] = values.to(self.dtype)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [tokens, kv_heads, head_dim] of slots [tokens]; a gathered copy."""
+        """A gathered copy of keys and values [tokens, kv_heads, head_dim] of slots [tokens]."""
         return self.keys[layer].flatten(0, 1)[slots], self.values[layer].flatten(0, 1)[slots]
 
     def is_finite(self, slots: Tensor) -> bool:
-        """Whether all keys and values of slots [tokens] are numbers."""
+        """Whether all keys and values of slots [tokens] are finite."""
         return all(bool(layer.flatten(0, 1)[slots].isfinite().all()) for layer in (*self.keys, *self.values))
 
 
 def bytes_per_block(shapes: Sequence[HeadShape], block_size: int, dtype: torch.dtype) -> int:
-    """Keys and values of all layers."""
+    """Size of one block's keys and values in all layers."""
     return 2 * sum(heads * head_dim for heads, head_dim in shapes) * block_size * dtype.itemsize
 
 
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU that cost neither time nor memory before they are written: torch.zeros writes them all (0.8 s a GiB)."""
+    """Zeros on the CPU that use neither time nor memory until they are written; torch.zeros writes them (0.8 s per GiB)."""
     numel = math.prod(shape)
     return torch.frombuffer(mmap.mmap(-1, max(numel, 1) * dtype.itemsize), dtype=dtype)[:numel].view(*shape)
 
 
 def give_pages_back(tensor: Tensor, *, shared: bool) -> None:
-    """The whole pages of a CPU tensor, private or mapped as shared (`untouched_zeros`); they read as zeros then."""
+    """Free the full pages of a CPU tensor, which read as zeros afterwards. `shared`: the mapping is (`untouched_zeros`)."""
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     advice = mmap.MADV_REMOVE if shared else mmap.MADV_DONTNEED

@@ -1,8 +1,8 @@
 """Weight-only quantization: matrices to int8 (per output channel) or int4 (per group of inputs), and back.
 
-Quantized are the matrices that every token passes through. Norms, biases, the router (its choice is a step function)
-and the embedding (a table that is looked up, not multiplied) stay as they are; the output matrix is int8 in both,
-because its error goes straight into the logits. What is quantized already is never quantized again.
+The matrices of attention and MLPs (experts included) are quantized. Norms, biases, the router (its top-k is discontinuous) and the
+embedding (a lookup, not a product) are not. The output matrix is int8 for both kinds, because its error goes directly into the
+logits. Matrices that are quantized already are left as they are.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ def to_int8(w: Tensor) -> Int8:
 
 
 def to_int4(w: Tensor, group: int = 32) -> Int4:
-    """[out, in] -> affine int4; each group's range is the one of a few that has the least squared error."""
+    """[out, in] -> affine int4; each group uses the range with the least squared error among a few candidates."""
     return Int4(*ops.quantize_int4(w, group))
 
 
 def to_kind(w: Tensor, kind: str, group: int = 32) -> Int8 | Int4:
-    """int8, or int4 where the groups divide the input."""
+    """Quantize to int8, or to int4 if the group size divides the inputs."""
     return to_int4(w, group) if kind == "int4" and w.shape[1] % group == 0 else to_int8(w)
 
 
 def unpack(q: Tensor) -> Tensor:
-    """uint8 [out, in / 2], as `Int4` has it -> uint8 [out, in] of 0..15."""
+    """Packed nibbles of `Int4`, uint8 [out, in / 2] -> uint8 [out, in] in 0..15."""
     return torch.stack((q & 15, q >> 4), 2).flatten(1)
 
 
 def dequantize(m: Matrix) -> Tensor:
-    """fp32 of a quantized matrix; a tensor is returned as it is."""
+    """A quantized matrix in fp32; a tensor is returned unchanged."""
     match m:
         case Int8():
             return ops.dequantize_int8(*m)
@@ -48,7 +48,7 @@ def dequantize(m: Matrix) -> Tensor:
 
 
 def round_activations(x: Tensor, group: int = 32) -> Tensor:
-    """x [..., features] as the products of codes see it: 8 bits, symmetric, a scale for each `group` features of a row."""
+    """Round x [..., features] like the native int8 and int4 products: symmetric, 8 bits, a scale per `group` features of a row."""
     features = x.shape[-1]
     wide = torch.nn.functional.pad(x.float(), (0, -features % group)).unflatten(-1, (-1, group))
     most = wide.abs().amax(-1, keepdim=True)
@@ -57,9 +57,9 @@ def round_activations(x: Tensor, group: int = 32) -> Tensor:
 
 
 def quantize(weights: DecoderWeights, kind: str, group: int = 32) -> DecoderWeights:
-    """The same decoder with matrices of `kind`, "int8" or "int4". Inputs that no group divides are int8 in both kinds."""
+    """The same decoder with matrices of `kind`, "int8" or "int4"; int8 for both if the group size does not divide the inputs."""
     if kind not in ("int8", "int4"):
-        raise ValueError(f'{kind!r} is no quantization; there are "int8" and "int4"')
+        raise ValueError(f'kind is {kind!r}; it must be "int8" or "int4"')
 
     def matrix(m: Matrix) -> Matrix:
         return to_kind(m, kind, group) if isinstance(m, Tensor) else m

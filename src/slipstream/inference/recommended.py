@@ -1,4 +1,4 @@
-"""Sampling as a model's makers recommend it: what `slipstream chat` and /v1/chat/completions take where nobody says otherwise."""
+"""Sampling settings that a model recommends: the defaults of `slipstream chat` and /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.config import huggingface
 from slipstream.inference.core import SamplingParams
 
-UNSTATED: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}  # of a conversation with a model that says nothing
+UNSTATED: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}  # defaults for conversations if the model has none
 
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _GGUF = {  # llama.cpp's keys
@@ -19,13 +19,15 @@ _GGUF = {  # llama.cpp's keys
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-_CARDS: dict[tuple[str, str], Mapping[str, Any]] = {  # by general.basename and .organization: of files that leave it to their card
+_CARDS: dict[
+    tuple[str, str], Mapping[str, Any]
+] = {  # by general.basename and .organization: settings that are only on the model card
     ("smollm2", "HuggingFaceTB"): {"temperature": 0.2, "top_p": 0.9}
 }
 
 
 def of_generation(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Of generation_config.json; {} where it says nothing, or that nothing is to be sampled."""
+    """The settings in generation_config.json; {} if it has none or disables sampling."""
     if generation.get("do_sample") is False:
         return {}
     return {name: value for name in _FIELDS if (value := generation.get(name)) is not None}
@@ -36,7 +38,7 @@ def of_folder(path: Path) -> dict[str, Any]:
 
 
 def of_gguf(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises ValueError for a value that cannot be sampled with."""
+    """The settings in a GGUF file. Raises ValueError for invalid values."""
     stated = {name: metadata[key] for key, name in _GGUF.items() if key in metadata}
     try:
         SamplingParams(**stated)
@@ -48,11 +50,11 @@ def of_gguf(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def of_model(model: Any) -> dict[str, Any]:
-    """Of a live transformers model."""
+    """The settings of a live transformers model."""
     generation = getattr(model, "generation_config", None)
     return {} if generation is None else of_generation(generation.to_diff_dict())
 
 
 def said(sampling: Mapping[str, Any]) -> str:
-    """For people."""
+    """The settings as text, for the log."""
     return ", ".join(f"{name} {value:g}" for name, value in sampling.items())

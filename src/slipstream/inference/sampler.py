@@ -1,21 +1,21 @@
-"""From logits to tokens. A row's result depends on the row, its request and nothing else.
+"""From logits to tokens. The result of a row depends only on the row and its request.
 
-[Note: Seeded sampling] One uniform per generated token, a hash of (request.seed, number of that token): the same seed
-gives the same text alone and in any batch, after a preemption, and with or without guessed tokens. All arithmetic is
-per row, on one thread: a reduction over a batch would sum in an order that depends on the batch. A compiled kernel
-(ops/csrc/sample_body.h) draws tokens five to ten times faster than its twin in numpy, and draws the same ones unless
-rounding decides; the twin serves where there is no compiler.
+[Note: Seeded sampling] Each generated token has one uniform number, a hash of (request.seed, index of the token). So a seed gives
+the same text alone and in any batch, after a preemption, and with or without drafts. All arithmetic is per row, on one thread: a
+reduction over a batch would sum in an order that depends on the batch. A compiled kernel (ops/csrc/sample_body.h) samples five to
+ten times faster than the numpy version here, and returns the same tokens unless rounding decides. numpy is the fallback without a
+compiler.
 
-[Note: Guessed tokens] Every row of a draft is sampled with its own number, as if its guesses had been generated, and
-`drafts.accept` keeps samples up to the first that differs from its guess. A kept sample was thus drawn from the model's
-distribution after exactly the tokens before it. So the text is not only distributed as without a draft: it is the same.
+[Note: Guessed tokens] Every row of a draft is sampled with its own number, as if its draft tokens had been generated, and
+`drafts.accept` keeps samples up to the first that differs from the draft. So a kept sample was drawn from the model's distribution
+after exactly the tokens before it. The text does not only have the same distribution as without a draft: it is the same.
 
 Order, as in transformers: repetition, presence and frequency penalties, logit_bias, forbidden tokens (min_tokens, mask);
 then temperature, top-k, top-p, min-p. Log-probabilities are of the raw logits, before all of these, as in OpenAI's API.
 
-[Note: Edits] Penalties, bias and min_tokens change a few tokens' logits, by index arrays that are kept for each request until
-`forget`. They follow from its tokens, which only grow: a new one is counted once, a preemption changes nothing,
-and guesses are counted for their row alone.
+[Note: Edits] Penalties, bias and min_tokens change the logits of a few tokens, by index arrays that are kept per request until
+`forget`. They are derived from the request's tokens, which only grow: each new token is counted once, a preemption changes nothing,
+and draft tokens are counted for their row only.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from torch import Tensor
 from slipstream.inference.core import Request, SamplingParams
 from slipstream.ops import build
 
-Floats = NDArray[np.float32]  # [vocab] unless said otherwise
+Floats = NDArray[np.float32]  # [vocab] unless noted
 Ids = NDArray[np.int64]
 
 BLOCK = 256  # of the two-level search in `_draw`
-HEADS = (1e-3, 1e-6)  # times the largest probability: for top-p, what is above these is tried before the whole vocabulary
+HEADS = (1e-3, 1e-6)  # fractions of the largest probability: top-p tries the tokens above these before the whole vocabulary
 HASH = (1 << 64) - 1
 
 
 class Row(NamedTuple):
-    """One row of logits: what follows `request.tokens` and then `draft`."""
+    """One row of logits: those of the token after `request.tokens` and `draft`."""
 
     request: Request
-    draft: tuple[int, ...] = ()  # guesses that this row takes as generated
-    mask: Tensor | None = None  # int32 [>= vocab / 32] on the CPU, bit t of word t // 32: token t is allowed
+    draft: tuple[int, ...] = ()  # draft tokens that this row treats as generated
+    mask: Tensor | None = None  # int32 [>= vocab / 32] on the CPU; bit t % 32 of word t // 32: token t is allowed
 
 
 class Sampled(NamedTuple):
     token: int
-    logprob: float | None = None  # None: not asked for
-    top: Sequence[tuple[int, float]] = ()  # the params.logprobs likeliest tokens, likeliest first
+    logprob: float | None = None  # None if not requested
+    top: Sequence[tuple[int, float]] = ()  # (token, logprob) of the params.logprobs most likely tokens, descending
 
 
 class SamplingError(RuntimeError):
-    """No token can be chosen for these requests; the others of the batch can be sampled again without them."""
+    """No token can be sampled for these requests. The others of the batch can be sampled again without them."""
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
@@ -75,12 +75,12 @@ class _Sampling(ctypes.Structure):
 
 
 class _Kernel:
-    """`_draw` and all before it, in C."""
+    """The C version of `_draw` and the filters before it."""
 
     def __init__(self, kernels: ctypes.CDLL, vocab_size: int) -> None:
         blocks = -(-vocab_size // BLOCK)
-        self._room = [np.empty(blocks * BLOCK, np.float32) for _ in range(2)], np.empty(blocks, np.float32), np.empty(blocks)
-        (weights, candidates), most, sums = self._room
+        self._scratch = [np.empty(blocks * BLOCK, np.float32) for _ in range(2)], np.empty(blocks, np.float32), np.empty(blocks)
+        (weights, candidates), most, sums = self._scratch
         addresses = (array.ctypes.data for array in (weights, candidates, most, sums))
         self._record = _Sampling(1, 0, vocab_size, 0, 1, 0, *addresses)
         self._choose = kernels.slipstream_choose
@@ -88,16 +88,16 @@ class _Kernel:
         self._at = ctypes.addressof(self._record)
 
     def __call__(self, logits: Floats, params: SamplingParams, u: float) -> int:
-        """-1: no token can be chosen."""
+        """Return a token, or -1 if none can be sampled."""
         record = self._record
         record.top_p, record.u, record.min_p = params.top_p, u, params.min_p
-        record.top_k = min(params.top_k, record.vocab_size)  # it may be of any size, the record's 64 bits would cut it
+        record.top_k = min(params.top_k, record.vocab_size)  # the parameter is unbounded, the field has 64 bits
         record.temperature = max(params.temperature, 1e-30)
         return self._choose(logits.ctypes.data, self._at)
 
 
 class _Edits:
-    """What a request changes of its logits beside its mask; see [Note: Edits]."""
+    """A request's changes to its logits apart from its mask, see [Note: Edits]."""
 
     def __init__(self, request: Request, vocab_size: int) -> None:
         params = request.params
@@ -106,17 +106,17 @@ class _Edits:
         self._biases: Floats = np.array([*params.logit_bias.values()], np.float32)
         self._penalty = np.float32(params.repetition_penalty)
         self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
-        self._counted = request.num_prompt  # tokens before this are in what follows
-        # Seen tokens in order of their first: the prompt's too, for a repetition penalty. The arrays take memory as they fill.
+        self._counted = request.num_prompt  # tokens before this position are counted below
+        # Seen tokens in order of first occurrence; with a repetition penalty the prompt's too.
         seen = dict.fromkeys(request.tokens[: request.num_prompt] if self._penalty != 1 else ())
         self._places = {token: place for place, token in enumerate(seen)}
         self._penalized = bool(self._penalty != 1 or self._presence or self._frequency)
-        self._seen: Ids = np.empty(vocab_size if self._penalized else 0, np.int64)
+        self._seen: Ids = np.empty(vocab_size if self._penalized else 0, np.int64)  # pages are allocated as it fills
         self._seen[: len(seen)] = [*seen]
-        self._counts: Ids = np.zeros(len(self._seen), np.int64)  # how often each of them was generated
+        self._counts: Ids = np.zeros(len(self._seen), np.int64)  # how often each was generated
 
     def apply(self, logits: Floats, row: Row) -> None:
-        """Penalties and bias, in place."""
+        """Apply penalties and bias in place."""
         if self._penalized:
             tokens = row.request.tokens
             self._count(tokens[self._counted :])
@@ -127,7 +127,7 @@ class _Edits:
             for token in row.draft:
                 self._counts[self._places[token]] -= 1
             while len(self._places) > known:
-                self._places.popitem()  # the last that came
+                self._places.popitem()  # those that the draft added
         logits[self._biased] += self._biases
 
     def _count(self, tokens: Sequence[int]) -> None:
@@ -147,33 +147,33 @@ class _Edits:
 
 
 class Sampler:
-    """Used by one thread."""
+    """Samples rows. Not thread-safe."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        # Fresh memory of this size costs more (page faults) than the arithmetic on it.
+        # Reused: page faults of fresh memory of this size would cost more than the arithmetic.
         self._logits, self._weights = np.empty((2, vocab_size), dtype=np.float32)
         kernels = build.load().kernels
         self._kernel = None if kernels is None else _Kernel(kernels, vocab_size)
         self._edits: dict[Request, _Edits] = {}
 
     def check(self, params: SamplingParams) -> None:
-        """Raises ValueError for token ids that the model does not have. Called when a request is made."""
+        """Raise ValueError for token ids that the model does not have. Called when a request is submitted."""
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             if unknown := [token for token in ids if not 0 <= token < self.vocab_size]:
                 raise ValueError(f"{name} has token {unknown[0]}; this model's tokens are 0 to {self.vocab_size - 1}")
 
     def forget(self, request: Request) -> None:
-        """It is over. What was kept for it is freed."""
+        """Free the state of a finished request."""
         self._edits.pop(request, None)
 
     def sample(self, logits: Tensor | Floats, rows: Sequence[Row]) -> list[Sampled]:
-        """`logits`: fp32 [rows, vocab], read only; numpy's where a forward is so short that a call of torch counts. Raises
-        SamplingError; it may be called again, for what is remembered of a request follows from its tokens."""
+        """Sample one token per row. `logits`: fp32 [rows, vocab], not modified; numpy if forwards are so short that a call of torch
+        counts. Raises SamplingError, after which it may be called again: a request's state is derived from its tokens."""
         assert logits.shape == (len(rows), self.vocab_size), f"{len(rows)} rows of {self.vocab_size}: {tuple(logits.shape)}"
         if isinstance(logits, Tensor) and logits.is_cuda and all(_is_plain(row) for row in rows):
-            best = logits.argmax(dim=-1, keepdim=True)  # on the CPU numpy's is ten times faster than torch's
-            best = best.masked_fill(~logits.gather(1, best).isfinite(), -1)  # NaN counts as largest
+            best = logits.argmax(dim=-1, keepdim=True)  # on the CPU, numpy's argmax is ten times faster than torch's
+            best = best.masked_fill(~logits.gather(1, best).isfinite(), -1)  # argmax selects NaN
             sampled = [Sampled(token) if token >= 0 else None for token in best.flatten().tolist()]
         else:
             arrays = logits.cpu().numpy() if isinstance(logits, Tensor) else logits
@@ -183,7 +183,7 @@ class Sampler:
         return [one for one in sampled if one is not None]
 
     def _sample(self, raw: Floats, row: Row) -> Sampled | None:
-        """None: no token can be chosen."""
+        """None if no token can be sampled."""
         params = row.request.params
         logits = self._edited(raw, row) if _is_edited(row) else raw
         if params.temperature > 0 and self._kernel is not None:
@@ -202,7 +202,7 @@ class Sampler:
         return _with_logprobs(raw, token, params.logprobs, self._weights)
 
     def _edited(self, raw: Floats, row: Row) -> Floats:
-        """A copy with penalties, bias and forbidden tokens; it lasts until the next."""
+        """A copy with penalties, bias and forbidden tokens, valid until the next call."""
         logits, mask = self._logits, row.mask
         edits = self._edits.get(row.request)
         if edits is None:
@@ -216,12 +216,12 @@ class Sampler:
             before = logits[edits.ends]
             logits[edits.ends] = -np.inf
             if mask is not None and logits.max() == -np.inf:
-                logits[edits.ends] = before  # a grammar that is complete has only the end left: it goes before min_tokens
+                logits[edits.ends] = before  # a complete grammar allows only end tokens; it overrides min_tokens
         return logits
 
 
 def uniform(seed: int, index: int) -> float:
-    """In [0, 1), 53 bits: SplitMix64 (Steele et al., 2014) at `index` steps from a mixed seed."""
+    """A number in [0, 1) of 53 bits: SplitMix64 (Steele et al., 2014) at `index` steps from a mixed seed."""
     return (_mix(_mix(seed) + (index + 1) * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
 
 
@@ -245,30 +245,30 @@ def _is_edited(row: Row) -> bool:
 
 
 def _is_plain(row: Row) -> bool:
-    """The likeliest token is all that is asked for."""
+    """Whether it is plain argmax."""
     return row.request.params.temperature == 0 and row.request.params.logprobs is None and not _is_edited(row)
 
 
 def _number(row: Row) -> int:
-    """Which generated token of its request it chooses."""
+    """The index of the generated token that the row samples."""
     return row.request.num_generated + len(row.draft)
 
 
 def _exp(logits: Floats, largest: int, temperature: float, out: Floats) -> Floats:
-    """Probabilities times a constant, that of token `largest` 1."""
+    """Probabilities up to a constant factor: that of token `largest` is 1."""
     np.subtract(logits, logits[largest], out=out)
     if temperature != 1:
-        with np.errstate(over="ignore"):  # to -inf, which is meant
+        with np.errstate(over="ignore"):  # overflow to -inf is intended
             np.divide(out, np.float32(max(temperature, 1e-30)), out=out)
     return np.exp(out, out=out)
 
 
 def _filtered(weights: Floats, params: SamplingParams) -> Ids | None:
-    """Ids, ascending, that the filters keep of weights (probabilities times a constant, the largest 1). None: all."""
+    """Indices, ascending, that the filters keep; None: all. `weights`: probabilities up to a factor, the largest is 1."""
     kept: Ids | None = None
     if 0 < params.top_k < len(weights):
         cut = np.partition(weights, -params.top_k)[-params.top_k]
-        kept = np.flatnonzero(weights >= cut)  # with all that equal the last one, as transformers does
+        kept = np.flatnonzero(weights >= cut)  # including ties of the last one, as in transformers
     if params.top_p < 1:
         within = weights if kept is None else weights[kept]
         nucleus = _nucleus(within, params.top_p)
@@ -279,16 +279,16 @@ def _filtered(weights: Floats, params: SamplingParams) -> Ids | None:
 
 
 def _nucleus(weights: Floats, top_p: float) -> Ids:
-    """Indices, ascending, of the fewest largest weights that sum to at least top_p of all; of equal ones the first."""
-    wanted = top_p * float(weights.sum(dtype=np.float64))
-    # Sorting the whole vocabulary is seldom needed: the answer is the same whenever the head alone suffices.
+    """Indices, ascending, of the fewest largest weights that sum to at least top_p of the total; among ties the first."""
+    target = top_p * float(weights.sum(dtype=np.float64))
+    # Sorting the whole vocabulary is seldom needed: if the head suffices, the result is the same.
     for least in (*HEADS, -1.0):
         candidates = weights[weights > np.float32(least)]
-        if least < 0 or float(candidates.sum(dtype=np.float64)) > wanted:
+        if least < 0 or float(candidates.sum(dtype=np.float64)) > target:
             break
     ordered = np.sort(candidates)[::-1]
     sums = np.cumsum(ordered, dtype=np.float64)
-    num = min(int(np.searchsorted(sums, wanted)) + 1, len(ordered))
+    num = min(int(np.searchsorted(sums, target)) + 1, len(ordered))
     last = ordered[num - 1]
     keep = weights > last
     ties = np.flatnonzero(weights == last)[: num - int(np.count_nonzero(keep))]
@@ -297,10 +297,10 @@ def _nucleus(weights: Floats, top_p: float) -> Ids:
 
 
 def _draw(weights: Floats, u: float) -> int:
-    """The index at which the running sum passes u of the total. Sums of blocks first: a third of one long sum's time."""
+    """The index at which the running sum exceeds u of the total. Sums of blocks first: a third of the time of one long sum."""
     if len(weights) > 4 * BLOCK:
-        whole = len(weights) // BLOCK * BLOCK
-        sums = np.append(weights[:whole].reshape(-1, BLOCK).sum(axis=1), weights[whole:].sum(dtype=np.float32))
+        full = len(weights) // BLOCK * BLOCK
+        sums = np.append(weights[:full].reshape(-1, BLOCK).sum(axis=1), weights[full:].sum(dtype=np.float32))
         block, u = _pass(sums, u)
         index, _ = _pass(weights[block * BLOCK : (block + 1) * BLOCK], u)
         return block * BLOCK + index
@@ -308,17 +308,17 @@ def _draw(weights: Floats, u: float) -> int:
 
 
 def _pass(weights: Floats, u: float) -> tuple[int, float]:
-    """Where the running sum passes u of the total, and which part of that weight u has gone through. Never a zero weight."""
+    """The index at which the running sum exceeds u of the total, and the position of u within that weight. Never a zero weight."""
     sums = np.cumsum(weights, dtype=np.float64)
     target = u * sums[-1]
-    # The last weight above zero has the first index at which the sum is the total.
+    # The last nonzero weight is at the first index where the sum equals the total.
     index = min(int(np.searchsorted(sums, target, side="right")), int(np.searchsorted(sums, sums[-1])))
     before = sums[index - 1] if index else 0.0
     return index, min(max(float((target - before) / (sums[index] - before)), 0.0), 1 - 2.0**-53)
 
 
 def log_total(raw: Floats, scratch: Floats) -> float:
-    """The logarithm of the sum of exp(raw): what a logit is above its log-probability."""
+    """log(sum(exp(raw))): a logit minus its log-probability."""
     largest = int(raw.argmax())
     return float(raw[largest]) + math.log(_exp(raw, largest, 1.0, scratch).sum())
 

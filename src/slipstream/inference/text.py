@@ -1,7 +1,7 @@
-"""Text to tokens and back: a model's tokenizer and chat template, and text streamed as its tokens come.
+"""Tokenizers, chat templates and detokenization of streams.
 
-A `Tokenizer` comes from a Hugging Face folder or from a GGUF file's metadata, without transformers. `Stream` turns tokens
-into text and `StopStrings` cuts it; both give the same text however the tokens or the text were split into pushes.
+A `Tokenizer` is read from a Hugging Face folder or from a GGUF file's metadata, without transformers. `Stream` turns tokens into
+text and `StopStrings` cuts it at stop strings. The result of both is independent of how the input is split into pushes.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BROKEN = "\ufffd"  # what a decoder writes for bytes that are no whole character
-LONGEST_PART = 3  # bytes that may still become a character: UTF-8 has at most 4
-LONG = 2_000  # characters from which on encoding is worth a thread without the interpreter's lock
-SLICE = 1 << 16  # characters that are encoded at once to see whether a text is too long
-DENSE = 8  # characters for each token of the limit; a text of fewer is encoded as a whole
+BROKEN = "\ufffd"  # what a decoder writes for bytes that are not a complete character
+LONGEST_PART = 3  # bytes of an incomplete character at most: UTF-8 has up to 4
+LONG = 2_000  # characters; from this length, encoding is worth a thread without the GIL
+SLICE = 1 << 16  # characters encoded at once when checking whether a text is too long
+DENSE = 8  # characters per token of the limit; a shorter text is encoded as a whole
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class TooLongError(ValueError):
-    """A text has more tokens than it may have."""
+    """A text exceeds the allowed number of tokens."""
 
     def __init__(self, most: int) -> None:
         super().__init__(f"the text has more than {most} tokens")
 
 
 class Tokenizer:
-    """Thread-safe; only `chat`'s compiled templates are kept."""
+    """Thread-safe: its only state is `chat`'s cache of compiled templates."""
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
         *,
-        special: Mapping[str, str] | None = None,  # role to text: {"bos_token": "<s>"}; templates may use them
+        special: Mapping[str, str] | None = None,  # role to text, for templates: {"bos_token": "<s>"}
         end_ids: Iterable[int] = (),
-        templates: Mapping[str, str] | None = None,  # name to Jinja source: "default", perhaps "tool_use"
+        templates: Mapping[str, str] | None = None,  # name to Jinja source: "default", optionally "tool_use"
     ) -> None:
         self.backend = backend
         self.special = dict(special or {})
@@ -60,7 +60,7 @@ class Tokenizer:
         self.templates = dict(templates or {})
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1  # ids may have gaps
-        self._reach = _reach(backend, vocab)
+        self._max_chars = _max_chars(backend, vocab)
         self._compiled: dict[str, jinja2.Template] = {}
 
     @classmethod
@@ -75,7 +75,7 @@ class Tokenizer:
         config = huggingface.read_tokenizer_config(folder / "tokenizer_config.json")
         generation = huggingface.read_generation(folder / "generation_config.json")
         model = huggingface.read_config(folder / "config.json") if (folder / "config.json").is_file() else {}
-        backend.no_truncation()  # of training; a prompt that is too long is refused, not cut
+        backend.no_truncation()  # it is set for training; here a prompt that is too long is rejected, not truncated
         backend.no_padding()
         for token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
             if backend.token_to_id(token[1]["content"]) is None:
@@ -94,22 +94,17 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """`metadata`: a GGUF file's key-value pairs, strings decoded and arrays as sequences (numpy's too)."""
+        """`metadata`: a GGUF file's key-value pairs; strings decoded, arrays as sequences or numpy arrays."""
         prefix = "tokenizer.ggml."
         kind = metadata.get(prefix + "model")
         if kind not in GGUF_KINDS:
-            raise ValueError(f"the GGUF file's tokenizer.ggml.model is {kind!r}; served are {', '.join(sorted(GGUF_KINDS))}")
+            raise ValueError(f"the GGUF file's tokenizer.ggml.model is {kind!r}; supported are {', '.join(sorted(GGUF_KINDS))}")
         tokens = [str(token) for token in metadata[prefix + "tokens"]]
         backend = GGUF_KINDS[kind](tokens, metadata)
         types = [int(value) for value in metadata.get(prefix + "token_type", ())]
-        for wanted, add in ((3, backend.add_special_tokens), (4, backend.add_tokens)):  # CONTROL, USER_DEFINED
-            add(
-                [
-                    AddedToken(token, normalized=False, special=wanted == 3)
-                    for token, of_type in zip(tokens, types, strict=False)
-                    if of_type == wanted
-                ]
-            )
+        for number, add in ((3, backend.add_special_tokens), (4, backend.add_tokens)):  # CONTROL, USER_DEFINED
+            of_type = [token for token, kind_of in zip(tokens, types, strict=False) if kind_of == number]
+            add([AddedToken(token, normalized=False, special=number == 3) for token in of_type])
 
         def token_id(name: str) -> int | None:
             value = metadata.get(f"{prefix}{name}_token_id")
@@ -118,7 +113,7 @@ class Tokenizer:
         ids = {role: token_id(name) for role, name in zip(ROLES, GGUF_ROLES, strict=True)}
         special = {f"{role}_token": tokens[value] for role, value in ids.items() if value is not None}
         ends = [ids["eos"], token_id("eot"), token_id("eom")]
-        # llama.cpp: a sentencepiece vocabulary begins with BOS unless the file says otherwise.
+        # As llama.cpp: a sentencepiece vocabulary starts texts with BOS unless the file disables it.
         around = {
             role: [tokens[value]]
             for role, default in (("bos", kind == "llama"), ("eos", False))
@@ -138,7 +133,7 @@ class Tokenizer:
 
     @cached_property
     def hidden(self) -> frozenset[int]:
-        """Special tokens: decoded to nothing."""
+        """Special tokens, which decode to nothing."""
         return frozenset(i for i, token in self._added.items() if token.special)
 
     @cached_property
@@ -146,19 +141,19 @@ class Tokenizer:
         return dict(self.backend.get_added_tokens_decoder())
 
     def prepare(self) -> None:
-        """Compute now what is kept for later calls."""
+        """Fill the caches that later calls use."""
         import jinja2
 
         _ = self.hidden, self._is_byte_level
         for name in self.templates:
-            with suppress(jinja2.TemplateError):  # `chat` says what is wrong with it
+            with suppress(jinja2.TemplateError):  # `chat` reports it
                 self._template(name)
 
     def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
-        """`special`: with the tokens that begin every text (BOS). Not for `chat`'s text: templates write them themselves.
+        """`special`: add the tokens that start every text (BOS). Not for `chat`'s text, in which the template writes them.
 
-        Raises TooLongError, without encoding all of it, for a text that has many more than `most` tokens; one that has a few more
-        is returned. A long text is encoded without the interpreter's lock."""
+        Raises TooLongError, without encoding all of it, for a text of many more than `most` tokens; one of a few more is returned.
+        A long text is encoded without the GIL."""
         if most is not None and self._exceeds(text, most):
             raise TooLongError(most)
         if len(text) < LONG:
@@ -166,9 +161,9 @@ class Tokenizer:
         return list(self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def _exceeds(self, text: str, most: int) -> bool:
-        """Slices have the whole text's tokens and a few more where they are cut, so twice the limit is over it. (Spaces that a
-        special token takes up, count: nobody's prompt has thousands of them.)"""
-        if len(text) > most * self._reach:
+        """Encode slice by slice. Slices have the tokens of the whole text plus a few at the cuts, so more than twice the limit is
+        too long. (Spaces that a special token would absorb count too; no real prompt has thousands of them.)"""
+        if len(text) > most * self._max_chars:
             return True
         if len(text) <= max(SLICE, DENSE * most):
             return False
@@ -183,7 +178,7 @@ class Tokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token adds to a text; half a character's bytes are given as they are (OpenAI's logprobs)."""
+        """The bytes that one token adds to a text, also if they are an incomplete character (OpenAI's logprobs)."""
         text = self.backend.id_to_token(token)
         if text is None:
             return b""
@@ -209,7 +204,7 @@ class Tokenizer:
 
     @cached_property
     def tells_tools(self) -> bool:
-        """Whether the model hears of the tools that `chat` is given: many templates never read them."""
+        """Whether the chat template passes tools on to the model; many ignore them."""
         with needs("a chat template", extra="serve"):
             from jinja2 import meta
 
@@ -223,9 +218,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The text of a conversation, to be encoded with special=False. Messages as in OpenAI's API, plain JSON values.
+        """Render a conversation as text, which must be encoded with special=False. Messages as in OpenAI's API, plain JSON values.
 
-        Raises ValueError when there is no template, when it refuses (its own words) or when it fails.
+        Raises ValueError if there is no template, if it rejects the messages (with its message) or if it fails.
         """
         with needs("a chat template", extra="serve"):
             import jinja2
@@ -245,41 +240,42 @@ class Tokenizer:
             raise ValueError(f"the model's chat template is not valid Jinja: line {error.lineno}: {error}") from error
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-        except Exception as error:  # whatever a template's own arithmetic, lookups and calls may raise
+        except Exception as error:  # any exception of the template's own arithmetic, lookups and calls
             raise ValueError(f"the model's chat template fails on these messages: {type(error).__name__}: {error}") from error
 
 
 class Stream:
-    """Tokens in, text out as soon as it is whole: no half characters, and spaces as in the text decoded at once.
+    """Detokenizes a stream: text is returned as soon as it is complete, without partial characters, and with the spaces of the text
+    decoded at once.
 
-    Only a window is decoded, from before the last place at which the text was whole: constant work per token.
-    What was pushed and finished is `decode(prompt + tokens)` without the prompt's text. (Where a decoder replaces a whole
-    run of byte tokens because of one that is wrong, what was already given stays.)
+    Only a window is decoded, from before the last position at which the text was complete: constant work per token. The results of
+    `push` and `finish` add up to `decode(prompt + tokens)` without the prompt's text. (If a decoder replaces a whole run of byte
+    tokens because of a wrong one, text that was returned before stays.)
     """
 
-    WINDOW = 24  # tokens; more than this without whole text are no character that is still to come
+    WINDOW = 24  # tokens; a longer run without complete text is not an incomplete character
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._decode = tokenizer.backend.decode
         self._hidden = tokenizer.hidden
-        # A decoder strips the space of a text's first token, which the first generated token is not.
+        # Decoders strip the space of a text's first token, and the first generated token is not the first: prepend the prompt.
         shown = [i for i in prompt[-self.WINDOW :] if i not in self._hidden]
         for num in range(8, self.WINDOW + 1):
             self._ids = shown[-num:]
             self._text = self._decode(self._ids, skip_special_tokens=False)
-            if BROKEN not in self._text:  # else it may begin within a character
+            if BROKEN not in self._text:  # otherwise it may start within a character
                 break
-        self._whole = len(self._ids)  # the text of the ids before this has no half character at its end
-        self._sent = len(self._text)  # characters of the window's text that were given
+        self._complete = len(self._ids)  # the text of the ids before this ends with a complete character
+        self._sent = len(self._text)  # characters of the window's text that were returned
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is whole now and was not given before."""
-        shown = [i for i in ids if i not in self._hidden]  # never to the window, or a flood of them would fill it
+        """Return the text that is now complete and was not returned before."""
+        shown = [i for i in ids if i not in self._hidden]  # hidden ones would fill the window
         if not shown:
             return ""
         self._ids += shown
         self._text = self._decode(self._ids, skip_special_tokens=False)
-        # All of them: a run of byte tokens is broken as a whole until its last character is complete.
+        # Hold back all of them: a run of byte tokens is broken as a whole until its last character is complete.
         held = len(self._text) - len(self._text.rstrip(BROKEN))
         if len(self._ids) > 2 * self.WINDOW:
             held = min(held, LONGEST_PART)
@@ -287,15 +283,15 @@ class Stream:
         new = self._text[self._sent : end]
         self._sent = max(self._sent, end)
         if new and not held:
-            self._begin_at(self._whole, held)
-            self._whole = len(self._ids)
+            self._begin_at(self._complete, held)
+            self._complete = len(self._ids)
         elif len(self._ids) > 2 * self.WINDOW:
             self._begin_at(len(self._ids) - self.WINDOW, held)
-            self._whole = 0
+            self._complete = 0
         return new
 
     def finish(self) -> str:
-        """The rest, half characters too (as U+FFFD)."""
+        """Return the remaining text, with incomplete characters as U+FFFD."""
         new = self._text[self._sent :]
         self._sent = len(self._text)
         return new
@@ -308,17 +304,17 @@ class Stream:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, keeping back what may be the beginning of one.
+    """Passes text through up to the first stop string, holding back a possible beginning of one.
 
-    First is the one that is complete first (of several, the longest), so the splitting does not matter. One Knuth-Morris-
-    Pratt automaton for each: constant work per character. While min_tokens is not reached, do not pass text through it.
+    First means complete first (the longest of several), so the result does not depend on the split. One Knuth-Morris-Pratt
+    automaton per stop string: constant work per character. Do not pass text before min_tokens are reached.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.matched: str | None = None  # the stop string that was met; nothing is given after
+        self.matched: str | None = None  # the stop string that was found; push returns no text after it
         self._stops = list(stops)
         self._fallback = [_borders(stop) for stop in stops]
-        self._progress = [0] * len(stops)  # characters of each that the text so far ends with
+        self._progress = [0] * len(stops)  # length of the prefix of each that the text ends with
         self._held = ""
 
     def push(self, text: str) -> str:
@@ -337,19 +333,19 @@ class StopStrings:
             if complete:
                 self.matched, self._held = max(complete, key=len), ""
                 return buffer[: position + 1 - len(self.matched)]
-        given = len(buffer) - max(self._progress)
-        self._held = buffer[given:]
-        return buffer[:given]
+        safe = len(buffer) - max(self._progress)
+        self._held = buffer[safe:]
+        return buffer[:safe]
 
     def finish(self) -> str:
-        """What was kept back and became no stop string."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
 
 @lru_cache(maxsize=128)
 def _borders(text: str) -> tuple[int, ...]:
-    """For each prefix the length of its longest proper prefix that is also its suffix. Computed once for a request's n answers."""
+    """The length of the longest proper border of each prefix. Cached, because a request's n answers have the same stop strings."""
     borders = [0] * len(text)
     for i in range(1, len(text)):
         n = borders[i - 1]
@@ -362,26 +358,26 @@ def _borders(text: str) -> tuple[int, ...]:
 def _backend(file: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises nothing more exact
-        raise ValueError(f"{file} is no tokenizer that the package tokenizers reads: {error}") from None
+    except Exception as error:  # tokenizers raises no subclass
+        raise ValueError(f"{file} is not a tokenizer that the package tokenizers can read: {error}") from None
 
 
-def _reach(backend: tokenizers.Tokenizer, vocab: Iterable[str]) -> float:
-    """Characters of a text that one token stands for at most; infinity where there may be any number: unknown ones that become one
-    token or none, spaces that a special token takes, a normalizer that drops some."""
+def _max_chars(backend: tokenizers.Tokenizer, vocab: Iterable[str]) -> float:
+    """Characters of a text that one token can stand for at most. Infinity if there is no bound: unknown characters that become one
+    token or none, spaces that a special token absorbs, a normalizer that drops characters."""
     known, split, normalizer = set(vocab), backend.pre_tokenizer, backend.normalizer
-    how = b"" if split is None else split.__getstate__()
-    by_bytes = b'"ByteLevel"' in how and known >= BYTE_OF.keys() and not any(word in how for word in (b"Removed", b"Whitespace"))
+    spec = b"" if split is None else split.__getstate__()
+    by_bytes = b'"ByteLevel"' in spec and known >= BYTE_OF.keys() and not any(word in spec for word in (b"Removed", b"Whitespace"))
     falls_back = isinstance(split, (type(None), pre_tokenizers.Metaspace)) and "<0xFF>" in known
-    whole = isinstance(backend.model, models.BPE) and (by_bytes or (falls_back and backend.model.byte_fallback))
-    takes = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
-    if not whole or takes or not isinstance(normalizer, (type(None), normalizers.NFC)):
+    lossless = isinstance(backend.model, models.BPE) and (by_bytes or (falls_back and backend.model.byte_fallback))
+    absorbs = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    if not lossless or absorbs or not isinstance(normalizer, (type(None), normalizers.NFC)):
         return math.inf
-    return max(map(len, known), default=1) * (1 if normalizer is None else 4)  # NFC makes one character of four at most
+    return max(map(len, known), default=1) * (1 if normalizer is None else 4)  # NFC composes at most four characters into one
 
 
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Files go before the configuration's entry, as in transformers."""
+    """Chat templates by name. Files override the configuration's entries, as in transformers."""
     entry = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(entry, str):
@@ -398,14 +394,14 @@ def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """As templates expect it: content one string, a tool call's arguments an object."""
+    """The form that templates expect: content is a string, a tool call's arguments an object."""
     plain = dict(message)
     content = plain.get("content")
     if isinstance(content, (list, tuple)):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                raise ValueError(f"a message has a content part of type {kind!r}; this model reads parts of type 'text' only")
+                raise ValueError(f"a message has a content part of type {kind!r}; this model supports only parts of type 'text'")
         plain["content"] = "\n".join(part["text"] for part in content)
     if plain.get("tool_calls"):
         plain["tool_calls"] = [_plain_call(call) for call in plain["tool_calls"]]
@@ -423,13 +419,13 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _environment() -> jinja2.Environment:
-    """Jinja as transformers sets it up: a template comes with a model and is not trusted with Python."""
+    """Jinja with transformers' settings, sandboxed: a template comes with the model and must not run Python."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what training is to learn; here it is only its content."""
+        """`{% generation %}` marks the text to train on; here it renders its content."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -447,7 +443,7 @@ def _environment() -> jinja2.Environment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # Jinja's own writes <, >, & and ' as escapes, for HTML.
+        # Jinja's own tojson escapes <, >, & and ' for HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
@@ -457,8 +453,8 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-# GGUF: the file has the vocabulary, and names how text is split before the merges; llama.cpp has the list of names
-# (src/llama-vocab.cpp), transformers has the same patterns in its tokenizers' own words.
+# GGUF: the file has the vocabulary and the name of a pre-tokenizer. llama.cpp has the list of names (src/llama-vocab.cpp),
+# transformers the same patterns in the syntax of `tokenizers`.
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -470,7 +466,7 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_U
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = _CASED % ("", "", "") + _REST
 _GPT4O = _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?", "{1,3}") + _REST
-GGUF_SPLITS: dict[str, tuple[str, ...]] = {  # patterns, one after the other; what matches is split off
+GGUF_SPLITS: dict[str, tuple[str, ...]] = {  # patterns to split by, applied one after the other
     **dict.fromkeys(("gpt-2", "gpt2", "default", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe", "lfm2", "pixtral"), (_LLAMA3,)),
@@ -478,18 +474,18 @@ GGUF_SPLITS: dict[str, tuple[str, ...]] = {  # patterns, one after the other; wh
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
 }
-GGUF_ROLES = ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask")  # GGUF's names of ROLES; its spelling
+GGUF_ROLES = ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask")  # GGUF's names of ROLES, in its spelling
 
 
 def _gguf_byte_level(tokens: list[str], metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     name = str(metadata.get("tokenizer.ggml.pre", "default"))
     if name not in GGUF_SPLITS:
         raise ValueError(
-            f"the GGUF file's tokenizer.ggml.pre is {name!r}; served are {', '.join(sorted(GGUF_SPLITS))}. "
-            "Use the model's Hugging Face folder, whose tokenizer.json says how text is split"
+            f"the GGUF file's tokenizer.ggml.pre is {name!r}; supported are {', '.join(sorted(GGUF_SPLITS))}. "
+            "Use the model's Hugging Face folder, whose tokenizer.json has the pre-tokenizer"
         )
     if name == "default":
-        logger.warning("the GGUF file does not say how text is split into words (tokenizer.ggml.pre); GPT-2's way is taken")
+        logger.warning("the GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre); GPT-2's is used")
     merges = [_pair(str(merge)) for merge in metadata["tokenizer.ggml.merges"]]
     backend = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     if name in ("qwen2", "deepseek-r1-qwen"):
@@ -501,14 +497,14 @@ def _gguf_byte_level(tokens: list[str], metadata: Mapping[str, Any]) -> tokenize
 
 
 def _gguf_sentencepiece(tokens: list[str], metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Sentencepiece's BPE: merges are not stored; a pair may merge when the whole is a token, best score first."""
+    """Sentencepiece's BPE. Its merges are not stored: a pair can merge if the result is a token, the best score first."""
     vocab = {token: i for i, token in enumerate(tokens)}
     scores = [float(score) for score in metadata["tokenizer.ggml.scores"]]
     types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [1] * len(tokens)
     pairs = [
-        (-scores[whole], vocab[token[:cut]], vocab[token[cut:]], (token[:cut], token[cut:]))
-        for whole, token in enumerate(tokens)
-        if types[whole] in (1, 4)  # NORMAL, USER_DEFINED
+        (-scores[merged], vocab[token[:cut]], vocab[token[cut:]], (token[:cut], token[cut:]))
+        for merged, token in enumerate(tokens)
+        if types[merged] in (1, 4)  # NORMAL, USER_DEFINED
         for cut in range(1, len(token))
         if token[:cut] in vocab and token[cut:] in vocab
     ]
@@ -545,7 +541,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Characters that stand for bytes in a byte-level vocabulary (GPT-2): itself where printable, else from U+0100 on."""
+    """Characters that represent bytes in a byte-level vocabulary (GPT-2): printable ones themselves, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {**{chr(b): b for b in printable}, **{chr(0x100 + n): b for n, b in enumerate(others)}}

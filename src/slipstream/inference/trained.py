@@ -1,6 +1,6 @@
-"""A Slipstream checkpoint as a model to serve: weights by name, and the configuration that a transformers model had.
+"""Reads a Slipstream checkpoint for serving: weights by name, and the configuration of the transformers model.
 
-`engine.save_checkpoint` keeps both (train/entries.py). The weights are the optimizer's masters: fp32, unless those were bf16.
+`engine.save_checkpoint` writes both (train/entries.py). The weights are the optimizer's masters: fp32, unless those were bf16.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from slipstream.inference.models import UnsupportedModel
 
 
 class Trained(NamedTuple):
-    """One checkpoint; its tensors are still on disk."""
+    """A checkpoint whose tensors are not read yet."""
 
     directory: Path
     tag: str
     tensors: Mapping[str, checkpoint.TensorInfo]
-    config: dict[str, Any]  # as config.json has it
+    config: dict[str, Any]  # like config.json
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters and buffers by the model's names; every byte is checked against its checksum."""
+        """Read parameters and buffers, by their names in the model. Checksums are verified."""
         tensors = {
             name: torch.empty(info.shape, dtype=info.dtype)
             for name, info in self.tensors.items()
@@ -37,7 +37,7 @@ class Trained(NamedTuple):
 
 
 def find(path: Path) -> Trained | None:
-    """A folder's checkpoint: it is one, or its `latest` names one. None where it is neither, or a Hugging Face folder."""
+    """The checkpoint that the folder is or that its `latest` names; None if there is none, or for a Hugging Face folder."""
     path = path.resolve()
     if (path / "config.json").is_file():
         return None
@@ -48,7 +48,7 @@ def find(path: Path) -> Trained | None:
     config = metadata.shared.get("model_config")
     if not isinstance(config, dict):
         raise ValueError(
-            f"{metadata.path} does not say what model its weights are of: only of transformers models the configuration is kept. "
+            f"{metadata.path} has no model configuration, which is saved only for transformers models. "
             "Load it into its model (engine.load_checkpoint) and give that, or model.save_pretrained's folder"
         )
     check_config(config, metadata.path)
@@ -56,7 +56,7 @@ def find(path: Path) -> Trained | None:
 
 
 def open_model(trained: Trained, dtype: torch.dtype | None) -> Any:
-    """As a live transformers model; `dtype`: None, as it was saved. Raises UnsupportedModel."""
+    """Create the live transformers model; dtype None: as it was saved. Raises UnsupportedModel."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     path, state = trained.directory / trained.tag, trained.state()
@@ -69,5 +69,5 @@ def open_model(trained: Trained, dtype: torch.dtype | None) -> Any:
     surplus = live.load_state_dict(state, strict=False).unexpected_keys
     if lacking or surplus:
         verb, names = ("lacks", lacking) if lacking else ("has also", surplus)
-        raise ValueError(f"{path} {verb} {', '.join(names[:5])}: it is not of a whole {type(live).__name__}")
+        raise ValueError(f"{path} {verb} {', '.join(names[:5])}: it is not the checkpoint of a full {type(live).__name__}")
     return live

@@ -1,4 +1,4 @@
-"""A decoder's weights, named by role, whatever file they came from. Row-major [out, in] as in `nn.Linear`."""
+"""A decoder's weights by role, independent of the file format. Row-major [out, in] as in `nn.Linear`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class LayerWeights:
     k_norm: Tensor | None = None
     attn_post_norm: Tensor | None = None  # sandwich norms
     mlp_post_norm: Tensor | None = None
-    mlp: Mlp | None = None  # dense, or
-    experts: list[Mlp] = field(default_factory=list)  # routed by
+    mlp: Mlp | None = None  # if the layer is dense
+    experts: list[Mlp] = field(default_factory=list)  # if it is routed
     router: Tensor | None = None  # [num_experts, hidden]
     shared: Mlp | None = None
     shared_gate: Tensor | None = None  # [1, hidden]
@@ -69,7 +69,7 @@ class DecoderWeights:
 
 
 def leaves(part: Any, path: str = "") -> Iterator[tuple[str, Matrix]]:
-    """Every weight that is there, by its role: its path, as in "layers.3.mlp.gate"."""
+    """All weights that are present, with their role: the path, like "layers.3.mlp.gate"."""
     match part:
         case Tensor() | Int8() | Int4():
             yield path, part
@@ -82,7 +82,7 @@ def leaves(part: Any, path: str = "") -> Iterator[tuple[str, Matrix]]:
 
 
 def put(weights: DecoderWeights, role: str, weight: Matrix) -> None:
-    """Another weight in this role, of which there is one."""
+    """Replace the weight of a role; it must exist."""
     owner: Any = weights
     *path, name = role.split(".")
     for step in path:
