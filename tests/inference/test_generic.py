@@ -97,7 +97,7 @@ def test_the_context_ends_where_rotations_follow_the_length(
     assert f"is served with {limit} of its 128 positions: beyond that its rotary embedding (longrope) depends on" in caplog.text
     with pytest.raises(ValueError, match=f"max_context is {limit + 1}, but .*ForCausalLM is served up to {limit} positions: "):
         slipstream.init_inference(model, device="cpu", max_context=limit + 1)
-    monkeypatch.setattr("slipstream.inference.generic._turning_points", lambda model: iter(()))
+    monkeypatch.setattr("slipstream.inference.generic._rope_limits", lambda model: iter(()))
     assert not generic(model)._fused  # what is not known by its name is found by trying
 
 

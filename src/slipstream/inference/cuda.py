@@ -34,6 +34,7 @@ from slipstream.ops.triton.rows import add_norm, gate, place
 
 _LANES = 64  # per tile of attention, if a request has several rows; else _FEW_LANES
 _FEW_LANES = 16  # not for fp32: it does not use tensor cores, so the order of its sums depends on the layout, and that on the lanes
+_NORMS = ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")
 _ALIGN = 4  # numbers; Triton specializes kernels on 16-byte alignment, so other offsets would compile them again
 
 
@@ -230,10 +231,7 @@ class CudaDecoder:
         both = w.q_norm is not None and w.k_norm is not None
         return _Layer(
             kind=layer,
-            input_norm=self._norm(w.input_norm),
-            mlp_norm=self._norm(w.mlp_norm),
-            attn_post_norm=self._norm(w.attn_post_norm),
-            mlp_post_norm=self._norm(w.mlp_post_norm),
+            **{name: self._norm(getattr(w, name)) for name in _NORMS},
             qk_norms=torch.stack([self._norm(w.q_norm), self._norm(w.k_norm)]) if both else None,
             qkv=_joined(w, "q", "k", "v"),
             out=_Product([w.out], [w.out_bias]),
@@ -248,8 +246,7 @@ class CudaDecoder:
         kept["final_norm"] = (self._final_norm,)
         for i, (layer, w) in enumerate(zip(self._layers, weights.layers, strict=True)):
             at = f"layers.{i}."
-            for name in ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm"):
-                kept[at + name] = (getattr(layer, name),)
+            kept |= {at + name: (getattr(layer, name),) for name in _NORMS}
             if layer.qk_norms is not None:
                 kept |= {at + "q_norm": (layer.qk_norms[0],), at + "k_norm": (layer.qk_norms[1],)}
             kept |= _biases(at, layer.qkv, w, "q", "k", "v") | _biases(at, layer.out, w, "out")

@@ -75,14 +75,9 @@ class Decoder:
     """A `core.Runner`. Weights, cache and inputs are on one device, the cache's."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, cache: KVCache, compute_dtype: torch.dtype):
-        self.config = config
-        self.weights = weights
-        self.cache = cache
-        self.dtype = compute_dtype
-        self.num_blocks = cache.num_blocks
-        self.block_size = cache.block_size
-        self.vocab_size = config.vocab_size
-        self.max_context = config.max_context
+        self.config, self.weights, self.cache, self.dtype = config, weights, cache, compute_dtype
+        self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
+        self.vocab_size, self.max_context = config.vocab_size, config.max_context
         # Rounded to the compute dtype like transformers: Gemma was trained with sqrt(3072) = 55.5 in bf16.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=compute_dtype).item()
         self._attn_scale = config.attn_scale or config.head_dim**-0.5
@@ -100,10 +95,9 @@ class Decoder:
         for i, (layer, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
             x_TE = x_TE + self._attention(i, layer, weights, x_TE, inputs, rope_tables)
             x_TE = x_TE + self._mlp(layer, weights, x_TE)
-        c = self.config
         x = self._norm(x_TE[inputs.rows], self.weights.final_norm)
         head = self.weights.embed if self.weights.head is None else self.weights.head
-        return soft_cap(linear(x, head).float(), c.logit_softcap)
+        return soft_cap(linear(x, head).float(), self.config.logit_softcap)
 
     def put(self, role: str, weight: Matrix) -> None:
         """As `core.Runner.put`. The old tensor is not overwritten: a live model may share it."""

@@ -449,7 +449,7 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
         elif name not in known and word != "do_sample":
             raise TypeError(f"generation has no setting {word!r}; {near(word, [*known, *_SAMPLING_ALIASES, 'do_sample'])}")
         elif name in values and values[name] != value:
-            raise ValueError(f"{name} is values twice, as {values[name]!r} and as {value!r}; give it once")
+            raise ValueError(f"{name} is given twice, as {values[name]!r} and as {value!r}; give it once")
         elif value is not None:
             values[name] = value
     for name in ("stop", "stop_token_ids"):

@@ -123,10 +123,8 @@ class GenericDecoder:
     """A `core.Runner` for a live `PreTrainedModel`, which it sets to evaluation mode. The cache must have `cache_shapes`."""
 
     def __init__(self, model: Any, cache: KVCache):
-        self.model = model.eval()
-        self.cache = cache
-        self.num_blocks = cache.num_blocks
-        self.block_size = cache.block_size
+        self.model, self.cache = model.eval(), cache
+        self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.max_context = min([_stated_context(model), *(limit for limit, _ in _rope_limits(model))])
         self._keeps = "logits_to_keep" in (parameters := inspect.signature(model.forward).parameters)

@@ -314,7 +314,7 @@ def shape_of(m: Matrix) -> tuple[int, ...]:
             return tuple(m.shape)
 
 
-class _Take(Protocol):
+class _Source(Protocol):
     """Returns weights by name and checks the shape, which the configuration determines."""
 
     def __contains__(self, name: str) -> bool: ...
@@ -370,19 +370,16 @@ class _State:
             raise ValueError(f"weight {name} is quantized; only matrices can be")
         return m
 
-    def surplus(self) -> list[str]:
-        return sorted(set(self.state) - self.used)
-
 
 def from_state(
-    config: DecoderConfig, state: Mapping[str, Matrix], made: Callable[[str, Matrix], Matrix] | None = None
+    config: DecoderConfig, state: Mapping[str, Matrix], convert: Callable[[str, Matrix], Matrix] | None = None
 ) -> DecoderWeights:
-    """Assign weights by Hugging Face's names to their roles, without copies. made(name, matrix) converts each matrix.
+    """Assign weights by Hugging Face's names to their roles, without copies. convert(name, matrix) is applied to each matrix.
 
     Raises ValueError naming any weight that is missing, unknown or of the wrong shape."""
-    take = _State(state, made)
-    weights = _weights(config, take)
-    surplus = [name for name in take.surplus() if not is_surplus(config, name)]
+    source = _State(state, convert)
+    weights = _weights(config, source)
+    surplus = sorted(name for name in set(state) - source.used if not is_surplus(config, name))
     if surplus:
         more = f" and {len(surplus) - 5} more" if len(surplus) > 5 else ""
         raise ValueError(f"the model of this configuration does not have these weights: {', '.join(surplus[:5])}{more}")
@@ -404,15 +401,15 @@ def places(config: DecoderConfig) -> dict[str, tuple[tuple[int, ...], list[tuple
     `DecoderWeights`), each with its part of the weight, as a view of a tensor on meta."""
     by_name: dict[str, tuple[tuple[int, ...], list[tuple[str, Tensor]]]] = {}
     for layout in _EXPERT_LAYOUTS if any(layer.experts for layer in config.layers) else _EXPERT_LAYOUTS[:1]:
-        take = _Outline(layout)
-        weights = _weights(config, take)
-        names = {id(tensor): name for name, tensor in take.named.items()}
+        source = _Outline(layout)
+        weights = _weights(config, source)
+        names = {id(tensor): name for name, tensor in source.named.items()}
         roles: dict[str, list[tuple[str, Tensor]]] = {}
         for role, leaf in leaves(weights):
             assert isinstance(leaf, Tensor), "an outline is not quantized"
-            source = leaf if leaf._base is None else leaf._base
-            roles.setdefault(names[id(source)], []).append((role, leaf))
-        by_name |= {name: (tuple(take.named[name].shape), parts) for name, parts in roles.items()}
+            base = leaf if leaf._base is None else leaf._base
+            roles.setdefault(names[id(base)], []).append((role, leaf))
+        by_name |= {name: (tuple(source.named[name].shape), parts) for name, parts in roles.items()}
     if config.tied:
         shape, parts = by_name["model.embed_tokens.weight"]
         parts.append(("head", torch.empty(shape, device="meta")))
@@ -424,73 +421,75 @@ def layer_weights(config: DecoderConfig, index: int, state: Mapping[str, Matrix]
     return _layer(config, config.layers[index], _State(state), "")
 
 
-def _weights(config: DecoderConfig, take: _Take) -> DecoderWeights:
+def _weights(config: DecoderConfig, source: _Source) -> DecoderWeights:
     hidden = config.hidden_size
     return DecoderWeights(
-        embed=take.tensor("model.embed_tokens.weight", config.vocab_size, hidden),
-        final_norm=take.tensor("model.norm.weight", hidden),
-        head=None if config.tied else take.matrix("lm_head.weight", config.vocab_size, hidden),
-        layers=[_layer(config, layer, take, f"model.layers.{i}.") for i, layer in enumerate(config.layers)],
+        embed=source.tensor("model.embed_tokens.weight", config.vocab_size, hidden),
+        final_norm=source.tensor("model.norm.weight", hidden),
+        head=None if config.tied else source.matrix("lm_head.weight", config.vocab_size, hidden),
+        layers=[_layer(config, layer, source, f"model.layers.{i}.") for i, layer in enumerate(config.layers)],
     )
 
 
-def _layer(c: DecoderConfig, layer: Layer, take: _Take, at: str) -> LayerWeights:
+def _layer(c: DecoderConfig, layer: Layer, source: _Source, at: str) -> LayerWeights:
     hidden, q_size, kv_size = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     attn = at + "self_attn."
     # With sandwich norms, "post_attention" follows the attention; otherwise it names the norm before the MLP.
     before_mlp = "pre_feedforward_layernorm" if c.sandwich else "post_attention_layernorm"
     weights = LayerWeights(
-        input_norm=take.tensor(at + "input_layernorm.weight", hidden),
-        mlp_norm=take.tensor(f"{at}{before_mlp}.weight", hidden),
-        q=take.matrix(attn + "q_proj.weight", q_size, hidden),
-        k=take.matrix(attn + "k_proj.weight", kv_size, hidden),
-        v=take.matrix(attn + "v_proj.weight", kv_size, hidden),
-        out=take.matrix(attn + "o_proj.weight", hidden, q_size),
+        input_norm=source.tensor(at + "input_layernorm.weight", hidden),
+        mlp_norm=source.tensor(f"{at}{before_mlp}.weight", hidden),
+        q=source.matrix(attn + "q_proj.weight", q_size, hidden),
+        k=source.matrix(attn + "k_proj.weight", kv_size, hidden),
+        v=source.matrix(attn + "v_proj.weight", kv_size, hidden),
+        out=source.matrix(attn + "o_proj.weight", hidden, q_size),
     )
     if c.qkv_bias:
-        weights.q_bias = take.tensor(attn + "q_proj.bias", q_size)
-        weights.k_bias = take.tensor(attn + "k_proj.bias", kv_size)
-        weights.v_bias = take.tensor(attn + "v_proj.bias", kv_size)
+        weights.q_bias = source.tensor(attn + "q_proj.bias", q_size)
+        weights.k_bias = source.tensor(attn + "k_proj.bias", kv_size)
+        weights.v_bias = source.tensor(attn + "v_proj.bias", kv_size)
     if c.out_bias:
-        weights.out_bias = take.tensor(attn + "o_proj.bias", hidden)
+        weights.out_bias = source.tensor(attn + "o_proj.bias", hidden)
     if c.qk_norm:
-        weights.q_norm = take.tensor(attn + "q_norm.weight", c.head_dim)
-        weights.k_norm = take.tensor(attn + "k_norm.weight", c.head_dim)
+        weights.q_norm = source.tensor(attn + "q_norm.weight", c.head_dim)
+        weights.k_norm = source.tensor(attn + "k_norm.weight", c.head_dim)
     if c.sandwich:
-        weights.attn_post_norm = take.tensor(at + "post_attention_layernorm.weight", hidden)
-        weights.mlp_post_norm = take.tensor(at + "post_feedforward_layernorm.weight", hidden)
+        weights.attn_post_norm = source.tensor(at + "post_attention_layernorm.weight", hidden)
+        weights.mlp_post_norm = source.tensor(at + "post_feedforward_layernorm.weight", hidden)
     if layer.experts is None:
-        weights.mlp = _mlp(take, at + "mlp.", c.intermediate_size, hidden, bias=c.mlp_bias)
+        weights.mlp = _mlp(source, at + "mlp.", c.intermediate_size, hidden, bias=c.mlp_bias)
         return weights
-    moe = at + ("block_sparse_moe." if at + "block_sparse_moe.gate.weight" in take else "mlp.")
-    weights.router = take.tensor(moe + "gate.weight", layer.experts.num, hidden)
-    weights.experts = _expert_mlps(take, moe + "experts.", layer.experts, hidden)
+    moe = at + ("block_sparse_moe." if at + "block_sparse_moe.gate.weight" in source else "mlp.")
+    weights.router = source.tensor(moe + "gate.weight", layer.experts.num, hidden)
+    weights.experts = _expert_mlps(source, moe + "experts.", layer.experts, hidden)
     if layer.experts.shared_size:
-        weights.shared = _mlp(take, moe + "shared_expert.", layer.experts.shared_size, hidden)
-        weights.shared_gate = take.tensor(moe + "shared_expert_gate.weight", 1, hidden)
+        weights.shared = _mlp(source, moe + "shared_expert.", layer.experts.shared_size, hidden)
+        weights.shared_gate = source.tensor(moe + "shared_expert_gate.weight", 1, hidden)
     return weights
 
 
-def _mlp(take: _Take, at: str, size: int, hidden: int, *, bias: bool = False, names: str = "gate_proj up_proj down_proj") -> Mlp:
+def _mlp(
+    source: _Source, at: str, size: int, hidden: int, *, bias: bool = False, names: str = "gate_proj up_proj down_proj"
+) -> Mlp:
     gate, up, down = names.split()
     mlp = Mlp(
-        gate=take.matrix(f"{at}{gate}.weight", size, hidden),
-        up=take.matrix(f"{at}{up}.weight", size, hidden),
-        down=take.matrix(f"{at}{down}.weight", hidden, size),
+        gate=source.matrix(f"{at}{gate}.weight", size, hidden),
+        up=source.matrix(f"{at}{up}.weight", size, hidden),
+        down=source.matrix(f"{at}{down}.weight", hidden, size),
     )
     if bias:
-        mlp.gate_bias = take.tensor(f"{at}{gate}.bias", size)
-        mlp.up_bias = take.tensor(f"{at}{up}.bias", size)
-        mlp.down_bias = take.tensor(f"{at}{down}.bias", hidden)
+        mlp.gate_bias = source.tensor(f"{at}{gate}.bias", size)
+        mlp.up_bias = source.tensor(f"{at}{up}.bias", size)
+        mlp.down_bias = source.tensor(f"{at}{down}.bias", hidden)
     return mlp
 
 
-def _expert_mlps(take: _Take, at: str, experts: Experts, hidden: int) -> list[Mlp]:
+def _expert_mlps(source: _Source, at: str, experts: Experts, hidden: int) -> list[Mlp]:
     """Three layouts: transformers 5's stacks (live models), Mixtral's w1 w3 w2, and a dense MLP's names for each expert."""
     size = experts.intermediate_size
-    if at + "gate_up_proj" in take:
-        gate_up = take.tensor(at + "gate_up_proj", experts.num, 2 * size, hidden)
-        down = take.tensor(at + "down_proj", experts.num, hidden, size)
+    if at + "gate_up_proj" in source:
+        gate_up = source.tensor(at + "gate_up_proj", experts.num, 2 * size, hidden)
+        down = source.tensor(at + "down_proj", experts.num, hidden, size)
         return [Mlp(gate=gate_up[e, :size], up=gate_up[e, size:], down=down[e]) for e in range(experts.num)]
-    names = "w1 w3 w2" if at + "0.w1.weight" in take else "gate_proj up_proj down_proj"
-    return [_mlp(take, f"{at}{e}.", size, hidden, names=names) for e in range(experts.num)]
+    names = "w1 w3 w2" if at + "0.w1.weight" in source else "gate_proj up_proj down_proj"
+    return [_mlp(source, f"{at}{e}.", size, hidden, names=names) for e in range(experts.num)]

@@ -57,9 +57,12 @@ class _Experts(ctypes.Structure):
     )
 
 
+_NORMS = ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm")
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _pointer) for name in ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm")),
+        *((name, _pointer) for name in _NORMS),
         *((name, _Matrix) for name in ("q", "k", "v", "out", "gate_up", "down")),
         ("experts", ctypes.POINTER(_Experts)),
         *((name, _pointer) for name in ("cosine", "sine", "keys", "values")),
@@ -311,19 +314,10 @@ class NativeDecoder:
         return self._packed([gate, up], [mlp.gate_bias, mlp.up_bias])
 
     def _layer(self, index: int, weights: LayerWeights) -> _Layer:
-        config, layer = self.config, self.config.layers[index]
-        offset = config.norm_offset
+        layer = self.config.layers[index]
         record = _Layer(
-            input_norm=self._vector(weights.input_norm, offset),
-            mlp_norm=self._vector(weights.mlp_norm, offset),
-            attn_post_norm=self._vector(weights.attn_post_norm, offset),
-            mlp_post_norm=self._vector(weights.mlp_post_norm, offset),
-            q_norm=self._vector(weights.q_norm, offset),
-            k_norm=self._vector(weights.k_norm, offset),
-            q=self._matrix(weights.q, weights.q_bias),
-            k=self._matrix(weights.k, weights.k_bias),
-            v=self._matrix(weights.v, weights.v_bias),
-            out=self._matrix(weights.out, weights.out_bias),
+            **{name: self._vector(getattr(weights, name), self.config.norm_offset) for name in _NORMS},
+            **{name: self._matrix(getattr(weights, name), getattr(weights, f"{name}_bias")) for name in ("q", "k", "v", "out")},
             keys=self.keys[index].data_ptr(),
             values=self.values[index].data_ptr(),
             window=layer.window,

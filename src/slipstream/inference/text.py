@@ -486,7 +486,7 @@ def _gguf_byte_level(tokens: list[str], metadata: Mapping[str, Any]) -> tokenize
         )
     if name == "default":
         logger.warning("the GGUF file does not name its pre-tokenizer (tokenizer.ggml.pre); GPT-2's is used")
-    merges = [_pair(str(merge)) for merge in metadata["tokenizer.ggml.merges"]]
+    merges = [(left, right) for left, right in (str(merge).split(" ") for merge in metadata["tokenizer.ggml.merges"])]
     backend = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     if name in ("qwen2", "deepseek-r1-qwen"):
         backend.normalizer = normalizers.NFC()
@@ -533,11 +533,6 @@ def _gguf_sentencepiece(tokens: list[str], metadata: Mapping[str, Any]) -> token
 
 
 GGUF_KINDS = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}
-
-
-def _pair(merge: str) -> tuple[str, str]:
-    left, right = merge.split(" ")
-    return left, right
 
 
 def _byte_alphabet() -> dict[str, int]:
