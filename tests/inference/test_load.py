@@ -31,9 +31,8 @@ def test_a_saved_folder_in_shards_serves_as_the_model(tmp_path: Path, case: str)
     model.generation_config.eos_token_id = [3, 4]
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    (tmp_path / "tokenizer.json").write_text("{}")
     loaded = load(tmp_path)
-    assert (loaded.dtype, loaded.config.end_ids, list(loaded.tokenizer_files)) == (torch.float32, (3, 4), ["tokenizer.json"])
+    assert (loaded.dtype, loaded.config.end_ids) == (torch.float32, (3, 4))
     model.generation_config.eos_token_id = None
     check_against_generate(model, decoder(loaded))
 

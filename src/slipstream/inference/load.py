@@ -27,8 +27,6 @@ from slipstream.inference.quantize import dequantize, quantize, to_kind
 from slipstream.inference.trained import find
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
@@ -36,8 +34,6 @@ class Loaded:
     weights: DecoderWeights
     dtype: torch.dtype  # of the computation, and of every weight that is not quantized
     opening: Opening
-    path: Path | None = None  # None for a live model
-    tokenizer_files: Mapping[str, Path] = field(default_factory=dict)  # the folder's tokenizer files, by name
     gguf: Mapping[str, Any] = field(default_factory=dict)  # a GGUF file's metadata: tokenizer.ggml.*, tokenizer.chat_template
 
 
@@ -81,9 +77,7 @@ def _read(source: str | Path | Any, kind: str, group: int, device: torch.device)
     raise ValueError(f"there is no {path}; give {known} (nothing is downloaded)")
 
 
-def _finish(
-    config: DecoderConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype, **others: Any
-) -> Loaded:
+def _finish(config: DecoderConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype) -> Loaded:
     kind = opening.kind
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind, stored)
 
@@ -91,7 +85,7 @@ def _finish(
         """Quantize a layer's matrix, before the next one is read."""
         return to_kind(m, kind, group) if kind in QUANTIZED and isinstance(m, Tensor) and name != "lm_head.weight" else m
 
-    return Loaded(config=config, weights=from_state(config, state, convert), dtype=dtype, opening=opening, **others)
+    return Loaded(config=config, weights=from_state(config, state, convert), dtype=dtype, opening=opening)
 
 
 class _LazyState(Mapping[str, Matrix]):
@@ -169,15 +163,14 @@ def _with_ends(config: DecoderConfig, ends: Any) -> DecoderConfig:
 def _folder(path: Path, opening: Opening, group: int) -> Loaded:
     if (trained := find(path)) is not None:
         state = trained.state()
-        return _finish(from_hf(trained.config), state, opening, group, _stored(state), path=path)
+        return _finish(from_hf(trained.config), state, opening, group, _stored(state))
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has neither config.json nor metadata.json: it is no Hugging Face folder and no checkpoint")
     huggingface.check_folder(path)  # transformers never sees an invalid file
     config = from_hf(huggingface.read_config(path / "config.json"))
     config = _with_ends(config, huggingface.read_generation(path / "generation_config.json").get("eos_token_id"))
     weights = _safetensors(path, keep=opening.kind not in QUANTIZED)
-    tokenizer = {name: path / name for name in _TOKENIZER if (path / name).is_file()}
-    return _finish(config, weights, opening, group, _stored(weights), path=path, tokenizer_files=tokenizer)
+    return _finish(config, weights, opening, group, _stored(weights))
 
 
 def _safetensors(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
@@ -263,7 +256,7 @@ def _gguf(path: Path, kind: str, group: int, device: torch.device) -> Loaded:
         return m if heads is None else _unpermute(m, heads)
 
     readers = {_hf_name(name): partial(read, name, stored) for name, stored in file.tensors.items() if name != "rope_freqs.weight"}
-    return _finish(config, _LazyState(readers), opening, group, torch.bfloat16, path=path, gguf=file.metadata)
+    return replace(_finish(config, _LazyState(readers), opening, group, torch.bfloat16), gguf=file.metadata)
 
 
 def _hf_name(name: str) -> str:
