@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingParams
 from slipstream.inference.engine import MAX_FAILURES, ClosedError, Engine, Handle, Output
-from slipstream.inference.generate import Delta, GenerationError, InferenceEngine, _listed, _sampling
+from slipstream.inference.generate import Delta, GenerationError, InferenceEngine, _as_list, _sampling
 from slipstream.inference.initialize import _translated, init_inference
 from slipstream.inference.text import BYTE_OF, Tokenizer
 from slipstream.launch import talk
@@ -513,7 +513,7 @@ def test_forms_of_generate() -> None:
 )
 def test_what_is_no_prompt(prompts: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
-        _listed(prompts)
+        _as_list(prompts)
 
 
 def test_what_is_no_conversation() -> None:

@@ -152,11 +152,11 @@ class BlockPool:
         for table in tables:
             _check(len(set(table)) == len(table), f"a table holds a block twice: {list(table)}")
             references.update(table)
-        for block, counted in enumerate(self._refs):
-            _check(counted == references[block], f"block {block} counts {counted} references, tables hold {references[block]}")
+        for block, count in enumerate(self._refs):
+            _check(count == references[block], f"block {block} counts {count} references, tables hold {references[block]}")
         _check(references.total() == sum(self._refs), f"tables hold blocks beyond the pool's {self.num_blocks}: {references}")
 
-        used = {block for block, counted in enumerate(self._refs) if counted}
+        used = {block for block, count in enumerate(self._refs) if count}
         states = Counter([*used, *self._blank, *self._idle])
         groups = {"used": used, "blank": set(self._blank), "idle": set(self._idle)}
         for block in range(self.num_blocks):
@@ -177,6 +177,6 @@ class BlockPool:
                 _check(previous in used or age[block] < age[previous], f"block {previous} is evicted before block {block} after it")
 
 
-def _check(right: bool, otherwise: str) -> None:
-    if not right:
-        raise AssertionError(otherwise)
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)

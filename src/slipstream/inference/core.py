@@ -58,7 +58,7 @@ class SamplingParams:
             for name in names:
                 if not isinstance(value := getattr(self, name), kind) and not (value is None and name in _OPTIONAL):
                     raise ValueError(f"{name} is {value!r}; it must be {word}")
-        wrong = [
+        limits = [
             ("max_tokens", self.max_tokens, "at least 1", self.max_tokens >= 1),
             ("min_tokens", self.min_tokens, "between 0 and max_tokens", 0 <= self.min_tokens <= self.max_tokens),
             ("temperature", self.temperature, "between 0 and 100", 0 <= self.temperature <= 100),
@@ -72,9 +72,9 @@ class SamplingParams:
             ("logprobs", self.logprobs, "between 0 and 20", self.logprobs is None or 0 <= self.logprobs <= 20),
             ("stop", self.stop, "no empty string", all(self.stop)),
         ]
-        for name, value, wanted, right in wrong:
-            if not right:
-                raise ValueError(f"{name} is {value!r}; it must be {wanted}")
+        for name, value, expected, valid in limits:
+            if not valid:
+                raise ValueError(f"{name} is {value!r}; it must be {expected}")
         if (longest := max(map(len, self.stop), default=0)) > MAX_STOP:
             raise ValueError(f"stop has a string of {longest:,} characters; it may have {MAX_STOP:,} at most")
 

@@ -79,7 +79,7 @@ def _tensors(matrix: Matrix) -> tuple[Tensor, ...]:
     return tuple(matrix) if isinstance(matrix, (Int8, Int4)) else (matrix.detach().contiguous(),)
 
 
-def _joined(owner: LayerWeights | Mlp, *names: str) -> _Product:
+def _join(owner: LayerWeights | Mlp, *names: str) -> _Product:
     """The product of the owner's matrices. Those of one type become views of one concatenated matrix, so memory is not doubled."""
     matrices, biases = [getattr(owner, name) for name in names], [getattr(owner, f"{name}_bias") for name in names]
     if len({(type(m), *(t.dtype for t in _tensors(m)), *(t.shape[1:] for t in _tensors(m))) for m in matrices}) > 1:
@@ -112,7 +112,7 @@ class _Gated:
     """An MLP."""
 
     def __init__(self, mlp: Mlp, activation: str):
-        self.gate_up, self.down = _joined(mlp, "gate", "up"), _Product([mlp.down], [mlp.down_bias])
+        self.gate_up, self.down = _join(mlp, "gate", "up"), _Product([mlp.down], [mlp.down_bias])
         self.activation = activation
 
     def __call__(self, h: Tensor, *, summed: bool = False) -> Tensor:
@@ -203,7 +203,7 @@ class CudaDecoder:
         self._layers = [self._layer(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]
         self._final_norm = self._norm(weights.final_norm)
         self._head = _Product([weights.embed if weights.head is None else weights.head])
-        self._kept = self._kept_as(weights)
+        self._memory = self._weight_memory(weights)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by number of rows: the graph, and its logits
         if max_batch and cache.device.type == "cuda" and not any(layer.experts for layer in config.layers):
             self._capture(max_batch)
@@ -233,23 +233,23 @@ class CudaDecoder:
             kind=layer,
             **{name: self._norm(getattr(w, name)) for name in _NORMS},
             qk_norms=torch.stack([self._norm(w.q_norm), self._norm(w.k_norm)]) if both else None,
-            qkv=_joined(w, "q", "k", "v"),
+            qkv=_join(w, "q", "k", "v"),
             out=_Product([w.out], [w.out_bias]),
             mlp=mlp,
         )
 
     # -- new weights --
 
-    def _kept_as(self, weights: DecoderWeights) -> dict[str, tuple[Tensor, ...]]:
-        """By role, the memory that kernels and graphs read. Views of joined matrices included, see `_joined`."""
-        kept = {role: _tensors(leaf) for role, leaf in leaves(weights)}
-        kept["final_norm"] = (self._final_norm,)
+    def _weight_memory(self, weights: DecoderWeights) -> dict[str, tuple[Tensor, ...]]:
+        """By role, the memory that kernels and graphs read. Views of joined matrices included, see `_join`."""
+        memory = {role: _tensors(leaf) for role, leaf in leaves(weights)}
+        memory["final_norm"] = (self._final_norm,)
         for i, (layer, w) in enumerate(zip(self._layers, weights.layers, strict=True)):
             at = f"layers.{i}."
-            kept |= {at + name: (getattr(layer, name),) for name in _NORMS}
+            memory |= {at + name: (getattr(layer, name),) for name in _NORMS}
             if layer.qk_norms is not None:
-                kept |= {at + "q_norm": (layer.qk_norms[0],), at + "k_norm": (layer.qk_norms[1],)}
-            kept |= _biases(at, layer.qkv, w, "q", "k", "v") | _biases(at, layer.out, w, "out")
+                memory |= {at + "q_norm": (layer.qk_norms[0],), at + "k_norm": (layer.qk_norms[1],)}
+            memory |= _biases(at, layer.qkv, w, "q", "k", "v") | _biases(at, layer.out, w, "out")
             mlps: dict[str, tuple[_Gated | _Routed | None, Mlp | None]] = {"mlp.": (layer.mlp, w.mlp)}
             if isinstance(layer.mlp, _Routed):
                 mlps = {f"experts.{e}.": pair for e, pair in enumerate(zip(layer.mlp.experts, w.experts, strict=True))}
@@ -257,19 +257,19 @@ class CudaDecoder:
             for prefix, (product, mlp) in mlps.items():
                 if isinstance(product, _Gated) and mlp is not None:
                     path = at + prefix
-                    kept |= _biases(path, product.gate_up, mlp, "gate", "up") | _biases(path, product.down, mlp, "down")
-        return kept
+                    memory |= _biases(path, product.gate_up, mlp, "gate", "up") | _biases(path, product.down, mlp, "down")
+        return memory
 
     @torch.inference_mode()
     def put(self, role: str, weight: Matrix) -> None:
         """As `core.Runner.put`. Writes in place, because graphs have the addresses."""
-        if role not in self._kept:
+        if role not in self._memory:
             assert role == "head", f"{role} is none of this decoder's"
             return  # tied: `put` writes the embedding
         new = _tensors(weight)
         if role.endswith("norm"):
             new = (new[0].float() + self.config.norm_offset,)
-        for old, part in zip(self._kept[role], new, strict=True):
+        for old, part in zip(self._memory[role], new, strict=True):
             old.copy_(part)
 
     # -- running --

@@ -204,7 +204,7 @@ class Engine:
         self._outbox: list[tuple[_Sequence, Output]] = []  # to send to the sinks, without the lock
         self._failures = 0  # consecutive failed batches
         self._proven = 0  # a token of the last batch that was computed
-        self._lacking = lacking
+        self._lacking = lacking  # why it cannot serve; "" if it can
         self._pause = threading.Lock()  # one pause at a time
         self._meters = Meters()
         self._ids = itertools.count()

@@ -239,11 +239,11 @@ class InferenceEngine:
         if isinstance(prompts, torch.Tensor) or "input_ids" in settings or "inputs" in settings:
             return self._generate_tensor(prompts, params, stream, n, settings)
         params, n = _sampling(params, n, settings)
-        batch, single = _listed(prompts)
+        batch, single = _as_list(prompts)
         deltas = self._deltas(batch, params, n)
         if stream:
             return deltas
-        completions = _joined(deltas, len(batch), n, params)
+        completions = _assemble(deltas, len(batch), n, params)
         return completions[0] if single and n == 1 else completions
 
     async def agenerate(
@@ -251,7 +251,7 @@ class InferenceEngine:
     ) -> AsyncIterator[Delta]:
         """`generate(stream=True)` for asyncio. Tokenizing and compiling a schema do not block the event loop."""
         params, n = _sampling(params, n, settings)
-        batch, _ = _listed(prompts)
+        batch, _ = _as_list(prompts)
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
 
@@ -319,7 +319,7 @@ class InferenceEngine:
         deltas = self._deltas(batch, params, n)
         if stream:
             return deltas
-        answers = [torch.tensor(one.token_ids, dtype=ids.dtype) for one in _joined(deltas, len(batch), n, params)]
+        answers = [torch.tensor(one.token_ids, dtype=ids.dtype) for one in _assemble(deltas, len(batch), n, params)]
         fill = next(iter(sorted(self.engine.end_ids)), 0) if pad is None else pad
         padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=fill)
         full = torch.cat([rows.repeat_interleave(n, 0), padded.to(rows.device)], 1)
@@ -386,7 +386,7 @@ def _settings() -> set[str]:
     return names | _SAMPLING_ALIASES.keys() | _SAMPLING_NEUTRAL.keys() | {"do_sample"}
 
 
-def _listed(prompts: Any) -> tuple[list[str | TokenIds], bool]:
+def _as_list(prompts: Any) -> tuple[list[str | TokenIds], bool]:
     """The prompts as a list, and whether `prompts` is a single one."""
     if isinstance(prompts, str):
         return [prompts], True
@@ -408,7 +408,7 @@ def _prompt(name: str, prompt: Any) -> str | TokenIds:
         raise TypeError(f"{name} is {prompt!r:.200}; give {_PROMPT}") from None
 
 
-def _joined(deltas: Iterable[Delta], num: int, n: int, params: SamplingParams) -> list[Completion]:
+def _assemble(deltas: Iterable[Delta], num: int, n: int, params: SamplingParams) -> list[Completion]:
     """Assemble the answers of a stream, in the order of the prompts and of each prompt's n."""
     parts: list[list[Delta]] = [[] for _ in range(num * n)]
     for delta in deltas:
@@ -443,8 +443,8 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
     for word, value in settings.items():
         name = _SAMPLING_ALIASES.get(word, word)
         if word in _SAMPLING_NEUTRAL:
-            wanted, why = _SAMPLING_NEUTRAL[word]
-            if value not in wanted:
+            accepted, why = _SAMPLING_NEUTRAL[word]
+            if value not in accepted:
                 raise ValueError(f"{word} is {value!r}; {why}")
         elif name not in known and word != "do_sample":
             raise TypeError(f"generation has no setting {word!r}; {near(word, [*known, *_SAMPLING_ALIASES, 'do_sample'])}")
@@ -467,11 +467,11 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
 def whole(name: str, value: Any, least: int, most: int = sys.maxsize) -> int:
     """Check an integer, numpy's included, and return it as an int. Raises TypeError or ValueError."""
     bounds = f"of {least} or more" if most == sys.maxsize else f"from {least} to {most}"
-    wrong = f"{name} is {value!r:.200}; it must be a whole number {bounds}"
+    message = f"{name} is {value!r:.200}; it must be a whole number {bounds}"
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(wrong)
+        raise TypeError(message)
     if not least <= int(value) <= most:
-        raise ValueError(wrong)
+        raise ValueError(message)
     return int(value)
 
 

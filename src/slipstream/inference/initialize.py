@@ -253,9 +253,9 @@ def _checked(name: str, value: Any) -> Any:
     """Check an option as far as possible without the model, and return it. Raises TypeError or ValueError."""
     if name in _INTEGERS:
         return whole(name, num_bytes(value) if name == "kv_cache_bytes" and isinstance(value, str) else value, *_INTEGERS[name])
-    kinds, wanted = _KINDS.get(name, ((object,), ""))
-    if not isinstance(value, kinds):
-        raise TypeError(f"{name} is {value!r:.200}; it must be {wanted}")
+    types, expected = _KINDS.get(name, ((object,), ""))
+    if not isinstance(value, types):
+        raise TypeError(f"{name} is {value!r:.200}; it must be {expected}")
     return value
 
 
