@@ -439,7 +439,7 @@ class Engine:
         return bool(self._sequences) and not (self._scheduler.pausing and self._scheduler.at_rest)
 
     def _schedule(self) -> Batch | None:
-        """End the cancelled requests, then return the next batch."""
+        """End the cancelled requests and return the next batch."""
         with self._lock:
             for handle in self._cancelled:
                 self._end(handle.sequences, Finish.CANCELLED)

@@ -88,7 +88,7 @@ class Delta:
 
 
 class GenerationError(RuntimeError):
-    """A request ended with an error; its text is the engine's."""
+    """A request failed; the message is the engine's."""
 
 
 TokenIds = Sequence[int]
@@ -103,7 +103,7 @@ class InferenceEngine:
         self,
         engine: Engine,
         description: str,
-        target: Target | str = "nothing is known of them",
+        target: Target | str = "it does not know their names and shapes",
         open_module: Callable[[], torch.nn.Module] | str = "it has no transformers model",
     ) -> None:
         """

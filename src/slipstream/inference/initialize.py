@@ -192,7 +192,9 @@ def _open(
     group = group_size or GROUP_SIZES[0]
     place = _device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     if threads is not None:
-        _set_threads(threads, place)
+        if place.type != "cpu":
+            raise ValueError(f'threads is {threads}, but the model runs on {place}; leave it out, or give device="cpu"')
+        torch.set_num_threads(threads)  # they load and quantize for every forward, and compute for torch's
     if place.type == "cuda":
         place = _gpu(place)
     passed_tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
@@ -290,13 +292,6 @@ def _gpu(place: torch.device) -> torch.device:
     if (place.index or 0) >= count:
         raise ValueError(f'device is {place}, and torch sees {count} GPUs here; give device="cpu"')
     return place if place.index is not None else torch.device("cuda", torch.cuda.current_device())
-
-
-def _set_threads(threads: int, place: torch.device) -> None:
-    """Set torch's threads: they load and quantize for every forward, and compute for torch's."""
-    if place.type != "cpu":
-        raise ValueError(f'threads is {threads}, but the model runs on {place}; leave it out, or give device="cpu"')
-    torch.set_num_threads(threads)
 
 
 def _source(model: Any) -> Any:
