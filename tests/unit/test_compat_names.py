@@ -586,6 +586,7 @@ def params(*grads: list[float]) -> list[torch.nn.Parameter]:
         ("get_only_unique_item([2, 2])", 2),
         ("is_model_parallel_parameter(params([1.0])[0])", False),
         ("[t.dtype for t in copy_to_device([torch.ones(1), 2.0], torch.float64, torch.is_tensor)[:1]]", [torch.float64]),
+        ("(lambda t: move_to_device({'a': (t, 2)}, 'cpu', torch.is_tensor)['a'][0] is t)(torch.ones(1))", True),
         ("DummyOptim('p').param_groups", [{"params": "p"}]),
         ("noop_decorator(len)([1])", 1),
         ("get_inactive_params(params([1.0]))", []),

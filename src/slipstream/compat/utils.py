@@ -54,18 +54,29 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed % 2**63)
 
 
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+    """Return a copy of a tree with the items that meet `criterion_func` on `device`."""
+    return _converted(item, lambda leaf: leaf.to(device) if criterion_func(leaf) else leaf)
+
+
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Move the items of a tree for which `criterion_func` is true (by default tensors) to `device`."""
-    if (criterion_func or torch.is_tensor)(item):
-        return item.to(device)
+    """Return a tree with its tensors on `device`. A tensor that meets a given criterion stays the same object: its storage changes."""
+
+    def move(leaf: Any) -> Any:
+        if criterion_func is not None and criterion_func(leaf):
+            leaf.data = leaf.to(device).data
+            return leaf
+        return leaf.to(device) if criterion_func is None and torch.is_tensor(leaf) else leaf
+
+    return _converted(item, move)
+
+
+def _converted(item: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(each, device, criterion_func) for each in item)
+        return type(item)(_converted(each, convert) for each in item)
     if isinstance(item, dict):
-        return {key: move_to_device(each, device, criterion_func) for key, each in item.items()}
-    return item
-
-
-copy_to_device = move_to_device
+        return {key: _converted(each, convert) for key, each in item.items()}
+    return convert(item)
 
 
 class OnDevice:
