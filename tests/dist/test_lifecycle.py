@@ -212,7 +212,7 @@ def test_the_arguments_of_an_older_script(tmp_path: Path) -> None:
 def test_a_model_has_one_engine_at_a_time() -> None:
     model = toy.seeded(toy.Net)
     engine = toy.make(model, 0)
-    with pytest.raises(ValueError, match=r"'inp.weight' belongs to an engine already; call that engine's destroy\(\)"):
+    with pytest.raises(ValueError, match=r"'inp.weight' already belongs to an engine; call that engine's destroy\(\)"):
         toy.make(model, 3)
     engine.destroy()
     toy.make(model, 3).destroy()

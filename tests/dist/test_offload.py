@@ -454,7 +454,7 @@ def test_weights_of_a_failed_update_are_not_handed_out(tmp_path: Path) -> None:
         if look is not None:
             with pytest.raises(DiskError, match="disk of rank 1 failed"):
                 look(engine, whole)
-            with pytest.raises(RuntimeError, match="go on from the last checkpoint"):
+            with pytest.raises(RuntimeError, match="resume from the last checkpoint"):
                 look(engine, whole)
         engine.destroy()
         assert all(type(param) is torch.nn.Parameter and param.isfinite().all() for param in engine.module.parameters())
@@ -481,7 +481,7 @@ def test_a_disk_that_fails_in_mid_step(tmp_path: Path) -> None:
         dist.all_gather_object(words, str(raised.value))
         assert words[0] == words[1]
         for refused in (engine.step, partial(engine.save_checkpoint, str(tmp_path / "saved"))):
-            with pytest.raises(RuntimeError, match="go on from the last checkpoint"):
+            with pytest.raises(RuntimeError, match="resume from the last checkpoint"):
                 refused()
         engine.destroy()
         engine = make(None, stage, dtype="bf16")

@@ -146,7 +146,7 @@ def test_a_disk_that_fails_on_wake(tmp_path: Path) -> None:
         os.ftruncate(file, 0)
     with pytest.raises(DiskError, match="rank 1 had put to sleep did not come back"):
         engine.wake()
-    with pytest.raises(RuntimeError, match="go on from the last checkpoint"):
+    with pytest.raises(RuntimeError, match="resume from the last checkpoint"):
         engine.step()
     engine.destroy()
 
