@@ -440,7 +440,7 @@ def read_other_data(folder: Path) -> None:
     engine = small(data=fewer)
     with warned() as said:
         engine.load_checkpoint(str(folder), tag="numbers")
-    assert "it is of 24 samples and this dataset has 20" in said[0]
+    assert "its dataset has 24 samples and this dataset has 20" in said[0]
     assert engine.optimizer_state("inp.weight")["exp_avg"].ne(0).any() and engine.training_dataloader.state_dict()["samples"] == 0
     engine.destroy()
 

@@ -404,11 +404,11 @@ def test_a_refusal_leaves_the_model_unchanged() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         (typo, {}, "did you mean 'warmup_num_steps'"),
-        ({}, {"training_data": []}, "0 samples make no batch"),
+        ({}, {"training_data": []}, "0 samples are too few for a batch"),
         ({}, {"training_data": DataLoader(range(8), batch_size=3)}, "a DataLoader of batch size 3 and sampler SequentialSampler"),  # type: ignore[arg-type]
         ({}, {"lr_scheduler": plateau}, r"a ReduceLROnPlateau, whose step\(\) needs metrics.*scheduler.step\(metric\)"),
         ({"optimizer": None}, {"optimizer": optimizer, "lr_scheduler": plateau(optimizer)}, "whose step"),
-        ({}, {"lr_scheduler": 3}, r"gave a int, which has no step\(\)"),
+        ({}, {"lr_scheduler": 3}, r"is a int, which has no step\(\)"),
         ({"optimizer": None, "scheduler": {"type": "WarmupLR"}}, {}, r"the config's scheduler \(WarmupLR\) has no optimizer"),
         ({"optimizer": {"type": "OneBitAdam"}}, {}, "not built yet"),
         (uncorrected, {"model": toy.seeded(toy.Net).double()}, "bias_correction=false.*float64"),

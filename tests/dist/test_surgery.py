@@ -466,7 +466,7 @@ def test_a_group_is_added_with_its_surgery_or_not_at_all() -> None:
                 optimizer.add_param_group({"params": [model.head.weight]})
             engine.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9)
             model.extra = nn.Parameter(torch.zeros(2))
-            with pytest.raises(ValueError, match=r"a OneCycleLR has no known place.*set engine.lr_scheduler = None"):
+            with pytest.raises(ValueError, match=r"a OneCycleLR cannot be extended.*Set engine.lr_scheduler = None"):
                 optimizer.add_param_group({"params": [model.extra]})
             engine.lr_scheduler = None
             optimizer.add_param_group({"params": [model.extra]})
