@@ -110,7 +110,7 @@ def test_engines_are_independent(transport: str) -> None:
 def test_an_engine_without_optimizer_says_so() -> None:
     engine = toy.make(toy.seeded(toy.Net), 3, optimizer=None)
     engine(toy.floats(engine.rank, 0))
-    with pytest.raises(RuntimeError, match="without optimizer"):
+    with pytest.raises(RuntimeError, match="needs an optimizer"):
         engine.step()
     engine.destroy()
 

@@ -144,7 +144,7 @@ def test_a_disk_that_fails_on_wake(tmp_path: Path) -> None:
     if engine.rank == 1:
         _, _, (_, file, *_), _ = engine.asleep._spaces[0].disks[0]._closing.peek()
         os.ftruncate(file, 0)
-    with pytest.raises(DiskError, match="rank 1 had put to sleep did not come back"):
+    with pytest.raises(DiskError, match="rank 1 could not read its sleeping states back"):
         engine.wake()
     with pytest.raises(RuntimeError, match="resume from the last checkpoint"):
         engine.step()
@@ -155,7 +155,7 @@ def test_a_disk_that_fails_on_wake(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"include": ["moments"]}, "no kind of state; there are optimizer, weights, gradients"),
-        ({}, "in host memory already"),
+        ({}, "already in host memory"),
         ({"device": "disk"}, "path=None is no folder"),
         ({"device": "cuda"}, "'cpu' or to 'disk'"),
     ],
