@@ -548,7 +548,9 @@ def test_a_disk_is_introduced_beside_what_a_step_needs(tmp_path: Path, caplog: p
         spaces.optim.close()
         with pytest.raises(ValueError, match=f"{tmp_path} has .* bytes free of the {1 << 60} needed"):
             open_(Needs(optim=1 << 60))
-    assert re.search(r"GB/s written at once; a step of one micro-batch reads 0.01 GB and writes 0.01 GB: \d+\.\d\d s", caplog.text)
+    assert re.search(
+        r"GB/s written concurrently; a step of one micro-batch reads 0.01 GB and writes 0.01 GB: \d+\.\d\d s", caplog.text
+    )
 
 
 def test_ranks_of_a_host_share_a_disk() -> None:

@@ -73,8 +73,8 @@ def dry_run(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[s
         except (RuntimeError, NotImplementedError, TypeError) as error:
             where = f"{meter.phase} of {meter.block or 'the root'}"
             raise DryRunError(
-                f"the dry run failed ({where}: {str(error).strip().splitlines()[0]}). If the batch is right, the model reads values: "
-                f"pass the bytes that one micro-batch keeps for its backward instead: slipstream plan --activations 300M"
+                f"the dry run failed ({where}: {str(error).strip().splitlines()[0]}). If the batch is right, the model reads "
+                f"values: pass the bytes that one micro-batch keeps for its backward instead: slipstream plan --activations 300M"
             ) from error
     return meter.profile()
 

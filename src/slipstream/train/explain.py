@@ -1,6 +1,6 @@
 """The inputs of train/predict.py, for an engine or for a plan and a model on meta, and its results as a table.
 
-`of_engine` reads an engine's units; `parts_of` derives them from a plan before anything is allocated. A test checks that both agree.
+`of_engine` reads an engine's units; `parts_of` derives them from a plan before anything is allocated. A test compares both.
 """
 
 from __future__ import annotations
