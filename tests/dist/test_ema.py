@@ -128,7 +128,7 @@ def test_a_checkpoint_without_averages_or_an_engine_without(tmp_path: Path, capl
     saved(str(tmp_path / "with"), 3)
     engine = toy.make(toy.seeded(toy.Lm, 1), 1)
     engine.load_checkpoint(str(tmp_path / "with"))
-    assert "make slipstream.ema.Ema(engine) before load_checkpoint()" in caplog.text
+    assert "create slipstream.ema.Ema(engine) before load_checkpoint()" in caplog.text
     average = Ema(engine, DECAY)
     engine.save_checkpoint(str(tmp_path / "weights"), contents="weights")
     follow(engine, average, masters(engine), range(2))

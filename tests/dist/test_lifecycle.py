@@ -405,7 +405,7 @@ def test_a_refusal_leaves_the_model_unchanged() -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         (typo, {}, "did you mean 'warmup_num_steps'"),
         ({}, {"training_data": []}, "0 samples are too few for a batch"),
-        ({}, {"training_data": DataLoader(range(8), batch_size=3)}, "a DataLoader of batch size 3 and sampler SequentialSampler"),  # type: ignore[arg-type]
+        ({}, {"training_data": DataLoader(range(8), batch_size=3)}, "a DataLoader with batch size 3 and sampler SequentialSampler"),  # type: ignore[arg-type]
         ({}, {"lr_scheduler": plateau}, r"a ReduceLROnPlateau, whose step\(\) needs metrics.*scheduler.step\(metric\)"),
         ({"optimizer": None}, {"optimizer": optimizer, "lr_scheduler": plateau(optimizer)}, "whose step"),
         ({}, {"lr_scheduler": 3}, r"is a int, which has no step\(\)"),

@@ -154,10 +154,10 @@ def test_a_disk_that_fails_on_wake(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"include": ["moments"]}, "no kind of state; there are optimizer, weights, gradients"),
+        ({"include": ["moments"]}, "is not a kind of state; use optimizer, weights, gradients"),
         ({}, "already in host memory"),
-        ({"device": "disk"}, "path=None is no folder"),
-        ({"device": "cuda"}, "'cpu' or to 'disk'"),
+        ({"device": "disk"}, "path=None is not a folder"),
+        ({"device": "cuda"}, "use 'cpu' or 'disk'"),
     ],
 )
 def test_refusals(arguments: dict[str, Any], message: str) -> None:
