@@ -289,8 +289,8 @@ def test_refusals(make: Any, message: str) -> None:
         ({}, "epoch is None"),
         ({"epoch": 0, "samples": -1, "seed": 0, "length": 8}, "samples is -1"),
         ({"epoch": 0, "samples": 0, "seed": True, "length": 8}, "seed is True"),
-        ({"epoch": 0, "samples": 0, "seed": 0, "length": 9}, "of 9 samples and this dataset has 8"),
-        ({"epoch": 0, "samples": 0, "seed": 0}, "of no length and this dataset has 8"),
+        ({"epoch": 0, "samples": 0, "seed": 0, "length": 9}, "has 9 samples and this dataset has 8"),
+        ({"epoch": 0, "samples": 0, "seed": 0}, "has no length and this dataset has 8"),
     ],
     ids=range(5),
 )

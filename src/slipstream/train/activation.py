@@ -24,7 +24,7 @@ from slipstream.zero.wrap import repeated_blocks
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Timing = Callable[[str], AbstractContextManager[None]]
+Timing = Callable[[str], AbstractContextManager[object]]
 
 
 def apply(
@@ -51,7 +51,7 @@ def apply(
             )
         logger.log(level, "activations: %s for %d of %d repeated blocks%s", plan.way, len(chosen), len(names), hint)
     host = HostMemory([*resident, *model.buffers()]) if plan.way == "offload" or plan.inputs_on_host else None
-    part = _Boundary(timing if plan.profile else _untimed, plan.synchronize)
+    part = _Boundary(timing if plan.profile else nullcontext, plan.synchronize)
     warn = _Once(speaks)
     modules = dict(model.named_modules())
     if plan.way == "recompute":
@@ -135,25 +135,18 @@ class _Boundary:
     """Times and optionally synchronizes every checkpointed forward and every recompute."""
 
     def __init__(self, timing: Timing, synchronize: bool) -> None:
-        self.timing = timing
-        self.synchronize = torch.cuda.synchronize if synchronize else _nothing
+        self.timing, self.synchronize = timing, synchronize
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        self.synchronize()
+        if self.synchronize:
+            torch.cuda.synchronize()
         with self.timing(name):
             try:
                 yield
             finally:  # torch ends a recompute with an exception once it has all saved tensors
-                self.synchronize()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _untimed(part: str) -> AbstractContextManager[None]:
-    return nullcontext()
+                if self.synchronize:
+                    torch.cuda.synchronize()
 
 
 class _Once:

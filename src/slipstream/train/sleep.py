@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,13 +106,14 @@ class Asleep:
     def __init__(self, kinds: Iterable[str], device: torch.device, folder: Path | None) -> None:
         self.kinds = frozenset(kinds)
         self.device, self.folder = device, folder
-        self._spaces: list[Space] = []
+        self._space: Space | None = None
         self._gone: list[tuple[Tensor, int, Store | Tensor | None]] = []
 
     def take(self, tensors: list[tuple[Tensor, bool]]) -> int:
         """Copy the tensors away (each with whether to keep its contents); returns their bytes. `empty` then frees their memory."""
         if self.folder is not None:
-            self._spaces = [self._open(sum(range_nbytes(t.numel(), t.element_size()) for t, counts in tensors if counts))]
+            nbytes = sum(range_nbytes(tensor.numel(), tensor.element_size()) for tensor, counts in tensors if counts)
+            self._space = Space(partial(Disk, str(self.folder)), max(nbytes, 1))
         for tensor, counts in tensors:
             self._gone.append((tensor, tensor.untyped_storage().nbytes(), self._save(tensor) if counts else None))
         if self.device.type == "cuda":
@@ -150,17 +152,14 @@ class Asleep:
         return error
 
     def close(self) -> None:
-        for space in self._spaces:
-            space.close()
-        self._gone, self._spaces = [], []
-
-    def _open(self, nbytes: int) -> Space:
-        return Space(lambda nbytes: Disk(str(self.folder), nbytes), max(nbytes, 1))
+        if self._space is not None:
+            self._space.close()
+        self._gone, self._space = [], None
 
     def _save(self, tensor: Tensor) -> Store | Tensor:
-        if self.folder is None:
+        if self._space is None:
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        store = self._spaces[0].store(tensor.numel(), tensor.dtype)
+        store = self._space.store(tensor.numel(), tensor.dtype)
         for start, stop in _pieces(tensor.numel()):
             store.put(start, tensor[start:stop].cpu())
         return store

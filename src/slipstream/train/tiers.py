@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from slipstream.config.plan import OffloadPlan
@@ -48,11 +49,7 @@ class Ask(NamedTuple):
 def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
     """Return a function that opens this rank's files of the needed sizes. Collective: if a disk fails on one rank, all raise."""
 
-    def space(folder: str, nbytes: int) -> Space:
-        def disk(nbytes: int) -> Disk:
-            return Disk(folder, nbytes, block_nbytes=plan.block_nbytes, queue_depth=plan.queue_depth, threads=plan.threads)
-
-        return Space(disk, nbytes)
+    tuning = {"block_nbytes": plan.block_nbytes, "queue_depth": plan.queue_depth, "threads": plan.threads}
 
     def open_all(needs: Needs) -> Spaces:
         asks = _asks(plan, needs)
@@ -65,14 +62,8 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
         try:
             for folder, ask in ({} if error else asks).items():
                 if _is_first(ask, data.axis.index, by_rank):  # the other ranks wait at the next exchange
-                    facts[folder] = preflight(
-                        folder,
-                        min(_PROBE, ask.nbytes),
-                        block_nbytes=plan.block_nbytes,
-                        queue_depth=plan.queue_depth,
-                        threads=plan.threads,
-                    )
-                spaces[folder] = space(folder, ask.nbytes_twice if twice else ask.nbytes)
+                    facts[folder] = preflight(folder, min(_PROBE, ask.nbytes), **tuning)
+                spaces[folder] = Space(partial(Disk, folder, **tuning), ask.nbytes_twice if twice else ask.nbytes)
         except (ValueError, OSError) as failed:
             error = str(failed)
         answers = gather_objects((error, facts), data.axis)
