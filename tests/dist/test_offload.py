@@ -504,7 +504,7 @@ def test_refusals(stage: int, zero: dict[str, Any], message: str) -> None:
 
 def test_masters_on_disk_need_a_kernel(tmp_path: Path) -> None:
     adafactor = {"type": "Adafactor", "params": {"lr": 1e-2}}
-    with pytest.raises(ValueError, match="Adafactor with these options has no kernel of ours that streams them"):
+    with pytest.raises(ValueError, match="Adafactor with these options has none"):
         make(tmp_path, 3, "weights", optimizer=adafactor)
     engine = make(tmp_path, 3, "weights", dtype="bf16", optimizer=adafactor)
     train(engine, 1)

@@ -38,7 +38,7 @@ from slipstream.zero.build import Recipe, build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
 from slipstream.zero.leaves import refuse_sparse
 from slipstream.zero.materialize import FirstValues, Reader
-from slipstream.zero.placement import Tier, stage_placement
+from slipstream.zero.placement import Tier, Tiers, stage_placement
 from slipstream.zero.watch import Watch
 
 if TYPE_CHECKING:
@@ -233,34 +233,8 @@ def _engine(
     whole = inner is not None and (rule.is_whole if rule is not None else not is_elementwise(inner))
     precision, tiers = plan.precision, tiers_of(plan.offload)
     form = Form(dtype=precision.state_dtype, stochastic_seed=plan.seed if precision.stochastic_rounding else None)
-    if inner is not None and rule is None and tiers.optim is Tier.DISK:
-        raise ValueError(
-            f"offload_optimizer to disk needs a native kernel, and {type(inner).__name__} with these options has none; use AdamW, "
-            f"Adam, Lion, LAMB, Adagrad or SGD, or keep the states in memory"
-        )
-    in_place = precision.param_dtype.itemsize >= precision.master_dtype.itemsize  # the weights are their own masters
-    if inner is not None and rule is None and tiers.weights is Tier.DISK and in_place:
-        raise ValueError(
-            f"offload_param to disk needs a native kernel for {precision.param_dtype} weights, which are their own masters, and "
-            f"{type(inner).__name__} with these options has none; use AdamW, Adam, Lion, Adagrad or SGD, or train in bf16 with "
-            f"fp32 masters, which stay in memory"
-        )
-    cuts = (tiers.optim is Tier.DISK and tiers.kept) or (tiers.weights is Tier.DISK and tiers.weights_kept)
-    if rule is not None and rule.is_whole and cuts:
-        raise ValueError(
-            f"{type(inner).__name__} computes norms of whole parameters, which cannot be split between memory and disk: set "
-            f"offload_optimizer.ratio to 1 and offload_param.max_in_cpu to 0"
-        )
-    if inner is not None and (rule is None or not rule.may_be_blocks) and form.coded:
-        raise ValueError(
-            f'"slipstream": {{"optimizer_states": "int8"}} supports AdamW, Adam, Lion and SGD; {type(inner).__name__} has no '
-            f"kernel for 8-bit states"
-        )
-    if inner is not None and rule is None and precision.stochastic_rounding:
-        raise ValueError(
-            f'"slipstream": {{"stochastic_rounding": true}} needs an optimizer with a native kernel (AdamW, Adam, Lion, Adagrad, '
-            f"SGD), and {type(inner).__name__} with these options has none"
-        )
+    if inner is not None:
+        _check_states(inner, rule, plan, tiers, coded=form.coded)
     recipe = Recipe(
         placement=stage_placement(plan.zero.stage),
         weights_dtype=None if precision.param_dtype is torch.float32 else precision.param_dtype,
@@ -312,6 +286,36 @@ def _engine(
             device=device,
         )
     )
+
+
+def _check_states(inner: torch.optim.Optimizer, rule: Rule | None, plan: Plan, tiers: Tiers, *, coded: bool) -> None:
+    """Raise ValueError for offload and precision settings that the optimizer does not support."""
+    name, precision = type(inner).__name__, plan.precision
+    if rule is None and tiers.optim is Tier.DISK:
+        raise ValueError(
+            f"offload_optimizer to disk needs a native kernel, and {name} with these options has none; use AdamW, Adam, Lion, "
+            f"LAMB, Adagrad or SGD, or keep the states in memory"
+        )
+    in_place = precision.param_dtype.itemsize >= precision.master_dtype.itemsize  # the weights are their own masters
+    if rule is None and tiers.weights is Tier.DISK and in_place:
+        raise ValueError(
+            f"offload_param to disk needs a native kernel for {precision.param_dtype} weights, which are their own masters, and "
+            f"{name} with these options has none; use AdamW, Adam, Lion, Adagrad or SGD, or train in bf16 with fp32 masters, which "
+            f"stay in memory"
+        )
+    cuts = (tiers.optim is Tier.DISK and tiers.kept) or (tiers.weights is Tier.DISK and tiers.weights_kept)
+    if rule is not None and rule.is_whole and cuts:
+        raise ValueError(
+            f"{name} computes norms of whole parameters, which cannot be split between memory and disk: set "
+            f"offload_optimizer.ratio to 1 and offload_param.max_in_cpu to 0"
+        )
+    if coded and (rule is None or not rule.may_be_blocks):
+        raise ValueError(f'"slipstream": {{"optimizer_states": "int8"}} supports AdamW, Adam, Lion and SGD, not {name}')
+    if rule is None and precision.stochastic_rounding:
+        raise ValueError(
+            f'"slipstream": {{"stochastic_rounding": true}} needs an optimizer with a native kernel (AdamW, Adam, Lion, Adagrad, '
+            f"SGD), and {name} with these options has none"
+        )
 
 
 def _staging(plan: Plan, device: torch.device) -> Staging | None:
