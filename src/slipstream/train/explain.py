@@ -238,7 +238,7 @@ def table(forecast: Forecast) -> str:
             details = "pass a batch (the model's arguments) to predict them and the peak"
         row(state, chosen, details)
     total = f"{sum(line.nbytes for line in lines) / num_parameters:.2f} B per parameter"
-    row("at rest" if peak is None else "peak", lines, total if peak is None else f"in {peak.when}; {total}")
+    row("idle" if peak is None else "peak", lines, total if peak is None else f"in {peak.when}; {total}")
     moved = [(what, getattr(forecast.flow, link)) for link, what in _LINKS.items() if getattr(forecast.flow, link)]
     text += ["", "per step and rank"] + [f"  {what:<22}{size(nbytes):>12}" for what, nbytes in moved or [("sent or read", 0)]]
     times = forecast.times

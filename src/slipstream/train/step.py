@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
     norm: float  # global L2 norm of the mean gradient, unscaled, before clipping
     finite: bool
     scale: float  # the optimizer multiplies gradients with it: unscale and clip in one factor
-    culprit: str = ""  # the first parameter, in model order, whose gradient is not finite on any rank
+    culprit: str = ""  # the first parameter, in model order, whose gradient is not finite on some rank
 
 
 class UnusedParameterError(RuntimeError):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slipstream.config.plan import OffloadPlan
 from slipstream.ops.disk import Disk, DiskFacts, preflight
@@ -49,7 +49,7 @@ class Ask(NamedTuple):
 def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
     """Return a function that opens this rank's files of the needed sizes. Collective: if a disk fails on one rank, all raise."""
 
-    tuning = {"block_nbytes": plan.block_nbytes, "queue_depth": plan.queue_depth, "threads": plan.threads}
+    tuning: dict[str, Any] = {"block_nbytes": plan.block_nbytes, "queue_depth": plan.queue_depth, "threads": plan.threads}
 
     def open_all(needs: Needs) -> Spaces:
         asks = _asks(plan, needs)
