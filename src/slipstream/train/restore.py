@@ -59,17 +59,14 @@ def load(
         "exclude": list(exclude),
     }
     agree(engine, f"checkpoint {'latest' if tag is None else tag} of {directory} was not loaded", arguments)
-    work = partial(
-        _load,
-        engine,
-        directory,
-        tag,
-        strict=strict,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        module_only=module_only,
-        exclude=exclude,
-    )
+    options: dict[str, Any] = {
+        "strict": strict,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "module_only": module_only,
+        "exclude": exclude,
+    }
+    work = partial(_load, engine, directory, tag, **options)
     return checkpoint.undisturbed(directory, tag, work, group=engine.mesh.data.group)
 
 
@@ -326,8 +323,9 @@ def _prepare_optimizer(engine: Engine, metadata: checkpoint.Metadata, exclude: S
     """Allocate the optimizer states that the checkpoint holds; returns functions that undo it."""
     states: dict[str, dict[str, torch.dtype]] = {}
     for key, info in metadata.tensors.items():
-        if key.startswith("optim."):
-            _, state, name = key.split(".", 2)
+        kind, _, entry = key.partition(".")
+        if kind == "optim":
+            state, _, name = entry.partition(".")
             states.setdefault(name, {})[state] = info.dtype
     return [steps.make_states(unit, piece, states.get(piece.name, {})) for steps, unit, piece in entries.pieces(engine, exclude)]
 
