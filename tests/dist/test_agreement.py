@@ -27,7 +27,7 @@ def told(make: Callable[[int], Any]) -> str:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, str(raised.value))
     assert len(set(everyone)) == 1
-    return re.fullmatch(r"the ranks of this engine differ: (.*)\. Give every rank .*", everyone[0])[1]
+    return re.fullmatch(r"the ranks of this engine differ: (.*)\. Use the same config.* on every rank", everyone[0])[1]
 
 
 @distributed(world_size=3)
@@ -76,7 +76,7 @@ def test_a_model_that_differs() -> None:
     )
     extra = of(lambda model: model.register_buffer("mean", torch.zeros(3)))
     assert extra == "rank 1 has buffer 'mean' (3,) float32, which rank 0 lacks"
-    assert of(reorder) == "their parameters or buffers have another order"
+    assert of(reorder) == "their parameters or buffers are in a different order"
     assert of(rename).endswith("; and 1 more")
 
 

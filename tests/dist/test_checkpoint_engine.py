@@ -296,7 +296,7 @@ def step_lr(optimizer: torch.optim.Optimizer) -> Any:
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {
-    "surplus": ({"kind": lambda: toy.Net(depth=4)}, r"holds also .*blocks\.3.*load_module_strict=False"),
+    "surplus": ({"kind": lambda: toy.Net(depth=4)}, r"also holds .*blocks\.3.*load_module_strict=False"),
     "missing": ({"kind": lambda: toy.Net(depth=2)}, "does not hold .*load_module_strict=False"),
     "SGD": ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "SGD and this engine's is AdamW; load_optimizer_states=False"),
     "Lion": ({"optimizer": {"type": "Lion", "params": {"lr": 0.1}}}, "Lion and this .*load_optimizer_states=False"),
@@ -440,7 +440,7 @@ def read_other_data(folder: Path) -> None:
     engine = small(data=fewer)
     with warned() as said:
         engine.load_checkpoint(str(folder), tag="numbers")
-    assert "it is of 24 samples and this dataset has 20" in said[0]
+    assert "its dataset has 24 samples and this dataset has 20" in said[0]
     assert engine.optimizer_state("inp.weight")["exp_avg"].ne(0).any() and engine.training_dataloader.state_dict()["samples"] == 0
     engine.destroy()
 
@@ -465,7 +465,7 @@ def test_engines_of_other_groups_are_warned_of(tmp_path: Path) -> None:
     engine = small(mpu=Alone())
     with warned() as said:
         engine.save_checkpoint(str(tmp_path / str(dist.get_rank())))
-    assert f"of ranks [{dist.get_rank()}] of 2: engines of other groups" in said[0]
+    assert f"only ([{dist.get_rank()}] of 2): save engines of other groups" in said[0]
     engine.destroy()
 
 

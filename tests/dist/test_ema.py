@@ -128,12 +128,12 @@ def test_a_checkpoint_without_averages_or_an_engine_without(tmp_path: Path, capl
     saved(str(tmp_path / "with"), 3)
     engine = toy.make(toy.seeded(toy.Lm, 1), 1)
     engine.load_checkpoint(str(tmp_path / "with"))
-    assert "make slipstream.ema.Ema(engine) before load_checkpoint()" in caplog.text
+    assert "create slipstream.ema.Ema(engine) before load_checkpoint()" in caplog.text
     average = Ema(engine, DECAY)
     engine.save_checkpoint(str(tmp_path / "weights"), contents="weights")
     follow(engine, average, masters(engine), range(2))
     engine.load_checkpoint(str(tmp_path / "weights"))
-    assert "moving averages were not loaded and begin again with the loaded weights" in caplog.text
+    assert "moving averages were not loaded and restart from the loaded weights" in caplog.text
     assert_same(average, masters(engine))
     assert average.num_updates == 0
     engine.destroy()

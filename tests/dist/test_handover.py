@@ -332,13 +332,9 @@ def refuse_adapted() -> None:
     for model, config, why in (
         (llama, peft.LoraConfig(**modules, use_dora=True), "q_proj' is adapted by adapter 'default' with DoRA"),
         (qwen, peft.LoraConfig(**modules, lora_bias=True), "q_proj' is adapted by adapter 'default' with lora_bias"),
-        (llama, peft.LoraConfig(r=4, target_modules=["lm_head"]), "lm_head' is adapted by Linear on what is no weight of its own"),
-        (
-            llama,
-            peft.LoraConfig(r=4, target_modules=["embed_tokens"]),
-            "embed_tokens' is adapted by Embedding on what is no weight",
-        ),
-        (mixtral, peft.LoraConfig(**parameters), "experts' is adapted by ParamWrapper on what is no weight of its own"),
+        (llama, peft.LoraConfig(r=4, target_modules=["lm_head"]), "lm_head' is adapted by Linear on a weight that is not its own"),
+        (llama, peft.LoraConfig(r=4, target_modules=["embed_tokens"]), "embed_tokens' is adapted by Embedding on a weight"),
+        (mixtral, peft.LoraConfig(**parameters), "experts' is adapted by ParamWrapper on a weight that is not its own"),
         (llama, peft.OFTConfig(r=4, oft_block_size=0, target_modules=["q_proj"]), r"is adapted by a layer of peft\.tuners\.oft"),
         (llama, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), r"is adapted by a layer of peft\.tuners\.ia3"),
     ):

@@ -110,7 +110,7 @@ def test_engines_are_independent(transport: str) -> None:
 def test_an_engine_without_optimizer_says_so() -> None:
     engine = toy.make(toy.seeded(toy.Net), 3, optimizer=None)
     engine(toy.floats(engine.rank, 0))
-    with pytest.raises(RuntimeError, match="without optimizer"):
+    with pytest.raises(RuntimeError, match="needs an optimizer"):
         engine.step()
     engine.destroy()
 
@@ -212,7 +212,7 @@ def test_the_arguments_of_an_older_script(tmp_path: Path) -> None:
 def test_a_model_has_one_engine_at_a_time() -> None:
     model = toy.seeded(toy.Net)
     engine = toy.make(model, 0)
-    with pytest.raises(ValueError, match=r"'inp.weight' belongs to an engine already; call that engine's destroy\(\)"):
+    with pytest.raises(ValueError, match=r"'inp.weight' already belongs to an engine; call that engine's destroy\(\)"):
         toy.make(model, 3)
     engine.destroy()
     toy.make(model, 3).destroy()
@@ -404,11 +404,11 @@ def test_a_refusal_leaves_the_model_unchanged() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         (typo, {}, "did you mean 'warmup_num_steps'"),
-        ({}, {"training_data": []}, "0 samples make no batch"),
-        ({}, {"training_data": DataLoader(range(8), batch_size=3)}, "a DataLoader of batch size 3 and sampler SequentialSampler"),  # type: ignore[arg-type]
+        ({}, {"training_data": []}, "0 samples are too few for a batch"),
+        ({}, {"training_data": DataLoader(range(8), batch_size=3)}, "a DataLoader with batch size 3 and sampler SequentialSampler"),  # type: ignore[arg-type]
         ({}, {"lr_scheduler": plateau}, r"a ReduceLROnPlateau, whose step\(\) needs metrics.*scheduler.step\(metric\)"),
         ({"optimizer": None}, {"optimizer": optimizer, "lr_scheduler": plateau(optimizer)}, "whose step"),
-        ({}, {"lr_scheduler": 3}, r"gave a int, which has no step\(\)"),
+        ({}, {"lr_scheduler": 3}, r"is a int, which has no step\(\)"),
         ({"optimizer": None, "scheduler": {"type": "WarmupLR"}}, {}, r"the config's scheduler \(WarmupLR\) has no optimizer"),
         ({"optimizer": {"type": "OneBitAdam"}}, {}, "not built yet"),
         (uncorrected, {"model": toy.seeded(toy.Net).double()}, "bias_correction=false.*float64"),

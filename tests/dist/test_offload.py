@@ -454,7 +454,7 @@ def test_weights_of_a_failed_update_are_not_handed_out(tmp_path: Path) -> None:
         if look is not None:
             with pytest.raises(DiskError, match="disk of rank 1 failed"):
                 look(engine, whole)
-            with pytest.raises(RuntimeError, match="go on from the last checkpoint"):
+            with pytest.raises(RuntimeError, match="resume from the last checkpoint"):
                 look(engine, whole)
         engine.destroy()
         assert all(type(param) is torch.nn.Parameter and param.isfinite().all() for param in engine.module.parameters())
@@ -481,7 +481,7 @@ def test_a_disk_that_fails_in_mid_step(tmp_path: Path) -> None:
         dist.all_gather_object(words, str(raised.value))
         assert words[0] == words[1]
         for refused in (engine.step, partial(engine.save_checkpoint, str(tmp_path / "saved"))):
-            with pytest.raises(RuntimeError, match="go on from the last checkpoint"):
+            with pytest.raises(RuntimeError, match="resume from the last checkpoint"):
                 refused()
         engine.destroy()
         engine = make(None, stage, dtype="bf16")
@@ -504,7 +504,7 @@ def test_refusals(stage: int, zero: dict[str, Any], message: str) -> None:
 
 def test_masters_on_disk_need_a_kernel(tmp_path: Path) -> None:
     adafactor = {"type": "Adafactor", "params": {"lr": 1e-2}}
-    with pytest.raises(ValueError, match="Adafactor with these options has no kernel of ours that streams them"):
+    with pytest.raises(ValueError, match="Adafactor with these options has none"):
         make(tmp_path, 3, "weights", optimizer=adafactor)
     engine = make(tmp_path, 3, "weights", dtype="bf16", optimizer=adafactor)
     train(engine, 1)
@@ -548,7 +548,9 @@ def test_a_disk_is_introduced_beside_what_a_step_needs(tmp_path: Path, caplog: p
         spaces.optim.close()
         with pytest.raises(ValueError, match=f"{tmp_path} has .* bytes free of the {1 << 60} needed"):
             open_(Needs(optim=1 << 60))
-    assert re.search(r"GB/s written at once; a step of one micro-batch reads 0.01 GB and writes 0.01 GB: \d+\.\d\d s", caplog.text)
+    assert re.search(
+        r"GB/s written concurrently; a step of one micro-batch reads 0.01 GB and writes 0.01 GB: \d+\.\d\d s", caplog.text
+    )
 
 
 def test_ranks_of_a_host_share_a_disk() -> None:

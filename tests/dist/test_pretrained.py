@@ -209,7 +209,7 @@ def save_adapted(folder: Path) -> dict[str, torch.Tensor]:
             said[name] = engine.eval()(input_ids=ids).logits.float()
         engine.train()
         engine.module.base_model.model.model.norm.weight.requires_grad_(True)
-        with pytest.raises(ValueError, match=r"model\.norm\.weight' are trained and of no adapter"):
+        with pytest.raises(ValueError, match=r"model\.norm\.weight' are trained but belong to no adapter"):
             engine.save_pretrained(str(folder / "none"), only_trainable=True)
         engine.destroy()
     for wrong, words in (

@@ -142,11 +142,11 @@ def test_a_disk_that_fails_on_wake(tmp_path: Path) -> None:
     engine = toy.make(toy.seeded(toy.Lm), 1, dtype="bf16")
     engine.sleep(None, "disk", str(tmp_path))
     if engine.rank == 1:
-        _, _, (_, file, *_), _ = engine.asleep._spaces[0].disks[0]._closing.peek()
+        _, _, (_, file, *_), _ = engine.asleep._space.disks[0]._closing.peek()
         os.ftruncate(file, 0)
-    with pytest.raises(DiskError, match="rank 1 had put to sleep did not come back"):
+    with pytest.raises(DiskError, match="rank 1 could not read its sleeping states back"):
         engine.wake()
-    with pytest.raises(RuntimeError, match="go on from the last checkpoint"):
+    with pytest.raises(RuntimeError, match="resume from the last checkpoint"):
         engine.step()
     engine.destroy()
 
@@ -154,10 +154,10 @@ def test_a_disk_that_fails_on_wake(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"include": ["moments"]}, "no kind of state; there are optimizer, weights, gradients"),
-        ({}, "in host memory already"),
-        ({"device": "disk"}, "path=None is no folder"),
-        ({"device": "cuda"}, "'cpu' or to 'disk'"),
+        ({"include": ["moments"]}, "is not a kind of state; use optimizer, weights, gradients"),
+        ({}, "already in host memory"),
+        ({"device": "disk"}, "path=None is not a folder"),
+        ({"device": "cuda"}, "use 'cpu' or 'disk'"),
     ],
 )
 def test_refusals(arguments: dict[str, Any], message: str) -> None:

@@ -330,7 +330,9 @@ def test_groups_and_schedule_continue() -> None:
         assert model.blocks[0].extra.weight in set(groups[0]["params"]) and model.blocks[0].extra.bias in set(groups[1]["params"])
         step(engine, 1)
         assert groups[0]["lr"] == pytest.approx(2.5e-3)
-        with pytest.raises(ValueError, match=r"puts 'blocks.0.extra.more' into parameter group 2, and the optimizer has 2"):
+        with pytest.raises(
+            ValueError, match=r"puts 'blocks.0.extra.more' into parameter group 2, but the optimizer has groups 0 to 1"
+        ):
             with engine.surgery(group=2):
                 model.blocks[0].extra.more = nn.Parameter(torch.zeros(3))
         with engine.surgery(group=1):
@@ -464,7 +466,7 @@ def test_a_group_is_added_with_its_surgery_or_not_at_all() -> None:
                 optimizer.add_param_group({"params": [model.head.weight]})
             engine.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9)
             model.extra = nn.Parameter(torch.zeros(2))
-            with pytest.raises(ValueError, match=r"a OneCycleLR has no known place.*set engine.lr_scheduler = None"):
+            with pytest.raises(ValueError, match=r"a OneCycleLR cannot be extended.*Set engine.lr_scheduler = None"):
                 optimizer.add_param_group({"params": [model.extra]})
             engine.lr_scheduler = None
             optimizer.add_param_group({"params": [model.extra]})
@@ -616,7 +618,7 @@ def test_an_exception_inside_changes_nothing() -> None:
         with pytest.raises(KeyError, match="too late"), engine.surgery():
             del engine.module.blocks[0]
             raise KeyError("too late")
-        with pytest.raises(RuntimeError, match=r"failed .KeyError: 'too late'.*an empty one takes the model as it is"):
+        with pytest.raises(RuntimeError, match=r"failed .KeyError: 'too late'.*an empty one accepts the model as it is"):
             step(engine, 3)
         with engine.surgery():
             pass

@@ -511,9 +511,11 @@ def test_compile_is_checked_before_anything_runs() -> None:
         compiled.check(plan_of({"compile": {"enabled": True, **block}}).compile)
 
     check(backend="eager", kwargs={"fullgraph": True})
-    with pytest.raises(ValueError, match=r"compile\.backend 'no_such' is no backend of torch\.compile .* use one of .*inductor"):
+    with pytest.raises(
+        ValueError, match=r"compile\.backend 'no_such' is neither a backend of torch\.compile .* use one of .*inductor"
+    ):
         check(backend="no_such")
-    with pytest.raises(ValueError, match=r"compile\.kwargs \{'speed': 1\}.* it takes mode, dynamic, fullgraph and options"):
+    with pytest.raises(ValueError, match=r"compile\.kwargs \{'speed': 1\}.* it supports mode, dynamic, fullgraph and options"):
         check(backend="eager", kwargs={"speed": 1})
 
 

@@ -271,8 +271,8 @@ def test_lengths() -> None:
     [
         (lambda: loader(Numbers(4), 0), "batch_size"),
         (lambda: loader(Numbers(4), 1, 2, 2), "rank"),
-        (lambda: loader(Numbers(0)), "0 samples make no batch"),
-        (lambda: loader(Numbers(3), 2, 0, 2, drop_last=True), "3 samples make no batch of 2 on each of 2"),
+        (lambda: loader(Numbers(0)), "0 samples are too few for a batch"),
+        (lambda: loader(Numbers(3), 2, 0, 2, drop_last=True), "3 samples are too few for a batch of 2 on each of 2"),
         (lambda: loader(Stream(4), num_workers=2), "already_sharded"),
         (lambda: loader(4), "neither __getitem__ nor __iter__"),
     ],
@@ -289,8 +289,8 @@ def test_refusals(make: Any, message: str) -> None:
         ({}, "epoch is None"),
         ({"epoch": 0, "samples": -1, "seed": 0, "length": 8}, "samples is -1"),
         ({"epoch": 0, "samples": 0, "seed": True, "length": 8}, "seed is True"),
-        ({"epoch": 0, "samples": 0, "seed": 0, "length": 9}, "of 9 samples and this dataset has 8"),
-        ({"epoch": 0, "samples": 0, "seed": 0}, "of no length and this dataset has 8"),
+        ({"epoch": 0, "samples": 0, "seed": 0, "length": 9}, "has 9 samples and this dataset has 8"),
+        ({"epoch": 0, "samples": 0, "seed": 0}, "has no length and this dataset has 8"),
     ],
     ids=range(5),
 )
@@ -304,7 +304,7 @@ def test_bad_states_change_nothing(state: dict[str, Any], message: str) -> None:
 
 
 def test_stateful_streams_need_their_state() -> None:
-    with pytest.raises(ValueError, match="no state of the dataset"):
+    with pytest.raises(ValueError, match="it has no state of the dataset"):
         loader(StatefulStream(4)).load_state_dict({"epoch": 0, "samples": 0, "seed": 0})
 
 
@@ -315,5 +315,5 @@ def test_repeating_loader_reshuffles_torchs_loaders() -> None:
     assert sorted(first.tolist()) == sorted(second.tolist())
     assert first.tolist() != second.tolist()
     assert len(repeating) == 1
-    with pytest.raises(TypeError, match="keeps no position"):
+    with pytest.raises(TypeError, match="has no state_dict"):
         repeating.state_dict()

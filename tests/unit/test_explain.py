@@ -30,7 +30,7 @@ def test_at_rest_is_sixteen_bytes_per_parameter(stage: int, bf16: bool) -> None:
     assert states == pytest.approx(16 * 3 * 4096 / 1024, abs=0.2)
     ring = float(kib.get("buffers", 0))
     assert ring == pytest.approx(0 if stage < 2 else 2 * 4096 * (2 if bf16 else 4) / 1024, abs=0.1)
-    assert float(kib["at rest"]) == pytest.approx(states + ring, abs=0.2)
+    assert float(kib["idle"]) == pytest.approx(states + ring, abs=0.2)
     assert "limited by" not in engine.explain() and "peak" in engine.explain(torch.zeros(1, 64, dtype=model[0].weight.dtype))
     engine.destroy()
 

@@ -267,7 +267,7 @@ def test_slipstream_check_grad_overflow(caplog: pytest.LogCaptureFixture) -> Non
         engine = dot(steps=5, x=math.nan, slipstream={"check_grad_overflow": check})
         assert engine.skipped_steps == 5 * check and engine.nonfinite_steps == 5
         assert bool(weights(engine).isfinite().all()) is check
-        what = "skipped" if check else "taken all the same"
+        what = "skipped" if check else "applied anyway"
         assert [f"'weight' is not finite (the first such parameter); step {what} ({n} so far)" for n in told] == [
             message.partition("gradient of ")[2] for message in caplog.messages if "not finite" in message
         ]

@@ -156,8 +156,8 @@ def test_the_command_proposes_a_config_that_resolves(
     ]
     assert main([*command, "--batch-shape", "4x32", "--memory", "40M", "--disk", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "limited by" in text and "the fastest, in the config:" in text
-    changes = json.loads(text[text.rindex("the fastest, in the config:") :].split(":", 1)[1])
+    assert "limited by" in text and "changes of the config for the fastest:" in text
+    changes = json.loads(text[text.rindex("changes of the config for the fastest:") :].split(":", 1)[1])
     merged = json.loads(config.read_text())
     for block, values in changes.items():
         merged[block] = {**merged.get(block, {}), **values} if isinstance(values, dict) else values

@@ -313,5 +313,5 @@ def test_values_of_a_group_that_is_added() -> None:
     inner = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     cyclic = torch.optim.lr_scheduler.CyclicLR(inner, 0.1, 0.2, cycle_momentum=False)
     inner.add_param_group({"params": [torch.zeros(1)]})
-    with pytest.raises(ValueError, match="a CyclicLR has no known place for another group's values"):
+    with pytest.raises(ValueError, match="a CyclicLR cannot be extended by another group"):
         add_group(cyclic, None)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def rehearse(plan: Plan) -> None:
-    """Raise ValueError for what `initialize` would refuse of the plan's optimizer and scheduler."""
+    """Raise ValueError if `initialize` would refuse the plan's optimizer or scheduler."""
     from slipstream.train import initialize
 
     initialize.rehearse(plan)

@@ -1,8 +1,8 @@
-"""What the repeated blocks of a model keep for their backward, as the plan says, without touching its code.
+"""Activation checkpointing and activation offload for a model's repeated blocks, without changes to the model's code.
 
-A block's `forward` is shadowed on the instance, and so runs inside the block's hooks: its weights are gathered before and
-released after, as always; in the backward, the gradient of its outputs gathers them before the first saved tensor is asked
-for. Hooks do not fire again when a block is computed again. `remove` undoes it; copies and pickles of the model are without.
+A block's `forward` is replaced on the instance, so it runs inside the block's hooks: these gather the weights before and release
+them after. In the backward, the gradient of the block's outputs gathers the weights before the first saved tensor is needed. Hooks
+do not fire again during recompute. `remove` restores the `forward`; copies and pickles of the model have the original one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from slipstream.zero.wrap import repeated_blocks
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Timing = Callable[[str], AbstractContextManager[None]]
+Timing = Callable[[str], AbstractContextManager[object]]
 
 
 def apply(
     plan: ActivationPlan, model: nn.Module, resident: Iterable[Tensor], timing: Timing, *, speaks: bool = True
 ) -> list[Shadow]:
-    """Shadow the forwards of the blocks that the plan means; each of what is returned has a `remove`.
+    """Replace the forwards of the blocks that the plan selects; each returned object has a `remove`.
 
-    resident  what stays on the device: the units' weights
+    resident  tensors that stay on the device: the units' weights
     speaks    whether this rank logs
     """
     if plan.way == "keep":
@@ -40,29 +40,28 @@ def apply(
     names = repeated_blocks(model)
     chosen = names[: plan.num_blocks]
     if speaks:
-        logger.log(
-            logging.INFO if names else logging.WARNING,
-            "activations: %s for %d of %d repeated blocks%s",
-            plan.way,
-            len(chosen),
-            len(names),
-            ""
-            if names
-            else "; those are children of one ModuleList or Sequential that share a class. For other modules, "
-            "call slipstream.checkpointing.checkpoint in their forward",
-        )
+        level, hint = logging.INFO, ""
+        if not names:
+            level, hint = (
+                logging.WARNING,
+                (
+                    ": repeated blocks are children of one ModuleList or Sequential that share a class. For other modules, call "
+                    "slipstream.checkpointing.checkpoint in their forward"
+                ),
+            )
+        logger.log(level, "activations: %s for %d of %d repeated blocks%s", plan.way, len(chosen), len(names), hint)
     host = HostMemory([*resident, *model.buffers()]) if plan.way == "offload" or plan.inputs_on_host else None
-    part = _Boundary(timing if plan.profile else _untimed, plan.synchronize)
-    say = _Once(speaks)
+    part = _Boundary(timing if plan.profile else nullcontext, plan.synchronize)
+    warn = _Once(speaks)
     modules = dict(model.named_modules())
     if plan.way == "recompute":
-        return [Recomputed(modules[name], name, host, part, say) for name in chosen]
+        return [Recomputed(modules[name], name, host, part, warn) for name in chosen]
     assert host is not None
     return [Offloaded(modules[name], host) for name in chosen]
 
 
 class Shadow:
-    """Stands before a block's own `forward` until it is removed."""
+    """Replaces a block's own `forward` on the instance until it is removed."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block, self.own = block, block.forward
@@ -73,7 +72,7 @@ class Shadow:
 
     def remove(self) -> None:
         self.removed = True
-        if self.block.__dict__.get("forward") is not self:  # shadowed in its turn: from now on it only passes through
+        if self.block.__dict__.get("forward") is not self:  # replaced in turn: from now on only pass calls through
             return
         if self.before is None:
             del self.block.__dict__["forward"]
@@ -89,27 +88,27 @@ def _itself(value: T) -> T:
 
 
 class Recomputed(Shadow):
-    """Keeps the block's inputs and runs it again in the backward."""
+    """Activation checkpointing: keeps the block's inputs and recomputes the block in the backward."""
 
-    def __init__(self, block: nn.Module, name: str, host: HostMemory | None, part: _Boundary, say: _Once) -> None:
+    def __init__(self, block: nn.Module, name: str, host: HostMemory | None, part: _Boundary, warn: _Once) -> None:
         super().__init__(block)
-        self.name, self.host, self.part, self.say = name, host, part, say
+        self.name, self.host, self.part, self.warn = name, host, part, warn
         self.flagged = [module for module in block.modules() if hasattr(module, "gradient_checkpointing")]  # transformers' flag
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.removed or not torch.is_grad_enabled():
             return self.own(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiled graph computes again, by itself
+        if torch.compiler.is_compiling():  # the compiled graph recomputes
             return checkpoint(self.own, *args, **kwargs)
         if inside_checkpoint() or any(module.gradient_checkpointing and module.training for module in self.flagged):
-            self.say(
-                "the model checkpoints block %s itself: activation checkpointing by config leaves such blocks to it", self.name
+            self.warn(
+                "the model checkpoints block %s itself, so the config's activation checkpointing skips such blocks", self.name
             )
             return self.own(*args, **kwargs)
-        times = itertools.count()
+        runs = itertools.count()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if next(times) == 0:
+            if next(runs) == 0:
                 return self.own(*args, **kwargs)
             with self.part("recompute"), _unchanged(_statistics(self.block)):
                 return self.own(*args, **kwargs)
@@ -119,7 +118,7 @@ class Recomputed(Shadow):
 
 
 class Offloaded(Shadow):
-    """Lets what the block saves wait in host memory."""
+    """Activation offload: keeps the tensors that the block saves for backward in host memory."""
 
     def __init__(self, block: nn.Module, host: HostMemory) -> None:
         super().__init__(block)
@@ -133,31 +132,26 @@ class Offloaded(Shadow):
 
 
 class _Boundary:
-    """Around every checkpointed forward and every recompute."""
+    """Times and optionally synchronizes every checkpointed forward and every recompute."""
 
     def __init__(self, timing: Timing, synchronize: bool) -> None:
-        self.timing = timing
-        self.synchronize = torch.cuda.synchronize if synchronize else _nothing
+        self.timing, self.synchronize = timing, synchronize
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        self.synchronize()
+        if self.synchronize:
+            torch.cuda.synchronize()
         with self.timing(name):
             try:
                 yield
-            finally:  # torch ends a recompute by an exception, once it has what it needs
-                self.synchronize()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _untimed(part: str) -> AbstractContextManager[None]:
-    return nullcontext()
+            finally:  # torch ends a recompute with an exception once it has all saved tensors
+                if self.synchronize:
+                    torch.cuda.synchronize()
 
 
 class _Once:
+    """Logs the first warning only."""
+
     def __init__(self, speaks: bool) -> None:
         self.speaks = speaks
 
@@ -168,7 +162,7 @@ class _Once:
 
 
 def _statistics(block: nn.Module) -> list[Tensor]:
-    """Running statistics, which a second forward of the same batch must not move a second time."""
+    """Running statistics, which the recompute of a batch must not update a second time."""
     norms = (module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training)
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
@@ -185,8 +179,7 @@ def _unchanged(buffers: list[Tensor]) -> Iterator[None]:
 
 
 def _without_cache(value: Any) -> Any:
-    """None for a KV cache of transformers, to which a second forward would append a second time; its own checkpointing
-    drops it as well."""
+    """None for a transformers KV cache, to which a recompute would append again; transformers' own checkpointing drops it, too."""
     cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
     return None if cache is not None and isinstance(value, cache) else value
 

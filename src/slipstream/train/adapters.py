@@ -1,7 +1,7 @@
-"""PEFT's adapters in an engine's model: what its own folders hold, for `PeftModel.from_pretrained` to load.
+"""The contents of PEFT adapter folders for an engine's model, which `PeftModel.from_pretrained` loads.
 
-Which parameters are an adapter's, and what a folder calls them, PEFT says itself, of stand-ins that have shapes and no values; the
-values are written from the masters, as of any model. (Merged into their base they come by train/handover.py.)
+PEFT itself determines an adapter's parameters and their names in the folder, from stand-ins on meta. The values are written from
+the masters. (train/handover.py merges adapters into their base.)
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Adapter(NamedTuple):
-    """What a folder of one adapter holds."""
+    """The contents of one adapter's folder."""
 
     name: str
-    tensors: dict[str, str]  # as PEFT's folder calls them -> as the model does
-    config: str  # adapter_config.json
+    tensors: dict[str, str]  # name in PEFT's folder -> name in the model
+    config: str  # the text of adapter_config.json
 
 
 def of(engine: Engine, buffers: Mapping[str, Any]) -> list[Adapter]:
-    """Raises ValueError for what such folders would not hold, or hold otherwise."""
+    """All adapters of the model. Raises ValueError if the folders would lack trained parameters or hold other values."""
     module: Any = engine.module
     shapes = {id(whole): slot.shape for unit in engine.units for whole, slot in zip(unit.wholes, unit.layout.slots, strict=True)}
     known = {id(whole): name for unit in engine.units for whole, name in zip(unit.wholes, unit.names, strict=True)}
@@ -45,20 +45,21 @@ def of(engine: Engine, buffers: Mapping[str, Any]) -> list[Adapter]:
     meant = {id(value): names.get(name, name) for name, value in stand_ins.items()}
     meant |= {id(buffer): name for name, buffer in buffers.items()}
     with _shown(module, stand_ins):
-        found = [_of_one(module, name, config, stand_ins, meant) for name, config in getattr(module, "peft_config", {}).items()]
-    written = {name for adapter in found for name in adapter.tensors.values()}
+        configs = getattr(module, "peft_config", {})
+        adapters = [_of_one(module, name, config, stand_ins, meant) for name, config in configs.items()]
+    written = {name for adapter in adapters for name in adapter.tensors.values()}
     trained = [name for unit in engine.units for name, param in zip(unit.names, unit.params, strict=True) if param.requires_grad]
     if lost := [name for name in trained if name not in written]:
         raise ValueError(
-            f"{lost[0]!r}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''} are trained and of no adapter in peft_config, and "
-            f"its folder would lack them: name them in modules_to_save, or save_checkpoint(contents='adapters')"
+            f"{lost[0]!r}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''} are trained but belong to no adapter in "
+            f"peft_config, so the folder would lack them: name them in modules_to_save, or use save_checkpoint(contents='adapters')"
         )
-    return found
+    return adapters
 
 
 @contextmanager
 def _shown(model: nn.Module, stand_ins: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """PEFT asks some modules for their own state, too, which are names here and no values: sharded ones cannot be read."""
+    """Replace parameters by stand-ins meanwhile: PEFT reads some modules' `state_dict`, and sharded values cannot be read."""
     modules = list(model.named_modules())
     held = [(module._parameters, name, param, path) for path, module in modules for name, param in module._parameters.items()]
     try:
@@ -79,16 +80,16 @@ def _of_one(module: Any, name: str, config: Any, stand_ins: dict[str, torch.Tens
         values = get_peft_model_state_dict(module, state_dict=dict(stand_ins), adapter_name=name)
     if not values or any(id(value) not in meant for value in values.values()):
         raise ValueError(
-            f"adapter {name!r} ({config.peft_type}) is saved as values that PEFT computes of its parameters: save it by PEFT, "
+            f"adapter {name!r} ({config.peft_type}) is saved as values that PEFT computes from its parameters: save it with PEFT, "
             f"inside slipstream.zero.gathered(model.parameters())"
         )
-    outside = not hasattr(module, "get_base_model")  # injected into a model that was not wrapped
+    outside = not hasattr(module, "get_base_model")  # adapters were injected into a model without a PeftModel wrapper
     tensors = {(PREFIX if outside else "") + key: meant[id(value)] for key, value in values.items()}
     return Adapter(name, tensors, _config(module, config))
 
 
 def _config(module: Any, config: Any) -> str:
-    """As PEFT writes it."""
+    """The text of adapter_config.json as PEFT writes it."""
     base: nn.Module = module.get_base_model() if hasattr(module, "get_base_model") else module
     config = copy.deepcopy(config)
     config.inference_mode = True

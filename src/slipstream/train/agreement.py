@@ -1,4 +1,4 @@
-"""What the ranks of an engine must have alike: plan, model, optimizer and versions. Compared before anything depends on it.
+"""Check that all ranks of an engine have the same plan, model, optimizer and versions, before anything depends on it.
 
 fact   a name and a value as text, such as "gradient_clipping" and "1.0"
 """
@@ -21,7 +21,7 @@ from slipstream.config.plan import plan_values
 from slipstream.zero.watch import PeerLostError, is_lost
 
 _MOST_SHOWN = 5
-# What a rank may have for itself: where its disks are and how it drives them, what it prints, how long it waits.
+# Keys that may differ between ranks: disks and their tuning, logging, timeouts.
 _OWN_KEYS = frozenset(
     (
         "zero_optimization.offload_optimizer.nvme_path",
@@ -45,7 +45,7 @@ Facts = dict[str, str]
 
 
 def facts_of_run(plan: Plan, model: nn.Module, device: torch.device) -> Facts:
-    """Of the config, the versions and the model. Seeds of torch's generators, data and disk paths may differ between ranks."""
+    """The facts of the config, the versions and the model. Random seeds, data and disk paths may differ between ranks."""
     facts = {key: str(value) for key, value in plan_values(plan).items() if key not in _OWN_KEYS}
     facts["device"] = device.type
     for library in ("slipstream", "torch", type(model).__module__.partition(".")[0]):
@@ -57,12 +57,12 @@ def facts_of_run(plan: Plan, model: nn.Module, device: torch.device) -> Facts:
 
 
 def fact_of_refusal(error: ValueError) -> Facts:
-    """Of a rank whose config is refused: alone, where the other ranks' are not, it would leave them waiting."""
+    """The fact of a rank whose config is invalid: ranks with a valid config would wait for it forever."""
     return {_REFUSAL: str(error)}
 
 
 def facts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> Facts:
-    """Of classes, groups' options and which group each parameter is in."""
+    """The facts of the optimizer: classes, the groups' options and each parameter's group."""
     facts = {"optimizer": type(optimizer).__name__, "lr_scheduler": type(scheduler).__name__}
     groups = [] if optimizer is None else optimizer.param_groups
     for i, group in enumerate(groups):
@@ -72,14 +72,14 @@ def facts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group says in numbers and words."""
+    """A parameter group's options: its values that are numbers, strings or tensors."""
     return {key: value for key, value in sorted(group.items()) if isinstance(value, int | float | str | tuple | Tensor | None)}
 
 
 def check_alike(facts: Facts, group: Any = None) -> None:
     """Compare the facts of all ranks of a process group. Collective. Raises the same ValueError on every rank.
 
-    One digest a rank is gathered; the facts themselves only where digests differ.
+    Ranks gather one digest each, and the facts themselves only if the digests differ.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
@@ -87,38 +87,37 @@ def check_alike(facts: Facts, group: Any = None) -> None:
     if len(set(_gather(digest, group))) > 1:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         raise ValueError(
-            f"the ranks of this engine differ: {describe(ranks, _gather(facts, group))}. Give every rank the same config, model, "
-            f"optimizer and versions"
+            f"the ranks of this engine differ: {describe(ranks, _gather(facts, group))}. Use the same config, model, optimizer "
+            f"and versions on every rank"
         )
 
 
-def describe(ranks: Sequence[int], everyone: Sequence[Facts]) -> str:
-    """Which rank differs in what from most of the others, or, where there is no most, from the first."""
+def describe(ranks: Sequence[int], by_rank: Sequence[Facts]) -> str:
+    """The differences of ranks from the most common value, or from the first rank's if none is most common."""
     refusals = [
         f"rank {rank} refuses its config ({facts[_REFUSAL]})"
-        for rank, facts in zip(ranks, everyone, strict=True)
+        for rank, facts in zip(ranks, by_rank, strict=True)
         if _REFUSAL in facts
     ]
     if refusals:
         return "; ".join(refusals[:_MOST_SHOWN])
-    names = list(dict.fromkeys(name for facts in everyone for name in facts))
-    told = []
-    for name in names:
-        values = [facts.get(name) for facts in everyone]
+    differences = []
+    for name in dict.fromkeys(name for facts in by_rank for name in facts):
+        values = [facts.get(name) for facts in by_rank]
         usual = Counter(values).most_common(1)[0][0]
         like = ranks[values.index(usual)]
         for value in dict.fromkeys(each for each in values if each != usual):
-            who = [rank for rank, each in zip(ranks, values, strict=True) if each == value]
-            told.append(_sentence(who, name, value, like, usual))
-    if not told:
-        return "their parameters or buffers have another order"
-    more = len(told) - _MOST_SHOWN
-    return "; ".join(told[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+            others = [rank for rank, each in zip(ranks, values, strict=True) if each == value]
+            differences.append(_sentence(others, name, value, like, usual))
+    if not differences:
+        return "their parameters or buffers are in a different order"
+    more = len(differences) - _MOST_SHOWN
+    return "; ".join(differences[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _sentence(who: Sequence[int], name: str, value: str | None, like: int, usual: str | None) -> str:
-    one = len(who) == 1
-    subject = f"rank {who[0]}" if one else f"ranks {', '.join(map(str, who))}"
+def _sentence(others: Sequence[int], name: str, value: str | None, like: int, usual: str | None) -> str:
+    one = len(others) == 1
+    subject = f"rank {others[0]}" if one else f"ranks {', '.join(map(str, others))}"
     if value is None:
         return f"{subject} {'lacks' if one else 'lack'} {name}, {usual} on rank {like}"
     has = f"{subject} {'has' if one else 'have'} {name} {value}"
@@ -135,6 +134,6 @@ def _gather(value: Any, group: Any) -> list[Any]:
         dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
         if is_lost(error):
-            raise PeerLostError("another rank has ended, and did not come to initialize(): its own output says why") from error
+            raise PeerLostError("another rank ended before initialize(): see that rank's output for the reason") from error
         raise
     return values

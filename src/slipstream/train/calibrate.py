@@ -1,6 +1,6 @@
-"""How fast this machine is at what a step needs: a few tenths of a second of products, copies and disk transfers.
+"""Measure this machine's rates for planning: a few tenths of a second of matrix products, copies and disk transfers.
 
-The rates are of this process with all its threads; who runs several ranks on a host states what each gets.
+The rates are those of this process with all its threads; with several ranks on a host, state each rank's share by `--rate`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from slipstream.ops.disk import preflight
 from slipstream.train.predict import Rates
 
 _SECONDS = 0.1
-_PROBE = 64 << 20  # bytes: more than caches hold
-_ETHERNET = 1.25e9  # bytes per second of 10 Gbit/s: what is assumed of the wire where nothing is stated
-_BUS = 25e9  # PCIe 4.0 x16, as it is reached: between host and device
+_PROBE = 64 << 20  # bytes, more than caches hold
+_ETHERNET = 1.25e9  # bytes per second of 10 Gbit/s: the default for the wire
+_BUS = 25e9  # bytes per second of PCIe 4.0 x16 in practice: the default between host and device
 
 
 def rates(dtype: str, device: str, folder: str | None, stated: Mapping[str, float]) -> Rates:
-    """Measured rates, but those that are stated. `dtype`: what products are computed in; `folder`: on the disk, where one is used.
+    """Measure the rates that are not `stated`. `dtype`: of matrix products; `folder`: on the disk, None without one.
 
-    Raises ValueError where a device that is not here is to be measured, and where the folder will not do.
+    Raises ValueError if the device to measure does not exist, or the folder cannot be used.
     """
-    found = {"wire": _ETHERNET, "host": _BUS}
+    measured = {"wire": _ETHERNET, "host": _BUS}
     if not {"flops", "memory"} <= stated.keys():
         if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("there is no CUDA device here to be measured; state --rate flops=300T --rate memory=3T")
-        found |= {"flops": _products(getattr(torch, dtype), device), "memory": _copies(device)}
+            raise ValueError("no CUDA device to measure; state its rates: --rate flops=300T --rate memory=3T")
+        measured |= {"flops": _products(getattr(torch, dtype), device), "memory": _copies(device)}
     if folder is not None and not {"disk_read", "disk_write"} <= stated.keys():
         facts = preflight(folder, _PROBE)
-        found |= {"disk_read": facts.read_bytes_per_s, "disk_write": facts.write_bytes_per_s}
-    return Rates(**{**found, **stated})
+        measured |= {"disk_read": facts.read_bytes_per_s, "disk_write": facts.write_bytes_per_s}
+    return Rates(**{**measured, **stated})
 
 
 def _products(dtype: torch.dtype, device: str) -> float:
@@ -49,7 +49,7 @@ def _copies(device: str) -> float:
 
 
 def _per_second(call: Callable[[], object], device: str) -> float:
-    """Calls per second, of the best of a few stretches: what disturbs makes slower, nothing makes faster."""
+    """Calls per second in the best of a few runs: noise only slows down."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     call()
     best, calls, deadline = 0.0, 1, time.perf_counter() + _SECONDS

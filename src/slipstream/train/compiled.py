@@ -1,7 +1,7 @@
-"""torch.compile of a model's repeated blocks, as the config's `compile` asks, without touching its code.
+"""torch.compile for a model's repeated blocks, as the config's `compile` says, without changes to the model's code.
 
-A block's `forward` is shadowed on the instance, below what `activation` does, so that hooks and recompute stay outside its graph:
-alike blocks share one, and `fullgraph` holds. A model without repeated blocks is compiled as a whole. `remove` undoes it.
+The block's `forward` is replaced on the instance, inside `activation`'s replacement, so hooks and recompute stay outside the graph:
+identical blocks share one graph, and `fullgraph` works. A model without repeated blocks is compiled as a whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.zero.wrap import repeated_blocks
 
 
 class Compiled(Shadow):
-    """Runs the block's forward as torch.compile makes it."""
+    """Runs the block's compiled forward."""
 
     def __init__(self, block: nn.Module, backend: str | Callable[..., Any], kwargs: dict[str, Any]) -> None:
         super().__init__(block)
@@ -30,7 +30,7 @@ class Compiled(Shadow):
 
 
 def apply(plan: CompilePlan | None, model: nn.Module) -> list[Compiled]:
-    """Shadow the forwards of the repeated blocks, or of the model where there are none; each of what is returned has a `remove`."""
+    """Compile the repeated blocks, or the model if there are none; each returned object has a `remove`."""
     if plan is None:
         return []
     modules = dict(model.named_modules())
@@ -38,7 +38,7 @@ def apply(plan: CompilePlan | None, model: nn.Module) -> list[Compiled]:
 
 
 def check(plan: CompilePlan | None) -> None:
-    """Raise ValueError for a backend or arguments that torch.compile refuses. Nothing is compiled."""
+    """Raise ValueError for a backend or arguments that torch.compile refuses, without compiling."""
     if plan is None:
         return
     backend = backend_of(plan.backend)
@@ -46,24 +46,24 @@ def check(plan: CompilePlan | None) -> None:
         torch.compile(lambda x: x, backend=backend, **plan.kwargs)
     except (TypeError, RuntimeError, AttributeError) as error:
         raise ValueError(
-            f"torch.compile refuses compile.kwargs {plan.kwargs!r}: {str(error).splitlines()[0]}; it takes mode, dynamic, "
+            f"torch.compile refuses compile.kwargs {plan.kwargs!r}: {str(error).splitlines()[0]}; it supports mode, dynamic, "
             f"fullgraph and options"
         ) from None
 
 
 def backend_of(name: str) -> str | Callable[..., Any]:
-    """A name that torch knows as it is; the function that MODULE.FUNCTION names, as DeepSpeed reads it."""
-    from torch._dynamo import list_backends  # takes a while to import
+    """The name of a torch backend, or the imported function for MODULE.FUNCTION, as in DeepSpeed."""
+    from torch._dynamo import list_backends  # slow to import
 
     known = list_backends(exclude_tags=())
     if name in known:
         return name
     module, _, function = name.rpartition(".")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        backend: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, ValueError, AttributeError):
         raise ValueError(
-            f"compile.backend {name!r} is no backend of torch.compile and no MODULE.FUNCTION that can be imported; use one of "
+            f"compile.backend {name!r} is neither a backend of torch.compile nor an importable MODULE.FUNCTION; use one of "
             f"{', '.join(known)}"
         ) from None
-    return found
+    return backend

@@ -1,22 +1,19 @@
-"""The training data of one rank: a loader that knows where it is.
+"""The training data of one rank: a distributed loader with a position that can be saved and restored.
 
-`StatefulLoader` shuffles a map-style dataset anew each epoch, deals the samples to the ranks and remembers
-how many the whole job has taken, so that a checkpoint resumes at the next batch without reading the ones
-before, at another world or batch size too. Every rank gets the same number of batches of the same sizes.
+`StatefulLoader` shuffles a map-style dataset anew each epoch, distributes the samples round-robin and counts the samples consumed
+by all ranks. A checkpoint so resumes at the next batch without reading the previous ones, also at another world or batch size.
+Every rank gets the same number of batches of the same sizes.
 
-[Note: Dealing] An epoch is one permutation, the same on all ranks (seed + epoch, as in torch's
-DistributedSampler). Sample i of it goes to rank i % world, so a global batch is a contiguous window of the
-permutation, and a position within the epoch is one integer: samples consumed by all ranks together. Without
-`drop_last` the end is padded with the epoch's first samples, fewer than one per rank; with it the last
-incomplete global batch is left out.
+[Note: Dealing] An epoch is one permutation, the same on all ranks (seed + epoch, as in torch's DistributedSampler). Its sample i
+goes to rank i % world, so a global batch is a contiguous window of the permutation, and the position within the epoch is one
+integer: samples consumed by all ranks together. Without `drop_last` the end is padded with the epoch's first samples, fewer than
+one per rank; with it the last incomplete global batch is dropped.
 
-[Note: Iterable datasets] An `IterableDataset`, or any other iterable, is taken to be the same stream in every
-process. Each rank reads all of it, by windows of a global batch, and keeps its own samples, dealt as above;
-with two or more workers that cannot hold, so they are refused. A dataset with the attribute
-`already_sharded = True` is passed through: it yields this rank's (and worker's) samples only, and equal
-numbers of batches are its own business. To resume, a dataset with `state_dict` and `load_state_dict` is asked
-if no worker process stands between; else the samples before the position are read and dropped. A dataset with
-`set_epoch` is told the epoch.
+[Note: Iterable datasets] An `IterableDataset`, or any other iterable, must yield the same stream in every process. Each rank reads
+all of it, in windows of a global batch, and keeps its own samples as above. Two or more workers would each read all of it, so they
+raise an error. A dataset with the attribute `already_sharded = True` yields only this rank's (and worker's) samples and must itself
+yield equal numbers of batches. To resume, the loader uses the dataset's `state_dict` and `load_state_dict` if it has them and runs
+in this process; otherwise it reads and drops the samples before the position. The loader calls a dataset's `set_epoch`, if any.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ Collate = Callable[[list[Any]], Any]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What a checkpoint can keep the position of."""
+    """An object whose position a checkpoint can hold."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -45,18 +42,18 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class SetsEpoch(Protocol):
-    """A sampler or dataset that is reshuffled from outside."""
+    """A sampler or dataset that the loader reshuffles."""
 
     def set_epoch(self, epoch: int, /) -> None: ...
 
 
 class OtherDataError(ValueError):
-    """A saved position does not fit the loader's data. Nothing has changed: the loader stays where it is."""
+    """A saved position does not fit the loader's data. The loader keeps its current position."""
 
 
 @dataclass(slots=True)
 class Position:
-    """Where one iteration is: `samples` of `epoch` were consumed by all ranks together."""
+    """A position of one iteration: all ranks together have consumed `samples` of `epoch`."""
 
     epoch: int = 0
     samples: int = 0
@@ -74,7 +71,7 @@ def distributed_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> StatefulLoader:
-    """The loader of rank `rank`; `batch_size` is that of one micro-batch on one rank, in samples."""
+    """Build the loader of one rank; `batch_size` is the number of samples of a micro-batch on one rank."""
     if batch_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"training data: needs batch_size ({batch_size}) >= 1 and 0 <= rank ({rank}) < world_size ({world_size})")
     kind = type(dataset).__name__
@@ -84,16 +81,16 @@ def distributed_loader(
             raise ValueError(f"training data: {kind} has neither __getitem__ nor __iter__")
         if num_workers > 1 and not _is_sharded(dataset):
             raise ValueError(
-                f"training data: with num_workers={num_workers} each worker reads all of the iterable {kind}:"
-                f" use at most 1, or shard it by rank and worker yourself and set already_sharded = True"
+                f"training data: with num_workers={num_workers} each worker would read all of the iterable {kind}: use at most 1, "
+                f"or shard it by rank and worker yourself and set already_sharded = True"
             )
     else:
         if not hasattr(dataset, "__len__"):
             raise ValueError(f"training data: {kind} has __getitem__ but no __len__; add it, or use an IterableDataset")
         if len(dataset) < (batch_size * world_size if drop_last else 1):
             raise ValueError(
-                f"training data: {len(dataset)} samples make no batch of {batch_size} on each of {world_size}"
-                f" ranks (drop_last={drop_last})"
+                f"training data: {len(dataset)} samples are too few for a batch of {batch_size} on each of {world_size} ranks "
+                f"(drop_last={drop_last})"
             )
     return StatefulLoader(
         dataset=dataset,
@@ -111,11 +108,10 @@ def distributed_loader(
 
 @dataclass(kw_only=True, eq=False)
 class StatefulLoader:
-    """Made by `distributed_loader`. Each `iter()` is one epoch, shuffled by its number.
+    """A distributed loader, made by `distributed_loader`. Each `iter()` is one epoch, shuffled by its number.
 
-    After `load_state_dict` the next `iter()` yields the rest of the saved epoch, and an iteration that is
-    under way goes on from there. An epoch that was left early is not taken up again: the next `iter()` is a
-    new one.
+    After `load_state_dict` the next `iter()` yields the remainder of the saved epoch, and a running iteration continues from there.
+    An epoch that was left early is not resumed: the next `iter()` starts a new one.
     """
 
     dataset: Any
@@ -140,18 +136,18 @@ class StatefulLoader:
 
     @property
     def position_is_own(self) -> bool:
-        """Whether the state is this rank's alone: its dataset is a shard, which other ranks' positions say nothing of."""
+        """Whether the position is this rank's own, because its dataset is a shard."""
         return self.iterable and _is_sharded(self.dataset)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one micro-batch over all ranks."""
+        """Samples in one micro-batch of all ranks."""
         return self.batch_size * self.world_size
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank; TypeError for an iterable without a length."""
+        """Batches of an epoch on this rank. Raises TypeError for an iterable without a length."""
         samples = len(self.dataset)
-        window = self.batch_size if self.iterable and _is_sharded(self.dataset) else self.global_batch_size
+        window = self.batch_size if self.position_is_own else self.global_batch_size
         return samples // window if self.drop_last else -(-samples // window)
 
     def __iter__(self) -> Iterator[Any]:
@@ -162,7 +158,7 @@ class StatefulLoader:
         return _Epoch(self, resumed=resumed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the next batch as integers, the same on all ranks; and the dataset's own state."""
+        """Return the position of the next batch as integers, the same on all ranks, and the dataset's own state."""
         epoch, samples = self._position.epoch, self._position.samples
         if not self.iterable:
             if samples + (self.global_batch_size if self.drop_last else 1) > len(self.dataset):
@@ -174,15 +170,15 @@ class StatefulLoader:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved position. The saved seed is taken over; batch size and world size may differ."""
+        """Move to a saved position and adopt its seed; batch size and world size may differ. Raises OtherDataError, unchanged."""
         epoch, samples, seed = (_natural(state, key) for key in ("epoch", "samples", "seed"))
-        here = None if self.iterable else len(self.dataset)
-        if state.get("length") != here:
-            there, those = ("no length" if n is None else f"{n} samples" for n in (state.get("length"), here))
-            raise OtherDataError(f"saved data position: it is of {there} and this dataset has {those}")
+        length = None if self.iterable else len(self.dataset)
+        if state.get("length") != length:
+            saved, present = ("no length" if n is None else f"{n} samples" for n in (state.get("length"), length))
+            raise OtherDataError(f"saved data position: its dataset has {saved} and this dataset has {present}")
         if self._dataset_keeps_position():
             if "dataset" not in state:
-                raise OtherDataError(f"saved data position: no state of the dataset in it, only {sorted(state)}")
+                raise OtherDataError(f"saved data position: it has no state of the dataset, only {sorted(state)}")
             if isinstance(self.dataset, SetsEpoch):
                 self.dataset.set_epoch(epoch)
             self.dataset.load_state_dict(state["dataset"])
@@ -197,8 +193,8 @@ class StatefulLoader:
     def _batches(self, position: Position, *, resumed: bool) -> Iterator[Any]:
         """The batches from `position` to the end of its epoch.
 
-        The generator is for worker seeds; without one a DataLoader draws from torch's global random state,
-        and a resumed run, which opens its epoch once more, would no longer see the numbers of the first.
+        The generator seeds the workers. Without one a DataLoader draws from torch's global random state, so a resumed run, which
+        opens its epoch a second time, would see other random numbers than the first run.
         """
         seed = f"{self.seed} {position.epoch} {position.samples} {self.rank}".encode()
         generator = torch.Generator()
@@ -223,19 +219,18 @@ class StatefulLoader:
     def _indices(self, position: Position) -> _RankBatches:
         """This rank's samples of the epoch from `position` on ([Note: Dealing])."""
         start, count = position.samples, len(self.dataset)
-        rest = max(0, count - start)
+        left = max(0, count - start)
         unit = self.global_batch_size if self.drop_last else self.world_size
-        stop = start + (rest // unit if self.drop_last else -(-rest // unit)) * unit
+        stop = start + (left // unit if self.drop_last else -(-left // unit)) * unit
         order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + position.epoch))
         own = torch.arange(start + self.rank, max(stop, start + self.rank), self.world_size)
         return _RankBatches(order[own % count], self.batch_size)
 
 
 class RepeatingLoader:
-    """An endless iterator over a loader of any kind: an epoch begins where the one before it ends.
+    """An endless iterator over any loader: it starts the next epoch when one ends.
 
-    A loader whose `sampler` has `set_epoch` (torch's DistributedSampler) is reshuffled. The state is the
-    loader's.
+    It reshuffles a loader whose `sampler` has `set_epoch` (torch's DistributedSampler). Its state is the loader's.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -251,7 +246,7 @@ class RepeatingLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
-        for _ in range(2):  # the rest of an epoch may be empty, a whole one may not
+        for _ in range(2):  # the remainder of an epoch may be empty, a full epoch may not
             if self._batches is None:
                 self._batches = iter(self.loader)
             try:
@@ -262,7 +257,10 @@ class RepeatingLoader:
                 sampler = getattr(self.loader, "sampler", None)
                 if isinstance(sampler, SetsEpoch):
                     sampler.set_epoch(self.epoch)
-        raise ValueError(f"RepeatingLoader: the {type(self.loader).__name__} yields no batch; a generator has one run")
+        raise ValueError(
+            f"RepeatingLoader: the {type(self.loader).__name__} yields no batch; pass a loader that can be iterated more than "
+            f"once, not a generator"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return self._stateful().state_dict()
@@ -273,12 +271,12 @@ class RepeatingLoader:
 
     def _stateful(self) -> Stateful:
         if not isinstance(self.loader, Stateful):
-            raise TypeError(f"RepeatingLoader: a {type(self.loader).__name__} keeps no position to save or load")
+            raise TypeError(f"RepeatingLoader: a {type(self.loader).__name__} has no state_dict and load_state_dict")
         return self.loader
 
 
 class _Epoch:
-    """One iteration over a StatefulLoader; it moves to a position that is loaded on the way."""
+    """One iteration over a StatefulLoader; it moves to a position that is loaded meanwhile."""
 
     def __init__(self, loader: StatefulLoader, *, resumed: bool) -> None:
         self.loader = loader
@@ -310,7 +308,7 @@ class _Epoch:
 
 @dataclass(slots=True)
 class _RankBatches:
-    """A batch sampler: lists of at most `batch_size` of `indices`, made as they are asked for."""
+    """A lazy batch sampler: lists of at most `batch_size` of `indices`."""
 
     indices: Tensor  # int64 1-D
     batch_size: int
@@ -323,7 +321,7 @@ class _RankBatches:
 
 
 class _RankStream(IterableDataset[list[Any]]):
-    """This rank's batches, as lists of samples, of a stream that every rank reads."""
+    """This rank's batches, lists of samples, from a stream that every rank reads."""
 
     def __init__(self, loader: StatefulLoader, skip: int) -> None:
         self.dataset = loader.dataset
@@ -347,5 +345,5 @@ def _is_sharded(dataset: Any) -> bool:
 def _natural(state: Mapping[str, Any], key: str) -> int:
     value = state.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"saved data position: {key} is {value!r}, it must be an integer >= 0")
+        raise ValueError(f"saved data position: {key} is {value!r}; it must be an integer >= 0")
     return value

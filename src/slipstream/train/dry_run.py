@@ -1,10 +1,10 @@
-"""One micro-batch of a model without its numbers: what it keeps alive and computes, by fake tensors that have shapes and no memory.
+"""Dry run: measure the live memory and compute of one micro-batch with fake tensors, which have shapes but no memory.
 
-The copy of the model that runs has none of the engine's hooks; what an engine would do is imitated as far as it frees memory: a
-gradient that has landed leaves `.grad` at once (replicated gradients) or with the last one of its unit (sharded ones).
+A copy of the model runs without the engine's hooks. The dry run imitates how an engine frees gradients: a gradient that has landed
+leaves `.grad` at once (replicated gradients) or with the last one of its unit (sharded ones).
 
-Counted are tensors, each storage once, from the operation that makes it to the moment its last user drops it, in forward and in
-backward. Not counted is what an operation takes and gives back inside (a matrix product's scratch memory).
+Each storage counts once, from the operation that creates it until its last user drops it, in forward and backward. Memory that an
+operation allocates and frees internally (a matrix product's scratch memory) does not count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slipstream.zero.leaves import named_leaves
 from slipstream.zero.wrap import repeated_blocks, wrap
 
 _aten = torch.ops.aten
-# The flop counter knows attention's kernels for CUDA only; the arguments are the same.
+# torch's FLOP counter knows attention's CUDA kernels only; the CPU kernels have the same arguments.
 _COUNTED_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
@@ -42,14 +42,13 @@ _COUNTED_AS = {
 
 
 class DryRunError(ValueError):
-    """The model cannot run without numbers."""
+    """The model cannot run on fake tensors."""
 
 
 def dry_run(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], *, micro_batch_size: int) -> Profile:
-    """Run one micro-batch of `micro_batch_size`: `args` and `kwargs` are an example, of the plan's own micro-batch size.
+    """Run one micro-batch of `micro_batch_size`; `args` and `kwargs` are an example of the plan's micro-batch size.
 
-    Raises DryRunError where the model looks at values that a tensor without memory does not have, and ValueError where its output
-    has nothing to differentiate.
+    Raises DryRunError if the model reads values, which fake tensors do not have, and ValueError if its output requires no gradient.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         resize = partial(_like, size=plan.batch.micro_batch_size, to=micro_batch_size)
@@ -74,8 +73,8 @@ def dry_run(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[s
         except (RuntimeError, NotImplementedError, TypeError) as error:
             where = f"{meter.phase} of {meter.block or 'the root'}"
             raise DryRunError(
-                f"the model cannot run without numbers ({where}: {str(error).strip().splitlines()[0]}). If the batch is right, "
-                f"state what one micro-batch keeps for its backward instead: slipstream plan --activations 300M"
+                f"the dry run failed ({where}: {str(error).strip().splitlines()[0]}). If the batch is right, the model reads "
+                f"values: pass the bytes that one micro-batch keeps for its backward instead: slipstream plan --activations 300M"
             ) from error
     return meter.profile()
 
@@ -83,7 +82,7 @@ def dry_run(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[s
 def profiles(
     model: nn.Module, plan: Plan, world: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[[bool, int], Profile]:
-    """What gives the profile by (recompute, micro-batch size), with two dry runs for however many sizes."""
+    """Return a function (recompute, micro-batch size) -> profile, which needs two dry runs for any number of sizes."""
     largest, own = plan.batch.train_batch_size // world, plan.batch.micro_batch_size
 
     @functools.cache
@@ -100,9 +99,9 @@ def profiles(
 
 
 def between(small: Profile, at_small: int, large: Profile, at_large: int, size: int) -> Profile:
-    """The profile of a micro-batch size, from those of two others: everything grows with it by a constant step."""
+    """The profile of a micro-batch size by linear interpolation between two others."""
     if len(small.moments) != len(large.moments):
-        raise DryRunError("the model takes another way through its blocks at another batch size; state --activations")
+        raise DryRunError("the order in which the model runs its blocks depends on the batch size; pass --activations")
 
     def line(a: int, b: int) -> int:
         return a if at_small == at_large else round(a + (b - a) * (size - at_small) / (at_large - at_small))
@@ -119,7 +118,7 @@ def between(small: Profile, at_small: int, large: Profile, at_large: int, size: 
 
 
 def _like(tensor: Tensor, size: int, to: int) -> Tensor:
-    """A fake of the tensor; a first dimension that is the micro-batch's becomes `to`."""
+    """A fake copy of the tensor; a first dimension of the micro-batch's size becomes `to`."""
     shape = list(tensor.shape)
     if shape and shape[0] == size:
         shape[0] = to
@@ -127,7 +126,7 @@ def _like(tensor: Tensor, size: int, to: int) -> Tensor:
 
 
 def _ghost(model: nn.Module, plan: Plan) -> nn.Module:
-    """A copy of fake parameters and buffers, in the dtypes of an engine, without hooks."""
+    """A copy of the model with fake parameters and buffers, in an engine's dtypes, without hooks."""
     memo: dict[int, Any] = {}
     half = None if plan.precision.param_dtype is torch.float32 else plan.precision.param_dtype
     for leaf in named_leaves(model):
@@ -139,14 +138,14 @@ def _ghost(model: nn.Module, plan: Plan) -> nn.Module:
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=dtype, device="cpu")
     ghost = copy.deepcopy(model, memo)
     for module in ghost.modules():
-        vars(module).pop("forward", None)  # whatever shadows it is the original's
+        vars(module).pop("forward", None)  # an instance's forward belongs to the original
         for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks):
             hooks.clear()
     return ghost
 
 
 def _roots(output: Any) -> list[Tensor]:
-    """Where backward begins: the loss (a scalar, `.loss`, the first output), else all outputs with a gradient."""
+    """The roots of the backward: the loss (a scalar, `.loss`, the first output), else all outputs that require a gradient."""
     loss = getattr(output, "loss", None)
     candidates = [tensor for tensor in tensors_in(output if loss is None else loss) if tensor.requires_grad]
     if not candidates:
@@ -155,17 +154,17 @@ def _roots(output: Any) -> list[Tensor]:
 
 
 class _Meter(TorchDispatchMode):
-    """Follows every storage from its making to its end, and sums up what operations compute."""
+    """Tracks the lifetime of every storage and counts the operations' compute."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.phase, self.block = "forward", ""
-        self.live = 0  # bytes of living storages that are no parameters and have not become a gradient
-        self.held: dict[int, list[int]] = {}  # group -> bytes in `.grad`, gradients still to come
+        self.live = 0  # bytes of live storages, without parameters and landed gradients
+        self.held: dict[int, list[int]] = {}  # group -> [bytes in `.grad`, number of outstanding gradients]
         self.moments: list[Moment] = []
         self.work = {"forward": [0, 0], "backward": [0, 0]}
         self.products: dict[str, int] = {"float32": 0}  # FLOP by dtype
-        self.alive: dict[int, tuple[Any, int]] = {}  # storage -> what notices its end, and its bytes
+        self.alive: dict[int, tuple[Any, int]] = {}  # storage -> a reference that reports its end, and its bytes
         for storage in {param.untyped_storage() for param in model.parameters()} | {b.untyped_storage() for b in model.buffers()}:
             self.alive[storage._cdata] = (storage, 0)
         self._hook(model)
@@ -201,11 +200,11 @@ class _Meter(TorchDispatchMode):
         self.block = name
 
     def _end_block(self, name: str, grad: Tensor) -> None:
-        if self.block == name:  # the block's input is the output of the one before, which may have begun
+        if self.block == name:  # the block's input is the previous block's output, whose backward may have begun
             self.block = ""
 
     def _landed(self, group: int, param: Tensor) -> None:
-        """What an engine does with a gradient: see the module's docstring."""
+        """Free a gradient like an engine: see the module's docstring."""
         assert param.grad is not None
         self._look()
         held, (_, nbytes) = self.held[group], self.alive.get(param.grad.untyped_storage()._cdata, (None, 0))
@@ -227,7 +226,7 @@ class _Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace != "aten":  # questions about a tensor
+        if func.namespace != "aten":  # metadata queries
             return out
         made = 0
         for tensor in _tensors(out):
@@ -239,13 +238,13 @@ class _Meter(TorchDispatchMode):
             work[0] += flops
             dtype = str(next(_tensors(args)).dtype).removeprefix("torch.")
             self.products[dtype] = self.products.get(dtype, 0) + flops
-        elif made or func._schema.is_mutable:  # no mere view
+        elif made or func._schema.is_mutable:  # not a view
             work[1] += sum(tensor.numel() * tensor.element_size() for tensor in _tensors((args, out)))
         self._look()
         return out
 
     def _follow(self, storage: Any) -> int:
-        """Begin to count a storage; returns its bytes where it is new."""
+        """Begin to count a storage; returns its bytes if it is new, else 0."""
         key = storage._cdata
         if key in self.alive:
             return 0

@@ -1,11 +1,11 @@
-"""The main path: forward, backward, step. Everything here reads like the loop it serves.
+"""The training engine, the main path: forward, backward, step.
 
     for batch in loader:
         loss = engine(batch)
         engine.backward(loss)      # or loss.backward()
         engine.step()
 
-An engine owns its units, transports, optimizer and counters; two engines in one process share nothing.
+An engine owns its units, transports, optimizer and counters. Two engines in one process share nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """What `initialize` builds and an engine is made of."""
+    """The components of an engine, built by `initialize`."""
 
     model: nn.Module
     plan: Plan
@@ -74,36 +74,36 @@ class Parts:
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """The method for as long as its object lives, and nothing after that."""
+    """A callback that does not keep the method's object alive; a no-op once the object is gone."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*args)
+        bound = reference()
+        if bound is not None:
+            bound(*args)
 
     return call
 
 
-def _folder(argument: str, given: object) -> str:
-    """Raises ValueError where a folder was computed and is none: "" is the current one, and str(None) is a name."""
-    if given is None or not str(given):
-        raise ValueError(f"engine.{argument} is {given!r}: give the path of a folder")
-    return str(given)
+def _folder(argument: str, path: object) -> str:
+    """Raises ValueError for None and "": as strings they would name the folder "None" and the current folder."""
+    if path is None or not str(path):
+        raise ValueError(f"engine.{argument} is {path!r}: pass the path of a folder")
+    return str(path)
 
 
 class Engine(nn.Module):
-    """A model, its sharded states and its optimizer. Made by `slipstream.initialize`; called as the model is.
+    """A model, its sharded states and its optimizer. Created by `slipstream.initialize`; call it like the model.
 
-    module               the model that was given
+    module               the model that was passed to `initialize`
     optimizer            what `initialize` returned: parameter groups and `state_dict`; None without an optimizer
     lr_scheduler         what `initialize` returned, stepped by `step()`
     training_dataloader  what `initialize` returned
-    rank, world_size     this rank among the data-parallel ranks, and how many they are
+    rank, world_size     this rank's data-parallel index, and the number of data-parallel ranks
     device               of this rank
-    global_steps         windows of micro-batches that have ended, skipped ones included
-    skipped_steps        those whose gradients were not finite, so that nothing was updated
-    nonfinite_steps      windows of this engine with such gradients, applied or not
+    global_steps         completed accumulation windows, including skipped ones
+    skipped_steps        windows without an update, because gradients were not finite
+    nonfinite_steps      windows of this engine with gradients that were not finite, applied or skipped
     micro_steps          calls of `step()`
     global_samples       samples of all ranks so far
     global_grad_norm     2-norm of the last window's mean gradient before clipping; None before the first
@@ -119,33 +119,33 @@ class Engine(nn.Module):
         self.plan, self.mesh, self.comms, self.device = parts.plan, parts.mesh, parts.comms, parts.device
         self.units, self.slots, self.steps = parts.units, parts.slots, parts.steps
         self.homes, self.recipe, self.open_space = parts.homes, parts.recipe, parts.open_space
-        self.homes.check = _weak(self._check_disk)  # the model's hooks do not keep the engine
+        self.homes.check = _weak(self._check_disk)  # the model's hooks must not keep the engine alive
         self.updater = window.Updater(parts.units, parts.steps) if parts.steps is not None else None
-        self.asleep: Asleep | None = None  # what is away
-        self.average: weakref.ref[entries.Average] | None = None  # its slipstream.ema.Ema, which the user holds
-        self.saving: Saving | None = None  # a checkpoint that is being written
-        self.staging: Staging | None = parts.staging  # host memory that it is written from
+        self.asleep: Asleep | None = None  # the states that sleep() moved away
+        self.average: weakref.ref[entries.Average] | None = None  # the slipstream.ema.Ema of this engine; the user owns it
+        self.saving: Saving | None = None  # the asynchronous checkpoint in flight
+        self.staging: Staging | None = parts.staging  # host memory that asynchronous checkpoints are written from
         self.gate = Gate()
-        self.operation: Surgery | None = None  # the surgery that is open
+        self.operation: Surgery | None = None  # the open surgery
         self.precision, self.watch = parts.precision, parts.watch
-        self.optimizer: Any = None  # what initialize returned; set by it
+        self.optimizer: Any = None  # set by initialize, as the next two
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.rank, self.world_size = parts.mesh.data.index, parts.mesh.data.size
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.global_grad_norm: float | None = None
         self.progress = Progress(parts.plan, self.rank)
-        self.step_applied = False  # by the last step()
-        self.overflow = False  # at the last boundary
+        self.step_applied = False
+        self.overflow = False
         self.nonfinite_steps = 0
         self._scaled_by_accumulation: bool | None = None
-        self._odd_window = ""  # what this loop was warned of
-        self._boundary: bool | None = None  # set by hand (accelerate); None: count micro-batches
+        self._odd_window = ""  # the warning that was logged about this training loop
+        self._boundary: bool | None = None  # set_boundary() (accelerate); None: count micro-batches
         weakref.finalize(self, parts.watch.abandon).atexit = False
         self.wire()
 
     def wire(self) -> None:
-        """Hook the model to the units, as both are now."""
+        """Install hooks between the current model and the current units."""
         self._known = {id(param) for param in self.module.parameters()}
         recipe, slots, reducer = self.recipe, self.slots, Reducer(self.units, self.slots)
         reducer.alpha, reducer.on_reduced = self.alpha, _weak(self._update_ahead)
@@ -167,7 +167,7 @@ class Engine(nn.Module):
     # -- the loop --
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model: its arguments, its outputs. Weights are gathered and released on the way; fp16 outputs come in fp32."""
+        """Run the model with its own arguments and return its outputs; fp16 outputs become fp32."""
         self.gate.check("forward")
         if self.plan.broadcast_buffers and self.hooks.sync:
             spread_first(list(self.module.buffers()), self.comms.data)
@@ -179,13 +179,13 @@ class Engine(nn.Module):
                 raise
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True, retain_graph: bool = False, **kwargs: Any) -> Tensor:
-        """`loss.backward()`, returning the loss divided by the accumulation steps, as scripts log it.
+        """Run `loss.backward()`; return the detached loss divided by the number of accumulation steps, for logging.
 
-        loss: a scalar, of this rank's micro-batch. `scale_wrt_gas=False` says that the caller has divided it already. Other
-        keywords go to `Tensor.backward` (`gradient=` for a loss that is not a scalar). Raises TypeError for what is no tensor.
+        loss: the scalar loss of this rank's micro-batch. `scale_wrt_gas=False`: the caller has already divided it. Other keywords
+        go to `Tensor.backward` (`gradient=` for a loss that is not a scalar). Raises TypeError if the loss is not a tensor.
         """
         if not isinstance(loss, Tensor):
-            raise TypeError(f"engine.backward() takes the loss, a tensor that was computed by the model, not {loss!r}")
+            raise TypeError(f"engine.backward() needs the loss as a tensor computed by the model, not {loss!r}")
         accumulation = self.plan.batch.accumulation if self.plan.batch.managed else 1
         self._divide(scale_wrt_gas)
         with self.progress.timing("backward"):
@@ -193,10 +193,10 @@ class Engine(nn.Module):
         return loss.detach() / accumulation if scale_wrt_gas else loss.detach()
 
     def step(self) -> None:
-        """On the last micro-batch of a window: reduce, clip, update, step the schedule. Else count it. Collective.
+        """Reduce, clip, update and step the schedule at the end of an accumulation window; otherwise only count. Collective.
 
-        Gradients that are not finite skip the update on every rank alike, where fp16 or `bf16.check_grad_overflow` looks for them.
-        Raises RuntimeError without an optimizer, ValueError for a parameter that has come into the model outside `surgery()`.
+        With fp16 or `bf16.check_grad_overflow`, all ranks skip the update if a gradient on any rank is not finite.
+        Raises RuntimeError without an optimizer, ValueError if a parameter was added to the model outside `surgery()`.
         """
         self.gate.check("step")
         boundary = self.at_boundary
@@ -207,12 +207,12 @@ class Engine(nn.Module):
         if not boundary:
             return
         if self.updater is None:
-            raise RuntimeError("engine.step() on an engine without optimizer; give one to initialize() or in the config")
+            raise RuntimeError("engine.step() needs an optimizer: pass optimizer= to initialize() or set one in the config")
         self.watch.phase, self.watch.step = "step", self.global_steps
         with self.progress.timing("step"), torch.no_grad():
             verdict = self._finish_window()
             for unit in self.units:
-                unit.release()  # what a forward outside the engine's, or a graph of a graph, has left readable
+                unit.release()  # a forward outside the engine, or a double backward, can leave weights gathered
             if verdict.finite or not self.precision.plan.check_overflow:
                 self.updater.start(verdict.scale)
                 self.step_applied = True
@@ -222,36 +222,36 @@ class Engine(nn.Module):
         if self.updater.is_done:
             self._settle_disk()
         if self.staging is not None and self.step_applied and not self.staging.prepared:
-            self._fill_staging()
+            from slipstream.train import persist
+
+            persist.fill_staging(self)
         self.progress.step_done(self)
         self.watch.phase = "idle"
 
-    def _fill_staging(self) -> None:
-        from slipstream.train import persist
-
-        persist.fill_staging(self)
-
     def _warn_of_odd_window(self) -> None:
-        """Once: a loop that was written for another engine trains, but not as its author thinks."""
+        """Warn once about a loop written for another engine: it runs, but trains differently than its author expects."""
         backwards, batch = self.hooks.backwards, self.plan.batch
         if backwards == 0:
-            self._odd_window = "engine.step() without a backward since the last one: gradients are zero, but weights may still move"
+            self._odd_window = (
+                "engine.step() without a backward since the last one: gradients are zero, but momentum and weight decay may "
+                "still change the weights"
+            )
         elif batch.managed and batch.accumulation > 1 and backwards > batch.accumulation:
             self._odd_window = (
-                f"{backwards} backward passes in a window of {batch.accumulation} micro-batches: call engine.step() after each of "
-                f"them (it updates after the last), or set managed_gradient_accumulation to false and call it yourself at the end"
+                f"{backwards} backward passes in a window of {batch.accumulation} micro-batches: call engine.step() after each "
+                f"backward (it updates after the last), or set managed_gradient_accumulation to false and call it once per window"
             )
         if self._odd_window and self.rank == 0:
             logger.warning("%s", self._odd_window)
 
     def _refuse_unknown(self) -> None:
-        """ValueError for a parameter that has come into the model: nothing would train or save it."""
-        if any(id(param) not in self._known for param in self.module.parameters()):
-            name = next(name for name, param in self.module.named_parameters() if id(param) not in self._known)
-            raise ValueError(
-                f"parameter {name!r} has come into the model since initialize(), so it would be neither trained nor saved: change "
-                "the model in `with engine.surgery():`"
-            )
+        """Raise ValueError if the model has a parameter that the engine does not know, and so would neither train nor save."""
+        for name, param in self.module.named_parameters():
+            if id(param) not in self._known:
+                raise ValueError(
+                    f"parameter {name!r} was added to the model after initialize(), so it would be neither trained nor saved: "
+                    "change the model inside `with engine.surgery():`"
+                )
 
     def _finish_window(self) -> window.Verdict:
         self._refuse_unknown()
@@ -273,7 +273,7 @@ class Engine(nn.Module):
         return window.judge(self.units, self.comms, self.hooks.backwards, self.precision.loss_scale, self.plan.gradient_clipping)
 
     def _settle_disk(self) -> None:
-        """Wait for the update, and for what moves to and from the disk. With a disk collective: all ranks raise the same error."""
+        """Wait for the update and for disk transfers. Collective if states are on disk: all ranks then raise the same error."""
         failure: Exception | None = None
         if self.updater is not None:
             self.updater.finish()
@@ -284,30 +284,29 @@ class Engine(nn.Module):
             return
         self.homes.settle()
         failure = failure or self.homes.failure
-        mine = (isinstance(failure, DiskError), f"{type(failure).__name__}: {failure}") if failure else None
-        everyone = zip(self.mesh.data.ranks, gather_objects(mine, self.mesh.data), strict=True)
-        failed = [(rank, *theirs) for rank, theirs in everyone if theirs is not None]
-        if failed:
-            rank, is_disk, why = failed[0]
-            reason = self._lost(f"the {'disk' if is_disk else 'optimizer'} of rank {rank}", why)
-            raise (DiskError(errno.EIO, reason) if is_disk else RuntimeError(reason)) from failure
+        own = (isinstance(failure, DiskError), f"{type(failure).__name__}: {failure}") if failure else None
+        for rank, report in zip(self.mesh.data.ranks, gather_objects(own, self.mesh.data), strict=True):
+            if report is not None:
+                is_disk, why = report
+                reason = self._lost(f"the {'disk' if is_disk else 'optimizer'} of rank {rank}", why)
+                raise (DiskError(errno.EIO, reason) if is_disk else RuntimeError(reason)) from failure
 
-    def _lost(self, what: str, why: str) -> str:
-        remedy = "mend or change the disk, and go" if what.startswith("the disk") else "go"
-        lost = f"{what} failed in step {self.global_steps}: {why}. The states of this engine are lost"
-        reason = f"{lost}: {remedy} on from the last checkpoint"
+    def _lost(self, part: str, why: str) -> str:
+        fix = "repair or replace the disk, then resume" if part.startswith("the disk") else "resume"
+        lost = f"{part} failed in step {self.global_steps}: {why}. The states of this engine are lost"
+        reason = f"{lost}: {fix} from the last checkpoint"
         self.gate.shut(Block.BROKEN, reason)
         return reason
 
     def _check_disk(self) -> None:
-        """Before weights are read or written by name. Collective where there is a disk."""
+        """Called before weights are read or written by name. Collective if states are on disk."""
         self.gate.check("gathered")
         if self.homes.on_disk:
-            self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # the watch tells a rank that is alone here
+            self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # the watch reports a rank that is alone here
             self._settle_disk()
 
     def _update_ahead(self, unit: Unit) -> None:
-        """A unit's gradients are reduced: in the last backward of a window, its update may begin."""
+        """Called once a unit's gradients are reduced: in the last backward of a window, its update may start."""
         if self.updater is not None and self.at_boundary and (self.plan.batch.managed or self._boundary):
             self.updater.offer(unit)
 
@@ -333,7 +332,8 @@ class Engine(nn.Module):
         self.updater.expected = None if clipped or self.overflow else 1.0 / self.precision.loss_scale
 
     def _take_overflow(self, verdict: window.Verdict) -> None:
-        """Adjust the loss scale; warn of gradients that are not finite: at each skipped step, at taken ones ever more rarely."""
+        """Adjust the loss scale and warn of gradients that are not finite: at each skipped step, at applied ones when the count
+        is a power of two."""
         before = self.precision.loss_scale
         self.precision.scaler.update(self.step_applied, verdict.culprit)
         if verdict.finite:
@@ -345,29 +345,29 @@ class Engine(nn.Module):
                 "step %d: the gradient of %r is not finite (the first such parameter); step %s (%d so far)%s",
                 self.global_steps,
                 verdict.culprit,
-                "taken all the same" if is_applied else "skipped",
+                "applied anyway" if is_applied else "skipped",
                 count,
                 self.precision.scaler.explain(before),
             )
 
-    # -- windows of micro-batches --
+    # -- accumulation windows --
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the next `step()` ends its window and applies the update; the rest only count a micro-batch."""
+        """Whether the next `step()` ends its window and applies the update; other steps only count a micro-batch."""
         if self._boundary is not None:
             return self._boundary
         return not self.plan.batch.managed or (self.micro_steps + 1) % self.plan.batch.accumulation == 0
 
     @property
     def averaged_over(self) -> int:
-        """Over how many micro-batches summed gradients are averaged: 1 where the caller divides the losses."""
+        """The number of micro-batches that gradients are averaged over; 1 if the caller divides the losses."""
         divided = self._scaled_by_accumulation is False or not self.plan.batch.managed
         return 1 if divided else self.plan.batch.accumulation
 
     @property
     def alpha(self) -> float:
-        """What summed gradients are multiplied with: the mean over ranks and micro-batches."""
+        """The factor that turns summed gradients into their mean over ranks and micro-batches."""
         mean = self.world_size if self.plan.zero.reduce_op == "mean" else 1
         return 1.0 / (mean * self.averaged_over)
 
@@ -378,12 +378,12 @@ class Engine(nn.Module):
         self.hooks.reducer.alpha = self.alpha
 
     def set_boundary(self, is_boundary: bool | None) -> None:
-        """Say by hand whether the next `step()` applies the update; None goes back to counting."""
+        """Set whether the next `step()` applies the update; None returns to counting micro-batches."""
         self._boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside keep their gradients on this rank; the next one outside, or `step()`, reduces them."""
+        """Keep gradients of backward passes inside on this rank; the next backward outside, or `step()`, reduces them."""
         before, self.hooks.sync = self.hooks.sync, False
         try:
             yield
@@ -397,16 +397,15 @@ class Engine(nn.Module):
         self.hooks.forget_backwards()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the fp16 loss scale: for losses of parameters that do not pass through the engine's outputs."""
+        """Return the loss times the fp16 loss scale: for a loss of parameters that does not depend on the engine's outputs."""
         return loss.float() * self.precision.loss_scale
 
     # -- states by name --
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's complete `state_dict`, whatever is sharded, in tensors of the caller's own; buffers are the first rank's.
-        Collective.
+        """Return the model's complete, unsharded `state_dict` in copies; buffers have rank 0's values. Collective.
 
-        So every rank holds the whole model, twice while it is made; `save_checkpoint` never does.
+        Every rank holds the whole model, twice during the call; `save_checkpoint` never gathers it.
         """
         from slipstream.train import entries
 
@@ -425,9 +424,9 @@ class Engine(nn.Module):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a complete `state_dict` into the shards and masters. Collective; the same values on all ranks.
+        """Load a complete `state_dict` into the shards and masters. Collective; all ranks pass the same values.
 
-        Raises RuntimeError for names or shapes that do not fit, as `torch.nn.Module.load_state_dict` does.
+        Raises RuntimeError if names or shapes do not match, like `torch.nn.Module.load_state_dict`.
         """
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the engine's parameters; use assign=False")
@@ -435,9 +434,9 @@ class Engine(nn.Module):
             return self.module.load_state_dict(state_dict, strict=strict)
 
     def gradient(self, name: str) -> Tensor:
-        """The mean gradient so far of parameter `name`: in its shape, unscaled, in fp32. Collective.
+        """Return the mean gradient so far of parameter `name`, full shape, unscaled, in fp32. Collective.
 
-        Raises KeyError for a name that no parameter has.
+        Raises KeyError if no parameter has that name.
         """
         unit, i = self._find(name)
         with self.together("gradient"), torch.no_grad():
@@ -446,9 +445,9 @@ class Engine(nn.Module):
             return access.full_gradient(unit, i, self.alpha) / self.precision.loss_scale
 
     def set_gradient(self, name: str, value: Tensor) -> None:
-        """Replace the mean gradient so far of parameter `name`, unscaled. Collective; the same value on all ranks.
+        """Replace the mean gradient so far of parameter `name`; `value` is unscaled. Collective; all ranks pass the same value.
 
-        Raises ValueError where shapes differ or the parameter is frozen.
+        Raises ValueError if the shapes differ or the parameter is frozen.
         """
         unit, i = self._find(name)
         with self.together("set_gradient"), torch.no_grad():
@@ -457,16 +456,16 @@ class Engine(nn.Module):
             access.set_gradient(unit, i, value.float() * self.precision.loss_scale, self.alpha)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """The optimizer's states of parameter `name`, each in its shape, by name ("exp_avg", ...), with "master". Collective.
+        """Return the optimizer states of parameter `name`, unsharded, by name ("exp_avg", ...), and its "master". Collective.
 
-        Raises KeyError for a name that no parameter has.
+        Raises KeyError if no parameter has that name.
         """
         unit, i = self._find(name)
         with self.together("optimizer_state"):
             return access.full_optimizer_state(unit, i, self.steps)
 
     def set_optimizer_state(self, name: str, values: Mapping[str, Tensor]) -> None:
-        """Overwrite optimizer states of parameter `name`; "master" also sets the weight. The same values on all ranks."""
+        """Overwrite optimizer states of parameter `name`; "master" also sets the weight. Collective; same values on all ranks."""
         unit, i = self._find(name)
         with self.together("set_optimizer_state"):
             access.set_optimizer_state(unit, i, self.steps, values)
@@ -480,16 +479,16 @@ class Engine(nn.Module):
         exclude_frozen_parameters: bool = False,
         contents: Contents = "all",
     ) -> bool:
-        """Write everything needed to go on, atomically; any world size and stage can load it. Collective.
+        """Write a checkpoint atomically; any world size and ZeRO stage can load it. Collective.
 
-        contents: "all"; "without_optimizer", whose states are most of the bytes; "weights", with buffers; "adapters", what is
-        trainable. With `checkpoint.writer.decoupled` it is copied now and written while training goes on; the next save, load,
-        `finish_save` or `destroy` waits for that, and raises what went wrong.
+        contents: "all"; "without_optimizer", whose states are most of the bytes; "weights", with buffers; "adapters", the
+        trainable parameters only. With `checkpoint.writer.decoupled` the checkpoint is asynchronous: states are copied now and
+        written while training continues. The next save, load, `finish_save` or `destroy` waits for it and raises its error.
         """
         from slipstream.train import persist
 
         if contents not in ("all", "without_optimizer", "weights", "adapters"):
-            raise ValueError(f"contents {contents!r}: it is all, without_optimizer, weights or adapters")
+            raise ValueError(f"save_checkpoint(contents={contents!r}): use all, without_optimizer, weights or adapters")
         folder = _folder("save_checkpoint(save_dir=)", save_dir)
         with self.together("save_checkpoint"):
             self._refuse_unknown()
@@ -497,7 +496,7 @@ class Engine(nn.Module):
         return True
 
     def finish_save(self) -> None:
-        """Wait until the last checkpoint is on disk. Collective. Raises CheckpointError where it could not be written."""
+        """Wait until the last checkpoint is on disk. Collective. Raises CheckpointError if it could not be written."""
         from slipstream.train import persist
 
         with self.together("finish_save"):
@@ -510,20 +509,20 @@ class Engine(nn.Module):
         max_shard_size: int | str = "5GB",
         only_trainable: bool = False,
     ) -> None:
-        """Write a Hugging Face folder: sharded safetensors, and config.json where the model has one. Collective.
+        """Write a Hugging Face folder: sharded safetensors, and config.json if the model has a configuration. Collective.
 
-        dtype: of parameters; None: the model's own. Each rank writes its own shards where they belong, so nothing is gathered.
-        only_trainable: without what is frozen, and without buffers. Of a model with PEFT's adapters the folder is one of the base,
-        the adapters merged into it, as `named_weights` gives them; with only_trainable it is PEFT's own, of the adapters.
+        dtype: of parameters; None: the model's own. Each rank writes its own shards into the files; nothing is gathered.
+        only_trainable: without frozen parameters and buffers. For a model with PEFT adapters the folder holds the base model with
+        the adapters merged, as in `named_weights`; with only_trainable it is a PEFT adapter folder.
         """
         from slipstream.checkpoint.pretrained import dtype_of, num_bytes
         from slipstream.train import folder
 
-        wanted, nbytes = dtype_of(dtype), num_bytes(max_shard_size)
-        place = _folder("save_pretrained(save_directory=)", save_directory)
+        file_dtype, nbytes = dtype_of(dtype), num_bytes(max_shard_size)
+        path = _folder("save_pretrained(save_directory=)", save_directory)
         with self.together("save_pretrained"):
             self._refuse_unknown()
-            folder.save_pretrained(self, place, wanted, nbytes, only_trainable)
+            folder.save_pretrained(self, path, file_dtype, nbytes, only_trainable)
 
     def load_checkpoint(
         self,
@@ -535,10 +534,10 @@ class Engine(nn.Module):
         load_module_only: bool = False,
         exclude: Sequence[str] = (),
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint, ours or DeepSpeed's: (its folder, client_state), or (None, {}) without one.
+        """Load a Slipstream or DeepSpeed checkpoint. Collective. Returns (its folder, client_state); without one, (None, {}).
 
-        load_module_strict=False takes the names that both have. exclude: patterns ("head.*") of parameters and buffers that stay
-        as they are, with their optimizer states: for a model that has changed. A failed load changes nothing.
+        load_module_strict=False loads the names that model and checkpoint share. exclude: patterns ("head.*") of parameters and
+        buffers that keep their current values and optimizer states, for a model that has changed. A failed load changes nothing.
         """
         from slipstream.train import restore
 
@@ -557,19 +556,19 @@ class Engine(nn.Module):
 
     @contextmanager
     def together(self, method: str) -> Iterator[None]:
-        """All ranks call a collective method, or all raise PeerError; nothing of it starts before."""
+        """Guard a collective method: it starts once all ranks have called it; otherwise all raise PeerError."""
         with self.watch.guard(method):
             self.gate.check(method)
             rows = self.comms.data.exchange(torch.tensor([float(zlib.crc32(method.encode()))], dtype=torch.float64))
             if rows.min() != rows.max():
-                raise PeerError(f"this rank called engine.{method}() while others called another method; it is for all ranks")
+                raise PeerError(f"this rank called engine.{method}() while other ranks called another method; call it on all ranks")
             if self.updater is not None:
                 self.updater.drop()
             self._settle_before(method)
             yield
 
     def _settle_before(self, method: str) -> None:
-        """As `_settle_disk`, but a failure keeps no engine from what needs none of its states."""
+        """`_settle_disk`, but a failure is only logged if `method` needs none of the lost states."""
         if Block.BROKEN in self.gate:
             return
         try:
@@ -583,42 +582,41 @@ class Engine(nn.Module):
         places = {known: (unit, i) for unit in self.units for i, known in enumerate(unit.names)}
         if name not in places:
             by_param = {id(param): (unit, i) for unit in self.units for i, param in enumerate(unit.params)}
-            tied = self.module.named_parameters(remove_duplicate=False)  # other names of parameters that have several
-            places |= {other: by_param[id(param)] for other, param in tied if id(param) in by_param}
+            tied = self.module.named_parameters(remove_duplicate=False)  # further names of tied parameters
+            places |= {alias: by_param[id(param)] for alias, param in tied if id(param) in by_param}
         if name in places:
             return places[name]
         import difflib
 
-        names = list(places)
-        raise KeyError(f"no parameter {name!r}; the nearest are {difflib.get_close_matches(name, names)}")
+        raise KeyError(f"no parameter {name!r}; the nearest are {difflib.get_close_matches(name, list(places))}")
 
     def _all_params(self) -> dict[Unit, list[int]]:
         return {unit: list(range(len(unit.params))) for unit in self.units}
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
-        """Bytes per rank of each state and over each link, as a table; with a batch, as `forward` takes it, the peak of a step."""
+        """Return a table of bytes per rank: memory by state, traffic by link; given a batch (arguments of `forward`), the peak."""
         from slipstream.train import explain
 
         return explain.table(explain.of_engine(self, *args, **kwargs))
 
-    # -- the model itself --
+    # -- changing the model --
 
     @contextmanager
     def surgery(self, group: int | Callable[[str, nn.Parameter], int] | None = None) -> Iterator[None]:
-        """Between steps, change the model inside: add, replace, remove, resize, tie, freeze and unfreeze. Collective.
+        """Change the model between steps: add, replace, remove, resize, tie, freeze or unfreeze parameters. Collective.
 
             with engine.surgery():
                 model.resize_token_embeddings(1000)
                 engine.module = peft.get_peft_model(model, lora)
 
-        All ranks make the same changes; values of what is new count from the first. Sharded parameters are whole and writable where
-        they are touched, unit by unit. Afterwards what has stayed keeps its weights, masters, moments and step counts, under its
-        new name; what is new and trainable gets fresh states in the optimizer's parameter group `group`, an index or a
-        function of name and parameter (None: the first; with Muon the first of its kind), but for what
-        `engine.optimizer.add_param_group({"params": [...], "lr": ...})` inside has put into another. See docs/PARAMETERS.md.
+        All ranks make the same changes; new parameters take rank 0's values. A sharded parameter is gathered, with its unit, when
+        it is accessed, and is writable. Parameters that stay keep their weights, masters, moments and step counts, under their new
+        names. New trainable parameters get fresh states in the optimizer's parameter group `group`, an index or a function of
+        name and parameter (None: the first; with Muon the first of its kind), unless
+        `engine.optimizer.add_param_group({"params": [...], "lr": ...})` inside put them into another. See docs/PARAMETERS.md.
 
-        Raises RuntimeError in the middle of a window, ValueError where ranks made different changes. After an exception inside,
-        the engine goes on where the model is as it was, else it asks for another surgery.
+        Raises RuntimeError in the middle of an accumulation window, ValueError if ranks made different changes. After an exception
+        inside, the engine continues if the model is unchanged; otherwise it needs another surgery first.
         """
         from slipstream.train.surgery import Surgery
 
@@ -633,24 +631,26 @@ class Engine(nn.Module):
         with self.watch.guard("surgery"), torch.no_grad():
             operation.finish()
 
-    # -- handing over --
+    # -- hand-over to an inference engine --
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's weights by name, whole, unit by unit: `inference_engine.update_weights(engine.named_weights())`. Collective:
-        every rank iterates to the end. A tensor is there until the next is asked for; adapters of PEFT come merged.
+        """Yield the model's full weights by name, unit by unit: `inference_engine.update_weights(engine.named_weights())`.
+
+        Collective: every rank iterates to the end. A tensor is valid until the next one is requested. PEFT adapters are merged.
         """
         from slipstream.train import handover
 
         with self.together("named_weights"):
             yield from handover.stream(self)
 
-    # -- life --
+    # -- lifecycle --
 
     def sleep(self, include: Iterable[str] | None = None, device: str = "cpu", path: str | None = None) -> int:
-        """Give the memory of some kinds of state back until `wake()`; returns this rank's bytes. Collective.
+        """Free the memory of some kinds of state until `wake()`; returns the bytes freed on this rank. Collective.
 
-        include: of "optimizer", "weights" and "gradients"; None: all. device: "cpu", host memory (where the engine is on a GPU),
-        or "disk", a file without a name in the folder `path`. Without weights nothing runs; without the rest, `no_grad` does.
+        include: any of "optimizer", "weights" and "gradients"; None: all. device: "cpu", host memory (if the engine is on a GPU),
+        or "disk", an unnamed file in the folder `path`. Without weights nothing runs; without the other states, forwards under
+        `torch.no_grad()` do.
         """
         from slipstream.train import sleep
 
@@ -659,7 +659,7 @@ class Engine(nn.Module):
             return sleep.put(self, kinds, path if device == "disk" else None)
 
     def wake(self) -> None:
-        """Everything is as it was before `sleep`. Collective; does nothing where the engine is awake."""
+        """Restore the states that `sleep` moved away. Collective; a no-op if the engine is awake."""
         from slipstream.train import sleep
 
         if self.asleep is not None:
@@ -667,10 +667,10 @@ class Engine(nn.Module):
                 sleep.wake(self)
 
     def destroy(self) -> None:
-        """Give everything back: the model's parameters become ordinary whole ones again, the rest is freed. Collective.
+        """Free the engine's resources; the model's parameters become ordinary, unsharded parameters again. Collective.
 
-        Parameters whose weights rest on disk (offload_param) are not brought into memory, which they may not fit: they are on meta
-        afterwards. Save them before.
+        Weights on disk (offload_param) are not loaded, as they may not fit into memory: their parameters are on meta afterwards.
+        Save them before.
         """
         if Block.DESTROYED in self.gate:
             return
@@ -678,18 +678,18 @@ class Engine(nn.Module):
             if self.saving is not None:
                 self.finish_save()
         finally:
-            self._give_back()
+            self._tear_down()
 
-    def _give_back(self) -> None:
+    def _tear_down(self) -> None:
         self.gate.shut(Block.DESTROYED, "this engine was destroyed; call slipstream.initialize() for a new one")
         on_disk = sum(len(unit.params) for unit in self.units if isinstance(unit.weights, DiskStore))
         if on_disk and self.rank == 0:
             logger.info(
-                "destroy: the weights of %d parameters rested on disk and go with the engine, so these are on meta now; to keep "
-                "them, call save_checkpoint() or state_dict() before destroy()",
+                "destroy: the weights of %d parameters were on disk and are deleted with the engine; these parameters are on meta "
+                "now. To keep their values, call save_checkpoint() or state_dict() before destroy()",
                 on_disk,
             )
-        with ExitStack() as closing:  # each of these, whatever the others raise: a rank may have gone
+        with ExitStack() as closing:  # run every callback even if one raises: another rank may be gone
             closing.callback(self._forget)
             closing.callback(self.homes.close)
             closing.callback(self.watch.stop)
@@ -697,20 +697,20 @@ class Engine(nn.Module):
                 closing.callback(comm.close)
             if self.updater is not None:
                 closing.callback(self.updater.close)
-            self._hand_back()
+            self._return_parameters()
 
-    def _hand_back(self) -> None:
-        """The parameters become the model's own again. A disk that fails here is logged: nothing more is wanted of it."""
+    def _return_parameters(self) -> None:
+        """Turn the parameters into the model's own again. A disk failure is only logged: the disk is no longer needed."""
         try:
             self.wake()
         except DiskError as error:
-            logger.error("destroy: states that slept did not come back: %s", error)
+            logger.error("destroy: sleeping states could not be restored: %s", error)
         with self.together("destroy"):
             self.hooks.remove()
-            rest = torch.tensor([float(isinstance(unit.weights, DiskStore)) for unit in self.units], dtype=torch.float64)
-            on_disk = self.comms.data.exchange(rest).any(0).tolist()  # a rank without a share of a unit goes along
-            for unit, its in zip(self.units, on_disk, strict=True):
-                unit.close(on_disk=its)
+            own = torch.tensor([float(isinstance(unit.weights, DiskStore)) for unit in self.units], dtype=torch.float64)
+            anywhere = self.comms.data.exchange(own).any(0).tolist()  # a rank without a share of a unit participates
+            for unit, on_disk in zip(self.units, anywhere, strict=True):
+                unit.close(on_disk=on_disk)
             access.forget(self.units)
             self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of an engine holds: tensors by name, in the flat ranges that a rank owns, and values.
+"""The contents of an engine's checkpoint: tensors by name, in the flat ranges that a rank owns, and values.
 
 Tensors are `model.<parameter>` (the master's values, in the master's dtype), `buffer.<buffer>`, `optim.<state>.<parameter>`,
 `ema.<parameter>` (slipstream.ema).
@@ -43,7 +43,7 @@ def weights(engine: Engine, exclude_frozen: bool = False) -> dict[str, FlatSlice
 
 
 def slices(unit: Unit, store: Store) -> Iterator[tuple[str, nn.Parameter, FlatSlice]]:
-    """The ranges of a unit's parameters in a state of this rank's optimizer span."""
+    """The ranges of a unit's parameters in a state that covers this rank's optimizer span."""
     span = unit.optim_span
     for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
         start, stop = overlap(slot.span, span)
@@ -52,18 +52,18 @@ def slices(unit: Unit, store: Store) -> Iterator[tuple[str, nn.Parameter, FlatSl
 
 
 class Average(Protocol):
-    """What an engine knows of its slipstream.ema.Ema."""
+    """The interface of slipstream.ema.Ema that an engine uses."""
 
     num_updates: int
 
     def tensors(self) -> dict[str, FlatSlice]:
-        """This rank's ranges of the averages, under the names that they are saved by."""
+        """This rank's ranges of the averages, by their names in a checkpoint."""
 
     def stores(self) -> Iterable[Store]:
-        """Where they rest."""
+        """The stores of the averages."""
 
     def restart(self, names: Collection[str]) -> None:
-        """The averages of these parameters begin again with what these are now."""
+        """Restart the averages of these parameters from their current values."""
 
 
 def average_of(engine: Engine) -> Average | None:
@@ -71,13 +71,13 @@ def average_of(engine: Engine) -> Average | None:
 
 
 def averages(engine: Engine) -> dict[str, FlatSlice | Tensor]:
-    """The ranges of the moving averages that this rank owns, where there are some."""
+    """The ranges of the moving averages that this rank owns, if any."""
     average = average_of(engine)
     return dict(average.tensors()) if average is not None else {}
 
 
 def aliases(module: torch.nn.Module) -> dict[str, str]:
-    """Further names of tied tensors, each with the first one, under which it is saved."""
+    """Further names of tied tensors -> the first name, under which the tensor is saved."""
     params, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     first: dict[int, str] = {}
     named = [(name, first.setdefault(id(tensor), name)) for name, tensor in (*params, *buffers)]
@@ -85,7 +85,7 @@ def aliases(module: torch.nn.Module) -> dict[str, str]:
 
 
 def buffers(engine: Engine) -> dict[str, Tensor]:
-    """Those that the model saves, whole, as this rank has them."""
+    """The model's persistent buffers, with this rank's values."""
     saved: dict[str, Tensor] = {}
     for prefix, module in engine.module.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -95,13 +95,13 @@ def buffers(engine: Engine) -> dict[str, Tensor]:
 
 
 def first_buffers(engine: Engine) -> dict[str, Tensor]:
-    """The same with the first rank's values, in copies. Collective."""
+    """Copies of the persistent buffers with rank 0's values. Collective."""
     own = buffers(engine)
     return dict(zip(own, first_values(list(own.values()), engine.comms.data), strict=True))
 
 
 def pieces(engine: Engine, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, Unit, Piece]]:
-    """Everything that this rank's optimizer may hold state of, but for what patterns exclude."""
+    """The pieces of parameters that this rank's optimizer may hold state for, except those that patterns exclude."""
     if engine.steps is not None:
         for unit in engine.units:
             if unit.grads is not None:
@@ -126,15 +126,13 @@ def optimizer_scalars(engine: Engine) -> dict[str, Any] | None:
 
 
 def all_scalars(engine: Engine) -> dict[str, Any]:
-    """What the optimizer keeps beside elements, by the parameter's name, of all ranks. Collective."""
-    everyone: dict[str, Any] = {}
-    for one in gather_objects({piece.name: steps.scalars(unit, piece) for steps, unit, piece in pieces(engine)}, engine.mesh.data):
-        everyone |= one
-    return everyone
+    """The optimizer's values that are not per element, by the parameter's name, of all ranks. Collective."""
+    own = {piece.name: steps.scalars(unit, piece) for steps, unit, piece in pieces(engine)}
+    return {name: values for scalars in gather_objects(own, engine.mesh.data) for name, values in scalars.items()}
 
 
 def optimizer_classes(steps: ShardedSteps) -> list[str]:
-    """The optimizer's class and its bases: two that share one keep the same states (Adam and AdamW)."""
+    """The optimizer's class and its bases: optimizers that share one have the same states (Adam and AdamW)."""
     classes = type(steps.inner).__mro__
     return [cls.__name__ for cls in classes[: classes.index(torch.optim.Optimizer)]]
 
@@ -144,7 +142,7 @@ def state_of(part: Any) -> Any:
 
 
 def model_config(module: torch.nn.Module) -> dict[str, Any] | None:
-    """What config.json has of a transformers model, with the end tokens that it generates until."""
+    """The config.json of a transformers model, with the end-of-sequence tokens of its generation config; None for other models."""
     config: Any = getattr(module, "config", None)
     if not (hasattr(config, "model_type") and hasattr(config, "to_json_string")):
         return None
@@ -162,7 +160,6 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def is_excluded(name: str, exclude: Sequence[str]) -> bool:
-    """Whether a pattern names the parameter or buffer that an entry is of."""
-    kind, _, rest = name.partition(".")
-    bare = rest.partition(".")[2] if kind == "optim" else rest
+    """Whether a pattern matches the parameter or buffer of an entry."""
+    bare = name.split(".", 2 if name.startswith("optim.") else 1)[-1]
     return any(fnmatch.fnmatchcase(bare, pattern) for pattern in exclude)

@@ -1,6 +1,6 @@
-"""The numbers that train/predict.py asks for, of an engine or of a model on meta under a plan; and its answers as a table.
+"""The inputs of train/predict.py, for an engine or for a plan and a model on meta, and its results as a table.
 
-`of_engine` looks at the units that there are; `parts_of` works them out before anything is allocated. A test holds them equal.
+`of_engine` reads an engine's units; `parts_of` derives them from a plan before anything is allocated. A test compares both.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from slipstream.zero.wrap import wrap
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
 
-# Full-size moments of each optimizer, by lower-case name; those that are not listed have Adam's two.
+# The number of full-size moments by lower-case optimizer name; all others have two, like Adam.
 _MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1, "muon": 1, "rmsprop": 1, "adafactor": 0, "rprop": 2}
 
 
 def moments_of(optimizer: str, options: Mapping[str, Any]) -> int:
-    """How many full-size moments an optimizer keeps."""
+    """The number of full-size moments of an optimizer."""
     name = optimizer.lower()
     return 1 if name == "sgd" and options.get("momentum") else _MOMENTS.get(name, 2)
 
@@ -44,15 +44,15 @@ def moments_of(optimizer: str, options: Mapping[str, Any]) -> int:
 
 
 class Optimizer(NamedTuple):
-    """What of the optimizer sizes depend on."""
+    """The properties of an optimizer that determine sizes."""
 
     num_moments: int
-    streams: bool  # it has a kernel of ours
-    whole: bool  # it looks at shapes
+    streams: bool  # it has a native kernel
+    whole: bool  # it depends on parameters' shapes
 
 
 def optimizer_of(plan: Plan) -> Optimizer:
-    """Of the plan's; AdamW's where it names none."""
+    """The properties of the plan's optimizer; AdamW's if the plan has none."""
     from slipstream.train.initialize import rehearse
 
     if plan.optimizer is None:
@@ -65,10 +65,10 @@ def optimizer_of(plan: Plan) -> Optimizer:
 
 
 def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | None = None) -> list[Part]:
-    """The units that `initialize` would make of the model, with their dtypes (zero/build.py)."""
+    """The units that `initialize` would build for the model, with their dtypes (zero/build.py)."""
     cut = whole_layout if (optimizer or optimizer_of(plan)).whole else flat_layout
     align = Form(dtype=plan.precision.state_dtype).align
-    shards, params, found = plan.zero.shard_size or world, {leaf.name: leaf.tensor for leaf in named_leaves(model)}, []
+    shards, params, parts = plan.zero.shard_size or world, {leaf.name: leaf.tensor for leaf in named_leaves(model)}, []
     place, precision = stage_placement(plan.zero.stage), plan.precision
     for group in wrap(model):
         shapes = [(name, tuple(params[name].shape)) for name in group.param_names]
@@ -84,7 +84,7 @@ def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | No
         wire = precision.comm_dtype or (weights if place.grads else kept)
         if not group.trainable:
             kept = wire = weights
-        found.append(
+        parts.append(
             Part(
                 name=group.name,
                 block=group.module_name,
@@ -99,14 +99,14 @@ def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | No
                 casts=wire is not kept,
             )
         )
-    return found
+    return parts
 
 
 def setting_of(plan: Plan, world: int, device: str, *, transport: str | None = None, optimizer: Optimizer | None = None) -> Setting:
-    """How the plan trains its parts. `transport`: what the ranks found; None: what they find where all share this host."""
+    """The training setup of a plan. `transport`: the ranks' transport; None: the one they would choose if all share this host."""
     optimizer = optimizer or optimizer_of(plan)
     tiers, on_host = tiers_of(plan.offload), device == "cpu"
-    private = plan.debug.poison_released or tiers.weights is Tier.DISK  # weights that come and go (train/initialize.py)
+    private = plan.debug.poison_released or tiers.weights is Tier.DISK  # as _transport in train/initialize.py
     transport = transport or ("gloo" if private or not on_host or plan.zero.transport == "gloo" else "shared")
     return Setting(
         placement=stage_placement(plan.zero.stage),
@@ -127,7 +127,7 @@ def setting_of(plan: Plan, world: int, device: str, *, transport: str | None = N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What is known of a run before it runs. `peak` and `times` are None where the activations are not known."""
+    """The prediction for a run. `peak` and `times` are None if the activations are not known."""
 
     parts: Sequence[Part]
     setting: Setting
@@ -158,14 +158,14 @@ class Forecast:
 
 
 def of_engine(engine: Engine, *args: Any, **kwargs: Any) -> Forecast:
-    """The forecast of an engine; with a batch, as the model takes it, also of its peak."""
+    """The forecast of an engine; with a batch (the model's arguments), including its peak."""
     plan, world, steps = engine.plan, engine.mesh.data.size, engine.steps
     transport = "shared" if isinstance(engine.comms.data, SharedComm) else "gloo"
-    optimizer = Optimizer(_num_moments(steps), streams=isinstance(steps, NativeSteps), whole=False)  # which units know
+    optimizer = Optimizer(_num_moments(steps), streams=isinstance(steps, NativeSteps), whole=False)  # units are cut already
     setting = setting_of(plan, world, engine.device.type, transport=transport, optimizer=optimizer)
     profile = None
     if args or kwargs:
-        from slipstream.train.dry_run import dry_run  # torch's fake tensors take a while to import
+        from slipstream.train.dry_run import dry_run  # torch's fake tensors are slow to import
 
         profile = dry_run(engine.module, plan, args, kwargs, micro_batch_size=plan.batch.micro_batch_size)
     return Forecast(parts=[part_of(unit) for unit in engine.units], setting=setting, profile=profile, rates=None)
@@ -219,7 +219,7 @@ _LINKS = {
 
 
 def table(forecast: Forecast) -> str:
-    """What a person reads: memory by state and tier, traffic by link, time by resource."""
+    """The forecast as text: memory by state and tier, traffic by link, time by resource."""
     peak = forecast.peak
     lines = forecast.rest if peak is None else peak.lines
     num_parameters = max(sum(part.numel for part in forecast.parts), 1)
@@ -235,10 +235,10 @@ def table(forecast: Forecast) -> str:
         chosen = [line for line in lines if line.state == state]
         details = ", ".join(f"{line.what} {size(line.nbytes)}" for line in chosen if line.what != state)
         if state == "activations" and peak is None:
-            details = "give a batch, as the model takes it, to know them and the peak"
+            details = "pass a batch (the model's arguments) to predict them and the peak"
         row(state, chosen, details)
     total = f"{sum(line.nbytes for line in lines) / num_parameters:.2f} B per parameter"
-    row("at rest" if peak is None else "peak", lines, total if peak is None else f"in {peak.when}; {total}")
+    row("idle" if peak is None else "peak", lines, total if peak is None else f"in {peak.when}; {total}")
     moved = [(what, getattr(forecast.flow, link)) for link, what in _LINKS.items() if getattr(forecast.flow, link)]
     text += ["", "per step and rank"] + [f"  {what:<22}{size(nbytes):>12}" for what, nbytes in moved or [("sent or read", 0)]]
     times = forecast.times
@@ -256,7 +256,7 @@ def seconds(value: float) -> str:
 
 
 def as_dict(forecast: Forecast) -> dict[str, Any]:
-    """What a machine reads: bytes and seconds."""
+    """The forecast as JSON values: bytes and seconds."""
     peak, times = forecast.peak, forecast.times
     return {
         "memory": [line._asdict() | {"tier": line.tier.value} for line in (forecast.rest if peak is None else peak.lines)],

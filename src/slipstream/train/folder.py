@@ -1,4 +1,4 @@
-"""A Hugging Face folder of an engine's model: its own weights, or with PEFT's adapters merged, or the adapters alone."""
+"""Write a Hugging Face folder of an engine's model: its weights, the base with PEFT adapters merged, or the adapters alone."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 def save_pretrained(engine: Engine, folder: str, dtype: torch.dtype | None, shard_nbytes: int, only_trainable: bool) -> None:
-    """A Hugging Face folder of the masters' values; of weights that `slipstream.quantize` has made bytes, of the numbers that these
-    stand for. Collective; each rank writes what it owns. ValueError for weights that other libraries have quantized.
+    """Write the masters' values; weights quantized by `slipstream.quantize` are dequantized. Collective; each rank writes the part
+    that it owns. Raises ValueError for weights that other libraries quantized.
 
-    Of a model with PEFT's adapters: the base with the adapters merged into its weights, or, only_trainable, PEFT's own folder.
+    A model with PEFT adapters becomes the base with the adapters merged or, with only_trainable, a PEFT adapter folder.
     """
-    what = {"dtype": dtype, "max_shard_size": shard_nbytes, "only_trainable": only_trainable}
-    agree(engine, f"{folder} was not written", what)
+    arguments = {"dtype": dtype, "max_shard_size": shard_nbytes, "only_trainable": only_trainable}
+    agree(engine, f"{folder} was not written", arguments)
     pairs = [pair for unit in engine.units for pair in zip(unit.wholes, unit.params, strict=True)]
     apart = {id(whole) for whole, param in pairs if whole is not param}
     foreign = next((name for name, param in engine.module.named_parameters() if id(param) in apart), "")
     if foreign and not only_trainable:
         raise ValueError(
-            f"save_pretrained() would write the codes of {foreign!r}, which bitsandbytes, torchao or the like has quantized, "
-            f"without what its loader needs to know of them: only_trainable=True writes the adapters, which belong on the folder "
-            f"that the base came from, and save_checkpoint() everything"
+            f"save_pretrained() would write the codes of {foreign!r}, which another library (bitsandbytes, torchao) quantized, "
+            f"without the metadata that its loader needs: only_trainable=True writes the adapters, to be loaded on top of the "
+            f"original base, and save_checkpoint() writes everything"
         )
     module: Any = engine.module
     where: dict[str, Any] = {"group": engine.mesh.data.group, "shard_nbytes": shard_nbytes}
@@ -49,17 +49,17 @@ def save_pretrained(engine: Engine, folder: str, dtype: torch.dtype | None, shar
     if adapted:
         for name, (shape, kept) in handover.announced(engine).items():
             tensors[name] = pretrained.Out(torch.empty(shape, device="meta"), dtype or kept)
-        called = handover.adapted_buffers(engine, [name.partition(".")[2] for name in buffers])
-        buffers = {f"buffer.{new}": buffers[f"buffer.{old}"] for old, new in called.items()}
+        renamed = handover.adapted_buffers(engine, [name.partition(".")[2] for name in buffers])
+        buffers = {f"buffer.{new}": buffers[f"buffer.{old}"] for old, new in renamed.items()}
         where["stream"] = handover.stream(engine)
     numbers = {} if only_trainable or adapted else _numbers(engine)
     for key, held in (({} if adapted else entries.weights(engine, exclude_frozen=only_trainable)) | buffers).items():
         kind, _, name = key.partition(".")
-        wanted = dtype if kind == "model" else None
+        file_dtype = dtype if kind == "model" else None
         if name in numbers:
-            tensors[name] = pretrained.Out(numbers[name], wanted or engine.plan.precision.param_dtype)
+            tensors[name] = pretrained.Out(numbers[name], file_dtype or engine.plan.precision.param_dtype)
         else:
-            tensors[name] = pretrained.Out(held, wanted or _dtype_of(engine, name, held))
+            tensors[name] = pretrained.Out(held, file_dtype or _dtype_of(engine, name, held))
     config = entries.model_config(base)
     texts = {} if config is None else pretrained.describe(config, type(base).__name__, dtype or engine.plan.precision.param_dtype)
     generation = getattr(base, "generation_config", None)
@@ -69,7 +69,7 @@ def save_pretrained(engine: Engine, folder: str, dtype: torch.dtype | None, shar
 
 
 def _save_adapters(engine: Engine, folder: str, dtype: torch.dtype | None, where: Mapping[str, Any]) -> None:
-    """Where PEFT has them: the one that is called default in the folder itself, others in folders below it."""
+    """Write the adapters in PEFT's layout: the adapter "default" in the folder itself, others in subfolders."""
     held = {key.partition(".")[2]: value for key, value in (entries.weights(engine) | entries.first_buffers(engine)).items()}
     buffers = {key.partition(".")[2]: buffer for key, buffer in entries.buffers(engine).items()}
     for adapter in adapters.of(engine, buffers):
@@ -83,22 +83,21 @@ def _save_adapters(engine: Engine, folder: str, dtype: torch.dtype | None, where
 
 
 def _numbers(engine: Engine) -> dict[str, FlatSlice]:
-    """Quantized weights by name, of the rows that begin in this rank's bytes. Collective."""
+    """The dequantized weights by name: the rows that begin in this rank's bytes. Collective."""
     forms = row_forms(engine.module)
-    weights = {key.removeprefix("model."): held for key, held in entries.weights(engine).items()}
-    known = {name: held for name, held in weights.items() if name in forms}
-    held = {name: each for name, each in known.items() if isinstance(each, FlatSlice)}
-    heads = {name: head_of(each.data, each.start, forms[name]) for name, each in held.items()}
-    everyone = gather_objects(heads, engine.mesh.data) if heads else []
-    found = {}
-    for name, each in held.items():
-        numbers = Numbers(each.data, each.start, [theirs[name] for theirs in everyone], forms[name])
-        found[name] = FlatSlice(numbers, (each.shape[0], forms[name].columns), numbers.start)
-    return found
+    weights = {key.removeprefix("model."): value for key, value in entries.weights(engine).items()}
+    slices = {name: value for name, value in weights.items() if name in forms and isinstance(value, FlatSlice)}
+    heads = {name: head_of(each.data, each.start, forms[name]) for name, each in slices.items()}
+    by_rank = gather_objects(heads, engine.mesh.data) if heads else []
+    result = {}
+    for name, each in slices.items():
+        numbers = Numbers(each.data, each.start, [heads[name] for heads in by_rank], forms[name])
+        result[name] = FlatSlice(numbers, (each.shape[0], forms[name].columns), numbers.start)
+    return result
 
 
 def _dtype_of(engine: Engine, name: str, held: FlatSlice | Tensor) -> torch.dtype:
-    """What the model itself keeps: a master may be wider."""
+    """The model's own dtype; a master may be wider."""
     if isinstance(held, Tensor):
         return held.dtype
     return next(unit.dtypes.weights for unit in engine.units if name in unit.names)

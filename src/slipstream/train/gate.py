@@ -1,6 +1,6 @@
-"""What stands in the way of an engine's calls: the reasons, and which calls are let through all the same.
+"""Conditions that block an engine's methods, and the methods that work regardless.
 
-Whoever makes a reason says what the user can do about it: it is the text of the RuntimeError of every call that it refuses.
+The reason of a block is the text of the RuntimeError of every call that it refuses, so it says how to fix it.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from enum import Enum, auto
 
 
 class Block(Enum):
-    """A condition of an engine that refuses calls. Where there are several, the first is what a user is told."""
+    """A condition of an engine that blocks calls. If several apply, the error reports the first."""
 
     DESTROYED = auto()
     BROKEN = auto()  # its states are lost: a disk or the optimizer failed
-    CHANGING = auto()  # its model is in surgery, or was left half changed
+    CHANGING = auto()  # its model is in surgery, or a failed surgery changed it
     AVERAGED = auto()  # its weights are averages (ema.py)
-    ASLEEP = auto()  # some of its states are away
+    ASLEEP = auto()  # sleep() moved some of its states away
 
 
-# What each call does without; a call that is not here needs everything. A save that is being written needs none of the states.
+# The blocks that each call ignores; all others block it. An asynchronous save in flight needs none of the states.
 LETS_THROUGH: Mapping[str, frozenset[Block]] = {
     "destroy": frozenset(Block),
     "finish_save": frozenset(Block) - {Block.DESTROYED},
     "explain": frozenset({Block.AVERAGED}),
-    "forward": frozenset({Block.BROKEN, Block.AVERAGED, Block.ASLEEP}),  # units that are away refuse by name
+    "forward": frozenset({Block.BROKEN, Block.AVERAGED, Block.ASLEEP}),  # sleeping units raise their own error
     "gathered": frozenset({Block.DESTROYED, Block.CHANGING, Block.AVERAGED, Block.ASLEEP}),
     "named_weights": frozenset({Block.AVERAGED}),
     "save_pretrained": frozenset({Block.AVERAGED}),
     "surgery": frozenset({Block.CHANGING}),
-    "wake": frozenset({Block.DESTROYED, Block.BROKEN, Block.ASLEEP}),  # destroy() wakes what sleeps
+    "wake": frozenset({Block.DESTROYED, Block.BROKEN, Block.ASLEEP}),  # destroy() calls wake()
 }
 
 
 class Gate:
-    """One engine's reasons. Shut by those who find or make the condition."""
+    """The current blocks of one engine, each with its reason."""
 
     def __init__(self) -> None:
         self.reasons: dict[Block, str] = {}
@@ -43,15 +43,14 @@ class Gate:
         return block in self.reasons
 
     def shut(self, block: Block, reason: str) -> None:
-        assert reason, f"{block} tells the user why, and what to do"
+        assert reason, f"{block} needs a reason: it is the user's error message"
         self.reasons[block] = reason
 
     def open(self, block: Block) -> None:
         self.reasons.pop(block, None)
 
     def check(self, call: str) -> None:
-        """Raises RuntimeError where something refuses `call`, a method's name or "gathered"."""
-        if self.reasons:
-            for block in Block:
-                if block in self.reasons and block not in LETS_THROUGH.get(call, frozenset()):
-                    raise RuntimeError(self.reasons[block])
+        """Raise RuntimeError if a block refuses `call`, a method's name or "gathered"."""
+        for block in Block if self.reasons else ():
+            if block in self.reasons and block not in LETS_THROUGH.get(call, ()):
+                raise RuntimeError(self.reasons[block])

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class OptimizerHandle(torch.optim.Optimizer):
-    """Looks like the torch optimizer it stands for. Schedulers change `param_groups` here and it takes effect."""
+    """A view of the wrapped torch optimizer: it shares its `param_groups`, so changes by schedulers take effect."""
 
     def __init__(self, engine: Engine, inner: torch.optim.Optimizer) -> None:
-        # Not Optimizer.__init__: the groups are the inner optimizer's, not copies.
+        # No Optimizer.__init__, which would copy the groups.
         self.engine, self.optimizer = engine, inner
         self.defaults = inner.defaults
-        self._opt_called = inner._opt_called = True  # type: ignore[attr-defined]  # the engine steps before a schedule ticks
+        self._opt_called = inner._opt_called = True  # type: ignore[attr-defined]  # silences schedulers that expect step() first
         self._optimizer_step_pre_hooks: Any = {}
         self._optimizer_step_post_hooks: Any = {}
 
@@ -31,7 +31,7 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last boundary's step was skipped because gradients were not finite."""
+        """Whether the last window's update was skipped because gradients were not finite."""
         return self.engine.overflow
 
     @property
@@ -39,30 +39,30 @@ class OptimizerHandle(torch.optim.Optimizer):
         return self.engine.precision.loss_scale
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise RuntimeError("call engine.step(): it reduces, clips and publishes around the optimizer")
+        raise RuntimeError("optimizer.step() is not supported: call engine.step(), which also reduces, clips and publishes")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.engine.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, inside `with engine.surgery():`, on all ranks; the schedule takes the group in."""
+        """Add a group like torch, inside `with engine.surgery():`, on all ranks. The schedule is extended by the group."""
         operation = self.engine.operation
         if operation is None:
             raise RuntimeError(
-                "optimizer.add_param_group() belongs inside `with engine.surgery():`, where parameters get their gradients and "
-                "states; call it there, on all ranks"
+                "optimizer.add_param_group() belongs inside `with engine.surgery():`, which allocates gradients and states; call "
+                "it there, on all ranks"
             )
         operation.add_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, in torch's own form, on every rank. Collective. `engine.save_checkpoint` needs no such copy."""
+        """Return the complete state in torch's format on every rank. Collective. `engine.save_checkpoint` needs no such copy."""
         from slipstream.train import optimizer_state
 
         with self.engine.together("optimizer.state_dict"):
             return optimizer_state.whole(self.engine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of this optimizer, or of a plain torch one over the same parameters. Collective; the same on all ranks."""
+        """Load the state of this optimizer, or of a plain torch one over the same parameters. Collective; same on all ranks."""
         from slipstream.train import optimizer_state
 
         with self.engine.together("optimizer.load_state_dict"):

@@ -1,9 +1,9 @@
-"""A training engine's weights, unit by unit, for whoever serves them: names and whole tensors as the model has them.
+"""Hand-over: stream a training engine's weights to an inference engine, unit by unit, as names and full tensors.
 
-The weights of one unit are whole at a time (over shared memory not even those are copied: ranks read them where they rest).
-Adapters of PEFT are merged on the way: their base's name comes with base and adapter added, and they themselves do not; those that
-are not a sum with one weight are refused before anything comes. A module that PEFT trains a copy of comes as that copy. A base that
-`slipstream.quantize` made bytes comes as the numbers that those stand for.
+One unit is gathered at a time (with shared memory nothing is copied: ranks read the weights in place). PEFT adapters are merged:
+under the base weight's name the stream yields the sum of base and adapter, and it skips the adapters' own weights. Adapters that
+are not a sum with one weight raise an error before the stream starts. For a module that PEFT trains a copy of, the stream yields
+that copy. Weights quantized by `slipstream.quantize` are dequantized.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from slipstream.train.engine import Engine
 
 PREFIX = "base_model.model."  # before every name of a model that PEFT has wrapped
-_ADDED = ("lora", "adalora", "loha", "lokr", "vera")  # PEFT's packages where get_delta_weight() is what is added to the weight
+_ADDED = ("lora", "adalora", "loha", "lokr", "vera")  # PEFT's tuners whose get_delta_weight() is added to the weight
 
 
 class _Source(NamedTuple):
-    """How parameters become what is handed over."""
+    """The model's parameters by their role in the stream."""
 
     adapted: dict[str, Any]  # PEFT's layers, by the name of the weight that they adapt
-    adapters: set[int]  # parameters of those
-    unused: set[int]  # parameters of modules, and of copies of them, that the forward does not use
+    adapters: set[int]  # ids of the adapters' parameters
+    unused: set[int]  # ids of the parameters of modules and module copies that the forward does not use
     forms: dict[str, RowForm]
 
     def kept(self, unit: Unit) -> list[int]:
@@ -48,25 +48,24 @@ def stream(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     with ExitStack() as shown:
         if source.adapters:
             chosen = {unit: [i for i, param in enumerate(unit.params) if id(param) in source.adapters] for unit in engine.units}
-            with torch.no_grad():  # never over a yield: the mode is the caller's, whose loop may have another one at the end
+            with torch.no_grad():  # never across a yield, because the caller's grad mode may change between items
                 shown.enter_context(access.gathered_units({unit: own for unit, own in chosen.items() if own}, None, write=False))
         for unit in engine.units:
             yield from _of_unit(unit, source)
 
 
 def announced(engine: Engine) -> dict[str, tuple[Shape, torch.dtype]]:
-    """What `stream` gives, before any of it is gathered. Raises what that would."""
-    source, found = _source(engine), {}
+    """The names, shapes and dtypes that `stream` yields, without gathering. Raises the same errors."""
+    source, entries = _source(engine), {}
     for unit in engine.units:
         for i in source.kept(unit):
             form, shape = source.forms.get(unit.names[i]), unit.layout.slots[i].shape
-            as_numbers = ((shape[0], form.columns), torch.float32) if form else (shape, unit.dtypes.weights)
-            found[bare(unit.names[i])] = as_numbers
-    return found
+            entries[bare(unit.names[i])] = ((shape[0], form.columns), torch.float32) if form else (shape, unit.dtypes.weights)
+    return entries
 
 
 def adapted_buffers(engine: Engine, buffers: Iterable[str]) -> dict[str, str]:
-    """The names of those buffers that are the base's -> what the base calls them."""
+    """The names of the base model's buffers -> their names in the base model."""
     own = {f"{name.removesuffix('base_layer.weight')}" for name in _adapted(engine)}
     own |= {prefix for prefix, part in _copies(engine.module) if not part.used}
     is_peft = hasattr(engine.module, "get_base_model")
@@ -85,7 +84,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
-        if hasattr(module, "active_adapters") and hasattr(module, "base_layer"):  # PEFT's, which need not be installed
+        if hasattr(module, "active_adapters") and hasattr(module, "base_layer"):  # PEFT's layers, without importing PEFT
             yield path, module
 
 
@@ -108,13 +107,13 @@ def _of_unit(unit: Unit, source: _Source) -> Iterator[tuple[str, Tensor]]:
 
 
 def _source(engine: Engine) -> _Source:
-    """Raises ValueError for what cannot be handed over."""
+    """Classify the parameters. Raises ValueError for a model that cannot be streamed."""
     for unit in engine.units:
         for name, param, whole in zip(unit.names, unit.params, unit.wholes, strict=True):
             if whole is not param:
                 raise ValueError(
-                    f"{name!r} is a part of a weight that another library quantized, which no server takes: quantize the base by "
-                    f"slipstream.quantize(), or hand over a model that is not quantized"
+                    f"{name!r} is a part of a weight that another library quantized, and such weights cannot be handed over: use "
+                    f"slipstream.quantize() for the base, or a model that is not quantized"
                 )
     adapted = _adapted(engine)
     adapters = {id(param) for module in adapted.values() for name, param in module.named_parameters() if "base_layer" not in name}
@@ -122,14 +121,14 @@ def _source(engine: Engine) -> _Source:
 
 
 class _Copy(NamedTuple):
-    """A module as it was, or a copy of it that PEFT trains (modules_to_save)."""
+    """An original module, or a copy of it that PEFT trains (modules_to_save)."""
 
     module: nn.Module
-    used: bool  # by the forward
+    used: bool  # whether the forward uses it
 
 
 def _copies(model: nn.Module) -> Iterator[tuple[str, _Copy]]:
-    """By what the names of their parameters begin with."""
+    """The originals and copies, each with the prefix of its parameters' names."""
     for path, wrapper in model.named_modules():
         copies, original = getattr(wrapper, "modules_to_save", None), getattr(wrapper, "original_module", None)
         if isinstance(copies, nn.ModuleDict) and isinstance(original, nn.Module):
@@ -140,37 +139,37 @@ def _copies(model: nn.Module) -> Iterator[tuple[str, _Copy]]:
 
 
 def _unused(model: nn.Module) -> set[int]:
-    """Raises ValueError for a weight that a module elsewhere shares with one that is not used."""
+    """The ids of unused parameters. Raises ValueError if another module uses one of them, too (a tied weight)."""
     copies = list(_copies(model))
     unused = {id(param) for _, copy in copies if not copy.used for param in copy.module.parameters()}
     prefixes = tuple(prefix for prefix, _ in copies)
     for name, param in model.named_parameters(remove_duplicate=False):
         if id(param) in unused and not name.startswith(prefixes):
             raise ValueError(
-                f"{name!r} is tied to a module that PEFT trains a copy of (modules_to_save), and is not that copy: the model is "
-                f"tied no longer, and no folder or server of it can say so; LoraConfig(ensure_weight_tying=True) keeps them tied"
+                f"{name!r} is tied to a module that PEFT trains a copy of (modules_to_save), so the two weights now differ and "
+                f"cannot be exported as tied; LoraConfig(ensure_weight_tying=True) keeps them tied"
             )
     return unused
 
 
 def _adapted(engine: Engine) -> dict[str, Any]:
-    """PEFT's layers, by the name of the weight that they adapt. Raises ValueError for what `_merged` would not make of it."""
-    found: dict[str, Any] = {}
+    """PEFT's layers, by the name of the weight that they adapt. Raises ValueError for adapters that `_merged` cannot merge."""
+    layers: dict[str, Any] = {}
     for name, config in getattr(engine.module, "peft_config", {}).items():
         if getattr(config, "is_prompt_learning", False):
-            raise ValueError(f"adapter {name!r} is a prompt ({config.peft_type}), which no weight can take in")
+            raise ValueError(f"adapter {name!r} is a prompt ({config.peft_type}), which cannot be merged into a weight")
     names = {name for unit in engine.units for name in unit.names}
     uses = Counter(id(param) for _, param in engine.module.named_parameters(remove_duplicate=False))
     for path, module in _layers(engine.module):
         name = f"{path}.base_layer.weight"
-        found[name] = module
+        layers[name] = module
         if why := _unmergeable(module, alone=name in names and uses[id(module.base_layer.weight)] == 1):
-            raise ValueError(f"{path!r} is adapted by {why}, which is not merged on the way; merge_and_unload() it first")
-    return found
+            raise ValueError(f"{path!r} is adapted by {why}, which cannot be merged on the fly; call merge_and_unload() first")
+    return layers
 
 
 def _unmergeable(layer: Any, alone: bool) -> str:
-    """What is not a sum with the base's weight; "" if nothing is. alone: that weight is a parameter, and of no other layer."""
+    """Why an adapter cannot be merged by adding to the base weight; "" if it can. alone: no other layer uses the weight."""
     if layer.merged or layer.disable_adapters:
         return ""
     if not any(each.__module__.startswith(f"peft.tuners.{kind}.") for each in type(layer).__mro__ for kind in _ADDED):
@@ -182,7 +181,7 @@ def _unmergeable(layer: Any, alone: bool) -> str:
             return f"adapter {adapter!r} with {type(layer.lora_variant[adapter]).__name__}"
         if getattr(layer, "lora_bias", {}).get(adapter):
             return f"adapter {adapter!r} with lora_bias"
-    return "" if alone else f"{type(layer).__name__} on what is no weight of its own (target_parameters, or a tied weight)"
+    return "" if alone else f"{type(layer).__name__} on a weight that is not its own (target_parameters, or a tied weight)"
 
 
 def _merged(weight: Tensor, layer: Any) -> Tensor:
@@ -194,7 +193,7 @@ def _merged(weight: Tensor, layer: Any) -> Tensor:
 
 
 def bare(name: str) -> str:
-    """As the model that was wrapped calls it."""
+    """The name of a parameter or buffer in the model that PEFT wrapped."""
     name = name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
-    before, found, after = name.partition(".modules_to_save.")
-    return f"{before}.{after.partition('.')[2]}" if found else name
+    before, is_copy, after = name.partition(".modules_to_save.")
+    return f"{before}.{after.partition('.')[2]}" if is_copy else name

@@ -1,4 +1,4 @@
-"""`slipstream.initialize`: from a model and a config to an engine. Validation first, then memory, then hooks."""
+"""`slipstream.initialize`: build an engine from a model and a config. Validation first, then memory, then hooks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from slipstream.zero.build import Recipe, build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
 from slipstream.zero.leaves import refuse_sparse
 from slipstream.zero.materialize import FirstValues, Reader
-from slipstream.zero.placement import Tier, stage_placement
+from slipstream.zero.placement import Tier, Tiers, stage_placement
 from slipstream.zero.watch import Watch
 
 if TYPE_CHECKING:
@@ -62,34 +62,34 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[Engine, Any, Any, Any]:
-    """Make an engine of `model`; returns (engine, optimizer, training dataloader, lr scheduler). Collective.
+    """Build an engine for `model`; returns (engine, optimizer, training dataloader, lr scheduler). Collective.
 
-    args              parsed arguments, of which `deepspeed_config` counts
+    args              parsed arguments; only `deepspeed_config` is read
     model             a torch.nn.Module, on any device or on meta; its parameters stay the same objects
-    config            a path to DeepSpeed's JSON, or a dict of it; `args.deepspeed_config` where it is not given
+    config            a path to a DeepSpeed JSON, or its dict; default: `args.deepspeed_config`
     optimizer         a torch optimizer over the model's parameters, or a callable that makes one from parameters or groups;
-                      without it, the config's, or none (an engine for inference)
-    model_parameters  parameters or parameter groups for the config's optimizer; all trainable ones by default
-    training_data     a dataset, or a DataLoader of one; gives a distributed loader with the config's micro-batch size
-    lr_scheduler      a scheduler whose `step()` takes no arguments, or a callable that makes one from the optimizer; without it,
+                      default: the config's, or none (an engine for inference)
+    model_parameters  parameters or parameter groups for the config's optimizer; default: all
+    training_data     a dataset, or a DataLoader of one, for a distributed loader with the config's micro-batch size
+    lr_scheduler      a scheduler whose `step()` takes no arguments, or a callable that makes one from the optimizer; default:
                       the config's
-    collate_fn        of the loader that `training_data` gives
-    mpu               an object with `get_data_parallel_group()`, whose ranks then share the states
-    distributed_port  of the rank that the others meet at, where the environment does not say it
-    dist_init_required  False: join no process group
-    config_params     an older name of `config`; mesh_param is refused, as sequence parallelism is not built yet
+    collate_fn        of the loader for `training_data`
+    mpu               an object with `get_data_parallel_group()`: the ranks that share the states
+    distributed_port  port of the rendezvous, if the environment does not set it
+    dist_init_required  False: do not initialize a process group
+    config_params     an older name of `config`; mesh_param is refused: sequence parallelism is not built yet
 
-    Raises ValueError for everything a user can mend, before any weight is sharded; for what is wrong with the config, the data
-    or the mpu, and where ranks have another config, model or version, before the model is touched.
+    Raises ValueError for user errors, before any weight is sharded. If the config, the data or the mpu is invalid, or ranks have
+    different configs, models or versions, it raises before it changes the model.
     """
     if model is None:
         raise ValueError("initialize() needs model=")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"initialize(model=) is a torch.nn.Module, not {model!r}")
+        raise TypeError(f"initialize(model=) must be a torch.nn.Module, not {model!r}")
     if mesh_param is not None:
         raise ValueError("mesh_param (sequence parallel meshes) is not built yet; drop it")
     for unit in access.units_of(model.parameters()):
-        raise ValueError(f"parameter {unit.names[0]!r} belongs to an engine already; call that engine's destroy() first")
+        raise ValueError(f"parameter {unit.names[0]!r} already belongs to an engine; call that engine's destroy() first")
     if mpu is not None:
         _refuse_model_parallel(mpu)
     loaded = read_config(config=config, config_params=config_params, args=args)
@@ -113,11 +113,11 @@ def initialize(
         keys.say(loaded.notes)
         introduce(plan)
         if overrides:
-            logger.info("no optimizer: offload_param works as in stage 3, over groups of one rank, whatever stage the config gives")
+            logger.info("no optimizer: offload_param applies at any configured stage, as in stage 3 with one rank per shard group")
     mesh = data_mesh(plan.zero.shard_size, group)
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     if optimizer is not None and plan.optimizer and mesh.data.index == 0:
-        logger.warning("initialize(optimizer=) is taken, and the config's optimizer block (%s) is not", plan.optimizer.type)
+        logger.warning("initialize(optimizer=) overrides the config's optimizer block (%s)", plan.optimizer.type)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = FirstValues(model, device, weights := _weights(model, mesh))
     if weights is None and not any(param.is_meta for param in model.parameters()):
@@ -128,7 +128,7 @@ def initialize(
     scheduler = _scheduler(plan, lr_scheduler, inner)
     check_alike(facts_of_optimizer(model, inner, scheduler), group)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
-    forget(model)  # a later engine starts from what this one has trained
+    forget(model)  # a later engine starts from the weights that this one has trained
     handle = OptimizerHandle(engine, inner) if inner is not None else None
     engine.optimizer = handle
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader
@@ -136,12 +136,12 @@ def initialize(
 
 
 def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
-    """Build the plan's optimizer and scheduler over a model of one layer: refuses what `initialize` would refuse of the plan."""
+    """Build the plan's optimizer and scheduler over a one-layer model; raises ValueError if `initialize` would refuse it."""
     compiled.check(plan.compile)
     model = torch.nn.Linear(1, 1)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if plan.optimizer else None
     inner, rule = _optimizer(named, model, None, None)
-    if plan.scheduler is not None and None in plan.scheduler.params.values():  # the training loop gives steps or rate, and so both
+    if plan.scheduler is not None and None in plan.scheduler.params.values():  # the training loop sets steps and rate
         known = {name: 1 << 30 if value is None else value for name, value in plan.scheduler.params.items()}
         build_scheduler(plan.scheduler.type, known, inner or torch.optim.AdamW(model.parameters()))
     else:
@@ -151,16 +151,16 @@ def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
 
 def _refuse_model_parallel(mpu: Any) -> None:
     for getter in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
-        size = getattr(mpu, getter)() if hasattr(mpu, getter) else 1  # each framework's mpu has other methods
+        size = getattr(mpu, getter)() if hasattr(mpu, getter) else 1  # the methods differ between frameworks
         if size > 1:
             raise ValueError(
-                f"mpu.{getter}() is {size}: tensor parallelism is not built yet. Each model-parallel rank would clip and skip by a "
-                f"gradient norm of its own, and replicated parameters would drift apart; use a model-parallel size of 1"
+                f"mpu.{getter}() is {size}: tensor parallelism is not built yet. Each model-parallel rank would clip and skip by "
+                f"its own gradient norm, and replicated parameters would diverge; use a model-parallel size of 1"
             )
 
 
 def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.device) -> StatefulLoader:
-    """Of a DataLoader, dataset, collate_fn, drop_last and num_workers are taken; its samples are dealt as any dataset's."""
+    """Build the distributed loader; from a DataLoader it uses the dataset, collate_fn, drop_last and num_workers."""
     drop_last, num_workers = plan.data.drop_last, 0
     if isinstance(data, DataLoader):
         known = isinstance(data.dataset, IterableDataset) or type(data.sampler) in (
@@ -170,9 +170,10 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
         )
         if data.batch_size != plan.batch.micro_batch_size or not known:
             raise ValueError(
-                f"training_data is a DataLoader of batch size {data.batch_size} and sampler {type(data.sampler).__name__}, and the "
-                f"loader made of it would shuffle batches of {plan.batch.micro_batch_size}: set train_micro_batch_size_per_gpu to "
-                f'its batch size (or "auto"), and to keep a sampler of your own, do not pass the DataLoader but iterate over it'
+                f"training_data is a DataLoader with batch size {data.batch_size} and sampler {type(data.sampler).__name__}; "
+                f"initialize() would rebuild it with shuffled batches of {plan.batch.micro_batch_size}. Set "
+                f'train_micro_batch_size_per_gpu to its batch size (or "auto"); to keep a custom sampler, iterate over your '
+                f"DataLoader yourself instead of passing it"
             )
         drop_last, num_workers = drop_last or data.drop_last, data.num_workers
         data, collate_fn = data.dataset, collate_fn or data.collate_fn
@@ -190,23 +191,22 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
 
 
 def _weights(model: nn.Module, mesh: Mesh) -> Reader | None:
-    """The files that `zero.load` has named for the model, known to fit it on every rank. Collective."""
+    """Open the files that `zero.load` named for the model; all ranks check that they fit it. Collective."""
     load = asked(model)
     if not isinstance(load, Load):
         return load
-    found: list[WeightFiles] = []
+    files: list[WeightFiles] = []
 
     def open_files() -> str:
-        forms = row_forms(model)
-        found.append(open_weights(load.path, model, rename=load.rename, strict=load.strict, forms=forms))
-        return found[0].fingerprint
+        files.append(open_weights(load.path, model, rename=load.rename, strict=load.strict, forms=row_forms(model)))
+        return files[0].fingerprint
 
     ranks, step = Ranks(mesh.data.group), "slipstream.zero.load: nothing was loaded"
     prints = ranks.gather(step, open_files)
     ranks.decide(step, lambda: check_same(prints))
-    if ranks.rank == 0 and found[0].left_out:
-        logger.warning("slipstream.zero.load: %s", found[0].left_out)
-    return found[0]
+    if ranks.rank == 0 and files[0].left_out:
+        logger.warning("slipstream.zero.load: %s", files[0].left_out)
+    return files[0]
 
 
 def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data: Any, lr_scheduler: Any) -> ModelFacts:
@@ -233,34 +233,8 @@ def _engine(
     whole = inner is not None and (rule.is_whole if rule is not None else not is_elementwise(inner))
     precision, tiers = plan.precision, tiers_of(plan.offload)
     form = Form(dtype=precision.state_dtype, stochastic_seed=plan.seed if precision.stochastic_rounding else None)
-    if inner is not None and rule is None and tiers.optim is Tier.DISK:
-        raise ValueError(
-            f"offload_optimizer to disk streams states through kernels of ours, and {type(inner).__name__} with these options has "
-            f"none; use AdamW, Adam, Lion, LAMB, Adagrad or SGD, or keep the states in memory"
-        )
-    in_place = precision.param_dtype.itemsize >= precision.master_dtype.itemsize  # the weights are their own masters
-    if inner is not None and rule is None and tiers.weights is Tier.DISK and in_place:
-        raise ValueError(
-            f"offload_param to disk leaves the masters there, which {precision.param_dtype} weights are themselves, and "
-            f"{type(inner).__name__} with these options has no kernel of ours that streams them; use AdamW, Adam, Lion, Adagrad or "
-            f"SGD, or train in bf16 with fp32 masters, which stay in memory"
-        )
-    cuts = (tiers.optim is Tier.DISK and tiers.kept) or (tiers.weights is Tier.DISK and tiers.weights_kept)
-    if rule is not None and rule.is_whole and cuts:
-        raise ValueError(
-            f"{type(inner).__name__} takes norms of whole parameters, and a share of them kept in memory would cut some: set "
-            f"offload_optimizer.ratio to 1 and offload_param.max_in_cpu to 0"
-        )
-    if inner is not None and (rule is None or not rule.may_be_blocks) and form.coded:
-        raise ValueError(
-            f'"slipstream": {{"optimizer_states": "int8"}} is for AdamW, Adam, Lion and SGD; {type(inner).__name__} has no kernel '
-            f"that keeps states in 8 bits"
-        )
-    if inner is not None and rule is None and precision.stochastic_rounding:
-        raise ValueError(
-            f'"slipstream": {{"stochastic_rounding": true}} is for optimizers with kernels of ours (AdamW, Adam, Lion, Adagrad, '
-            f"SGD), and {type(inner).__name__} with these options has none"
-        )
+    if inner is not None:
+        _check_states(inner, rule, plan, tiers, coded=form.coded)
     recipe = Recipe(
         placement=stage_placement(plan.zero.stage),
         weights_dtype=None if precision.param_dtype is torch.float32 else precision.param_dtype,
@@ -314,48 +288,78 @@ def _engine(
     )
 
 
+def _check_states(inner: torch.optim.Optimizer, rule: Rule | None, plan: Plan, tiers: Tiers, *, coded: bool) -> None:
+    """Raise ValueError for offload and precision settings that the optimizer does not support."""
+    name, precision = type(inner).__name__, plan.precision
+    if rule is None and tiers.optim is Tier.DISK:
+        raise ValueError(
+            f"offload_optimizer to disk needs a native kernel, and {name} with these options has none; use AdamW, Adam, Lion, "
+            f"LAMB, Adagrad or SGD, or keep the states in memory"
+        )
+    in_place = precision.param_dtype.itemsize >= precision.master_dtype.itemsize  # the weights are their own masters
+    if rule is None and tiers.weights is Tier.DISK and in_place:
+        raise ValueError(
+            f"offload_param to disk needs a native kernel for {precision.param_dtype} weights, which are their own masters, and "
+            f"{name} with these options has none; use AdamW, Adam, Lion, Adagrad or SGD, or train in bf16 with fp32 masters, which "
+            f"stay in memory"
+        )
+    cuts = (tiers.optim is Tier.DISK and tiers.kept) or (tiers.weights is Tier.DISK and tiers.weights_kept)
+    if rule is not None and rule.is_whole and cuts:
+        raise ValueError(
+            f"{name} computes norms of whole parameters, which cannot be split between memory and disk: set "
+            f"offload_optimizer.ratio to 1 and offload_param.max_in_cpu to 0"
+        )
+    if coded and (rule is None or not rule.may_be_blocks):
+        raise ValueError(f'"slipstream": {{"optimizer_states": "int8"}} supports AdamW, Adam, Lion and SGD, not {name}')
+    if rule is None and precision.stochastic_rounding:
+        raise ValueError(
+            f'"slipstream": {{"stochastic_rounding": true}} needs an optimizer with a native kernel (AdamW, Adam, Lion, Adagrad, '
+            f"SGD), and {name} with these options has none"
+        )
+
+
 def _staging(plan: Plan, device: torch.device) -> Staging | None:
     if not plan.checkpoint.asynchronous:
         return None
-    from slipstream.train import persist  # with torch.distributed.checkpoint, which the first save shall not wait for
+    from slipstream.train import persist  # imports torch.distributed.checkpoint now, so that the first save does not wait for it
 
     return persist.open_staging(device)
 
 
 def _transport(plan: Plan, device: torch.device) -> str:
-    """Weights that come and go cannot lie in memory that other ranks read, nor can poisoned ones."""
-    comes_and_goes = plan.offload.param == "nvme" and device.type == "cpu"
-    if comes_and_goes and plan.zero.transport == "shared":
+    """Other ranks cannot read weights in shared memory if these are evicted to disk, or poisoned when released: use gloo then."""
+    is_evicted = plan.offload.param == "nvme" and device.type == "cpu"
+    if is_evicted and plan.zero.transport == "shared":
         raise ValueError(
-            '"slipstream": {"transport": "shared"} keeps all weights in memory, and offload_param puts them on disk; use "auto"'
+            '"slipstream": {"transport": "shared"} keeps all weights in memory, but offload_param puts them on disk; use "auto"'
         )
-    return "gloo" if comes_and_goes or plan.debug.poison_released else plan.zero.transport
+    return "gloo" if is_evicted or plan.debug.poison_released else plan.zero.transport
 
 
 def _optimizer(
     named: Resolved | None, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
 ) -> tuple[torch.optim.Optimizer | None, Rule | None]:
-    """The torch optimizer that holds the groups (`optimizer`, or what the config names), and the rule that steps it natively."""
+    """The torch optimizer that holds the groups (`optimizer`, or the config's), and the native rule that steps it, if any."""
     params = list(model_parameters) if model_parameters is not None else None
     if params and isinstance(params[0], tuple):
         params = [param for _, param in params]
     wanted = params if params is not None else list(model.parameters())  # frozen ones too: they may be unfrozen later
     if isinstance(optimizer, str):
-        raise ValueError(f'optimizer={optimizer!r}: a name goes into the config, {{"optimizer": {{"type": {optimizer!r}}}}}')
+        raise ValueError(f'optimizer={optimizer!r}: a name goes into the config: {{"optimizer": {{"type": {optimizer!r}}}}}')
     if isinstance(optimizer, torch.optim.Optimizer):
         return _checked(optimizer, model, rule_of(optimizer))
     if optimizer is not None:
         made = optimizer(wanted)
         if not isinstance(made, torch.optim.Optimizer):
-            raise ValueError(f"optimizer= was called and returned a {type(made).__name__}, not a torch.optim.Optimizer")
+            raise ValueError(f"the callable optimizer= returned a {type(made).__name__}, not a torch.optim.Optimizer")
         return _checked(made, model, rule_of(made))
     if named is None or not wanted:
         return None, None
     groups: Any = wanted
     if named.cls.__name__ == "Muon" and named.cls.__module__.startswith("slipstream"):
         bare = [param for param in wanted if isinstance(param, torch.Tensor)]
-        given = [group for group in wanted if isinstance(group, Mapping)] + ([{"params": bare}] if bare else [])
-        groups = muon_groups(model.named_parameters(remove_duplicate=False), given)
+        groups = [group for group in wanted if isinstance(group, Mapping)] + ([{"params": bare}] if bare else [])
+        groups = muon_groups(model.named_parameters(remove_duplicate=False), groups)
     built = named.build(groups)
     return _checked(built, model, rule_of(built) if named.native else None)
 
@@ -364,11 +368,11 @@ def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | No
     refuse_unshardable(optimizer)
     refuse_sparse(model)
     if any(param.dtype is torch.float64 for param in model.parameters()):
-        rule = None  # the kernels are fp32's
+        rule = None  # the native kernels compute in fp32
     uncorrected = any(group.get("bias_correction") is False for group in optimizer.param_groups)
     if uncorrected and rule is None and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         raise ValueError(
-            f"{type(optimizer).__name__} with bias_correction=false runs in the native kernel only, which takes no float64 "
+            f"{type(optimizer).__name__} with bias_correction=false needs the native kernel, which does not support float64 "
             f"parameters; make the model float32, or drop the option"
         )
     known = {id(param) for param in model.parameters()}
@@ -376,19 +380,19 @@ def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | No
         for param in group["params"]:
             if id(param) not in known:
                 raise ValueError(
-                    f"optimizer group {i} holds a parameter of shape {tuple(param.shape)} that is not the model's; make the "
+                    f"optimizer group {i} holds a parameter of shape {tuple(param.shape)} that is not the model's; create the "
                     f"optimizer after the model has its final parameters"
                 )
     return optimizer, rule
 
 
 def _warn_of_frozen(optimizer: torch.optim.Optimizer) -> None:
-    """Not refused: surgery may add adapters, and a loop may unfreeze."""
+    """A warning, not an error: a surgery can add adapters, and the training loop can unfreeze parameters."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not any(param.requires_grad for param in params):
         logger.warning(
             "none of the %d parameters of %s requires a gradient, so engine.step() will change nothing: call requires_grad_(True) "
-            "on what is to be trained, add adapters in `with engine.surgery():`, or make the engine without an optimizer",
+            "on the parameters to train, add adapters in `with engine.surgery():`, or build the engine without an optimizer",
             len(params),
             type(optimizer).__name__,
         )
@@ -398,8 +402,8 @@ def _scheduler(plan: Plan, lr_scheduler: Any, inner: torch.optim.Optimizer | Non
     if lr_scheduler is None and plan.scheduler is None:
         return None
     if inner is None:
-        what = "lr_scheduler=" if plan.scheduler is None else f"the config's scheduler ({plan.scheduler.type})"
-        raise ValueError(f"{what} has no optimizer to set the rates of; give one in the config or as optimizer=, or drop it")
+        name = "lr_scheduler=" if plan.scheduler is None else f"the config's scheduler ({plan.scheduler.type})"
+        raise ValueError(f"{name} has no optimizer; pass one as optimizer= or set it in the config, or drop the scheduler")
     if lr_scheduler is None:
         assert plan.scheduler is not None
         return build_scheduler(plan.scheduler.type, plan.scheduler.params, inner)

@@ -1,7 +1,7 @@
-"""An optimizer's states whole, in the form that torch gives them: what `state_dict()` of the same optimizer of a plain model has.
+"""An optimizer's unsharded `state_dict` in torch's format, equal to that of the same optimizer over a plain model.
 
-Beside torch's own states of a parameter there is `master`, where its master is wider than its weight; torch hands it through. Every
-rank gets everything, so this is for models of which one process can hold all; `save_checkpoint` never does.
+A parameter whose master is wider than its weight has an additional state `master`; torch passes it through. Every rank gets all
+states, so the model must fit into one process; `save_checkpoint` has no such limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _params(engine: Engine) -> Iterator[tuple[int, Unit, int]]:
-    """The optimizer's parameters by the number that torch gives them, without frozen ones, which have no state."""
+    """The optimizer's parameters with their index in torch's state_dict, without frozen ones, which have no state."""
     known = {id(param): (unit, i) for unit in engine.units if unit.grads is not None for i, param in enumerate(unit.params)}
     params = (param for group in engine.optimizer.param_groups for param in group["params"])
     for number, param in enumerate(params):
@@ -32,19 +32,19 @@ def _params(engine: Engine) -> Iterator[tuple[int, Unit, int]]:
 
 
 def whole(engine: Engine) -> dict[str, Any]:
-    """Collective; the same on all ranks."""
+    """Gather the complete state_dict. Collective; all ranks return the same."""
     steps = engine.steps
-    assert steps is not None, "there is an optimizer whose states these are"
+    assert steps is not None, "the engine has an optimizer"
     scalars = entries.all_scalars(engine)
     states: dict[int, dict[str, Any]] = {}
     for number, unit, i in _params(engine):
-        found = access.full_optimizer_state(unit, i, steps)
-        master = found.pop("master")
+        tensors = access.full_optimizer_state(unit, i, steps)
+        master = tensors.pop("master")
         known = scalars.get(unit.names[i], {})
-        if known.get("step") == 0 or not (known or found):
-            continue  # torch has none either before the first step
+        if known.get("step") == 0 or not (known or tensors):
+            continue  # like torch, no state before the first step
         wider = {"master": master} if unit.dtypes.weights is not unit.dtypes.master else {}
-        states[number] = {name: _as_torch_has_it(name, value) for name, value in known.items()} | found | wider
+        states[number] = {name: _as_in_torch(name, value) for name, value in known.items()} | tensors | wider
     groups, count = [], 0
     for group in engine.optimizer.param_groups:
         numbers = list(range(count, count := count + len(group["params"])))
@@ -52,24 +52,24 @@ def whole(engine: Engine) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
-def _as_torch_has_it(name: str, value: Any) -> Any:
+def _as_in_torch(name: str, value: Any) -> Any:
     return torch.tensor(float(value)) if name == "step" and not isinstance(value, Tensor) else value
 
 
 def take(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Undo `whole`, also from a plain model's. Collective; the same on all ranks. Raises ValueError, with nothing changed."""
+    """Load a state_dict of `whole`, or of a plain model. Collective; same on all ranks. Raises ValueError, with nothing changed."""
     steps = engine.steps
-    assert steps is not None, "there is an optimizer whose states these become"
+    assert steps is not None, "the engine has an optimizer"
     groups = engine.optimizer.param_groups
-    ours, theirs = ([len(group["params"]) for group in each] for each in (groups, saved["param_groups"]))
-    if ours != theirs:
-        raise ValueError(f"load_state_dict(): groups of {theirs} parameters, and this optimizer has groups of {ours}")
+    present, loaded = ([len(group["params"]) for group in each] for each in (groups, saved["param_groups"]))
+    if present != loaded:
+        raise ValueError(f"load_state_dict(): it has groups of {loaded} parameters, and this optimizer has groups of {present}")
     params = list(_params(engine))
     for number, unit, i in params:
         for name, value in saved["state"].get(number, {}).items():
             if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != unit.layout.slots[i].shape:
                 raise ValueError(
-                    f"load_state_dict(): {name} of {unit.names[i]!r} has shape {tuple(value.shape)}, and the parameter "
+                    f"load_state_dict(): {name} of {unit.names[i]!r} has shape {tuple(value.shape)}, but the parameter has shape "
                     f"{tuple(unit.layout.slots[i].shape)}"
                 )
     if why := steps.not_computed(saved["param_groups"]):
@@ -83,9 +83,9 @@ def take(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 
 def _refuse_unknown(engine: Engine, params: Sequence[tuple[int, Unit, int]], states: Mapping[int, Mapping[str, Any]]) -> None:
-    """ValueError, on every rank, where the optimizer keeps no such state (a rule of ours has its own, torch's make any)."""
+    """Raise ValueError on every rank for states that a native rule does not have; torch optimizers accept any."""
     steps = engine.steps
-    assert steps is not None, "of an engine that has an optimizer"
+    assert steps is not None, "the engine has an optimizer"
     unknown = []
     for number, unit, i in params:
         tensors = _tensors(states.get(number, {}), unit.layout.slots[i].shape)
@@ -95,15 +95,15 @@ def _refuse_unknown(engine: Engine, params: Sequence[tuple[int, Unit, int]], sta
             known = steps.states(unit, piece).keys()
             undo()
             unknown += [(name, piece.name, sorted(known)) for name in wanted.keys() - known]
-    for name, param, there in (each for rank in gather_objects(unknown, engine.mesh.data) for each in rank):
+    for name, param, known in (each for rank in gather_objects(unknown, engine.mesh.data) for each in rank):
         raise ValueError(
-            f"load_state_dict(): {name!r} of {param!r} is none of {type(steps.inner).__name__}'s states {there}; "
-            "leave it out, or configure the optimizer that it is from"
+            f"load_state_dict(): {name!r} of {param!r} is none of {type(steps.inner).__name__}'s states {known}; "
+            "remove it, or configure the optimizer that it was saved from"
         )
 
 
 def _tensors(values: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Per-element states."""
+    """The per-element states."""
     return {
         name: value
         for name, value in values.items()
@@ -113,7 +113,7 @@ def _tensors(values: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Ten
 
 def _take_one(engine: Engine, unit: Unit, i: int, values: Mapping[str, Any] | None) -> None:
     steps = engine.steps
-    assert steps is not None, "of an engine that has an optimizer"
+    assert steps is not None, "the engine has an optimizer"
     shape, pieces = unit.layout.slots[i].shape, [piece for piece in steps.pieces[unit.index] if piece.name == unit.names[i]]
     if values is None:  # as before the first step
         for piece in pieces:
@@ -126,6 +126,6 @@ def _take_one(engine: Engine, unit: Unit, i: int, values: Mapping[str, Any] | No
         scalars = {name: value for name, value in values.items() if name not in tensors}
         for piece in pieces:
             steps.make_states(unit, piece, {name: value.dtype for name, value in tensors.items() if name != "master"})
-    for piece in pieces if scalars or values is not None else ():  # also without any: torch's SGD keeps none beside its momentum
-        steps.load_scalars(unit, piece, copy.deepcopy(scalars))  # the optimizer counts on in them
+    for piece in pieces if scalars or values is not None else ():  # even empty: torch's SGD has no scalars
+        steps.load_scalars(unit, piece, copy.deepcopy(scalars))  # the optimizer modifies them
     access.set_optimizer_state(unit, i, steps, tensors)

@@ -1,8 +1,8 @@
-"""What a parameter goes on from when its model is rebuilt: values and optimizer states of units that go, to units that come.
+"""Carry values and optimizer states from old units to new ones when a surgery rebuilds the model.
 
-origin   an old unit's parameter, and how many of its elements count
-Carried  values, out of masters, as first values of the new units
-`carry_states` moves the rest, one state of one old unit at a time, whole on every rank in between
+Origin        the old unit's parameter that a parameter continues, and the number of elements they share
+Carried       reads values from the old masters, as first values of the new units
+carry_states  moves optimizer states, one state of one old unit at a time; that state is unsharded on every rank meanwhile
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from slipstream.zero.unit import Unit
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """An old unit's parameter that a parameter of the model goes on from."""
+    """The old unit's parameter that a parameter of the model continues."""
 
     unit: Unit
     i: int
-    common: int  # elements, from the first on: fewer than it has where its first dimension has changed
-    given: Tensor | None  # the parameter's values now, where they may have changed
+    common: int  # leading elements that both share: fewer than all if the first dimension has changed
+    given: Tensor | None  # the parameter's current values, if they may have changed
 
     @property
     def start(self) -> int:
@@ -36,7 +36,7 @@ class Origin:
 
 
 class Carried:
-    """zero/materialize.py's `Reader`: values of parameters that the engine had, out of their masters, a block's at a time."""
+    """A `Reader` of zero/materialize.py for parameters that the engine had: reads their masters, one block at a time."""
 
     def __init__(self, origins: Mapping[str, Origin], aliases: Mapping[str, str], data: Comm) -> None:
         self.origins, self.aliases, self.data = origins, aliases, data
@@ -62,7 +62,7 @@ class Carried:
             self.values[name] = old if origin.given is None else self._merged(origin, old, self.dtype(name))
 
     def _merged(self, origin: Origin, old: Tensor, dtype: torch.dtype) -> Tensor:
-        """The first rank's new values; where those are the old ones' rounding, the masters keep their precision."""
+        """Rank 0's new values. Values equal to the rounded masters are unchanged: they keep the masters' precision."""
         assert origin.given is not None
         given = origin.given.detach().reshape(-1).contiguous().clone()
         self.data.broadcast(given)
@@ -80,26 +80,26 @@ class Carried:
 
 
 def carry_states(steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins: Mapping[str, Origin]) -> None:
-    """Optimizer states of an old unit's parameters go to the new units that hold them. Collective."""
+    """Move the optimizer states of an old unit's parameters to the new units that hold them. Collective."""
     if old.grads is None:
         return
     sharded = bool(old.placement.optim)
     held = {piece.name: (piece, steps.states(old, piece)) for piece in steps.pieces[old.index]}
-    mine = {
+    own = {
         name: ({state: part.dtype for state, part in parts.items()}, steps.scalars(old, piece))
         for name, (piece, parts) in held.items()
     }
-    told: dict[str, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}
-    for one in gather_objects(mine, old.comms.dp.axis) if sharded else [mine]:
-        told |= one
-    wanted = list(_wanted(steps, old, units, origins, told))
+    known: dict[str, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}
+    for each in gather_objects(own, old.comms.dp.axis) if sharded else [own]:
+        known |= each
+    wanted = list(_wanted(steps, old, units, origins, known))
     for unit, piece, origin in wanted:
-        dtypes, scalars = told[old.names[origin.i]]
+        dtypes, scalars = known[old.names[origin.i]]
         if dtypes or scalars:
             steps.make_states(unit, piece, dtypes)
             steps.load_scalars(unit, piece, copy.deepcopy(scalars))
-    for state in sorted({state for dtypes, _ in told.values() for state in dtypes}):
-        dtype = next(dtypes[state] for dtypes, _ in told.values() if state in dtypes)
+    for state in sorted({state for dtypes, _ in known.values() for state in dtypes}):
+        dtype = next(dtypes[state] for dtypes, _ in known.values() if state in dtypes)
         shard = torch.zeros(old.optim_span[1] - old.optim_span[0], dtype=dtype)
         for piece, parts in held.values():
             if state in parts:
@@ -117,15 +117,15 @@ def carry_states(steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins:
 
 
 def _wanted(
-    steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins: Mapping[str, Origin], told: Mapping[str, Any]
+    steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins: Mapping[str, Origin], known: Mapping[str, Any]
 ) -> Iterator[tuple[Unit, Piece, Origin]]:
-    """This rank's pieces that go on from the old unit's. A state that is no number per element does not fit another shape."""
+    """This rank's pieces that continue the old unit's. Tensor states that are not per element are dropped if the shape changed."""
     for unit in (unit for unit in units if unit.grads is not None):
         for piece in steps.pieces[unit.index]:
             origin = origins.get(piece.name)
-            if origin is None or origin.unit is not old or old.names[origin.i] not in told:
+            if origin is None or origin.unit is not old or old.names[origin.i] not in known:
                 continue
-            scalars = told[old.names[origin.i]][1].values()
+            scalars = known[old.names[origin.i]][1].values()
             is_same_shape = old.layout.slots[origin.i].shape == piece.shape
             if is_same_shape or not any(isinstance(value, Tensor) and value.dim() for value in scalars):
                 yield unit, piece, origin

@@ -1,7 +1,7 @@
-"""Loss scaling: fp16 gradients are small, so they are multiplied on the way in and divided on the way out.
+"""Precision of an engine: dtypes, autocast and fp16 loss scaling.
 
-The scale is applied at the model's outputs, in fp32, and undone at its inputs, so plain `loss.backward()`, losses computed
-outside the model, several losses and two engines in one graph are right (docs/ARCHITECTURE.md).
+The scale is applied to gradients at the model's outputs, in fp32, and undone at its inputs, so plain `loss.backward()`, losses
+computed outside the model, several losses and two engines in one graph are correct.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from slipstream.zero.hooks import tensors_in
 
 _MIXED = re.compile(
     r"(same|mixed|weight) dtype|scalar type (of )?(Float|BFloat16|Half)|Input type|BFloat16|\bHalf\b"
-)  # torch's words
-MAX_SKIPPED = 50  # of a scale that cannot fall: a dynamic one gets from 2**32 to 1 in fewer
+)  # torch's error texts
+MAX_SKIPPED = 50  # consecutive steps with a scale that cannot fall; a dynamic one falls from 2**32 to 1 in fewer
 
 
 class LossScaler:
-    """Dynamic loss scaling: halve on overflow after `hysteresis` of them, double after `window` clean steps.
+    """Dynamic loss scaling: halve after `hysteresis` overflows, double after `window` clean steps.
 
-    Overflows that no lower scale can cure stop the run: one at the lowest dynamic scale, or `MAX_SKIPPED` in a row where the
-    scale is static or there is none.
+    Overflows that a lower scale cannot prevent stop the run: one at the lowest dynamic scale, or `MAX_SKIPPED` in a row if the
+    scale is static or absent.
     """
 
     def __init__(self, plan: LossScalePlan | None) -> None:
@@ -42,15 +42,15 @@ class LossScaler:
         self.skipped = 0  # in a row
 
     def update(self, applied: bool, culprit: str = "") -> None:
-        """Take one step's verdict. Raises OverflowError, naming `culprit`, when skipping more steps would not help."""
+        """Update the scale after a step. Raises OverflowError, naming `culprit`, if skipping more steps would not help."""
         self.skipped = 0 if applied else self.skipped + 1
         if not self.dynamic:
             if self.skipped >= MAX_SKIPPED:
                 lower = "" if self.plan is None else f", lower fp16.loss_scale ({self.scale:g}), set it to 0 (dynamic) or use bf16"
                 raise OverflowError(
                     f"gradients were not finite in {self.skipped} steps in a row, and each was skipped: waiting does not help"
-                    f"{lower}. Look at the data and at divisions or logs of zero in the module of {culprit!r}, or lower the "
-                    f"learning rate. The last checkpoint is untouched."
+                    f"{lower}. Check the data, and divisions or logs of zero in the module of {culprit!r}, or lower the "
+                    f"learning rate. The last checkpoint is intact."
                 )
             return
         assert self.plan is not None
@@ -70,12 +70,12 @@ class LossScaler:
             raise OverflowError(
                 f"gradients are still not finite at the lowest loss scale ({self.plan.minimum}). The values themselves are too "
                 f'large for fp16: use bf16 ({{"bf16": {{"enabled": true}}}}), lower the learning rate, or look for a division '
-                f"or log of zero in the module of {culprit!r}. The last checkpoint is untouched."
+                f"or log of zero in the module of {culprit!r}. The last checkpoint is intact."
             )
         self.scale = max(self.scale / 2.0, self.plan.minimum)
 
     def explain(self, before: float) -> str:
-        """What the last overflow made of a scale that was `before`; "" where there is none."""
+        """How the last overflow changed the scale from `before`, as text; "" without a scale."""
         if self.plan is None:
             return ""
         if not self.dynamic:
@@ -112,7 +112,7 @@ class _Scale(torch.autograd.Function):
 
 
 class Precision:
-    """How one engine computes: dtypes, loss scale, autocast."""
+    """Casts and scales one engine's inputs, outputs and gradients, as its plan says."""
 
     def __init__(self, plan: PrecisionPlan, device: torch.device) -> None:
         self.plan, self.device = plan, device
@@ -124,7 +124,7 @@ class Precision:
         return self.scaler.scale
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What the model gets: floats cast where asked, and the loss scale undone for gradients that flow out here."""
+        """The model's arguments: floats are cast if configured, and gradients that leave here are divided by the loss scale."""
         if not self.scales:
             return args, kwargs
         return map_tensors(args, self._input), map_tensors(kwargs, self._input)
@@ -138,7 +138,7 @@ class Precision:
         return tensor
 
     def outputs(self, output: Any) -> Any:
-        """What the caller gets: fp16 becomes fp32, and gradients that come in here are scaled."""
+        """The model's outputs: fp16 becomes fp32, and gradients that enter here are multiplied by the loss scale."""
         if not self.scales:
             return output
         return map_tensors(output, self._output)
@@ -150,35 +150,33 @@ class Precision:
 
     @staticmethod
     def _is_scaled(tensor: Tensor) -> bool:
-        """Inside torch.func's derivatives nothing is: they give gradients to the caller, of whatever the caller asks for."""
+        """False inside torch.func's derivatives: these return gradients to the caller, of any value that the caller chooses."""
         return not transforms.differentiates() and any(transforms.in_graphs(tensor))
 
     def hint(self, error: Exception, inputs: Any) -> None:
-        """Add to an error of the model's forward what to do, where it is about dtypes that do not go together."""
+        """Add a note with the fix to an error of the model's forward, if the error is about mismatched dtypes."""
         dtype = self.plan.param_dtype
         if dtype is torch.float32 or not _MIXED.search(str(error)):
             return
         others = {str(tensor.dtype) for tensor in tensors_in(inputs) if tensor.is_floating_point() and tensor.dtype is not dtype}
-        given = f"was given {', '.join(sorted(others))}" if others else "has computed another dtype on its way"
-        remedies = {
+        cause = f"was given {', '.join(sorted(others))}" if others else "computed another dtype internally"
+        fixes = {
             torch.float16: '{"fp16": {"auto_cast": true}}',
-            torch.bfloat16: '{"torch_autocast": {"enabled": true}} in place of bf16',
+            torch.bfloat16: '{"torch_autocast": {"enabled": true}} instead of bf16',
         }
-        error.add_note(
-            f"slipstream: the model's weights are {dtype} and it {given}: cast with .to({dtype}), or set {remedies[dtype]}"
-        )
+        error.add_note(f"slipstream: the model's weights are {dtype} and it {cause}: cast with .to({dtype}), or set {fixes[dtype]}")
 
     def autocast(self) -> Any:
-        """The context the forward runs in."""
+        """The context manager for the forward."""
         dtype = self.plan.autocast_dtype
         return torch.autocast(self.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor in its tuples, lists, mappings and dataclasses replaced.
+    """Return `value` with `change` applied to every tensor in its tuples, lists, mappings and dataclasses.
 
-    Of other objects, those that a gradient can flow into (a SimpleNamespace, a distribution) are copied, with their attributes
-    replaced; the rest, such as a cache that was filled under `no_grad`, are kept as they are.
+    Other objects that a gradient can flow into (a SimpleNamespace, a distribution) are copied, with their attributes changed.
+    All others, such as a cache that was filled under `no_grad`, are returned as they are.
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -204,7 +202,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _carries_gradient(value: Any, seen: set[int]) -> bool:
-    """Whether something computed that `value` holds requires a gradient. What knows the model only, is no output of it."""
+    """Whether `value` holds a computed tensor that requires a gradient. Parameters and modules are no outputs."""
     if isinstance(value, Tensor):
         return value.requires_grad and not isinstance(value, nn.Parameter)
     if id(value) in seen or isinstance(value, (nn.Module, type, ModuleType)):

@@ -1,16 +1,17 @@
-"""What a configuration takes, before anything runs: memory at its peak, traffic per step, and what limits the step.
+"""Predict a configuration's needs before it runs: peak memory, traffic per step, step time and its bottleneck.
 
-Pure functions of plain numbers. Bytes are one rank's. Who knows the numbers is `train/explain.py` (of an engine, or of a model on
-meta); what a micro-batch keeps alive and computes is measured by `train/dry_run.py`.
+Pure functions of plain numbers; bytes are per rank. `train/explain.py` provides the sizes (of an engine, or of a model on meta),
+`train/dry_run.py` measures a micro-batch's activations and compute.
 
 part     a unit (zero/unit.py): parameters that are gathered together
 state    one flat array of a part: its weights, gradients, master, or a moment of the optimizer
-moment   a stretch of a micro-batch in which the same block computes
-flow     what moves over each link: between ranks, to and from the host (CUDA), from and to the disk
+moment   a period of a micro-batch in which one block computes
+flow     bytes over each link: between ranks, to and from the host (CUDA), from and to the disk
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,19 +24,19 @@ _GRADIENT_BUFFERS = 2  # of each ring of gradients: one fills while the other is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A unit's sizes: elements, and bytes per element of what is kept of each."""
+    """A unit's sizes: numbers of elements, and bytes per element."""
 
     name: str
-    block: str  # the module that gathers it; "": the root, which is gathered as long as anything runs
+    block: str  # the module that gathers it; "": the root, which stays gathered during the whole pass
     trainable: bool
     numel: int
     span: int  # this rank's share
     weights: int
-    master: int  # the weights' size where they are their own masters
-    local: int  # gradients before they are summed over ranks, kept where gradients are replicated
-    wire: int  # gradients between ranks
-    grads: int  # gradients after
-    casts: bool  # the wire's dtype is not the local one
+    master: int  # equal to `weights` if the weights are their own masters
+    local: int  # gradients before the reduction; they persist if gradients are replicated
+    wire: int  # gradients on the wire
+    grads: int  # gradients after the reduction
+    casts: bool  # whether the wire's dtype differs from the local one
 
     @property
     def has_master(self) -> bool:
@@ -44,35 +45,35 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How the parts are trained."""
+    """The training setup of the parts."""
 
     placement: Placement
     tiers: Tiers
     on_host: bool  # the device is the host: one memory
     ranks: int  # that share one copy of the states
     copies: int  # of the states (MiCS)
-    shared: bool  # ranks read each other's memory: nothing is sent, and sharded weights are one mapping
-    poison: bool  # debugging: gathered weights have memory of their own all the same
-    moments: tuple[int, ...]  # bytes per element of each state that the optimizer keeps
-    coded: bool  # in 8 bits, with a scale for every 256 of them that stays in memory
-    streams: bool  # the optimizer has a native kernel, which takes chunks
+    shared: bool  # shared memory between ranks: nothing is sent, and sharded weights are one mapping
+    poison: bool  # debugging: gathered weights have their own memory even with shared memory
+    moments: tuple[int, ...]  # bytes per element of each optimizer state
+    coded: bool  # moments are 8-bit codes, with a scale per 256 values in memory
+    streams: bool  # the optimizer has a native kernel, which works on chunks
     chunk_numel: int
     num_buffers: int
     accumulation: int
 
     @property
     def common(self) -> bool:
-        """Sharded weights lie where every rank computes with them, so gathering moves nothing."""
+        """All ranks compute from the sharded weights in shared memory, so gathering moves nothing."""
         return self.shared and not self.poison and self.tier(self.tiers.weights) is Tier.DEVICE
 
     @property
     def ahead(self) -> bool:
-        """Updates begin in the backward (train/step.py), if nothing is clipped and the disk has room."""
+        """Updates start in the backward (train/step.py), if nothing is clipped and the disk has space."""
         return self.tiers.ahead and self.streams and not self.coded and self.copies == 1 and self.placement.weights != ()
 
     @property
     def apart(self) -> bool:
-        """The optimizer steps on the host, beside a device."""
+        """The optimizer steps on the host while the model is on a GPU."""
         return not self.on_host and self.tiers.optim is not Tier.DEVICE
 
     def tier(self, tier: Tier) -> Tier:
@@ -80,19 +81,19 @@ class Setting:
 
 
 class Moment(NamedTuple):
-    """The most that is alive at once while one block computes, of one micro-batch."""
+    """Peak bytes of live tensors while one block computes, for one micro-batch."""
 
     phase: str  # "forward" or "backward"
     block: str  # "": the root's own modules
-    activations: int  # what backward needs, temporaries, and the gradient that is about to land
-    with_grads: int  # that, and `.grad` of parts that have not all their gradients yet
+    activations: int  # saved for backward, temporaries, and the gradient in progress
+    with_grads: int  # the same plus `.grad` of parts whose gradients are incomplete
 
 
 class Work(NamedTuple):
-    """What a phase of one micro-batch computes."""
+    """The compute of one phase of one micro-batch."""
 
     flops: int
-    nbytes: int  # read and written by everything but products
+    nbytes: int  # read and written by all operations except matrix products
 
 
 class Profile(NamedTuple):
@@ -101,11 +102,11 @@ class Profile(NamedTuple):
     moments: tuple[Moment, ...]  # in time order
     forward: Work
     backward: Work
-    dtype: str  # torch's name of what most products are computed in: processors differ in it by a factor of a hundred
+    dtype: str  # torch's name of the dtype of most matrix products; its speed differs between processors by up to 100 times
 
 
 def stated(parts: Sequence[Part], activations: int) -> Profile:
-    """The profile of a model that cannot run without numbers: what a micro-batch keeps is stated, what it computes is not known."""
+    """The profile of a model that cannot be dry-run, from the user's bytes of activations per micro-batch; compute is unknown."""
     own = {part.name: part.numel * part.weights if part.trainable else 0 for part in parts}
     root = sum(own[part.name] for part in parts if not part.block)
     moments = [
@@ -114,11 +115,11 @@ def stated(parts: Sequence[Part], activations: int) -> Profile:
     return Profile(tuple(moments), Work(0, 0), Work(0, 0), "float32")
 
 
-# -- where states rest --
+# -- where states are stored --
 
 
 class State(NamedTuple):
-    """One flat array at rest: `numel` elements, of which the first `head` stay in memory where the tier is the disk."""
+    """One stored flat array of `numel` elements. If the tier is the disk, the first `head` elements stay in memory."""
 
     numel: int
     itemsize: int
@@ -134,18 +135,18 @@ class State(NamedTuple):
         return disk_nbytes(self.numel, self.itemsize, self.head) if self.tier is Tier.DISK else 0
 
     def is_away(self, stop: int) -> bool:
-        """Whether elements up to `stop` are not all in memory."""
+        """Whether some of the elements up to `stop` are on disk."""
         return self.tier is Tier.DISK and stop > self.head
 
 
 def states_of(parts: Sequence[Part], setting: Setting) -> list[dict[str, State]]:
-    """Each part's states by name: weights, grads, master (where weights are no masters), moments."""
-    place, tiers, found, to_keep = setting.placement, setting.tiers, [], setting.tiers.weights_kept
+    """Each part's states by name: weights, grads, master (if weights are not their own masters), moments."""
+    place, tiers, result, to_keep = setting.placement, setting.tiers, [], setting.tiers.weights_kept
 
     def state(tier: Tier, numel: int, itemsize: int, kept: int = 0) -> State:
         tier = setting.tier(tier)
         if tier is Tier.DISK and kept < numel:
-            return State(numel, itemsize, tier, head=min(range_nbytes(kept, 1), numel))  # whole grains, as zero/stream.py cuts
+            return State(numel, itemsize, tier, head=min(range_nbytes(kept, 1), numel))  # in grains, as zero/stream.py cuts
         return State(numel, itemsize, setting.tier(Tier.HOST) if tier is Tier.DISK else tier)
 
     for part in parts:
@@ -165,12 +166,12 @@ def states_of(parts: Sequence[Part], setting: Setting) -> list[dict[str, State]]
             optimizer |= {f"moment {i}": itemsize for i, itemsize in enumerate(setting.moments)}
             for name, itemsize in optimizer.items():
                 states[name] = state(tiers.optim, owned, itemsize, round(owned * tiers.kept))
-        found.append(states)
-    return found
+        result.append(states)
+    return result
 
 
 class Use(NamedTuple):
-    """What the optimizer does with a state of a chunk."""
+    """A state of a chunk, and whether the optimizer reads and writes it."""
 
     state: State
     reads: bool
@@ -178,7 +179,7 @@ class Use(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """As much of a part as the optimizer takes at a time: bytes that pass through memory for it, and from and to a disk."""
+    """The elements that the optimizer updates at a time: bytes buffered in memory, read from disk and written to disk."""
 
     buffer: int
     read: int
@@ -186,14 +187,13 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(part: Part, states: Mapping[str, State], setting: Setting) -> Iterator[Chunk]:
-    """The chunks of a part, cut as zero/stream.py cuts them: nowhere if everything is where the optimizer steps, else also at
-    each head."""
+    """The chunks of a part, cut like zero/stream.py: also at each head; none if every state is where the optimizer steps."""
     owned = part.span if setting.placement.optim else part.numel
-    # where weights are replicated the optimizer writes its part of them in place
+    # the optimizer writes its share of replicated weights in place
     weights = states["weights"] if setting.placement.weights else State(owned, part.weights, Tier.DEVICE)
     uses = [Use(states["grads"], True, False), Use(weights, not part.has_master, True)]
     uses += [Use(state, True, True) for name, state in states.items() if name not in ("weights", "grads")]
-    over = [use.state for use in uses if setting.apart and use.state.tier is Tier.DEVICE]  # to the host and back
+    over = [use.state for use in uses if setting.apart and use.state.tier is Tier.DEVICE]  # copied to the host and back
     away = [use.state for use in uses if use.state.is_away(owned)]
     start = 0
     for edge in sorted({owned, *(state.head for state in away if state.head)}) if away or over else []:
@@ -212,7 +212,7 @@ def chunks_of(part: Part, states: Mapping[str, State], setting: Setting) -> Iter
 
 
 class Line(NamedTuple):
-    """Bytes of one kind."""
+    """Bytes of one kind of memory."""
 
     state: str  # weights, gradients, optimizer, activations, buffers
     what: str
@@ -221,7 +221,7 @@ class Line(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The worst moment of a step."""
+    """The moment of a step that needs most memory."""
 
     lines: tuple[Line, ...]
     when: str
@@ -231,16 +231,16 @@ class Peak(NamedTuple):
 
     @property
     def memory(self) -> int:
-        """Device and host together: what a process takes where the device is the host."""
+        """Device and host together: the memory of a process if the device is the host."""
         return self.total(Tier.DEVICE, Tier.HOST)
 
 
 def at_rest(parts: Sequence[Part], setting: Setting) -> tuple[Line, ...]:
-    """What is there all the time."""
-    found: dict[tuple[str, str, Tier], int] = {}
+    """The memory that is allocated all the time."""
+    totals: Counter[tuple[str, str, Tier]] = Counter()
 
     def add(state: str, what: str, tier: Tier, nbytes: int) -> None:
-        found[state, what, tier] = found.get((state, what, tier), 0) + nbytes
+        totals[state, what, tier] += nbytes
 
     groups = {"weights": ("weights", "weights"), "grads": ("gradients", "gradients"), "master": ("optimizer", "masters")}
     rings: dict[int, int] = {}
@@ -257,84 +257,76 @@ def at_rest(parts: Sequence[Part], setting: Setting) -> tuple[Line, ...]:
                 owned = part.span if setting.placement.optim else part.numel
                 resident = Tier.DEVICE if setting.tiers.optim is Tier.DEVICE else host
                 add("optimizer", "scales of 8-bit moments", resident, len(setting.moments) * -(-owned // 256) * 4)
-            if setting.placement.grads or part.casts:  # one ring for each dtype on the wire, each buffer long enough for any part
+            if setting.placement.grads or part.casts:  # one ring per dtype on the wire, with buffers for the longest part
                 rings[part.wire] = max(rings.get(part.wire, 0), part.numel * part.wire)
             if setting.streams:
                 chunk = max([chunk, *(each.buffer for each in chunks_of(part, states, setting))])
             disk_gradient = max(disk_gradient, states["grads"].on_disk)
             if states["grads"].tier is Tier.HOST:
                 landing = max(landing, range_nbytes(part.span, part.grads))
-    add("buffers", "ring of gradients on their way to other ranks", Tier.DEVICE, _GRADIENT_BUFFERS * sum(rings.values()))
+    add("buffers", "ring of gradients to other ranks", Tier.DEVICE, _GRADIENT_BUFFERS * sum(rings.values()))
     add("buffers", "ring of the optimizer's chunks", host, setting.num_buffers * chunk)
-    add("buffers", "ring of gradients on their way to the disk", host, _GRADIENT_BUFFERS * disk_gradient)
-    add("buffers", "ring of gradients on their way to the host", Tier.DEVICE, _GRADIENT_BUFFERS * landing)
-    return tuple(Line(*key, nbytes) for key, nbytes in found.items() if nbytes)
+    add("buffers", "ring of gradients to the disk", host, _GRADIENT_BUFFERS * disk_gradient)
+    add("buffers", "ring of gradients to the host", Tier.DEVICE, _GRADIENT_BUFFERS * landing)
+    return tuple(Line(*key, nbytes) for key, nbytes in totals.items() if nbytes)
 
 
 def peak(parts: Sequence[Part], setting: Setting, profile: Profile) -> Peak:
-    """The most that is in memory during a step: what rests, and the worst of forward, backward, settle and update."""
-    rest = at_rest(parts, setting)
+    """Peak memory of a step: the permanent memory, and the maximum over forward, backward, settle and update."""
     moments = [*_computing(parts, setting, profile), *_stepping(parts, setting)]
     lines, when = max(moments, key=lambda moment: sum(line.nbytes for line in moment[0]))
-    return Peak((*rest, *(line for line in lines if line.nbytes)), when)
+    return Peak((*at_rest(parts, setting), *(line for line in lines if line.nbytes)), when)
 
 
 def _computing(parts: Sequence[Part], setting: Setting, profile: Profile) -> Iterator[tuple[list[Line], str]]:
     sharded = setting.placement.grads != ()
-    # a reduce-scatter without shared memory receives every rank's share of the part that is being reduced
+    # without shared memory, a reduce-scatter of a part receives every rank's share of it
     received = max((part.numel * part.wire for part in parts if part.trainable), default=0) if _sends(setting) and sharded else 0
+    new_weights = _new_weights(parts, setting)
     for i, moment in enumerate(profile.moments):
+        gradients = moment.with_grads - moment.activations if sharded else 0
         lines = [
             Line("activations", "activations and temporaries", Tier.DEVICE, moment.activations),
-            Line(
-                "gradients", "of units that are in backward", Tier.DEVICE, moment.with_grads - moment.activations if sharded else 0
-            ),
+            Line("gradients", "of units that are in backward", Tier.DEVICE, gradients),
             Line("buffers", "gathered weights", Tier.DEVICE, _gathered(parts, setting, profile.moments[i:])),
-            Line("buffers", "received gradients", Tier.DEVICE, received if moment.phase == "backward" else 0),
-            Line(
-                "buffers",
-                "new weights, until the step",
-                Tier.DEVICE,
-                _new_weights(parts, setting) if moment.phase == "backward" else 0,
-            ),
         ]
+        if moment.phase == "backward":
+            lines.append(Line("buffers", "received gradients", Tier.DEVICE, received))
+            lines.append(Line("buffers", "new weights, until the step", Tier.DEVICE, new_weights))
         yield lines, f"{moment.phase} of {moment.block or 'the root'}"
 
 
 def _new_weights(parts: Sequence[Part], setting: Setting) -> int:
-    """What updates ahead keep in memory, at the end of the backward: of parts whose weights rest there and whose states do not."""
+    """Bytes of new weights in memory at the end of a backward with updates ahead: of parts whose weights are in memory."""
     if not setting.ahead:
         return 0
-    each = zip(parts, states_of(parts, setting), strict=True)
-    return sum(states["weights"].resident for part, states in each if part.trainable)
+    pairs = zip(parts, states_of(parts, setting), strict=True)
+    return sum(states["weights"].resident for part, states in pairs if part.trainable)
 
 
-def _gathered(parts: Sequence[Part], setting: Setting, coming: Sequence[Moment]) -> int:
-    """Whole weights beyond those at rest: the root's, the block's that computes, and the next one's, which are on their way."""
+def _gathered(parts: Sequence[Part], setting: Setting, moments: Sequence[Moment]) -> int:
+    """Bytes of gathered weights: the root's, those of the block that computes, and those of the next one, prefetched."""
     if not setting.placement.weights or setting.common:
         return 0
-    now = coming[0]
-    following = next(
-        (moment.block for moment in coming[1:] if moment.block not in ("", now.block) and moment.phase == now.phase), ""
-    )
-    blocks = {"", now.block, following}
-    whole = sum(part.numel * part.weights for part in parts if part.block in blocks)
-    if setting.tier(setting.tiers.weights) is not Tier.DEVICE and setting.ranks > 1:  # this rank's share arrives beside them
-        whole += sum(part.span * part.weights for part in parts if part.block == following)
-    return whole
+    phase, block = moments[0].phase, moments[0].block
+    following = next((each.block for each in moments[1:] if each.block not in ("", block) and each.phase == phase), "")
+    nbytes = sum(part.numel * part.weights for part in parts if part.block in {"", block, following})
+    if setting.tier(setting.tiers.weights) is not Tier.DEVICE and setting.ranks > 1:  # this rank's share is read into a buffer
+        nbytes += sum(part.span * part.weights for part in parts if part.block == following)
+    return nbytes
 
 
 def _stepping(parts: Sequence[Part], setting: Setting) -> Iterator[tuple[list[Line], str]]:
     """Between the last backward and the next forward."""
     place, trainable = setting.placement, [part for part in parts if part.trainable]
-    if _sends(setting) and not place.grads:  # all exchanges are under way: gloo's two threads fill a part each, and one is summed
+    if _sends(setting) and not place.grads:  # all exchanges are in flight: gloo's two threads fill a part each; a third is summed
         received = sum(sorted(part.numel * part.wire for part in trainable)[-3:])
         yield [Line("buffers", "received gradients", Tier.DEVICE, received)], "settle"
     if _sends(setting) and place.optim and not place.weights:
         sent = sum(part.span * part.weights for part in trainable)
         yield [Line("buffers", "weights being sent", Tier.DEVICE, sent)], "publish"
     temporary = 0
-    if not setting.streams:  # torch optimizers get a part's gradients in the masters' dtype, and take as much for themselves
+    if not setting.streams:  # a torch optimizer gets a part's gradients in the masters' dtype and needs as much for temporaries
         temporary = 2 * max(((part.span if place.optim else part.numel) * part.master for part in trainable), default=0)
     yield [Line("buffers", "optimizer's temporaries", Tier.DEVICE, temporary)], "update"
 
@@ -350,7 +342,7 @@ class Flow(NamedTuple):
     """Bytes over each link."""
 
     wire: int = 0  # sent to other ranks
-    to_host: int = 0  # from the device, where it is not the host
+    to_host: int = 0  # from the device, if it is not the host
     to_device: int = 0
     disk_read: int = 0
     disk_written: int = 0
@@ -360,11 +352,11 @@ class Flow(NamedTuple):
 
 
 class Flows(NamedTuple):
-    """What moves when."""
+    """Traffic by phase."""
 
     forward: Flow  # of each micro-batch
     backward: Flow  # of each micro-batch
-    again: Flow  # of each micro-batch but the first: gradients so far come back to be added to
+    again: Flow  # of each micro-batch but the first: accumulated gradients return to be added to
     update: Flow  # once a step
 
     def step(self, accumulation: int) -> Flow:
@@ -373,15 +365,15 @@ class Flows(NamedTuple):
 
 
 def traffic(parts: Sequence[Part], setting: Setting) -> Flows:
-    """What moves over each link, exactly: every part's weights twice a micro-batch, its gradients once, its states once a step."""
+    """Exact bytes over each link: a part's weights move twice a micro-batch, its gradients once, its states once a step."""
     place, forward, backward, again, update = setting.placement, Flow(), Flow(), Flow(), Flow()
 
-    def away(numel: int, among: int) -> int:
-        """Elements that a rank sends in a ring of so many."""
-        return 0 if setting.shared else numel * (among - 1) // among
+    def ring(numel: int, size: int) -> int:
+        """Elements that a rank sends in a ring of `size` ranks."""
+        return 0 if setting.shared else numel * (size - 1) // size
 
     for part, states in zip(parts, states_of(parts, setting), strict=True):
-        sent, weights = away(part.numel, setting.ranks), states["weights"]
+        sent, weights = ring(part.numel, setting.ranks), states["weights"]
         if place.weights:
             from_host = part.span * part.weights if weights.tier is Tier.HOST else 0
             gather = Flow(wire=sent * part.weights, to_device=from_host, disk_read=weights.on_disk)
@@ -394,13 +386,12 @@ def traffic(parts: Sequence[Part], setting: Setting) -> Flows:
         if place.grads:
             backward = backward.plus(Flow(wire=sent * part.wire, to_host=on_host, disk_written=grads.on_disk))
             again = again.plus(Flow(to_device=on_host, disk_read=grads.on_disk))
-        else:  # replicated gradients are summed once a step; where the optimizer is replicated too, the sums go to everybody
+        else:  # replicated gradients are reduced once a step; if the optimizer is replicated, too, all ranks get the sums
             update = update.plus(Flow(wire=sent * (part.wire if place.optim else part.wire + part.local)))
         if place.optim and not place.weights:
             update = update.plus(Flow(wire=sent * part.weights))  # publish
         if setting.copies > 1:
-            replicas = away(part.span, setting.copies) * part.grads
-            update = update.plus(Flow(wire=2 * replicas))
+            update = update.plus(Flow(wire=2 * ring(part.span, setting.copies) * part.grads))
         if not setting.on_host and setting.tiers.optim is not Tier.DEVICE:
             owned = part.span if place.optim else part.numel
             back = 0 if weights.tier is not Tier.DEVICE else owned * part.weights
@@ -415,7 +406,7 @@ def traffic(parts: Sequence[Part], setting: Setting) -> Flows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a rank gets of each resource, per second. A link that is not used may be anything above 0."""
+    """A rank's share of each resource, per second. The rate of an unused link may be any number above 0."""
 
     flops: float
     memory: float  # bytes read and written
@@ -426,7 +417,7 @@ class Rates:
 
 
 class Cost(NamedTuple):
-    """What one resource is asked for in a step."""
+    """The use of one resource in a step."""
 
     resource: str
     amount: float  # FLOP for compute, else bytes
@@ -439,16 +430,16 @@ class Times(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """The resource that is busy longest."""
+        """The bottleneck: the resource that is busy longest."""
         return max(self.costs, key=lambda cost: cost.seconds).resource
 
 
 def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rates) -> Times:
-    """How long a step takes, and each resource of it.
+    """Predict the time of a step and the busy time of each resource.
 
-    Disk and host links run beside compute, reads beside writes; collectives do not hide (gloo's take the processor). Where weights
-    are sharded and states stream or rest beside the device, the update also runs beside the next forward, and ahead beside the last
-    backward (train/step.py: Updater): where both are the processor's work, only what the update waits for is hidden.
+    Disk and host links overlap compute, and reads overlap writes; collectives do not overlap (gloo's use the CPU). If weights are
+    sharded and states stream from disk or are on the host, the update also overlaps the next forward and, ahead, the last backward
+    (train/step.py: Updater). If both run on the CPU, only the update's waiting time is hidden.
     """
     flows, k = traffic(parts, setting), setting.accumulation
     step = flows.step(k)
@@ -459,7 +450,7 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
     }
 
     def moved(flow: Flow) -> float:
-        """Seconds of the slowest link beside compute."""
+        """Seconds of the slowest link that overlaps compute."""
         return max(
             flow.to_host / rates.host,
             flow.to_device / rates.host,
@@ -472,8 +463,8 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
     later = max(compute["backward"], moved(flows.backward.plus(flows.again))) + flows.backward.wire / rates.wire
     update = max(updated / rates.memory, moved(flows.update)) + flows.update.wire / rates.wire
     streams = setting.placement.weights and (flows.update.disk_read or flows.update.disk_written or setting.apart)
-    beside = forward + (later if k > 1 else backward) if setting.ahead else forward
-    hidden = min(beside, update - (updated / rates.memory if setting.on_host else 0.0)) if streams else 0.0
+    overlapped = forward + (later if k > 1 else backward) if setting.ahead else forward
+    hidden = min(overlapped, update - (updated / rates.memory if setting.on_host else 0.0)) if streams else 0.0
     flops = k * (profile.forward.flops + profile.backward.flops)
     costs = (
         Cost("compute", flops, k * (compute["forward"] + compute["backward"])),
@@ -489,7 +480,7 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
 
 
 def _update_nbytes(parts: Sequence[Part], setting: Setting) -> int:
-    """Memory that the optimizer reads and writes: gradients in, masters and moments in and out, weights out."""
+    """Bytes that the optimizer reads and writes: gradients in, masters and moments in and out, weights out."""
     total = 0
     for part in parts:
         if part.trainable:

@@ -1,4 +1,4 @@
-"""What an engine says while it trains: the plan at the start, a line every `steps_per_print` steps, and where time went."""
+"""An engine's training log: the plan at the start, a line every `steps_per_print` steps, and times."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ logger = logging.getLogger("slipstream.train")
 
 
 def introduce(plan: Plan) -> None:
-    """Log what of the config has no effect, and the whole plan where `dump_state` asks for it. For one rank to call."""
+    """Log the config keys that have no effect and, with `dump_state`, the whole plan. Called on one rank."""
     package = logging.getLogger("slipstream")
-    speaks = plan.steps_per_print or plan.wall_clock_breakdown or plan.dump_state or plan.log_level
-    if speaks and not package.hasHandlers():  # asked to speak, and nobody listens yet
+    logs = plan.steps_per_print or plan.wall_clock_breakdown or plan.dump_state or plan.log_level
+    if logs and not package.hasHandlers():  # the config asks for logs, and the script has not configured logging
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
         package.addHandler(handler)
     if plan.log_level is not None:
         package.setLevel(plan.log_level.upper())
-    elif speaks and package.level == logging.NOTSET:
+    elif logs and package.level == logging.NOTSET:
         package.setLevel(logging.INFO)
     keys.say(plan.notes)
     if plan.dump_state:
@@ -35,7 +35,7 @@ def introduce(plan: Plan) -> None:
 
 
 class Progress:
-    """Times and counts of one engine; speaks on rank 0 only."""
+    """Times and counts of one engine; logs on rank 0 only."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.every = plan.steps_per_print if rank == 0 else None
@@ -45,7 +45,7 @@ class Progress:
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
-        """Add the time of a part of the loop to this window's."""
+        """Add the time spent inside to that of `part` in this window."""
         start = time.perf_counter()
         try:
             yield
@@ -53,7 +53,7 @@ class Progress:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
     def step_done(self, engine: Engine) -> None:
-        """A window is over."""
+        """Log at the end of a window."""
         if self.every and engine.global_steps % self.every == 0:
             elapsed, self.since = time.perf_counter() - self.since, time.perf_counter()
             rates = [group["lr"] for group in engine.optimizer.param_groups] if engine.optimizer else []

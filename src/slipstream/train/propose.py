@@ -1,8 +1,8 @@
-"""Given a budget of memory, the fastest configuration that fits it. Pure but for the dry runs: the same answer every time.
+"""Find the fastest configuration that fits a memory budget. Deterministic; pure except for the dry runs.
 
-What is varied: the stage, recompute, where optimizer and weights rest and how much of them, how the global batch is split into
-micro-batches and, where nothing else fits, the chunks in which the optimizer's states pass through memory. Everything else is the
-config's, and none of it changes what is computed beyond rounding.
+The search varies the ZeRO stage, recompute, offload of optimizer and weights and their shares, the split of the global batch into
+micro-batches and, if nothing else fits, the chunks in which optimizer states pass through memory. It keeps all other settings of
+the config. Results of training do not change beyond rounding.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from slipstream.train.explain import Forecast, optimizer_of, parts_of, seconds, 
 from slipstream.train.predict import Part, Peak, Profile, Rates
 from slipstream.zero.placement import Tier
 
-_SHARES = (1.0, 0.75, 0.5, 0.25)  # of what goes to the disk
-_CHUNKS = ((1 << 19, 4), (1 << 17, 2))  # elements, and buffers of them
-_BUFFERS = 4  # offload_optimizer.buffer_count, where a config does not say it
-_ALIKE = 0.02  # step times that differ by less are one: the smaller change of the config wins
+_SHARES = (1.0, 0.75, 0.5, 0.25)  # on disk
+_CHUNKS = ((1 << 19, 4), (1 << 17, 2))  # elements per chunk, number of buffers
+_BUFFERS = 4  # the default of offload_optimizer.buffer_count
+_ALIKE = 0.02  # step times that differ by less are equal: the smaller change of the config wins
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -38,7 +38,7 @@ class Proposal(NamedTuple):
 
 
 class Least(NamedTuple):
-    """The configuration that takes least, where none fits."""
+    """The configuration that needs least memory, if none fits."""
 
     proposal: Proposal
     budget: int
@@ -49,8 +49,8 @@ class Least(NamedTuple):
         most = sorted((line for line in peak.lines if line.tier is not Tier.DISK), key=lambda line: -line.nbytes)[:3]
         reasons = ", ".join(f"{line.what} {size(line.nbytes)}" for line in most)
         return (
-            f"nothing fits into {size(self.budget)}: of {self.num_tried} configurations that were tried, the least takes "
-            f"{size(_used(self.proposal.forecast, peak))}, because of {reasons} (in {peak.when})"
+            f"nothing fits into {size(self.budget)}: of {self.num_tried} configurations tried, the smallest needs "
+            f"{size(_used(self.proposal.forecast, peak))}, mostly for {reasons} (in {peak.when})"
         )
 
 
@@ -64,18 +64,18 @@ def propose(
     rates: Rates,
     profile_of: Callable[[bool, int], Profile],
 ) -> list[Proposal] | Least:
-    """Configurations that fit, the fastest first; or the one that takes least.
+    """Return the configurations that fit, fastest first, or the one that needs least memory.
 
-    folder      on a disk that may be used; None: no disk
-    budget      bytes of memory per rank, beside what the process takes by itself; of the device, where that is not the host
-    profile_of  (recompute, micro-batch size) -> what a micro-batch takes
+    folder      a folder on a disk for offload; None: no disk
+    budget      bytes per rank, of the device if it is not the host, on top of the memory of Python and torch
+    profile_of  (recompute, micro-batch size) -> profile of a micro-batch
     """
     fitting, least, num_tried = [], None, 0
     parts: dict[tuple[bool, bool], list[Part]] = {}
     optimizer = optimizer_of(plan)
 
     def proposed(changed: Plan) -> Proposal:
-        key = (changed.zero.stage >= 2, changed.batch.accumulation > 1)  # all that dtypes depend on
+        key = (changed.zero.stage >= 2, changed.batch.accumulation > 1)  # the parts depend on nothing else
         if key not in parts:
             parts[key] = parts_of(model, changed, world, optimizer)
         profile = profile_of(changed.activations.way == "recompute", changed.batch.micro_batch_size)
@@ -83,7 +83,7 @@ def propose(
             parts=parts[key], setting=setting_of(changed, world, device, optimizer=optimizer), profile=profile, rates=rates
         )
         peak, times = forecast.peak, forecast.times
-        assert peak is not None and times is not None, "a profile and rates are given"
+        assert peak is not None and times is not None, "the forecast has a profile and rates"
         return Proposal(_changes(plan, changed), changed, forecast, peak, times.seconds)
 
     for variant in _variants(plan, model, world, device, folder if optimizer.streams else None):
@@ -94,7 +94,7 @@ def propose(
                 least = proposal
             if _used(proposal.forecast, proposal.peak) <= budget:
                 fitting.append(proposal)
-                break  # smaller chunks are for what does not fit
+                break  # smaller chunks are only for configurations that do not fit
     assert least is not None, "the config itself is among the variants"
     return sorted(fitting, key=_rank) or Least(least, budget, num_tried)
 
@@ -108,14 +108,14 @@ def _rank(proposal: Proposal) -> tuple[int, int, int]:
 
 
 def _variants(plan: Plan, model: nn.Module, world: int, device: str, folder: str | None) -> Iterator[Plan]:
-    """The plans to choose from, with the chunks of the config."""
+    """All candidate plans, with the chunks of the config."""
     total = plan.batch.train_batch_size // world
     sizes = [size for size in range(1, total + 1) if total % size == 0]
     stages: set[Literal[0, 1, 2, 3]] = {plan.zero.stage}
     if plan.zero.shard_size is None:
         stages |= {0, 3} if world == 1 else {0, 1, 2, 3}
     numel = sum(param.numel() for param in model.parameters()) // (plan.zero.shard_size or world)
-    here: tuple[Device, ...] = ("none", "cpu") if device != "cpu" else ("none",)  # where the device is the host, "cpu" is the same
+    here: tuple[Device, ...] = ("none", "cpu") if device != "cpu" else ("none",)  # on CPU, "cpu" is the same as "none"
     optimizers: list[tuple[Device, float]] = [(each, 1.0) for each in here]
     weights: list[tuple[Device, int]] = [(each, 0) for each in here]
     if folder is not None:
@@ -144,7 +144,7 @@ def _variants(plan: Plan, model: nn.Module, world: int, device: str, folder: str
 
 
 def _chunks(plan: Plan, device: str) -> Iterator[Plan]:
-    """A plan, and where its optimizer's states stream the same with smaller and smaller chunks."""
+    """A plan and, if its optimizer states stream, variants with smaller chunks."""
     yield plan
     offload = plan.offload
     if offload.optimizer == "nvme" or (offload.optimizer == "cpu" and device != "cpu"):
@@ -155,51 +155,50 @@ def _chunks(plan: Plan, device: str) -> Iterator[Plan]:
 
 
 def _changes(plan: Plan, changed: Plan) -> dict[str, Any]:
-    """What has to be written into the config, by dotted key."""
+    """The changes of the config, by dotted key."""
     before, after = plan.offload, changed.offload
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if changed.zero.stage != plan.zero.stage:
-        found["zero_optimization.stage"] = changed.zero.stage
+        changes["zero_optimization.stage"] = changed.zero.stage
     ratio = before.ratio if before.optimizer == "nvme" else 1.0
     if (after.optimizer, after.ratio, after.num_buffers) != (before.optimizer, ratio, before.num_buffers):
-        found["zero_optimization.offload_optimizer"] = (
+        changes["zero_optimization.offload_optimizer"] = (
             {"device": "nvme", "nvme_path": after.optimizer_path, "ratio": after.ratio}
             if after.optimizer == "nvme"
             else {"device": after.optimizer}
         ) | ({} if after.num_buffers == _BUFFERS else {"buffer_count": after.num_buffers})
     if after.chunk_numel != before.chunk_numel:
-        found["zero_optimization.sub_group_size"] = after.chunk_numel
+        changes["zero_optimization.sub_group_size"] = after.chunk_numel
     if (after.param, after.max_in_cpu) != (before.param, before.max_in_cpu if before.param == "nvme" else 0):
-        found["zero_optimization.offload_param"] = (
+        changes["zero_optimization.offload_param"] = (
             {"device": "nvme", "nvme_path": after.param_path, "max_in_cpu": after.max_in_cpu}
             if after.param == "nvme"
             else {"device": after.param}
         )
     if changed.activations.way != plan.activations.way:
-        found["slipstream.activations"] = changed.activations.way
+        changes["slipstream.activations"] = changed.activations.way
     if changed.batch != plan.batch:
-        found["train_micro_batch_size_per_gpu"] = changed.batch.micro_batch_size
-        found["gradient_accumulation_steps"] = changed.batch.accumulation
-    return found
+        changes["train_micro_batch_size_per_gpu"] = changed.batch.micro_batch_size
+        changes["gradient_accumulation_steps"] = changed.batch.accumulation
+    return changes
 
 
 # -- as text --
 
 
-def table(found: list[Proposal] | Least, budget: int, most: int) -> str:
-    """The fastest with the lines to change, and the next ones."""
-    if isinstance(found, Least):
-        return f"{found}\nthe config for that:\n{lines(found.proposal.changes)}"
-    number = f"{len(found)} configurations, the fastest first" if len(found) > 1 else "one configuration"
-    head = f"fits into {size(budget)}, beside what Python and torch take: {number}"
+def table(result: list[Proposal] | Least, budget: int, most: int) -> str:
+    """The result as text: up to `most` proposals, and the fastest one's changes as JSON."""
+    if isinstance(result, Least):
+        return f"{result}\nits changes of the config:\n{lines(result.proposal.changes)}"
+    number = f"{len(result)} configurations, fastest first" if len(result) > 1 else "one configuration"
+    head = f"fits into {size(budget)}, on top of Python and torch: {number}"
     rows = [f"  {'step':>10}{'peak':>12}{'disk':>12}  change"]
-    for each in found[:most]:
-        what = ", ".join(_short(key, value) for key, value in each.changes.items()) or "nothing"
+    for each in result[:most]:
+        text = ", ".join(_short(key, value) for key, value in each.changes.items()) or "nothing"
         disk = each.peak.total(Tier.DISK)
-        rows.append(f"  {seconds(each.seconds):>10}{size(_used(each.forecast, each.peak)):>12}{size(disk):>12}  {what}")
-    fastest = (
-        ["the fastest, in the config:", lines(found[0].changes)] if found[0].changes else ["the fastest is the config as it is"]
-    )
+        rows.append(f"  {seconds(each.seconds):>10}{size(_used(each.forecast, each.peak)):>12}{size(disk):>12}  {text}")
+    changes = result[0].changes
+    fastest = ["changes of the config for the fastest:", lines(changes)] if changes else ["the fastest is the config as it is"]
     return "\n".join([head, *rows, "", *fastest])
 
 

@@ -1,7 +1,7 @@
-"""A checkpoint comes back into an engine, at any world size, stage or topology: names, shapes and values, or nothing of it.
+"""Load a checkpoint into an engine, at any world size, stage or topology: all of it or nothing.
 
-[Note: All or nothing] A load applies the values first, each change with its undoing, once the checkpoint layer has checked names,
-shapes and files and before it fills a tensor. Whatever is refused on any rank, here or there, is undone on all.
+[Note: All or nothing] The checkpoint layer checks names, shapes and files. Then the load applies the values, each with an undo
+function, and last the checkpoint layer fills the tensors. If any rank refuses anything, here or there, all ranks undo.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OWN_OPTIMIZER = "load_optimizer_states=False leaves it out and keeps this engine's own"
-_OWN_SCHEDULER = "load_lr_scheduler_states=False leaves it out and keeps this engine's own"
+_OWN_OPTIMIZER = "load_optimizer_states=False skips it and keeps this engine's states"
+_OWN_SCHEDULER = "load_lr_scheduler_states=False skips it and keeps this engine's state"
 
 
 def load(
@@ -45,12 +45,12 @@ def load(
     module_only: bool,
     exclude: Sequence[str] = (),
 ) -> tuple[str | None, dict[str, Any]]:
-    """Read a checkpoint into the engine; returns (folder, client_state), or (None, {}) where `latest` is missing.
+    """Read a checkpoint into the engine; returns (folder, client_state), or (None, {}) if `latest` is missing.
 
-    Collective. Raises CheckpointError on every rank, with nothing changed, when anything in it is wrong.
+    Collective. Raises CheckpointError on every rank, with nothing changed, if anything in it is wrong.
     """
     finish(engine)
-    what = {
+    arguments = {
         "tag": tag,
         "load_module_strict": strict,
         "load_optimizer_states": optimizer,
@@ -58,15 +58,15 @@ def load(
         "load_module_only": module_only,
         "exclude": list(exclude),
     }
-    agree(engine, f"checkpoint {'latest' if tag is None else tag} of {directory} was not loaded", what)
-    how: dict[str, Any] = {
+    agree(engine, f"checkpoint {'latest' if tag is None else tag} of {directory} was not loaded", arguments)
+    options: dict[str, Any] = {
         "strict": strict,
         "optimizer": optimizer,
         "scheduler": scheduler,
         "module_only": module_only,
         "exclude": exclude,
     }
-    work = partial(_load, engine, directory, tag, **how)
+    work = partial(_load, engine, directory, tag, **options)
     return checkpoint.undisturbed(directory, tag, work, group=engine.mesh.data.group)
 
 
@@ -84,78 +84,81 @@ def _load(
     if tag is None:
         tag = checkpoint.latest_tag(directory, group=engine.mesh.data.group, universal=engine.plan.checkpoint.universal)
     if tag is None:
-        logger.warning("no checkpoint was loaded: there is no %s/latest; the run starts afresh", directory)
+        logger.warning("no checkpoint was loaded: %s/latest does not exist; training starts from the beginning", directory)
         return None, {}
-    found = checkpoint.load_metadata(directory, tag, group=engine.mesh.data.group)
-    contents = found.shared.get("contents", "all")
+    metadata = checkpoint.load_metadata(directory, tag, group=engine.mesh.data.group)
+    contents = metadata.shared.get("contents", "all")
     module_only = module_only or contents in ("weights", "adapters")
-    everything: dict[str, FlatSlice | Tensor] = {**entries.weights(engine), **entries.buffers(engine)}
-    wanted = {name: held for name, held in everything.items() if not entries.is_excluded(name, exclude)}
-    needed = entries.weights(engine, exclude_frozen=True) if contents == "adapters" else wanted
-    missing = [name for name in needed if name in wanted and name not in found.tensors]
-    named = [name for name in found.tensors if name.startswith(("model.", "buffer."))]
-    surplus = [name for name in named if name not in everything and not entries.is_excluded(name, exclude)]
+    present: dict[str, FlatSlice | Tensor] = {**entries.weights(engine), **entries.buffers(engine)}
+    saved = [name for name in metadata.tensors if name.startswith(("model.", "buffer."))]
     for pattern in exclude:
-        if not any(entries.is_excluded(name, [pattern]) for name in (*everything, *named)):
+        if not any(entries.is_excluded(name, [pattern]) for name in (*present, *saved)):
             raise CheckpointError(f"exclude={list(exclude)}: {pattern!r} matches no parameter or buffer of model or checkpoint")
+
+    def included(tensors: Mapping[str, FlatSlice | Tensor]) -> dict[str, FlatSlice | Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if not entries.is_excluded(name, exclude)}
+
+    wanted = included(present)
+    needed = entries.weights(engine, exclude_frozen=True) if contents == "adapters" else wanted
+    missing = [name for name in needed if name in wanted and name not in metadata.tensors]
+    surplus = [name for name in saved if name not in present and not entries.is_excluded(name, exclude)]
     optimizer = optimizer and not module_only and engine.steps is not None
-    undo: list[Callable[[], None]] = _prepare_optimizer(engine, found, exclude) if optimizer else []
+    undo: list[Callable[[], None]] = _prepare_optimizer(engine, metadata, exclude) if optimizer else []
     if optimizer:
-        states = entries.optimizer_tensors(engine)
-        wanted |= {name: held for name, held in states.items() if not entries.is_excluded(name, exclude)}
+        wanted |= included(entries.optimizer_tensors(engine))
     if not module_only:
-        wanted |= {name: held for name, held in entries.averages(engine).items() if not entries.is_excluded(name, exclude)}
-    lacking = [name for name in wanted if name.startswith("optim.") and name not in found.tensors]
-    wanted = {name: held for name, held in wanted.items() if name in found.tensors}
-    shapes = {name: (found.tensors[name].shape, tuple(held.shape)) for name, held in wanted.items()}
+        wanted |= included(entries.averages(engine))
+    lacking = [name for name in wanted if name.startswith("optim.") and name not in metadata.tensors]
+    wanted = {name: tensor for name, tensor in wanted.items() if name in metadata.tensors}
+    shapes = {name: (metadata.tensors[name].shape, tuple(tensor.shape)) for name, tensor in wanted.items()}
 
     def accept(loaded: checkpoint.Loaded) -> None:
         if strict and (missing or surplus):
-            verb, names = ("does not hold", missing) if missing else ("holds also", surplus)
+            verb, names = ("does not hold", missing) if missing else ("also holds", surplus)
             raise CheckpointError(
                 f"it {verb} {names[:3]}{' and more' if len(names) > 3 else ''}: it is of another model, or was saved without "
-                f"frozen parameters; load_module_strict=False takes the names that both have"
+                f"frozen parameters; load_module_strict=False loads the names that model and checkpoint share"
             )
         if type(loaded.shared.get("client")) is not dict:
-            raise CheckpointError("it is damaged or hostile: its client_state is no dict")
+            raise CheckpointError("it is damaged or hostile: its client_state is not a dict")
         if not module_only:
             try:
                 _take_values(engine, loaded, undo, lacking, exclude, optimizer=optimizer, scheduler=scheduler)
             except CheckpointError:
                 raise
             except Exception as error:
-                raise CheckpointError(f"its values are damaged or not of this version: {type(error).__name__}: {error}") from error
+                raise CheckpointError(f"its values are damaged or of another version: {type(error).__name__}: {error}") from error
 
     try:
-        _check_shapes(f"checkpoint {found.path} was not loaded", shapes)
+        _check_shapes(f"checkpoint {metadata.path} was not loaded", shapes)
         loaded = checkpoint.load(
-            directory, tag, tensors=wanted, group=engine.mesh.data.group, convert=True, accept=accept, metadata=found
+            directory, tag, tensors=wanted, group=engine.mesh.data.group, convert=True, accept=accept, metadata=metadata
         )
     except BaseException:
-        for each in reversed(undo):
-            each()
+        for restore in reversed(undo):
+            restore()
         raise
     spread_weights(engine)
-    _restart_averages(engine, found, wanted.keys(), exclude)
+    _restart_averages(engine, metadata, wanted.keys(), exclude)
     _begin_window(engine)
-    return str(found.path), loaded.shared["client"]
+    return str(metadata.path), loaded.shared["client"]
 
 
 def _check_shapes(step: str, shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
     wrong = [
-        f"{name.partition('.')[2]!r} has shape {there} in it and {here} here"
-        for name, (there, here) in shapes.items()
-        if there != here and not name.startswith(("optim.", entries.AVERAGE))
+        f"{name.partition('.')[2]!r} has shape {saved} in the checkpoint and {present} in the model"
+        for name, (saved, present) in shapes.items()
+        if saved != present and not name.startswith(("optim.", entries.AVERAGE))
     ]
     if wrong:
         raise CheckpointError(
-            f"{step}: {'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; exclude=[...] leaves what "
-            f"its patterns name as it is here"
+            f"{step}: {'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; exclude=[...] keeps the "
+            f"model's values of the parameters that its patterns match"
         )
 
 
-def _restart_averages(engine: Engine, found: checkpoint.Metadata, loaded: AbstractSet[str], exclude: Sequence[str]) -> None:
-    """Averages that were not loaded begin with the weights that were: those of other weights mean nothing."""
+def _restart_averages(engine: Engine, metadata: checkpoint.Metadata, loaded: AbstractSet[str], exclude: Sequence[str]) -> None:
+    """Restart averages that were not loaded from the loaded weights: the old averages are of other weights."""
     average = entries.average_of(engine)
     names = {name for name in average.tensors().keys() - loaded if not entries.is_excluded(name, exclude)} if average else set()
     if average is not None and names:
@@ -164,15 +167,15 @@ def _restart_averages(engine: Engine, found: checkpoint.Metadata, loaded: Abstra
     if engine.rank != 0:
         return
     if names:
-        logger.warning("%d moving averages were not loaded and begin again with the loaded weights, as %r", len(names), min(names))
-    elif average is None and any(name.startswith(entries.AVERAGE) for name in found.tensors):
+        logger.warning("%d moving averages were not loaded and restart from the loaded weights, e.g. %r", len(names), min(names))
+    elif average is None and any(name.startswith(entries.AVERAGE) for name in metadata.tensors):
         logger.warning(
-            "the checkpoint holds moving averages, which were not loaded: make slipstream.ema.Ema(engine) before load_checkpoint()"
+            "the checkpoint's moving averages were not loaded: create slipstream.ema.Ema(engine) before load_checkpoint()"
         )
 
 
 def _begin_window(engine: Engine) -> None:
-    """No gradients are left, so a new window begins, with the running plan's accumulation, whatever the saved one was."""
+    """Drop all gradients and begin an accumulation window of the current plan, whatever the saved accumulation was."""
     engine.zero_grad()
     engine.micro_steps = engine.global_steps * (engine.plan.batch.accumulation if engine.plan.batch.managed else 1)
     engine._divide(None)
@@ -188,9 +191,9 @@ def _take_values(
     optimizer: bool,
     scheduler: bool,
 ) -> None:
-    """Bring back what is not a tensor of the model or optimizer; `undo` gets what brings back the present values."""
+    """Apply the values that are not tensors of the model or optimizer; append functions that restore the current ones to `undo`."""
     shared = loaded.shared
-    if engine.steps is not None:  # also a schedule writes there
+    if engine.steps is not None:  # a schedule writes to the groups, too
         undo += [_restoring_group(group) for group in engine.steps.inner.param_groups]
     counters, scale = {name: getattr(engine, name) for name in entries.COUNTERS}, engine.precision.scaler.state_dict()
     undo.append(lambda: vars(engine).update(counters))
@@ -215,20 +218,20 @@ def _take_values(
         undo.append(lambda: _restore_random(present, engine.device))
         _restore_random(loaded.per_rank["random"], engine.device)
     else:
-        logger.info("random states are those of this run: the checkpoint has none for this number of ranks")
+        logger.info("random states were not restored: the checkpoint has none for this number of ranks")
 
 
 def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> None:
     if state is None:
-        logger.warning("the schedule was not restored and stays where it is: the checkpoint was saved without a scheduler")
+        logger.warning("the learning-rate schedule was not restored: the checkpoint was saved without a scheduler")
         return
     present, remedy = part.state_dict(), f"it is another scheduler's; {_OWN_SCHEDULER}"
-    both = state.keys() & present.keys() if isinstance(state, dict) else set()
-    if both:
-        ours, theirs = _common(present, state), _common(state, present)
-        for name in both & {"base_lrs", "_last_lr"}:  # one number per parameter group
-            ours[name], theirs[name] = present[name], state[name]
-        _check_like(theirs, ours, "scheduler", remedy)
+    shared = state.keys() & present.keys() if isinstance(state, dict) else set()
+    if shared:
+        current, saved = _common(present, state), _common(state, present)
+        for name in shared & {"base_lrs", "_last_lr"}:  # one number per parameter group
+            current[name], saved[name] = present[name], state[name]
+        _check_like(saved, current, "scheduler", remedy)
     else:
         _check_like(state, present, "scheduler", remedy)
     undo.append(_restoring(part))
@@ -236,17 +239,17 @@ def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> Non
 
 
 def _common(one: Any, other: Any) -> Any:
-    """Of a schedule's state, what the other one has too. Which keys torch keeps there changes with its version, and histories grow:
-    the rest is for the schedule's own `load_state_dict` to judge."""
+    """The part of one schedule state that the other has, too. The keys differ between versions of torch, and histories grow: the
+    schedule's own `load_state_dict` checks the remainder."""
     if isinstance(one, dict) and isinstance(other, dict):
         return {key: _common(value, other[key]) for key, value in one.items() if key in other}
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return [_common(mine, theirs) for mine, theirs in zip(one, other, strict=False)]
+        return [_common(a, b) for a, b in zip(one, other, strict=False)]
     return one
 
 
 def _take_position(engine: Engine, loaded: checkpoint.Loaded, undo: list[Callable[[], None]]) -> None:
-    """A position that does not fit is left out: other data may be trained on with the optimizer's state kept."""
+    """Restore the data position. One that does not fit is skipped, so that a run can continue on other data."""
     loader = engine.training_dataloader
     if not hasattr(loader, "load_state_dict"):
         return
@@ -254,8 +257,8 @@ def _take_position(engine: Engine, loaded: checkpoint.Loaded, undo: list[Callabl
     if state is None and loaded.per_rank:
         state = loaded.per_rank["data"]
     why = (
-        "it has none for this number of ranks (each rank's own, of a sharded dataset or of a loader that the user made, is taken "
-        "only where as many ranks load as saved)"
+        "the checkpoint has none for this number of ranks (per-rank positions, of a sharded dataset or a custom loader, need the "
+        "number of ranks that saved)"
     )
     if state is not None:
         undo.append(_restoring(loader))
@@ -265,19 +268,19 @@ def _take_position(engine: Engine, loaded: checkpoint.Loaded, undo: list[Callabl
         except OtherDataError as error:
             why = str(error)
     if engine.rank == 0:
-        logger.warning("the checkpoint's data position was not restored, and the data begin with a new epoch: %s", why)
+        logger.warning("the checkpoint's data position was not restored, and the data start with a new epoch: %s", why)
 
 
 def _restoring(part: Any) -> Callable[[], None]:
-    """What brings a part back to its present state: its own way, for what it keeps elsewhere, and attribute by attribute."""
+    """A function that restores a part's current state: by its `load_state_dict`, for state kept elsewhere, and by attribute."""
     state, attributes = copy.deepcopy(part.state_dict()), dict(getattr(part, "__dict__", {}))
 
     def restore() -> None:
         part.load_state_dict(state)
-        now = getattr(part, "__dict__", {})
-        for added in now.keys() - attributes.keys():
-            del now[added]
-        now.update(attributes)
+        current = getattr(part, "__dict__", {})
+        for added in current.keys() - attributes.keys():
+            del current[added]
+        current.update(attributes)
 
     return restore
 
@@ -292,43 +295,43 @@ def _restoring_group(group: dict[str, Any]) -> Callable[[], None]:
     return restore
 
 
-def _whole(value: Any, what: str) -> int:
+def _whole(value: Any, name: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise CheckpointError(f"its {what} is {str(value)[:40]!r}; it must be a whole number from 0")
+        raise CheckpointError(f"its {name} is {str(value)[:40]!r}; it must be an integer >= 0")
     return value
 
 
-def _check_like(saved: Any, present: Any, what: str, remedy: str = "it is damaged or hostile") -> None:
-    """Refuse a saved value that cannot stand where the present one does: other keys, another length, no number."""
+def _check_like(saved: Any, present: Any, name: str, remedy: str = "it is damaged or hostile") -> None:
+    """Raise CheckpointError if a saved value cannot replace the present one: other keys, another length, not a number."""
     if type(present) is dict:
         alike = type(saved) is dict and saved.keys() == present.keys()
-        parts = [(saved[key], value, f"{what}.{key}") for key, value in present.items()] if alike else []
+        parts = [(saved[key], value, f"{name}.{key}") for key, value in present.items()] if alike else []
     elif isinstance(present, list | tuple):
         alike = isinstance(saved, list | tuple) and len(saved) == len(present)
-        parts = [(saved[i], value, f"{what}[{i}]") for i, value in enumerate(present)] if alike else []
+        parts = [(saved[i], value, f"{name}[{i}]") for i, value in enumerate(present)] if alike else []
     else:
         alike, parts = not isinstance(present, int | float) or isinstance(saved, int | float | Tensor), []
         if isinstance(present, int) and isinstance(saved, int | float):  # a count; -1 is the last epoch before the first
             alike = saved >= min(-1, present)
     if not alike:
-        raise CheckpointError(f"its {what} is {str(saved)[:80]} where this engine has {str(present)[:80]}: {remedy}")
-    for one, other, name in parts:
-        _check_like(one, other, name, remedy)
+        raise CheckpointError(f"its {name} is {str(saved)[:80]} where this engine has {str(present)[:80]}: {remedy}")
+    for part in parts:
+        _check_like(*part, remedy)
 
 
-def _prepare_optimizer(engine: Engine, found: checkpoint.Metadata, exclude: Sequence[str]) -> list[Any]:
-    """Make room for the states that the checkpoint holds; returns what undoes it."""
+def _prepare_optimizer(engine: Engine, metadata: checkpoint.Metadata, exclude: Sequence[str]) -> list[Any]:
+    """Allocate the optimizer states that the checkpoint holds; returns functions that undo it."""
     states: dict[str, dict[str, torch.dtype]] = {}
-    for key, info in found.tensors.items():
-        kind, _, rest = key.partition(".")
+    for key, info in metadata.tensors.items():
+        kind, _, entry = key.partition(".")
         if kind == "optim":
-            state, _, name = rest.partition(".")
+            state, _, name = entry.partition(".")
             states.setdefault(name, {})[state] = info.dtype
     return [steps.make_states(unit, piece, states.get(piece.name, {})) for steps, unit, piece in entries.pieces(engine, exclude)]
 
 
 def spread_weights(engine: Engine) -> None:
-    """Masters have changed: round them into the weights and offer those to the other ranks."""
+    """Round changed masters into the weights and publish these to the other ranks. Collective."""
     engine.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
     with torch.no_grad():
         pending = []
@@ -343,7 +346,7 @@ def spread_weights(engine: Engine) -> None:
 
 def _take_scalars(engine: Engine, saved: Any, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str]) -> None:
     steps = engine.steps
-    assert steps is not None, "load asks for optimizer states of an engine that has an optimizer"
+    assert steps is not None, "load() asks for optimizer states only if the engine has an optimizer"
     if saved is None:
         raise CheckpointError(f"it was saved without an optimizer, and this engine has one; {_OWN_OPTIMIZER}")
     classes, groups = entries.optimizer_classes(steps), steps.inner.param_groups
@@ -368,7 +371,8 @@ def _take_scalars(engine: Engine, saved: Any, undo: list[Callable[[], None]], la
         if piece.name in saved["params"]:
             present = copy.deepcopy(steps.scalars(unit, piece))
             undo.append(partial(steps.load_scalars, unit, piece, present))
-            uncounted = isinstance(steps.inner, torch.optim.SGD) and not saved["params"][piece.name]  # as torch's and DeepSpeed's
+            # SGD saved by torch or DeepSpeed has no step count
+            uncounted = isinstance(steps.inner, torch.optim.SGD) and not saved["params"][piece.name]
             if present and not uncounted:
                 _check_like(saved["params"][piece.name], present, f"optimizer state of {piece.name}")
             steps.load_scalars(unit, piece, saved["params"][piece.name])

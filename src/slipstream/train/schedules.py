@@ -1,9 +1,8 @@
 """Learning-rate schedules by DeepSpeed's names, parameters and formulas, and torch's by name.
 
-A schedule is a pure function of one integer, `last_batch_iteration`: -1 before the first `step()`, 0 after
-it. So its state is that integer, and loading sets the rates at once. Each value may be a number for all
-parameter groups or a list with one per group; rates and momenta are written into `optimizer.param_groups`,
-nothing else is touched.
+A schedule is a pure function of one integer, `last_batch_iteration`: -1 before the first `step()`, 0 after it. That integer is its
+state, so loading sets the rates at once. A value may be one number for all parameter groups or a list with one per group. Only the
+rates and momenta in `optimizer.param_groups` are written.
 
 With i = last_batch_iteration:
 
@@ -12,8 +11,7 @@ With i = last_batch_iteration:
     WarmupDecayLR    the same, then g = max(0, (T - i) / max(1, T - W))
     WarmupCosineLR   base * r(i); r = m + (1 - m) * g(i) for i < W, then c + (1 - c) (1 + cos(pi p)) / 2,
                      p = min(1, (i - W + 1) / max(1, T - W))
-    OneCycle         min -> max -> min over two half cycles, then min / (1 + decay * (i - cycle + 1) /
-    interval);
+    OneCycle         min -> max -> min over two half cycles, then min / (1 + decay * (i - cycle + 1) / interval);
                      momentum max -> min -> max, then max * (1 + decay * ...)
 """
 
@@ -37,17 +35,17 @@ PerGroup = float | Sequence[float]
 
 
 class Schedule(ABC):
-    """What the five share. A subclass ends its constructor with `_start`."""
+    """The base of the five schedules. A subclass ends its constructor with `_start`."""
 
     optimizer: Any  # anything with param_groups
     last_batch_iteration: int
-    rate: ClassVar[str]  # the attribute that holds the groups' own rates
-    bounds: ClassVar[tuple[str, ...]] = ()  # those that grow with a group's rate
-    momenta: ClassVar[tuple[str, ...]] = ()  # those that do not
+    rate: ClassVar[str]  # the attribute with the groups' own rates
+    bounds: ClassVar[tuple[str, ...]] = ()  # attributes that scale with a group's rate
+    momenta: ClassVar[tuple[str, ...]] = ()  # attributes that do not
 
     @abstractmethod
     def _values(self) -> list[dict[str, Any]]:
-        """What each parameter group is to hold at `last_batch_iteration`: always `lr`, perhaps `betas`."""
+        """The values of each parameter group at `last_batch_iteration`: always `lr`, perhaps `betas`."""
 
     def _start(self, last_batch_iteration: int) -> None:
         self.last_batch_iteration = last_batch_iteration
@@ -64,7 +62,7 @@ class Schedule(ABC):
         self._last_lr = [float(new["lr"]) for new in values]
 
     def add_group(self, rate: float | None) -> None:
-        """The optimizer has another group, the last: the first group's values, times what `rate` is of that one's rate."""
+        """Extend the schedule to a group that was appended to the optimizer: the first group's values, scaled to its `rate`."""
         count = len(self.optimizer.param_groups) - 1
         first = _per_group(getattr(self, self.rate), count)[0]
         factor = 1.0 if rate is None or not first else rate / first
@@ -78,16 +76,16 @@ class Schedule(ABC):
         self._last_lr = [*self._last_lr, float(values["lr"])]
 
     def step(self, iteration: int | None = None) -> None:
-        """Advances by one, or to `iteration`, and sets the optimizer's values."""
+        """Advance by one, or to `iteration`, and set the optimizer's values."""
         self.last_batch_iteration = self.last_batch_iteration + 1 if iteration is None else iteration
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """The rate of each parameter group at `last_batch_iteration`."""
+        """Return the rate of each parameter group at `last_batch_iteration`."""
         return [float(new["lr"]) for new in self._values()]
 
     def get_last_lr(self) -> list[float]:
-        """The rates that were last set."""
+        """Return the rates that were set last."""
         return self._last_lr
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,14 +95,14 @@ class Schedule(ABC):
         iteration = state.get("last_batch_iteration")
         if not isinstance(iteration, int) or iteration < -1:
             raise ValueError(
-                f"{type(self).__name__}: the saved state {dict(state)!r} has no last_batch_iteration"
-                f" >= -1; it is another scheduler's; load_lr_scheduler_states=False leaves it out"
+                f"{type(self).__name__}: the saved state {dict(state)!r} has no last_batch_iteration >= -1, so it is another "
+                f"scheduler's; load_lr_scheduler_states=False skips it"
             )
         self._start(iteration)
 
 
 class LRRangeTest(Schedule):
-    """The range test (Smith 2018, arXiv 1803.09820): grows without bound, to find where training diverges."""
+    """The range test (Smith 2018, arXiv 1803.09820): the rate grows without bound, to find where training diverges."""
 
     rate = "min_lr"
 
@@ -131,11 +129,10 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """The 1-cycle policy (Smith 2018, arXiv 1803.09820) with a decay phase behind the cycle.
+    """The 1-cycle policy (Smith 2018, arXiv 1803.09820) with a decay phase after the cycle.
 
-    Momentum is beta1 of the groups that have `betas`; as in DeepSpeed their beta2 becomes 0.99 with it, and
-    the steps before the first `step()` see `cycle_min_mom`. `decay_step_size` 0 means no decay. A stair count
-    holds the values for that many equal parts of a half cycle.
+    Momentum is beta1 of the groups that have `betas`. As in DeepSpeed, beta2 then becomes 0.99, and beta1 is `cycle_min_mom` before
+    the first `step()`. `decay_step_size` 0: no decay. A stair count divides a half cycle into that many equal constant parts.
     """
 
     BETA2 = 0.99
@@ -163,8 +160,8 @@ class OneCycle(Schedule):
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0 or decay_step_size < 0:
             raise ValueError(
-                f"OneCycle: needs cycle_first_step_size ({cycle_first_step_size}) > 0, cycle_second_step_size"
-                f" ({second}) >= 0 and decay_step_size ({decay_step_size}) >= 0"
+                f"OneCycle: needs cycle_first_step_size ({cycle_first_step_size}) > 0, cycle_second_step_size ({second}) >= 0 and "
+                f"decay_step_size ({decay_step_size}) >= 0"
             )
         self.min_lr, self.max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
         self.min_mom, self.max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
@@ -178,14 +175,10 @@ class OneCycle(Schedule):
     def _can_cycle_momentum(self) -> bool:
         betas = [group["betas"] for group in self.optimizer.param_groups if "betas" in group]
         if not betas:
-            log.warning("OneCycle: momentum is not cycled, no parameter group has betas; set cycle_momentum=false")
+            log.warning("OneCycle: momentum is not cycled, because no parameter group has betas; set cycle_momentum=false")
         elif any(beta2 != self.BETA2 for _, beta2 in betas):
-            log.warning(
-                "OneCycle: cycling the momentum sets beta2 to %s as in DeepSpeed (it was %s);"
-                " cycle_momentum=false leaves betas alone",
-                self.BETA2,
-                betas[0][1],
-            )
+            text = "OneCycle: cycling the momentum sets beta2 to %s as in DeepSpeed (it was %s); cycle_momentum=false keeps betas"
+            log.warning(text, self.BETA2, betas[0][1])
         return bool(betas)
 
     def _values(self) -> list[dict[str, Any]]:
@@ -219,16 +212,16 @@ class OneCycle(Schedule):
         return high - (high - low) * self._height()
 
     def _decay_interval(self) -> float | None:
-        """Intervals since the end of the cycle, None within it; stays at 0 when there is no decay."""
+        """Decay intervals since the end of the cycle; None within the cycle, 0 without decay."""
         past = self.last_batch_iteration - (self.first_size + self.second_size)
         if past < 0:
             return None
         return (past + 1) / self.decay_step_size if self.decay_step_size > 0 else 0.0
 
     def _height(self) -> float:
-        """Where in the cycle: 0 at its ends, 1 at its peak.
+        """The height in the cycle: 0 at its ends, 1 at its peak.
 
-        Stairs are cut from the integer position: the quotient can lie an ulp below a stair's edge.
+        Stairs are computed from the integer position, because the quotient can be an ulp below a stair's edge.
         """
         total = self.first_size + self.second_size
         position = (self.last_batch_iteration + 1) % total
@@ -240,7 +233,7 @@ class OneCycle(Schedule):
 
 
 class WarmupLR(Schedule):
-    """Rises from `warmup_min_lr` to `warmup_max_lr` (default: the optimizer's own rate), then stays."""
+    """Rises from `warmup_min_lr` to `warmup_max_lr` (default: the optimizer's own rate), then stays constant."""
 
     rate, bounds = "max_lr", ("min_lr",)
 
@@ -266,7 +259,7 @@ class WarmupLR(Schedule):
 
 
 class WarmupDecayLR(Schedule):
-    """WarmupLR, then a straight line back to `warmup_min_lr` at `total_num_steps`."""
+    """WarmupLR, then linear decay to `warmup_min_lr` at `total_num_steps`."""
 
     rate, bounds = "max_lr", ("min_lr",)
 
@@ -296,9 +289,9 @@ class WarmupDecayLR(Schedule):
 
 
 class WarmupCosineLR(Schedule):
-    """Ratios of the optimizer's own rate: up from `warmup_min_ratio`, then half a cosine to `cos_min_ratio`.
+    """Multiples of the optimizer's own rate: warmup from `warmup_min_ratio`, then half a cosine down to `cos_min_ratio`.
 
-    As in DeepSpeed the rate is 0, whatever the minimum ratio, until the first `step()`.
+    As in DeepSpeed the rate is 0 until the first `step()`, whatever the minimum ratio.
     """
 
     rate = "base_lrs"
@@ -334,7 +327,7 @@ class WarmupCosineLR(Schedule):
 
 
 class _Ramp:
-    """From 0 at the start to 1 at `steps`, straight or logarithmic (steep first). At least 2 steps long."""
+    """A ramp from 0 to 1 over `steps` (at least 2), linear or logarithmic (steep first)."""
 
     def __init__(self, owner: str, warmup_num_steps: int, warmup_type: str) -> None:
         if warmup_type not in ("log", "linear"):
@@ -362,8 +355,8 @@ _SCHEDULES: dict[str, type[Schedule]] = {
 VALID: tuple[str, ...] = tuple(_SCHEDULES)
 
 # torch schedulers that JSON cannot describe.
-_PASS = "; pass a callable that makes it as lr_scheduler="
-_STEP_YOURSELF = "make it over the optimizer that initialize() returns and call scheduler.step(metric) where you evaluate"
+_PASS = "; pass a callable that builds it as lr_scheduler="
+_STEP_YOURSELF = "build it for the optimizer that initialize() returns and call scheduler.step(metric) where you evaluate"
 _REFUSED: dict[str, str] = {
     "LRScheduler": f"is the base class of torch's schedulers{_PASS}",
     "LambdaLR": f"needs a function{_PASS}",
@@ -375,15 +368,15 @@ _REFUSED: dict[str, str] = {
 
 
 def build_scheduler(plan_type: str, params: Mapping[str, Any], optimizer: Any) -> Any:
-    """The scheduler that `scheduler.type` names: one of `VALID`, or any of `torch.optim.lr_scheduler`."""
+    """Build the scheduler named by `scheduler.type`: one of `VALID`, or any of `torch.optim.lr_scheduler`."""
     torch_names = [name for name in torch.optim.lr_scheduler.__all__ if name not in _SCHEDULES]
     names = {name.lower(): name for name in (*torch_names, *VALID)}
     name = names.get(plan_type.lower())
     if name is None:
         known = sorted(set(names.values()) - set(_REFUSED))
         raise ValueError(
-            f"scheduler.type {plan_type!r} is not known{nearest(plan_type, known)}; it may be any of {known},"
-            f" or pass a scheduler, or a callable that makes one, as lr_scheduler="
+            f"unknown scheduler.type {plan_type!r}{nearest(plan_type, known)}; use one of {known}, or pass a scheduler, or a "
+            f"callable that builds one, as lr_scheduler="
         )
     if name in _REFUSED:
         raise ValueError(f"scheduler.type {name!r} {_REFUSED[name]}")
@@ -393,15 +386,14 @@ def build_scheduler(plan_type: str, params: Mapping[str, Any], optimizer: Any) -
 
 
 def check_steps_alone(scheduler: Any) -> Any:
-    """The scheduler, if the engine can call its `step()`, which gets no arguments; else ValueError."""
-    step = getattr(scheduler, "step", None)
+    """Return the scheduler; raise ValueError unless its `step()` can be called without arguments, as the engine does."""
+    name, step = type(scheduler).__name__, getattr(scheduler, "step", None)
     if not callable(step):
-        raise ValueError(f"lr_scheduler= gave a {type(scheduler).__name__}, which has no step(); give a scheduler or its maker")
+        raise ValueError(f"lr_scheduler= is a {name}, which has no step(); pass a scheduler, or a callable that builds one")
     needed = [p.name for p in inspect.signature(step).parameters.values() if p.default is p.empty and p.kind not in _COLLECTS]
     if needed:
         raise ValueError(
-            f"lr_scheduler= is a {type(scheduler).__name__}, whose step() needs {', '.join(needed)}, and the engine has none to "
-            f"give: {_STEP_YOURSELF}"
+            f"lr_scheduler= is a {name}, whose step() needs {', '.join(needed)}, which the engine cannot pass: {_STEP_YOURSELF}"
         )
     return scheduler
 
@@ -423,16 +415,18 @@ _FROM_RATES = (
 
 
 def add_group(scheduler: Any, rate: float | None) -> Callable[[], None]:
-    """The scheduler's optimizer has another group, the last, of this rate of its own (None: it was not given): from now on the
-    group's `lr` runs as the first group's does, in proportion. Returns what makes the scheduler forget that; of the group nothing
-    is undone. Raises ValueError, with nothing changed, where the scheduler has no place for another group.
+    """Extend a scheduler to a group that was appended to its optimizer, with learning rate `rate` (None: not specified): from now
+    on the group's `lr` follows the first group's in proportion.
+
+    Returns a function that undoes this in the scheduler, not in the group. Raises ValueError, with nothing changed, for schedulers
+    that cannot be extended.
     """
     parts = _parts_of(scheduler)
     for part in parts:
         if not isinstance(part, Schedule) and type(part) not in (*_OF_OTHERS, *_FROM_RATES):
             raise ValueError(
-                f"add_param_group(): a {type(part).__name__} has no known place for another group's values. Before it set "
-                f"engine.lr_scheduler = None, and after it one made of engine.optimizer; or give the group to initialize(), empty"
+                f"add_param_group(): a {type(part).__name__} cannot be extended by another group. Set engine.lr_scheduler = None "
+                f"before, and to a new scheduler of engine.optimizer after; or pass an empty group to initialize()"
             )
     before = [(part, dict(vars(part))) for part in parts]
     if isinstance(scheduler, Schedule):
@@ -440,29 +434,29 @@ def add_group(scheduler: Any, rate: float | None) -> Callable[[], None]:
     else:
         _add_to_torch(parts)
 
-    def forget() -> None:
+    def undo() -> None:
         for part, values in before:
             vars(part).update(values)
 
-    return forget
+    return undo
 
 
 def _parts_of(scheduler: Any) -> list[Any]:
-    """The scheduler, and those that it consists of."""
+    """The scheduler and its nested schedulers."""
     nested = scheduler._schedulers if type(scheduler) in _OF_OTHERS else []
     return [scheduler, *(part for each in nested for part in _parts_of(each))]
 
 
 def _add_to_torch(parts: Sequence[Any]) -> None:
-    """They keep the groups' own rates, functions of some, and what was last set. Lists are exchanged, not appended to."""
+    """Extend torch schedulers: base rates, last rates and lambdas. Lists are replaced, not appended to, so that `undo` works."""
     leaf = next(part for part in parts if type(part) in _FROM_RATES)
     first, *_, group = leaf.optimizer.param_groups
     own, base = float(group["lr"]), float(leaf.base_lrs[0])
-    now = own * (float(first["lr"]) / base) if base else own
+    current = own * (float(first["lr"]) / base) if base else own
     group["initial_lr"] = own
-    group["lr"] = torch.tensor(now) if isinstance(group["lr"], Tensor) else now
+    group["lr"] = torch.tensor(current) if isinstance(group["lr"], Tensor) else current
     for part in parts:
-        part._last_lr = [*part._last_lr, now]
+        part._last_lr = [*part._last_lr, current]
         if type(part) in _FROM_RATES:
             part.base_lrs = [*part.base_lrs, own]
         if hasattr(part, "lr_lambdas"):
@@ -483,13 +477,12 @@ def _rates(optimizer: Any) -> list[float]:
 
 
 def _each(optimizer: Any, name: str, value: PerGroup) -> list[float]:
-    """One number per parameter group."""
+    """One number per parameter group; raises ValueError for a list of another length."""
     count = len(optimizer.param_groups)
-    if not isinstance(value, Sequence):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{name} has {len(value)} values for {count} parameter groups")
-    return list(value)
+    values = _per_group(value, count)
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} values for {count} parameter groups")
+    return values
 
 
 def _per_group(value: PerGroup, count: int) -> list[float]:
@@ -502,7 +495,7 @@ def _between(optimizer: Any, low: PerGroup, high: PerGroup, fraction: float) -> 
 
 
 def _whole(name: str, value: float, *, minimum: int) -> int:
-    """An integer; configurations from other tools write sizes as floats."""
+    """`value` as an integer; it may be an integral float, because other tools write sizes so."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < minimum:
         raise ValueError(f"{name} is {value!r}; it must be an integer >= {minimum}")
     return int(value)

@@ -1,19 +1,19 @@
-"""An engine that gives its memory back for a while: states move to the host or to a disk, and come back where they were.
+"""Sleep and wake: free an engine's memory by moving states to the host or to disk, and restore them.
 
-For programs that train and generate in turns on one device. Every kind of state can go, in any stage:
+For programs that alternate between training and generation on one device. Every kind of state can be moved, in any ZeRO stage:
 
-optimizer  masters and what the optimizer keeps
-weights    parameters; they raise by name while they are away
-gradients  buffers of gradients, with what they hold in the middle of a window, and buffers through which things pass
+optimizer  masters and optimizer states
+weights    parameters; accessing one while it is moved away raises an error that names it
+gradients  gradient buffers, with their contents in the middle of a window, and transfer buffers
 
-What rests on disk or beside the device anyway stays there. A tensor keeps its identity: its memory is emptied under it, and filled
-again.
+States that are already offloaded stay where they are. A tensor keeps its identity: its storage is resized to zero and back.
 """
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,22 +36,22 @@ KINDS = ("optimizer", "weights", "gradients")
 
 
 def check(include: Iterable[str] | None, device: str, path: str | None, own: torch.device) -> tuple[str, ...]:
-    """The kinds that are meant. Raises ValueError for what cannot be."""
+    """Validate the arguments of `Engine.sleep`; returns the kinds of state. Raises ValueError."""
     kinds = KINDS if include is None else tuple(include)
     for kind in kinds:
         if kind not in KINDS:
-            raise ValueError(f"sleep(include=): {kind!r} is no kind of state; there are {', '.join(KINDS)}")
+            raise ValueError(f"sleep(include=): {kind!r} is not a kind of state; use {', '.join(KINDS)}")
     if device not in ("cpu", "disk"):
-        raise ValueError(f"sleep(device={device!r}): states go to 'cpu' or to 'disk'")
+        raise ValueError(f"sleep(device={device!r}): use 'cpu' or 'disk'")
     if device == "cpu" and own.type == "cpu":
-        raise ValueError("sleep(device='cpu'): this engine's states are in host memory already; use device='disk' and path=")
+        raise ValueError("sleep(device='cpu'): this engine's states are already in host memory; use device='disk' and path=")
     if device == "disk" and (path is None or not Path(path).is_dir()):
-        raise ValueError(f"sleep(device='disk'): path={path!r} is no folder; name one on a disk")
+        raise ValueError(f"sleep(device='disk'): path={path!r} is not a folder; pass one on a disk")
     return kinds
 
 
 def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
-    """Save, agree, give back; returns this rank's bytes. Raises on every rank, with nothing lost, where one has no room."""
+    """Copy states away, agree, free the memory; returns the bytes freed. If one rank lacks space, all raise and nothing is lost."""
     asleep = Asleep(kinds, engine.device, None if folder is None else Path(folder))
     error, nbytes = "", 0
     try:
@@ -62,7 +62,7 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
     if errors:
         asleep.close()
         rank, first = next(iter(errors.items()))
-        raise RuntimeError(f"engine.sleep(): nothing was moved, because rank {rank} could not: {first}")
+        raise RuntimeError(f"engine.sleep(): no states were moved, because rank {rank} failed: {first}")
     engine.asleep = asleep
     engine.gate.shut(Block.ASLEEP, f"the engine sleeps ({', '.join(sorted(kinds))} are away); call engine.wake() first")
     if "weights" in kinds:
@@ -73,7 +73,6 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
         unit.master_is_away = "optimizer" in kinds and not stays
     if "gradients" in kinds:
         engine.hooks.refusal = "the engine's gradients are away: call engine.wake() first, or compute under torch.no_grad()"
-    if "gradients" in kinds:
         engine.homes.close_landings()
     asleep.empty()
     if engine.steps is not None and engine.homes.lane is None:
@@ -82,10 +81,10 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
 
 
 def wake(engine: Engine) -> None:
-    """Undo `put`. Where a disk does not give back what it took, all ranks are awake, raise, and are broken."""
+    """Undo `put`. If reading from a disk fails, all ranks are awake but broken, and raise DiskError."""
     asleep = engine.asleep
-    assert asleep is not None, "wake() of an engine that sleeps"
-    errors = gather_objects(asleep.bring_back(), engine.mesh.data)  # others' parts of shared memory are back, too
+    assert asleep is not None, "wake() needs an engine that sleeps"
+    errors = gather_objects(asleep.bring_back(), engine.mesh.data)  # after it, all ranks' parts of shared memory are back
     engine.hooks.refusal = ""
     for unit in engine.units:
         unit.master_is_away = False
@@ -96,24 +95,25 @@ def wake(engine: Engine) -> None:
     engine.gate.open(Block.ASLEEP)
     for rank, why in zip(engine.mesh.data.ranks, errors, strict=True):
         if why:
-            lost = f"the states that rank {rank} had put to sleep did not come back: {why}"
-            engine.gate.shut(Block.BROKEN, f"{lost}. Mend or change the disk, and go on from the last checkpoint")
+            lost = f"rank {rank} could not read its sleeping states back from disk: {why}"
+            engine.gate.shut(Block.BROKEN, f"{lost}. Repair or replace the disk, and resume from the last checkpoint")
             raise DiskError(errno.EIO, lost)
 
 
 class Asleep:
-    """What an engine's sleep took away, and where it is."""
+    """The states that an engine's sleep moved away, and their copies."""
 
     def __init__(self, kinds: Iterable[str], device: torch.device, folder: Path | None) -> None:
         self.kinds = frozenset(kinds)
         self.device, self.folder = device, folder
-        self._spaces: list[Space] = []
+        self._space: Space | None = None
         self._gone: list[tuple[Tensor, int, Store | Tensor | None]] = []
 
     def take(self, tensors: list[tuple[Tensor, bool]]) -> int:
-        """Empty the memory of these (the tensor, whether its content counts); returns its bytes. All are saved before any goes."""
+        """Copy the tensors away (each with whether to keep its contents); returns their bytes. `empty` then frees their memory."""
         if self.folder is not None:
-            self._spaces = [self._open(sum(range_nbytes(t.numel(), t.element_size()) for t, counts in tensors if counts))]
+            nbytes = sum(range_nbytes(tensor.numel(), tensor.element_size()) for tensor, counts in tensors if counts)
+            self._space = Space(partial(Disk, str(self.folder)), max(nbytes, 1))
         for tensor, counts in tensors:
             self._gone.append((tensor, tensor.untyped_storage().nbytes(), self._save(tensor) if counts else None))
         if self.device.type == "cuda":
@@ -121,7 +121,7 @@ class Asleep:
         return sum(tensor.nbytes for tensor, _, _ in self._gone)
 
     def empty(self) -> None:
-        """Give the memory back. Of shared memory each rank gives its own part, once all have saved."""
+        """Free the memory, once all ranks have saved; each rank frees its own part of shared memory."""
         for tensor, _, _ in self._gone:
             if tensor.untyped_storage().resizable():
                 tensor.untyped_storage().resize_(0)
@@ -131,7 +131,7 @@ class Asleep:
             torch.cuda.empty_cache()
 
     def bring_back(self) -> str:
-        """Everything as it was; returns what a disk says that did not give it back, when all memory is there again."""
+        """Restore all tensors; returns the first disk error, "" for none. All memory is allocated again either way."""
         error = ""
         for tensor, nbytes, saved in self._gone:
             if tensor.untyped_storage().resizable():
@@ -152,18 +152,14 @@ class Asleep:
         return error
 
     def close(self) -> None:
-        for space in self._spaces:
-            space.close()
-        self._gone, self._spaces = [], []
-
-    def _open(self, nbytes: int) -> Space:
-        return Space(lambda nbytes: Disk(str(self.folder), nbytes), max(nbytes, 1))
+        if self._space is not None:
+            self._space.close()
+        self._gone, self._space = [], None
 
     def _save(self, tensor: Tensor) -> Store | Tensor:
-        if self.folder is None:
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            return kept.copy_(tensor, non_blocking=True)
-        store = self._spaces[0].store(tensor.numel(), tensor.dtype)
+        if self._space is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        store = self._space.store(tensor.numel(), tensor.dtype)
         for start, stop in _pieces(tensor.numel()):
             store.put(start, tensor[start:stop].cpu())
         return store
@@ -175,18 +171,18 @@ def _pieces(numel: int, most: int = 1 << 22) -> Iterator[tuple[int, int]]:
 
 
 def memory_of(engine: Engine, kinds: Iterable[str]) -> list[tuple[Tensor, bool]]:
-    """This rank's memory of these kinds of state on the device, each part once: (1D tensor, whether what it holds counts)."""
-    found: dict[tuple[int, int], tuple[Tensor, bool]] = {}
+    """This rank's device memory of these kinds of state, each part once: (1D tensor, whether to keep its contents)."""
+    tensors: dict[tuple[int, int], tuple[Tensor, bool]] = {}
 
     def add(tensor: Tensor | None, counts: bool = True) -> None:
         if tensor is not None and tensor.numel() and tensor.device.type == engine.device.type:
             flat = tensor.detach().reshape(-1)
             if flat.data_ptr() == tensor.data_ptr():
-                found.setdefault((flat.data_ptr(), flat.nbytes), (flat, counts))
+                tensors.setdefault((flat.data_ptr(), flat.nbytes), (flat, counts))
 
     for kind in kinds:
         {"optimizer": _optimizer, "weights": _weights, "gradients": _gradients}[kind](engine, add)
-    return list(found.values())
+    return list(tensors.values())
 
 
 def _optimizer(engine: Engine, add: Any) -> None:

@@ -1,9 +1,10 @@
-"""The end of a window: settle, norm, verdict, update, publish. The same decisions on every rank.
+"""The end of an accumulation window: settle, norm, verdict, update, publish. All ranks make the same decisions.
 
-ahead   a unit is updated ahead when its gradients are stepped on before the verdict, on the guess that nothing will be clipped
+verdict  gradient norm, whether it is finite, and the factor that unscales and clips
+ahead    an update before the verdict, speculating that nothing will be clipped
 
-`judge` is the fence of the step: its exchange lets no rank go on before all have finished their backward, which
-is what allows weights in shared memory to be overwritten.
+`judge` is the fence of the step: no rank passes its exchange before all have finished their backward, so weights in shared memory
+may then be overwritten.
 """
 
 from __future__ import annotations
@@ -32,37 +33,36 @@ from slipstream.zero.unit import Comms, Unit
 
 
 class Verdict(NamedTuple):
-    """What all ranks agree on before the optimizer runs."""
+    """The values that all ranks agree on before the optimizer runs."""
 
     norm: float  # global L2 norm of the mean gradient, unscaled, before clipping
     finite: bool
-    scale: float  # what the optimizer multiplies gradients with: unscale and clip in one factor
-    culprit: str = ""  # the first parameter, in model order, whose gradient is not finite on any rank
+    scale: float  # the optimizer multiplies gradients with it: unscale and clip in one factor
+    culprit: str = ""  # the first parameter, in model order, whose gradient is not finite on some rank
 
 
 class UnusedParameterError(RuntimeError):
-    """A trainable parameter got no gradient, where the config says that each must."""
+    """A trainable parameter got no gradient, and the config requires one (ignore_unused_parameters: false)."""
 
 
 def refuse_unused(units: Sequence[Unit], landed: AbstractSet[tuple[int, int]], comms: Comms) -> None:
-    """Raises UnusedParameterError on all ranks for the first trainable parameter that some rank has not in `landed`. Collective."""
+    """Raise UnusedParameterError on all ranks for the first trainable parameter missing in any rank's `landed`. Collective."""
     places = [(unit, i) for unit in units if unit.trainable for i, param in enumerate(unit.params) if param.requires_grad]
-    mine = next((float(k) for k, (unit, i) in enumerate(places) if (unit.index, i) not in landed), math.inf)
-    firsts = comms.data.exchange(torch.tensor([mine], dtype=torch.float64))[:, 0].tolist()
+    unused = next((float(k) for k, (unit, i) in enumerate(places) if (unit.index, i) not in landed), math.inf)
+    firsts = comms.data.exchange(torch.tensor([unused], dtype=torch.float64))[:, 0].tolist()
     first = min(firsts)
     if first < math.inf:
         unit, i = places[int(first)]
         rank = comms.data.axis.ranks[firsts.index(first)]
         raise UnusedParameterError(
-            f"parameter {unit.names[i]!r} got no gradient on rank {rank} since the last step, and ignore_unused_parameters of "
-            f"zero_optimization is false: use the parameter in the loss, freeze it, or set the key to true"
+            f"parameter {unit.names[i]!r} got no gradient on rank {rank} since the last step, and "
+            f"zero_optimization.ignore_unused_parameters is false: use the parameter in the loss, freeze it, or set the key to true"
         )
 
 
 def reduce_leftovers(units: Sequence[Unit], hooks: Hooks, comms: Comms) -> None:
     """Reduce gradients that are still in `.grad` on any rank (late ones, and those of no_sync). Collective."""
-    mine = hooks.leftovers()
-    rows = comms.data.exchange(torch.tensor([float(hooks.backwards), *map(float, mine)], dtype=torch.float64))
+    rows = comms.data.exchange(torch.tensor([float(hooks.backwards), *map(float, hooks.leftovers())], dtype=torch.float64))
     _check_rounds(rows[:, 0], comms)
     for unit in reversed(units):
         if rows[:, 1 + unit.index].any():
@@ -74,13 +74,13 @@ def _check_rounds(backwards: Tensor, comms: Comms) -> None:
     if backwards.min() != backwards.max():
         counts = {rank: int(n) for rank, n in zip(comms.data.axis.ranks, backwards.tolist(), strict=True)}
         raise RuntimeError(
-            f"ranks ran different numbers of backward passes before engine.step(): {counts} (rank: passes). Every rank must run "
-            f"as many; a rank that is out of data can run one more with a loss of zero, or use dataloader_drop_last"
+            f"ranks ran different numbers of backward passes before engine.step(): {counts} (rank: passes). Run the same number "
+            f"on every rank: a rank that is out of data can run one more with a zero loss, or set dataloader_drop_last"
         )
 
 
 def settle(units: Sequence[Unit], alpha: float, slots: Slots) -> None:
-    """Bring every unit's gradients to the optimizer's placement."""
+    """Move every unit's gradients to the optimizer's placement."""
     trainable = [unit for unit in reversed(units) if unit.trainable]
     in_flight: list[Pending[None]] = []
     for unit in trainable:
@@ -93,7 +93,7 @@ def settle(units: Sequence[Unit], alpha: float, slots: Slots) -> None:
 
 
 def judge(units: Sequence[Unit], comms: Comms, backwards: int, loss_scale: float, clipping: float) -> Verdict:
-    """One exchange: the squares of every (unit, rank) in fp64, added in that order. Collective; every rank waits for all."""
+    """Compute the verdict in one exchange: the squares of every (unit, rank) in fp64, added in that order. A barrier."""
     trainable = [unit for unit in units if unit.trainable]
     values = [float(backwards), *_squares(trainable)]
     rows = comms.data.exchange(torch.tensor(values, dtype=torch.float64))
@@ -105,14 +105,14 @@ def judge(units: Sequence[Unit], comms: Comms, backwards: int, loss_scale: float
     finite = math.isfinite(total)
     norm = math.sqrt(total) / loss_scale if finite else float("nan") if math.isnan(total) else math.inf
     clip = 1.0
-    if clipping > 0:  # as torch.nn.utils.clip_grad_norm_, also where the step is taken all the same: 0 for inf, NaN for NaN
+    if clipping > 0:  # as torch.nn.utils.clip_grad_norm_, also for a step that is applied anyway: 0 for inf, NaN for NaN
         clip = clipping / (norm + 1e-6)
         clip = 1.0 if clip > 1.0 else clip
     return Verdict(norm, finite, clip / loss_scale, "" if finite else _find_culprit(trainable, comms))
 
 
 def _squares(units: Sequence[Unit]) -> list[float]:
-    """Each unit's sum of squares on this rank; waits for the device once."""
+    """Each unit's sum of squares on this rank, with one device synchronization."""
     squares = [unit.partial.sumsq for unit in units]
     if any(isinstance(square, Tensor) for square in squares):
         device = units[0].full.device
@@ -121,40 +121,40 @@ def _squares(units: Sequence[Unit]) -> list[float]:
 
 
 def _find_culprit(units: Sequence[Unit], comms: Comms) -> str:
-    """The first parameter, in model order, whose gradient is not finite on any rank; "" for none. Collective, rare."""
-    mine: tuple[int, int, str] | None = None
+    """The first parameter, in model order, whose gradient is not finite on some rank; "" for none. Collective, rare."""
+    first: tuple[int, int, str] | None = None
     for unit in units:
-        if mine is not None or math.isfinite(float(unit.partial.sumsq)) or unit.grads is None:
+        if first is not None or math.isfinite(float(unit.partial.sumsq)) or unit.grads is None:
             continue
         base = unit.optim_span[0]
         for i, slot in enumerate(unit.layout.slots):
             start, stop = overlap(slot.span, unit.optim_span)
             if not bool(torch.isfinite(unit.grads.get(start - base, stop - base)).all()):
-                mine = (unit.index, i, unit.names[i])
+                first = (unit.index, i, unit.names[i])
                 break
-    candidates: list[tuple[int, int, str]] = [each for each in gather_objects(mine, comms.data.axis) if each is not None]
+    candidates: list[tuple[int, int, str]] = [each for each in gather_objects(first, comms.data.axis) if each is not None]
     return min(candidates)[2] if candidates else ""
 
 
 class Ahead:
-    """Chunks that are stepped ahead: what waits, what is done, and the values that are not in force yet.
+    """The state of an update ahead: chunks that are queued, chunks that are done, and new values that are not current yet.
 
-    Written from two threads: the caller's, which puts units in, and the one that works on them.
+    Two threads write it: the caller's, which enqueues units, and the update thread.
     """
 
     def __init__(self, scale: float, inputs: object) -> None:
         self.scale, self.inputs = scale, inputs
-        self.revisions: dict[int, int] = {}  # of the units that were put in
-        self.done: dict[int, set[int]] = {}  # unit index -> where chunks start that have been stepped
-        self.kept: dict[int, list[tuple[Store, int, Tensor]]] = {}  # new values of what rests in memory, and their place
+        self.revisions: dict[int, int] = {}  # of the enqueued units
+        self.done: dict[int, set[int]] = {}  # unit index -> start offsets of the chunks that were stepped
+        self.kept: dict[int, list[tuple[Store, int, Tensor]]] = {}  # new values of states in memory: store, offset, values
         self.running: Future[None] | None = None
-        self.in_hand: deque[Unit] = deque()  # of each chunk that has been taken and not stepped
+        self.in_hand: deque[Unit] = deque()  # the unit of each chunk that was taken and not yet stepped
         self._waiting: deque[tuple[Unit, Chunk, list[Transfer | Event]]] = deque()
-        self._runs = False  # a job that takes chunks
+        self._runs = False  # whether a job takes chunks
         self._lock = threading.Lock()
 
     def put(self, unit: Unit, chunks: Sequence[Chunk]) -> bool:
-        """Returns whether a job has to be started: one ends where it finds nothing, so that none waits for what may never come."""
+        """Enqueue a unit's chunks. Returns whether the caller must start a job: a job ends as soon as the queue is empty."""
         assert unit.grads is not None
         moving = unit.homes.on_its_way(unit.grads)
         with self._lock:
@@ -164,12 +164,12 @@ class Ahead:
             return begins
 
     def close(self) -> None:
-        """No chunk is begun any more."""
+        """Drop the queued chunks; no further chunk starts."""
         with self._lock:
             self._waiting.clear()
 
     def take(self, is_idle: bool) -> Chunk | None:
-        """The next chunk, as zero/stream.py's `stream` asks for it; with none and nothing else to do, the job ends."""
+        """The next chunk for zero/stream.py's `stream`. If the queue is empty and `is_idle`, the job ends."""
         with self._lock:
             if not self._waiting:
                 self._runs = not is_idle
@@ -181,7 +181,7 @@ class Ahead:
         return chunk
 
     def keep(self, unit: Unit, chunk: Chunk) -> None:
-        """Let what is stepped in memory be a copy of what is in force."""
+        """Let the chunk write to copies of the states in memory, so that the current values stay as they are."""
         for name, use in chunk.uses.items():
             view = use.store.view(chunk.start, chunk.stop)
             if use.write and view is not None:
@@ -190,7 +190,7 @@ class Ahead:
 
 
 class _Updating(NamedTuple):
-    """zero/unit.py's `Updating`: a unit's update is being computed, and then its weights move to where they rest."""
+    """zero/unit.py's `Updating`: a unit's update is being computed, then its weights move to their store."""
 
     computed: Future[list[Transfer]]
     note: Callable[[Exception], None]
@@ -207,26 +207,26 @@ class _Updating(NamedTuple):
 
 
 class Updater:
-    """Runs the optimizer over units and publishes each as soon as it is done.
+    """Runs the optimizer over units and publishes each unit as soon as it is done.
 
-    Where weights are sharded and the optimizer steps apart from what computes (states stream through memory, or it steps on the
-    host beside a device) it does so on a thread of its own, in forward order, so that the next forward begins meanwhile: a unit
-    that is gathered waits for its own update only (`Unit.await_update`). Beside a device but with replicated weights, units go in
-    the order in which their gradients arrive.
+    If weights are sharded and the optimizer does not step on the compute device (states stream through memory, or it steps on the
+    host while the model is on a GPU), the update runs on its own thread, in forward order, and overlaps the next forward:
+    gathering a unit waits only for that unit's update (`Unit.await_update`). With a GPU and replicated weights, units are updated
+    in the order in which their gradients arrive.
 
-    There, a unit may be updated ahead, while the backward goes on: `offer`. What is written goes beside what is in force, in
-    memory and on disk, and takes its place after `start` if everything that it was computed from is as it was; else it is computed
-    again. So results are those of a step after the verdict, to the bit. The guess is made after a step that clipped nothing.
+    On that thread a unit can be updated ahead, during the backward: `offer`. The new values are written next to the current ones,
+    in memory and on disk. After `start` they become current if all their inputs are unchanged; otherwise they are computed again.
+    So results are bit-identical to a step after the verdict. Only a step that clipped nothing enables it for the next one.
 
-    What fails on that thread, or on a disk, is not raised in mid-step, where other ranks would wait for this one for ever: the rest
-    is published as it is, and `failure` says why until the engine has told all ranks.
+    A failure of that thread or of a disk is not raised in mid-step, because other ranks would wait for this one forever: the
+    remaining units are published as they are, and `failure` keeps the exception until the engine has reported it to all ranks.
     """
 
     def __init__(self, units: Sequence[Unit], steps: ShardedSteps) -> None:
         self.units, self.steps = units, steps
         self.failure: Exception | None = None
-        self.expected: float | None = None  # the scale that the next `start` will probably be given; None: update nothing ahead
-        self.num_ahead = 0  # of the last update: chunks that were stepped ahead
+        self.expected: float | None = None  # the scale that the next `start` will probably get; None: update nothing ahead
+        self.num_ahead = 0  # chunks of the last update that were stepped ahead
         self._ahead: Ahead | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
@@ -241,18 +241,18 @@ class Updater:
     # -- before the verdict --
 
     def offer(self, unit: Unit) -> None:
-        """The unit's gradients are reduced, probably for the last time before `start`: update it ahead where that can be undone."""
+        """Update a unit ahead, if that can be undone. Its gradients are reduced, probably for the last time before `start`."""
         if self.expected is None or self.steps.ring is None or self.steps.apart or not unit.placement.weights:
             return
         if self.steps.not_computed(self.steps.inner.param_groups):
-            return  # `Engine.step` says so
+            return  # `Engine.step` raises it
         chunks = [chunk for chunk in self.steps.chunks(unit) if chunk.may_be_ahead]
         if not chunks or not all(store.keeps_old for store in _written_to_disk(chunks)):
             return
         if self._ahead is not None and unit.index in self._ahead.revisions:  # a second backward in this micro-batch
             self.drop()
         if self._ahead is None:
-            self.finish()  # `prepare` would change what that step computes
+            self.finish()  # `prepare` would change the inputs of a running step
             self._ahead = Ahead(self.expected, self.steps.prepare(self._trainable()))
         if self._ahead.put(unit, chunks):
             self._ahead.running = self._submit(self._run_ahead, self._ahead)
@@ -270,16 +270,16 @@ class Updater:
             self._note(error)
 
     def drop(self) -> None:
-        """Forget what was updated ahead, and wait until nothing of it moves. Always safe to call."""
+        """Discard updates ahead and wait for their transfers. Always safe to call."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.running is not None:
             ahead.close()
             ahead.running.result()
 
-    # -- after it --
+    # -- after the verdict --
 
     def start(self, scale: float) -> None:
-        """Update all trainable units; returns when that is done, or has begun."""
+        """Update all trainable units; returns once the update is done, or runs on the update thread."""
         ahead, self._ahead = self._ahead, None
         trainable = self._trainable()
         if ahead is not None:
@@ -290,8 +290,7 @@ class Updater:
         self.steps.begin(trainable)
         for unit in trainable:
             unit.expire_graphs()
-        beside = self.steps.streams or self.steps.apart
-        if not beside or not all(unit.placement.weights for unit in trainable):
+        if not (self.steps.streams or self.steps.apart) or not all(unit.placement.weights for unit in trainable):
             self._run(trainable[::-1] if self.steps.apart else trainable, scale, {}, None)
             return
         done: dict[int, Future[list[Transfer]]] = {unit.index: Future() for unit in trainable}
@@ -330,10 +329,10 @@ class Updater:
             pending.wait()
 
     def _stream(self, units: Sequence[Unit], scale: float, ahead: Ahead | None, finish: Callable[[list[Transfer]], None]) -> None:
-        """Step what has not been stepped ahead, and let each unit's new values be in force once there are all of them."""
+        """Step the chunks that were not stepped ahead. A unit's new values become current once all its chunks are stepped."""
         done: dict[int, set[int]] = {}
         if ahead is not None and ahead.running is not None:
-            ahead.running.result()  # it ends before this begins: jobs run in order
+            ahead.running.result()  # has ended before this job: jobs run in order
             done = {index: starts for index, starts in ahead.done.items() if index in ahead.revisions}
         self.num_ahead = sum(map(len, done.values()))
         left = [[chunk for chunk in self.steps.chunks(unit) if chunk.start not in done.get(unit.index, ())] for unit in units]
@@ -355,11 +354,11 @@ class Updater:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing runs on beside the caller."""
+        """Whether no update runs on the update thread."""
         return self._running is None
 
     def finish(self) -> None:
-        """Wait until everything is updated and at rest."""
+        """Wait until all units are updated and stored."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
@@ -367,7 +366,7 @@ class Updater:
             unit.await_update()
 
     def close(self) -> None:
-        """Always safe to call twice."""
+        """End the update thread. Safe to call twice."""
         try:
             self.drop()
             self.finish()

@@ -1,13 +1,13 @@
-"""Between two steps the model itself is changed, and its engine goes on: `Engine.surgery`.
+"""Surgery: change the model between two steps and rebuild the engine's units around it (`Engine.surgery`).
 
-    begin     nothing is under way on any rank; hooks are off; from now on a sharded parameter that is touched is lent, in private
-              copies of its unit's, as in `zero.gathered`
+    begin     check that no rank is in the middle of a window; remove the hooks; from now on an access to a sharded parameter
+              gathers its unit into a private, writable copy, as `zero.gathered` does
     (the user's changes)
-    compare   what the model's parameters are now beside what the units hold; the same on all ranks, or all raise
-    rebuild   units whose parameters are what they were stay as they are, under their new names; of the others one block after the
-              other is built anew, takes its values from the old units, and those go: what is whole at a time is one unit
+    compare   compare the model's parameters with those of the units; all ranks agree, or all raise
+    rebuild   keep units whose parameters are unchanged, under their new names; build all others anew, block by block, from the
+              values of the old units, which are freed on the way: at most one unit is unsharded at a time
 
-The first rank's values count wherever something was given or changed, so draws need not agree.
+New and modified values are taken from rank 0, so ranks need not draw the same random numbers.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 GroupOf = int | Callable[[str, nn.Parameter], int] | None
 
 _HALF_CHANGED = (
-    "the model was changed in an engine.surgery() that failed ({why}), so engine and model do not fit: enter another "
-    "`with engine.surgery():` and finish or undo the change in it (an empty one takes the model as it is), or load a checkpoint "
+    "the model was changed in an engine.surgery() that failed ({why}), so engine and model no longer match: enter another "
+    "`with engine.surgery():` and finish or undo the change in it (an empty one accepts the model as it is), or load a checkpoint "
     "into a new engine"
 )
 
@@ -53,14 +53,14 @@ class Surgery:
 
     def __init__(self, engine: Engine, group: GroupOf) -> None:
         self.engine, self.group = engine, group
-        self.copies: dict[Unit, Tensor] = {}  # of units that were touched
-        self.undo = ExitStack()  # of parameter groups, which come with the surgery or not at all
+        self.copies: dict[Unit, Tensor] = {}  # unsharded copies of the units that were accessed
+        self.undo = ExitStack()  # restores the parameter groups if the surgery fails
         self.was_half_changed = Block.CHANGING in engine.gate
 
-    # -- the beginning and the end --
+    # -- begin and end --
 
     def begin(self) -> None:
-        """Raises RuntimeError on every rank where something is under way on any."""
+        """Prepare the model for changes. Raises RuntimeError on every rank if one is in the middle of a window."""
         engine = self.engine
         whys = gather_objects(engine.hooks.under_way(), engine.mesh.data)
         if why := next(filter(None, whys), ""):
@@ -85,11 +85,11 @@ class Surgery:
             unit.on_touch = self._lend
 
     def add_group(self, group: dict[str, Any]) -> None:
-        """`add_param_group` of the engine's optimizer. Raises as torch does, and ValueError, with no group added."""
+        """`add_param_group` of the engine's optimizer. Raises like torch, and ValueError; then no group is added."""
         steps = self.engine.steps
-        assert steps is not None, "its handle called"
+        assert steps is not None, "the optimizer's handle calls this"
         groups, rate = steps.inner.param_groups, group.get("lr")
-        if "bias_correction" in groups[0]:  # no default of torch's
+        if "bias_correction" in groups[0]:  # torch has no default for it
             group.setdefault("bias_correction", groups[0]["bias_correction"])
         steps.inner.add_param_group(group)
         with ExitStack() as failed:
@@ -101,33 +101,33 @@ class Surgery:
             self.undo.push(failed.pop_all())
 
     def finish(self) -> None:
-        """All ranks have made the same change: let it take effect. Raises on every rank where they have not."""
+        """Apply the change, once all ranks have made the same one; otherwise raise on every rank."""
         engine, lines = self.engine, self._fingerprint()
         checksum, ranks = zlib.crc32("\n".join(lines).encode()), engine.mesh.data.ranks
         rows = self._exchange(failed=False, is_changed=self._is_changed(), checksum=checksum)
         if rows[:, 0].any():
             why = f"rank {ranks[int(rows[:, 0].argmax())]} raised inside it"
             self._close(why, is_changed=bool(rows[:, 1].any()))
-            raise RuntimeError(f"engine.surgery(): {why}, so nothing of it takes effect")
+            raise RuntimeError(f"engine.surgery(): {why}, so the change was not applied")
         try:
             if rows[:, 2].min() != rows[:, 2].max():
                 raise ValueError(_difference(ranks, gather_objects(lines, engine.mesh.data)))
             touched = self._touched()
-            for unit in engine.units:  # over shared memory one rank can read alone; what follows is of all
+            for unit in engine.units:  # over shared memory one rank may have read alone; all ranks need the copy from here on
                 if unit.placement.weights and (unit, 0) in touched:
                     self._lend(unit)
             change = Change(engine, engine.module, self.copies, touched, self.group)
         except Exception as error:
             self._close(f"{type(error).__name__}: {error}", is_changed=True)
             raise
-        engine.gate.shut(Block.BROKEN, "engine.surgery() did not end: the engine's states are lost, go on from the last checkpoint")
+        engine.gate.shut(Block.BROKEN, "engine.surgery() failed: the engine's states are lost, resume from the last checkpoint")
         change.make()
         engine.gate.open(Block.BROKEN)
         self.undo.pop_all()
         self._close("", is_changed=False)
 
     def give_up(self, error: BaseException) -> None:
-        """The user's code raised on this rank; nothing that it wrote counts."""
+        """Discard the values that the user's code wrote, because it raised on this rank."""
         why, is_changed = f"{type(error).__name__}: {error}", self._is_changed()
         if isinstance(error, Exception) and not isinstance(error, PeerError):
             rows = self._exchange(failed=True, is_changed=is_changed)
@@ -137,9 +137,9 @@ class Surgery:
         self._close(why, is_changed=is_changed)
 
     def _is_changed(self) -> bool:
-        """Whether something was done that `_close` does not undo: to the model, or in place to weights that every rank holds."""
-        whole = (unit for unit in self.engine.units if not unit.placement.weights and unit not in self.copies)
-        written = any(param._version != at for unit in whole for param, at in zip(unit.params, unit._versions, strict=True))
+        """Whether there is a change that `_close` cannot undo: to the model, or in place to replicated weights."""
+        replicated = (unit for unit in self.engine.units if not unit.placement.weights and unit not in self.copies)
+        written = any(param._version != at for unit in replicated for param, at in zip(unit.params, unit._versions, strict=True))
         return written or _outline(self.engine.module) != self.before
 
     def _exchange(self, *, failed: bool, is_changed: bool, checksum: int = 0) -> Tensor:
@@ -159,13 +159,13 @@ class Surgery:
         return lines + [f"parameter group {i} of {options(group)}" for i, group in enumerate(groups) if i >= self.num_groups]
 
     def _touched(self) -> set[tuple[Unit, int]]:
-        """Which parameters' values may have changed on some rank: the first rank's then count everywhere. Collective."""
+        """The parameters whose values may have changed on some rank; rank 0's values then count everywhere. Collective."""
         units = self.engine.units
-        mine = [(unit.index, i) for unit in units for i in range(len(unit.params)) if _is_touched(unit, i, self.copies)]
-        return {(units[index], i) for theirs in gather_objects(mine, self.engine.mesh.data) for index, i in theirs}
+        own = [(unit.index, i) for unit in units for i in range(len(unit.params)) if _is_touched(unit, i, self.copies)]
+        return {(units[index], i) for touched in gather_objects(own, self.engine.mesh.data) for index, i in touched}
 
     def _close(self, why: str, *, is_changed: bool) -> None:
-        """Hook the model to the units again, or say why that cannot be. Without a change having been made, copies are dropped."""
+        """Hook the model to the units again; if a failed surgery changed it, block the engine, with `why`. Drops all copies."""
         engine = self.engine
         engine.operation = None
         self.undo.close()
@@ -175,7 +175,7 @@ class Surgery:
                 access.take_back(unit, range(len(unit.params)), self.copies[unit], None, write=False)
             elif not unit.placement.weights:
                 for param, view in zip(unit.params, unit.views, strict=True):
-                    if param.data_ptr() != view.data_ptr():  # `p.data = ...`, which is given up
+                    if param.data_ptr() != view.data_ptr():  # discard `p.data = ...`
                         param.data = view
         self.copies = {}
         if is_changed or (why and self.was_half_changed):
@@ -186,7 +186,7 @@ class Surgery:
 
 
 def _outline(model: nn.Module) -> list[Any]:
-    """What a surgery that raises has left unchanged."""
+    """The identity of the model's modules, parameters and buffers, to detect changes."""
     params = model.named_parameters(remove_duplicate=False)
     return [
         *((name, id(module)) for name, module in model.named_modules(remove_duplicate=False)),
@@ -195,15 +195,15 @@ def _outline(model: nn.Module) -> list[Any]:
     ]
 
 
-def _difference(ranks: Sequence[int], everyone: Sequence[Sequence[str]]) -> str:
-    """What one rank has that another has not, in words."""
-    other = next(i for i, theirs in enumerate(everyone) if theirs != everyone[0])
-    found = []
-    for ours, theirs in ((everyone[0], set(everyone[other])), (everyone[other], set(everyone[0]))):
-        found.append(next((line for line in ours if line not in theirs), "nothing that the other has not"))
+def _difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> str:
+    """The error text: the first line that one rank has and another lacks, for both."""
+    other = next(i for i, each in enumerate(lines) if each != lines[0])
+    known = set(lines[0]), set(lines[other])
+    first = next((line for line in lines[0] if line not in known[1]), "nothing else")
+    second = next((line for line in lines[other] if line not in known[0]), "nothing else")
     return (
-        f"engine.surgery(): ranks changed the model differently. Rank {ranks[0]} has {found[0]}; rank {ranks[other]} has "
-        f"{found[1]}. All ranks have to make the same change"
+        f"engine.surgery(): ranks changed the model differently. Rank {ranks[0]} has {first}; rank {ranks[other]} has {second}. "
+        f"Make the same change on all ranks"
     )
 
 
@@ -218,7 +218,7 @@ def _is_touched(unit: Unit, i: int, copies: Mapping[Unit, Tensor]) -> bool:
 
 
 class Change:
-    """From the units as they were to units of the model as it is now. Made: everything is known and refused that can be."""
+    """Rebuilds the units for the changed model. The constructor makes all checks; `make` applies the change."""
 
     def __init__(
         self, engine: Engine, model: nn.Module, copies: dict[Unit, Tensor], touched: set[tuple[Unit, int]], group: GroupOf
@@ -229,7 +229,7 @@ class Change:
         self.params = {name: leaf.tensor for name, leaf in self.leaves.items()}
         self.before = {id(param) for unit in engine.units for param in (*unit.params, *unit.wholes)}
         self.ids = {id(param) for leaf in self.leaves.values() for param in (leaf.tensor, leaf.whole)}
-        self.places = {id(param): (unit, i) for unit in engine.units for i, param in enumerate(unit.params)}  # as they were
+        self.places = {id(param): (unit, i) for unit in engine.units for i, param in enumerate(unit.params)}  # before the change
         self.origins = self._find_origins()
         self.groups = wrap(model)
         self.held = self._find_held()
@@ -243,10 +243,10 @@ class Change:
         self.site = Site(engine.recipe, engine.comms, engine.homes)
         new = [i for i in range(len(self.groups)) if i not in self.kept]
         self.plots = dict(zip(new, survey([self.groups[i] for i in new], model, engine.recipe, engine.comms), strict=True))
-        self._make_room()
+        self._open_files()
 
     def _find_origins(self) -> dict[str, Origin]:
-        """By the name of each parameter that goes on from one that the engine had."""
+        """Maps each parameter that continues one of the engine's to its origin, by name."""
         by_name = {name: (unit, i) for unit in self.engine.units for i, name in enumerate(unit.names)}
         origins, replaced = {}, []
         for name, param in self.params.items():
@@ -269,32 +269,32 @@ class Change:
         return origins
 
     def _not_continued(self, names: Sequence[str], origins: Mapping[str, Origin]) -> list[str]:
-        """Of parameters that others were replaced by under their names: those whose values have nothing to do with the old ones."""
+        """Of parameters that replaced others under the same name: those whose values are unrelated to the old ones. Collective."""
         fresh = []
         for name in names:
             origin = origins[name]
             old = self.copies[origin.unit] if origin.unit in self.copies else origin.unit.whole_weights()
-            assert origin.given is not None, "another object's values are its own"
+            assert origin.given is not None, "a new parameter object has its own values"
             new = origin.given.reshape(-1)[: origin.common].to(old)
             if not new.equal(old[origin.start : origin.start + origin.common]):
                 fresh.append(name)
         return list(gather_objects(fresh, self.engine.mesh.data)[0]) if names else []
 
     def _find_held(self) -> dict[int, int]:
-        """The parameter group that each is in now, by its id. Raises ValueError for what is in none of the model's modules."""
+        """Maps the id of each parameter to its group. Raises ValueError for a parameter that is in none of the model's modules."""
         held = {}
         for i, group in enumerate(self.engine.steps.inner.param_groups if self.engine.steps is not None else ()):
             for param in group["params"]:
                 held[id(param)] = i
                 if id(param) not in self.ids and id(param) not in self.before:
                     raise ValueError(
-                        f"parameter group {i} was given a parameter of shape {tuple(param.shape)} that is not the model's when "
-                        f"engine.surgery() ends: add the group after the model has its final parameters"
+                        f"parameter group {i} was given a parameter of shape {tuple(param.shape)} that is not the model's at the "
+                        f"end of engine.surgery(): add the group after the model has its final parameters"
                     )
         return held
 
     def _find_kept(self) -> dict[int, Unit]:
-        """Groups of the model whose parameters, shapes and kind are those of a unit."""
+        """Maps groups of the model to existing units with the same parameters, shapes and kind."""
         by_params = {tuple(map(id, unit.params)): unit for unit in self.engine.units}
         kept = {}
         for index, group in enumerate(self.groups):
@@ -317,22 +317,22 @@ class Change:
     # -- the optimizer's groups --
 
     def _agreed_groups(self, group: GroupOf) -> dict[str, int]:
-        """As `_find_groups`. Collective: raises on every rank where it raises on one, or ranks choose differently."""
+        """`_find_groups`, checked on all ranks: if it raises on one, or ranks choose differently, all raise. Collective."""
         joins, error = {}, None
         try:
             joins = self._find_groups(group)
         except Exception as caught:
             error = caught
-        everyone = gather_objects((f"{type(error).__name__}: {error}" if error else "", joins), self.engine.mesh.data)
+        results = gather_objects((f"{type(error).__name__}: {error}" if error else "", joins), self.engine.mesh.data)
         if error is not None:
             raise error
-        for rank, (why, theirs) in zip(self.engine.mesh.data.ranks, everyone, strict=True):
-            if why or theirs != joins:
-                raise ValueError(f"engine.surgery(group=...) on rank {rank} gives {why or theirs}, and here {joins}")
+        for rank, (why, other) in zip(self.engine.mesh.data.ranks, results, strict=True):
+            if why or other != joins:
+                raise ValueError(f"engine.surgery(group=...): rank {rank} gives {why or other}, this rank {joins}")
         return joins
 
     def _find_groups(self, group: GroupOf) -> dict[str, int]:
-        """Which parameter group each joins that is new, or was frozen and in none. Raises ValueError for one that is not there."""
+        """The group of each parameter that is new, or was frozen and in no group. Raises ValueError for an invalid index."""
         if self.engine.steps is None:
             return {}
         groups, held = self.engine.steps.inner.param_groups, self.held
@@ -345,18 +345,18 @@ class Change:
                 joins[name] = held[id(old)]
                 continue
             if origin is not None and not (param.requires_grad and origin.unit.grads is None):
-                continue  # it was left out on purpose
+                continue  # the user left it out on purpose
             which = group(name, param) if callable(group) else _default_group(groups, name, param) if group is None else group
             joins[name] = which
             if not (isinstance(which, int) and 0 <= which < len(groups)):
                 raise ValueError(
-                    f"engine.surgery(group=...) puts {name!r} into parameter group {which!r}, and the optimizer has {len(groups)}, "
-                    f"counted from 0; engine.optimizer.add_param_group() inside the surgery makes another"
+                    f"engine.surgery(group=...) puts {name!r} into parameter group {which!r}, but the optimizer has groups 0 to "
+                    f"{len(groups) - 1}; engine.optimizer.add_param_group() inside the surgery adds one"
                 )
         return joins
 
     def _regroup(self) -> None:
-        """In place: schedules hold the groups."""
+        """Update the groups in place, because schedules hold references to them."""
         assert self.engine.steps is not None
         firsts = {id(param): name for name, param in self.model.named_parameters()}
         for i, group in enumerate(self.engine.steps.inner.param_groups):
@@ -365,10 +365,10 @@ class Change:
             if "param_names" in group:
                 group["param_names"] = [firsts[id(param)] for param in group["params"]]
 
-    # -- making it --
+    # -- applying the change --
 
-    def _make_room(self) -> None:
-        """Files for what of the new units rests on disk. Collective; all ranks raise ValueError where one has no room."""
+    def _open_files(self) -> None:
+        """Open files for the new units' states on disk. Collective; all ranks raise ValueError if one lacks disk space."""
         engine, homes = self.engine, self.engine.homes
         if homes.on_disk and self.plots:
             needs = disk_needs(list(self.plots.values()), engine.recipe, engine.comms, homes.to_keep, on_host=homes.lane is None)
@@ -399,12 +399,12 @@ class Change:
             unit.rename(index, group.name, block, [self.leaves[name] for name in group.param_names])
         if steps is not None:
             steps.renumber(known)
-        engine.units[:] = units  # the updater's too
+        engine.units[:] = units  # in place: the updater holds the same list
         self._refit_ring()
         convert_buffers(self.model, engine.recipe.weights_dtype, engine.plan.precision.buffer_dtype)
 
     def _take_writes(self) -> None:
-        """Values of units that stay: the first rank's."""
+        """Write rank 0's modified values into the units that stay."""
         for unit in self.kept.values():
             touched = [i for i in range(len(unit.params)) if (unit, i) in self.touched]
             if touched:
@@ -413,12 +413,12 @@ class Change:
                 access.take_back(unit, touched, copy, 0, write=True)
 
     def _build(self, going: list[Unit], first: int) -> dict[int, Unit]:
-        """The new units by their place, numbered from `first` on for now; `going` go as soon as no block needs them."""
+        """Build the new units, keyed by group and numbered from `first` for now; free each unit of `going` after its last use."""
         steps = self.engine.steps
         blocks: dict[str, list[int]] = {"": []}
         for i in self.plots:
             blocks.setdefault(self.groups[i].module_name, []).append(i)
-        needed: dict[Unit, str] = {}  # the last block that takes from it
+        needed: dict[Unit, str] = {}  # the last block that uses the old unit
         for block, which in blocks.items():
             for name in (name for i in which for name in self.groups[i].param_names if name in self.origins):
                 needed[self.origins[name].unit] = block
@@ -438,30 +438,32 @@ class Change:
             built.update(zip(which, units, strict=True))
             if steps is not None:
                 steps.add(units)
-                sources = {self.origins[name].unit: None for name in names}  # in order, the same on all ranks
+                sources = {self.origins[name].unit: None for name in names}  # ordered, the same on all ranks
                 for unit in sources:
                     carry_states(steps, unit, units, self.origins)
             for unit in going:
                 if needed.get(unit) == block:
                     self._let_go(unit)
         self.values.finish()
-        self.engine.comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # common weights are written before anyone reads them
+        self.engine.comms.data.exchange(
+            torch.zeros(1, dtype=torch.float64)
+        )  # shared weights are written before any rank reads them
         return built
 
     def _prepare(self, param: nn.Parameter) -> None:
-        """Let the parameter take other memory."""
+        """Detach the parameter from its old unit's memory."""
         if id(param) not in self.places:
             return
         unit, i = self.places[id(param)]
         unit.dress(i, nn.Parameter)
         if unit.layout.slots[i].shape != tuple(param.shape):
-            # What autograd keeps for a parameter while a graph of the past lives has the old shape: another dtype renews it
-            now = param.data
-            param.data = torch.empty(0, dtype=torch.float32 if now.dtype == torch.float64 else torch.float64, device=now.device)
-            param.data = now
+            # While an old graph lives, autograd's metadata of the parameter has the old shape: a change of dtype resets it
+            data = param.data
+            param.data = torch.empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64, device=data.device)
+            param.data = data
 
     def _let_go(self, unit: Unit) -> None:
-        """A unit that nothing is taken from any more. Parameters that left the model are ordinary ones again."""
+        """Free a unit that is no longer used. Parameters that left the model become ordinary ones again."""
         lost = [i for i, param in enumerate(unit.params) if id(param) not in self.ids]
         if lost and unit not in self.copies:
             whole = unit.whole_weights()
@@ -478,7 +480,7 @@ class Change:
         unit.leave()
 
     def _refit_ring(self) -> None:
-        """The buffers that gradients pass through, as long as the longest unit now."""
+        """Resize the ring of gradient buffers to the longest unit."""
         engine = self.engine
         longest = longest_on_wire([(unit.layout, unit.dtypes) for unit in engine.units if unit.grads is not None], engine.recipe)
         if longest != engine.slots.longest:
@@ -487,6 +489,6 @@ class Change:
 
 
 def _default_group(groups: Sequence[Mapping[str, Any]], name: str, param: nn.Parameter) -> int:
-    """The first; where groups say what Muon is for, the first of the parameter's kind."""
+    """The first group; with Muon's groups, the first of the parameter's kind."""
     wanted = muon_groups([(name, param)])[0]["use_muon"]
     return next((i for i, group in enumerate(groups) if group.get("use_muon", wanted) == wanted), 0)
