@@ -264,7 +264,7 @@ class _Import:
             self._parameter(name, shape, 0, held.pop("fp32"), scalars | held, common["param_groups"], 0, numel)
 
     def _name_states(self) -> None:
-        """Rename Adagrad's sum, which DeepSpeed stores as exp_avg_sq; drop the exp_avg_sq that its Lion allocates and never uses."""
+        """Rename Adagrad's sum, which DeepSpeed stores as exp_avg_sq; drop the exp_avg_sq that its Lion never uses."""
         kinds = {key.split(".", 2)[1] for key in self.shapes if key.startswith("optim.")}
         is_lion = kinds == {"exp_avg", "exp_avg_sq"} and not any("eps" in group for group in self.groups or [])
         for name in self.steps if is_lion or kinds == {"exp_avg_sq"} else ():

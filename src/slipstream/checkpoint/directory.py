@@ -146,8 +146,8 @@ def _check_values(folder: Path, document: Document) -> None:
         on_disk = status.st_blocks * 512 or status.st_size  # some file systems report no blocks
         if needed > 2 * on_disk + SLACK:
             raise CheckpointError(
-                f"{folder / file} is damaged or hostile: values of {needed:,} bytes beside its tensors, of which {on_disk:,} are on "
-                f"disk (or the disk compresses: copy it to one that does not)"
+                f"{folder / file} is damaged or hostile: values of {needed:,} bytes beside its tensors, of which {on_disk:,} are "
+                f"on disk (or the disk compresses: copy it to one that does not)"
             )
 
 
@@ -196,7 +196,8 @@ class Draft:
         directory.mkdir(parents=True, exist_ok=True)
         if self.target.exists() and not _holds_checkpoint(self.target) and not _is_empty(self.target):
             raise CheckpointError(
-                f"{self.target} exists and is not a Slipstream checkpoint: {_description(self.target)}; choose another tag or remove it"
+                f"{self.target} exists and is not a Slipstream checkpoint: {_description(self.target)}; "
+                "choose another tag or remove it"
             )
         sweep(directory, tag)
         self.save_id = secrets.token_hex(8)
