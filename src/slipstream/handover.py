@@ -1,4 +1,4 @@
-"""Transfers weights from a training process to a serving process on one machine: a unix socket for messages, shared memory for data.
+"""Transfers weights from a training to a serving process on one machine: messages by a unix socket, data by shared memory.
 
     handover.send(engine.named_weights(), to="weights.sock" if engine.rank == 0 else None)     # trainer, on every rank
     with handover.Receiver(inference_engine, "weights.sock"):                                  # server, once
