@@ -459,7 +459,7 @@ def test_what_is_missing_or_foreign_is_named(tmp_path: Path) -> None:
         ),
         (["layer_00-model_00-model_states.pt"], "pipeline stages or experts"),
         (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "has no metadata.json, it has bf16_zero"),
-        ([".metadata", "__0_0.distcp"], "pickle; none is read"),
+        ([".metadata", "__0_0.distcp"], "pickle, which is not read"),
         (["model.safetensors"], "has no metadata.json, it has model.safetensors"),
         ([], "it is empty"),
     ]:
@@ -560,8 +560,8 @@ HOSTILE = {
     "long array": (put("shared", "step", {"$array": ["<f4", [1 << 40], "$shared/0"]}), "in a tensor of"),
     "key of a list": (put("shared", "step", {"$dict": [[[1], 2]]}), "a key of type list"),
     "no such dtype": (put("shared", "step", {"$dtype": "save"}), "a dtype 'save'"),
-    "values in a list": (put("shared", [1, 2]), "it is no dict of names"),
-    "rank's values": (put("per_rank", [3]), "it is no dict of names"),
+    "values in a list": (put("shared", [1, 2]), "it is not a dict with string keys"),
+    "rank's values": (put("per_rank", [3]), "it is not a dict with string keys"),
 }
 
 

@@ -226,7 +226,7 @@ def test_a_receiver_takes_no_path_but_its_own(tmp_path: Path) -> None:
     path = tmp_path / "weights.sock"
     path.write_text("mine")
     with make(Runner()) as served:
-        with pytest.raises(ValueError, match=r"weights\.sock: there is something that is no socket"):
+        with pytest.raises(ValueError, match=r"weights\.sock: a file that is no socket is there"):
             handover.Receiver(served, path)
         assert path.read_text() == "mine"
         path.unlink()

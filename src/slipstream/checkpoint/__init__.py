@@ -1,8 +1,8 @@
-"""Checkpoints that any world size, stage or topology can load: tensors by name, atomic, without pickles.
+"""Checkpoints that any world size, stage or topology can load: named tensors, atomic commits, no pickle.
 
-Knows nothing of the engine: an entry is a `FlatSlice` (this rank's flat range of a named tensor), a whole
-tensor, or a plain value. `save` and `load` are collective over a group; see storage.py for the bytes,
-document.py for metadata.json, directory.py for tags and atomicity, values.py for what a value may be.
+Independent of the engine: an entry is a `FlatSlice` (this rank's flat range of a named tensor), a whole tensor, or a
+plain value. `save` and `load` are collective over a group. storage.py reads and writes the bytes, document.py defines
+metadata.json, directory.py handles tags and atomic renames, values.py lists the types a value may have.
 """
 
 from slipstream.checkpoint.background import Saving, Staging

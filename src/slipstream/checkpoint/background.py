@@ -1,13 +1,13 @@
-"""Saves that go on while training does: copied at the call, written behind it.
+"""Asynchronous checkpoints: the call copies the state to host memory, a thread writes it to disk.
 
-    the call:   agree, draft, plan, as every save; then each rank copies its pieces to host memory (`Staging`)
-    behind it:  each rank writes its file from that copy and, last, its checksums beside it (`rank_00001.crc`);
-                rank 0 waits for all of those, then commits. No collective: the ranks' groups belong to training
+    in the call:    agree, draft, plan, as in a synchronous save; then each rank copies its pieces to host memory (`Staging`)
+    in the thread:  each rank writes its file from that copy, then its checksums (`rank_00001.bin.crc`); rank 0 waits for
+                    those of all ranks, then commits. No collectives: the process groups are in use by training
 
-One save is in flight at a time: `Saving.result` waits for it, and raises what went wrong. A rank that fails takes its file away,
-which makes room for saying why (`rank_00001.failed`), and rank 0 discards the draft; where a rank dies, its file is stamped no more
-(data_file.py), and after `patience_s` rank 0 gives up. A failure is logged when it happens, and raised at the next call. A process
-that ends in order finishes its save first; one that is killed leaves a draft, which is no checkpoint.
+One save is in flight at a time; `Saving.result` waits for it and raises its error. A rank that fails deletes its data file, which
+frees space for the reason (`rank_00001.bin.failed`), and rank 0 discards the draft. If a rank dies, the modification time of its
+file stops changing (data_file.py) and rank 0 gives up after `patience_s`. A failure is logged when it happens and raised by the
+next call. A process that exits normally finishes its save first; a killed one leaves a draft, which no load accepts.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from slipstream.checkpoint.storage import Writer
 
 PATIENCE_S = 60.0
-_LOOK_S = 0.02  # between two looks for another rank's checksums: each takes Python's lock from training
-_NICE, _LAST = 10, 19
-_PAGE = 2 << 20  # a huge page: what is brought in between two looks whether it is enough
-_ROOM = 1 << 20
+_POLL_S = 0.02  # between two checks for another rank's checksums: each check takes the GIL from training
+_NICE, _NICEST = 10, 19
+_PAGE = 2 << 20  # a huge page: bytes faulted in between two checks whether to stop
+_SLACK = 1 << 20
 
 logger = logging.getLogger(__name__)
 
 
 class Staging:
-    """Host memory for one copy of what a rank saves: kept between saves, since fresh pages cost more than the copy.
+    """Host memory for one copy of a rank's state, in whole pages for O_DIRECT.
 
-    Whole pages, as they are written past the page cache.
+    It is kept between saves, because faulting in new pages costs more than the copy.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -58,33 +58,33 @@ class Staging:
         self._enough = threading.Event()
 
     def prepare(self, nbytes: int) -> None:
-        """Begin to bring in pages for about `nbytes`, behind training. Pinned memory has no such half way: `take` allocates it."""
+        """Start to fault in pages for about `nbytes`, in a thread. Pinned memory cannot be faulted in so: `take` allocates it."""
         self._asked = True
         if not self._pinned and nbytes and not self._memory.numel():
-            room = nbytes + nbytes // 64 + _ROOM  # for values, and gaps between pieces; what is not touched costs nothing
-            self._memory = aligned(-(-room // ALIGNMENT) * ALIGNMENT)
+            capacity = nbytes + nbytes // 64 + _SLACK  # for values and gaps between pieces; untouched pages cost nothing
+            self._memory = aligned(-(-capacity // ALIGNMENT) * ALIGNMENT)
             self._filling = threading.Thread(target=self._fill, args=(self._memory[:nbytes],), name="staging")
             self._filling.start()
 
     @property
     def prepared(self) -> bool:
-        """Whether memory is there, or coming."""
+        """Whether memory is allocated or `prepare` has been called."""
         return self._asked or self._memory.numel() > 0
 
     def _fill(self, memory: Tensor) -> None:
-        _step_back(_LAST)
+        _lower_priority(_NICEST)
         for start in range(0, memory.numel(), _PAGE):
             if self._enough.is_set() or not threading.main_thread().is_alive():
                 break
             part = memory[start : start + _PAGE]
-            ctypes.memset(part.data_ptr(), 0, part.numel())  # not zero_(), which would start torch's threads for this one
+            ctypes.memset(part.data_ptr(), 0, part.numel())  # not zero_(), which would start torch's threads from this thread
 
     def close(self) -> None:
-        """Give the memory back."""
-        self._settle()
+        """Free the memory."""
+        self._stop_filling()
         self._memory, self._asked = torch.empty(0, dtype=torch.uint8), False
 
-    def _settle(self) -> None:
+    def _stop_filling(self) -> None:
         if self._filling is not None:
             self._enough.set()
             self._filling.join()
@@ -92,11 +92,11 @@ class Staging:
             self._enough.clear()
 
     def take(self, nbytes: int) -> Tensor:
-        """1D, bytes, rounded up to pages; whatever was in them."""
-        self._settle()
+        """Return `nbytes` of uninitialized memory, rounded up to whole pages (1D, uint8)."""
+        self._stop_filling()
         nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if self._memory.numel() < nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # give it back first
+            self._memory = torch.empty(0, dtype=torch.uint8)  # frees the old memory before allocating
             self._memory = _pinned(nbytes) if self._pinned else aligned(nbytes)
         return self._memory[:nbytes]
 
@@ -108,7 +108,7 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 class Saving:
-    """One save behind training, on one rank. `commit` and `tidy`, which follows it, are rank 0's."""
+    """One asynchronous save, on one rank. Only rank 0 calls `commit`, and then `tidy`."""
 
     def __init__(
         self,
@@ -127,23 +127,23 @@ class Saving:
         self._thread.start()
 
     def result(self) -> None:
-        """Wait for it. Raises CheckpointError saying why where it failed, on rank 0 for whichever rank did."""
+        """Wait for the save. Raises CheckpointError if it failed, on rank 0 also for any other rank's failure."""
         self._thread.join()
         if self._failure is not None:
             raise CheckpointError(describe(self._failure)) from self._failure
 
     def tidied(self) -> None:
-        """After `result`: raises where the checkpoint is saved and older ones could not be removed."""
+        """Raise CheckpointError if the checkpoint is saved but older ones could not be removed. Call it after `result`."""
         if self._untidy is not None:
             raise CheckpointError(describe(self._untidy)) from self._untidy
 
     def _run(self) -> None:
-        _step_back(_NICE)
+        _lower_priority(_NICE)
         try:
             self._write()
         except BaseException as error:  # raised by `result`
             self._failure = error
-            logger.error("checkpoint %s, written behind training, was not saved: %s", self.path, describe(error))
+            logger.error("asynchronous checkpoint %s was not saved: %s", self.path, describe(error))
         finally:
             self._discard()
         if self._failure is None and self._commit is not None:
@@ -166,40 +166,40 @@ class Saving:
             if sums:
                 _put(folder / f"{self._writer.file}.crc", json.dumps(sums))
             return
-        everyone = {self._writer.file: sums} if sums else {}
+        sums_by_file = {self._writer.file: sums} if sums else {}
         for file in self._writer.files:
-            if file not in everyone:
-                everyone[file] = self._await(folder, file)
-        self._writer.entries = {name: _summed(entry, everyone) for name, entry in self._writer.entries.items()}
+            if file not in sums_by_file:
+                sums_by_file[file] = self._await(folder, file)
+        self._writer.entries = {name: _with_sums(entry, sums_by_file) for name, entry in self._writer.entries.items()}
         self._commit(self._writer)
 
     def _await(self, folder: Path, file: str) -> dict[int, list[int]]:
-        """Another rank's checksums, once they are there."""
-        seen, since = 0, time.monotonic()
+        """Wait for another rank's checksums and return them."""
+        last_stamp, since = 0, time.monotonic()
         while not (folder / f"{file}.crc").exists():
             if (folder / f"{file}.failed").exists():
                 raise CheckpointError((folder / f"{file}.failed").read_text("utf-8"))
-            stamp = _stamp(folder / file)
-            if stamp != seen:
-                seen, since = stamp, time.monotonic()
+            stamp = _modified_ns(folder / file)
+            if stamp != last_stamp:
+                last_stamp, since = stamp, time.monotonic()
             if time.monotonic() - since > self._patience_s:
                 raise CheckpointError(
                     f"nothing of {file} has been written for {self._patience_s:g} s: its rank has died, or its disk hangs"
                 )
-            time.sleep(_LOOK_S)
-        found = {int(at): sums for at, sums in json.loads((folder / f"{file}.crc").read_text("utf-8")).items()}
+            time.sleep(_POLL_S)
+        sums = {int(at): crcs for at, crcs in json.loads((folder / f"{file}.crc").read_text("utf-8")).items()}
         (folder / f"{file}.crc").unlink()
-        return found
+        return sums
 
 
-def _step_back(niceness: int) -> None:
-    """Of this thread, and of those that it starts: training comes first."""
+def _lower_priority(niceness: int) -> None:
+    """Of this thread and the threads that it starts, so that training runs first."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
-def _stamp(path: Path) -> int:
-    """When the file was last written, in ns; 0 before it is there. It is opened: a network file system then asks its server."""
+def _modified_ns(path: Path) -> int:
+    """The file's modification time in ns; 0 if it does not exist. Opening it makes a network file system ask its server."""
     try:
         with open(path, "rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
@@ -207,15 +207,15 @@ def _stamp(path: Path) -> int:
         return 0
 
 
-def _summed(entry: Entry, everyone: dict[str, dict[int, list[int]]]) -> Entry:
-    def sums(piece: Piece) -> tuple[int, ...]:  # a piece of no bytes begins where the next one does
-        return tuple(everyone[piece.file][piece.at]) if math.prod(piece.box.sizes) else ()
+def _with_sums(entry: Entry, sums_by_file: dict[str, dict[int, list[int]]]) -> Entry:
+    def sums(piece: Piece) -> tuple[int, ...]:  # an empty piece has the offset of the next one
+        return tuple(sums_by_file[piece.file][piece.at]) if math.prod(piece.box.sizes) else ()
 
     return replace(entry, pieces=tuple(replace(piece, crc32=sums(piece)) for piece in entry.pieces))
 
 
 def _put(path: Path, text: str) -> None:
-    """Whole or not at all, for whoever looks."""
-    half = path.with_name(f"{path.name}.half")
-    half.write_text(text, "utf-8")
-    os.replace(half, path)
+    """Write a file atomically."""
+    partial = path.with_name(f"{path.name}.half")
+    partial.write_text(text, "utf-8")
+    os.replace(partial, path)

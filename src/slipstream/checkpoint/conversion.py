@@ -1,7 +1,7 @@
-"""From one kind of checkpoint to another without an engine, a tensor or less in memory at a time.
+"""Converts checkpoints between formats without an engine, with at most one tensor in memory at a time.
 
-a checkpoint of ours or of DeepSpeed's, or a Hugging Face folder
-    ->  a Hugging Face folder, a checkpoint of ours, DeepSpeed's universal format (which needs an optimizer's state)
+from  our format, DeepSpeed's, a Hugging Face folder
+to    a Hugging Face folder, our format, DeepSpeed's universal format (which needs optimizer state)
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ def convert(
     max_shard_size: int | str = "5GB",
     like: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write `target` from the checkpoint `source` (the folder of one, or of several: then `tag`, or the last; or of a Hugging Face
-    model); returns its folder.
+    """Convert the checkpoint `source` to `target` and return the folder written.
 
-    dtype: of parameters in a Hugging Face folder; None: as stored. like: a Hugging Face folder of the same model, whose
-    configuration and tokenizer go along. Raises CheckpointError, with nothing written.
+    source: one checkpoint, a directory of checkpoints (`tag` selects one, None the latest), or a Hugging Face folder. dtype: of
+    the parameters in a Hugging Face folder; None keeps the stored one. like: a Hugging Face folder of the same model, from which
+    configuration and tokenizer are copied. Raises CheckpointError, with nothing written.
     """
     cast, shard_nbytes = pretrained.dtype_of(dtype), pretrained.num_bytes(max_shard_size)
-    found, target = Path(os.path.abspath(source)), Path(target)
+    source, target = Path(os.path.abspath(source)), Path(target)
 
     def work() -> Path:
-        with _opened(_find(found, tag)) as folder:
+        with _opened(_find(source, tag)) as folder:
             if to == "hf":
                 _to_hf(folder, target, cast, shard_nbytes, None if like is None else Path(like))
                 return target
             if cast is not None or like is not None:
-                raise CheckpointError(f"dtype and like are for Hugging Face folders; to={to!r} keeps everything as it is")
+                raise CheckpointError(f"dtype and like are for Hugging Face folders; to={to!r} keeps every dtype")
             return _to_slipstream(folder, target) if to == "slipstream" else _to_deepspeed(folder, target)
 
-    return undisturbed(found, tag, work)
+    return undisturbed(source, tag, work)
 
 
 def _find(source: Path, tag: str | None) -> Path:
@@ -69,20 +69,20 @@ def _find(source: Path, tag: str | None) -> Path:
         return source
     if tag is None and not any((source / name).exists() for name in (LATEST, LATEST_UNIVERSAL)):
         return locate(source.parent, source.name)
-    named = tag or read_latest(source)
-    assert named is not None, "one of the two files is there"
-    return locate(source, named)
+    tag = tag or read_latest(source)
+    assert tag is not None, "one of the two files exists"
+    return locate(source, tag)
 
 
 def _is_hf(folder: Path) -> bool:
-    """Whether there is nothing but weights: transformers' Trainer puts them beside DeepSpeed's checkpoints, which hold more."""
+    """Whether the folder holds weights only: transformers' Trainer also puts them next to DeepSpeed's checkpoints."""
     if any((folder / name).exists() for name in (METADATA, LATEST, LATEST_UNIVERSAL)) or is_deepspeed(folder):
         return False
     return any((folder / name).is_file() for name in (INDEX, SINGLE))
 
 
 def _of_hf(folder: Path) -> Document:
-    """A Hugging Face folder as a checkpoint of weights, without checksums. It does not say which tensors are buffers: none."""
+    """A Hugging Face folder as a checkpoint of weights, without checksums. It does not mark buffers: all are parameters."""
     files: dict[str, int] = {}
     tensors: dict[str, Entry] = {}
     try:
@@ -92,8 +92,8 @@ def _of_hf(folder: Path) -> Document:
                 if tensors.setdefault(f"model.{name}", entry) is not entry:
                     raise ValueError(f"{name!r} is in two of its files")
         config = folder / "config.json"
-        known = read_config(config) if config.is_file() else None
-        shared, _ = encode({"contents": "weights", "client": {}, "model_config": known}, "config.json", "$shared")
+        model_config = read_config(config) if config.is_file() else None
+        shared, _ = encode({"contents": "weights", "client": {}, "model_config": model_config}, "config.json", "$shared")
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -102,21 +102,21 @@ def _of_hf(folder: Path) -> Document:
 
 
 def _entries(file: Path) -> Iterator[tuple[str, Entry]]:
-    """What a safetensors file holds, and where."""
+    """The tensors of a safetensors file."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
         first = 8 + int.from_bytes(opened.read(8), "little")
         if not 8 < first <= min(size, SIZE_LIMIT):
             raise ValueError(f"{file.name} is no safetensors file, or cut off")
         header = json.loads(opened.read(first - 8))
-    for name, told in header.items():
+    for name, fields in header.items():
         if name == "__metadata__":
             continue
-        shape, (start, stop) = tuple(map(int, told["shape"])), told["data_offsets"]
-        if told["dtype"] not in DTYPES:
-            raise ValueError(f"{name!r} is {told['dtype']}, which needs more than a cast")
+        shape, (start, stop) = tuple(map(int, fields["shape"])), fields["data_offsets"]
+        if fields["dtype"] not in DTYPES:
+            raise ValueError(f"{name!r} is {fields['dtype']}, which needs more than a cast")
         piece = Piece(box=Box((0,) * len(shape), shape), file=file.name, at=first + int(start), crc32=())
-        entry = Entry(dtype=DTYPES[told["dtype"]], shape=shape, pieces=(piece,))
+        entry = Entry(dtype=DTYPES[fields["dtype"]], shape=shape, pieces=(piece,))
         if min(shape, default=0) < 0 or start < 0 or stop - start != entry.nbytes(piece) or first + stop > size:
             raise ValueError(f"{name!r} of shape {shape} is said to be in bytes [{start}, {stop}) of {file.name}, which has {size}")
         yield name, entry
@@ -132,18 +132,18 @@ def _opened(path: Path) -> Iterator[Folder]:
 
 
 def _shared(folder: Folder) -> dict[str, Any]:
-    found = decode(folder.document.shared, folder.tensor, f"{folder.path}: shared")
-    assert isinstance(found, dict), "written by train/entries.py, or made by deepspeed.py"
-    return found
+    shared = decode(folder.document.shared, folder.tensor, f"{folder.path}: shared")
+    assert isinstance(shared, dict), "train/entries.py writes a dict, deepspeed.py makes one"
+    return shared
 
 
 def _named(folder: Folder, kind: str) -> dict[str, str]:
-    """Names without their kind -> names in the checkpoint."""
+    """Names without the prefix `kind` -> names in the checkpoint."""
     return {name.partition(".")[2]: name for name in folder.document.tensors if name.startswith(f"{kind}.")}
 
 
 def _to_hf(folder: Folder, target: Path, dtype: torch.dtype | None, shard_nbytes: int, like: Path | None) -> None:
-    _refuse_parts(folder)
+    _check_complete_weights(folder)
     tensors = {}
     for kind in ("model", "buffer"):
         for name, key in _named(folder, kind).items():
@@ -156,13 +156,13 @@ def _to_hf(folder: Folder, target: Path, dtype: torch.dtype | None, shard_nbytes
     if config is not None:
         texts |= pretrained.describe(config, None, dtype or next(iter(tensors.values())).dtype)
     if like is not None:
-        found = sorted(path for pattern in _LIKE for path in like.glob(pattern) if path.is_file())
-        texts |= {path.name: path.read_bytes() for path in found}
+        copied = sorted(path for pattern in _LIKE for path in like.glob(pattern) if path.is_file())
+        texts |= {path.name: path.read_bytes() for path in copied}
     pretrained.write(target, tensors, texts=texts, group=None, shard_nbytes=shard_nbytes)
 
 
-def _refuse_parts(folder: Folder) -> None:
-    """Of what a run saved: weights that are weights only together with others, which no loader puts together."""
+def _check_complete_weights(folder: Folder) -> None:
+    """Raise CheckpointError for a run's adapters or quantized codes: loaders of Hugging Face folders do not combine them."""
     if not folder.document.world_size and _is_hf(folder.path):
         return
     for name, key in _named(folder, "model").items():
@@ -186,16 +186,16 @@ def _to_slipstream(folder: Folder, target: Path) -> Path:
 def _to_deepspeed(folder: Folder, target: Path) -> Path:
     """The universal format, which DeepSpeed loads at any world and stage with `"checkpoint": {"load_universal": true}`.
 
-    The loss scale begins anew, since it would be an object of DeepSpeed's; parameters without optimizer state (frozen ones) are
-    where DeepSpeed itself puts them, in the module's state, which it leaves to the model's own first values.
+    The loss scale is reset, since DeepSpeed stores it as an object of its own class. Parameters without optimizer state (frozen
+    ones) are in the module's state, where DeepSpeed writes them; it does not load them, and keeps the model's initial values.
     """
     shared, states = _shared(folder), _states(folder)
     if shared.get("optimizer") is None:
         raise CheckpointError(f"{folder.path} has no optimizer state; write a Hugging Face folder of it, which DeepSpeed loads too")
     tag = f"{folder.path.name}_universal"
-    draft, made = target / f"{tag}.tmp", target / tag
-    if made.exists():
-        raise CheckpointError(f"{made} is there already; remove it or choose another directory")
+    draft, result = target / f"{tag}.tmp", target / tag
+    if result.exists():
+        raise CheckpointError(f"{result} exists already; remove it or choose another directory")
     try:
         shutil.rmtree(draft, ignore_errors=True)
         (draft / "zero").mkdir(parents=True)
@@ -205,19 +205,19 @@ def _to_deepspeed(folder: Folder, target: Path) -> Path:
             torch.save(model, draft / name)
         for path in (draft, *draft.rglob("*")):
             _sync(path)
-        os.rename(draft, made)
+        os.rename(draft, result)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     (target / LATEST_UNIVERSAL).write_text(tag, "utf-8")
     sync_folder(target)
-    return made
+    return result
 
 
 def _states(folder: Folder) -> dict[str, dict[str, str]]:
-    """Parameter -> file of DeepSpeed's -> tensor of the checkpoint."""
+    """Parameter -> stem of DeepSpeed's file -> tensor of the checkpoint."""
     states: dict[str, dict[str, str]] = {}
-    for rest, key in _named(folder, "optim").items():
-        kind, _, name = rest.partition(".")
+    for state, key in _named(folder, "optim").items():
+        kind, _, name = state.partition(".")
         states.setdefault(name, {"fp32": f"model.{name}"})[kind] = key
     return states
 
@@ -225,7 +225,7 @@ def _states(folder: Folder) -> dict[str, dict[str, str]]:
 def _write_states(folder: Folder, zero: Path, optimizer: dict[str, Any], states: Mapping[str, Mapping[str, str]]) -> None:
     step: Any = None
     for name, files in states.items():
-        if any(part == ".." or Path(part).name != part for part in (name, *files)):  # it would leave the folder
+        if any(part == ".." or Path(part).name != part for part in (name, *files)):  # a path outside the folder
             raise CheckpointError(f"optimizer states {sorted(files)} of a parameter named {name!r}")
         (zero / name).mkdir()
         for kind, key in files.items():
@@ -235,17 +235,17 @@ def _write_states(folder: Folder, zero: Path, optimizer: dict[str, Any], states:
             step = torch.tensor(float(step))
             torch.save(step, zero / name / "step.pt")
     groups = [{**group, "params": []} for group in optimizer["groups"]]
-    # Without "clip_grad" and "dynamic_loss_scale" DeepSpeed keeps its own configuration's
+    # Without "clip_grad" and "dynamic_loss_scale", DeepSpeed uses those of its configuration
     common = {"overflow": False, "ds_version": "0.19.8", "param_groups": groups}
     stage_3 = {"state": {0: {"step": step}}, "param_groups": groups}
     torch.save(common | {"optimizer_state_dict": stage_3}, zero / "optimizer_state.pt")
 
 
 def _model_file(folder: Folder, shared: dict[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {name: key for name, key in _named(folder, "model").items() if name not in states}
+    frozen = {name: key for name, key in _named(folder, "model").items() if name not in states}
     buffers = _named(folder, "buffer")
     shapes = OrderedDict((name, torch.Size(folder.document.tensors[f"model.{name}"].shape)) for name in states)
-    module = OrderedDict((name, folder.tensor(key)) for name, key in (rest | buffers).items())
+    module = OrderedDict((name, folder.tensor(key)) for name, key in (frozen | buffers).items())
     return {
         **shared["client"],
         "module": module,

@@ -1,16 +1,16 @@
 """DeepSpeed's checkpoints (ZeRO-1, 2, 3 and universal) as a `Document`: the same tensors by name, in DeepSpeed's own files.
 
-What follows from that: every path that loads a checkpoint of ours loads one of DeepSpeed's, at any world size and stage, and each
-rank reads only the byte ranges that it needs of files that were written for other ranks. The formats, as 0.19.8 writes them:
+So every function that loads our checkpoints also loads DeepSpeed's, at any world size and stage, and each rank reads only the byte
+ranges that it needs. The formats, as DeepSpeed 0.19.8 writes them:
 
 ZeRO-1, 2  [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt: rank R's part of each flat parameter group in fp32 and of its states;
-           `param_slice_mappings` says where which parameter's next elements lie. mp_rank_00_model_states.pt: 16-bit weights
-           (frozen ones only there), buffers, counters
+           `param_slice_mappings` has the offset and length of each parameter's next elements. mp_rank_00_model_states.pt:
+           16-bit weights (frozen ones only there), buffers, counters
 ZeRO-3     the same files, with ceil(numel / world) elements of every parameter of `param_shapes` in turn; frozen parameters as
            such fragments in zero_pp_rank_R_mp_rank_00_model_states.pt
 universal  zero/NAME/{fp32,exp_avg,...}.pt: whole parameters, flat or in their shape, alone or as "param" of a dictionary
 
-Each zip record has a CRC-32, which is verified where the record is read (load.py, ranges.py). Random states are not in them.
+Each zip record has a CRC-32, which load.py and ranges.py verify. The files hold no random states.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_st
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OTHER = re.compile(r"layer_\d+-model.*\.pt|layer_\d+_expert_.*\.pt|expp_rank_.*\.pt")
 _NODES = 1_000_000  # values of a client_state
-# What DeepSpeed itself puts beside the caller's client_state
+# Keys that DeepSpeed itself stores next to those of the caller's client_state
 _OWN = frozenset(
     {
         "module",
@@ -63,7 +63,7 @@ _OWN = frozenset(
         "num_experts",
     }
 )
-# Which optimizers keep which states; of others it is not known, and whoever loads them answers for it
+# Optimizers by the states they keep. For other sets of states the class is unknown and not checked at load
 _CLASSES = {
     frozenset({"exp_avg", "exp_avg_sq"}): ["AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "Lamb", "FusedLamb", "NAdam", "RAdam"],
     frozenset({"exp_avg"}): ["Lion", "FusedLion", "DeepSpeedCPULion"],
@@ -73,18 +73,18 @@ _CLASSES = {
 
 
 def read_document(folder: Path) -> Document:
-    """What the checkpoint holds and where. Reads structures, no tensor but single numbers. Raises CheckpointError."""
+    """The checkpoint's document. Reads the pickled structures and no tensor data but scalars. Raises CheckpointError."""
     try:
         return _Import(folder).document()
     except CheckpointError as error:
         where = "" if str(folder) in str(error) else f"{folder}: "
         raise CheckpointError(f"{where}{error}") from error
-    except Exception as error:  # the structure is the file's: anything may be missing, or something else
+    except Exception as error:  # the structure comes from the file: any key or type may be wrong
         raise CheckpointError(f"{folder} is not as DeepSpeed 0.19 writes checkpoints: {type(error).__name__}: {error}") from error
 
 
 class _Import:
-    """One checkpoint while its document is made."""
+    """Builds the document of one checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,24 +99,24 @@ class _Import:
         self.files: dict[str, int] = {}
         self.shapes: dict[str, tuple[torch.dtype, Shape]] = {}
         self.pieces: dict[str, list[Piece]] = {}
-        self.steps: dict[str, dict[str, Any]] = {}  # parameter -> what its optimizer state has beside tensors
+        self.steps: dict[str, dict[str, Any]] = {}  # parameter -> the non-tensor values of its optimizer state
         self.groups: list[dict[str, Any]] | None = None
         self.scaler: Any = None
         self._nodes = 0
-        self._names: dict[Path, str] = {}  # of files, in the folder
-        self._records: dict[ZipRecord, ZipRecord] = {}  # as read -> with the file's name in the folder
+        self._names: dict[Path, str] = {}  # file -> its name relative to the folder
+        self._records: dict[ZipRecord, ZipRecord] = {}  # as read -> with the file's relative name
 
     def _by_rank(self, names: list[str], pattern: re.Pattern[str]) -> list[str]:
-        found = {}
+        by_rank = {}
         for name in names:
             match = pattern.fullmatch(name)
             if match is not None and int(match[2]) == 0:
-                found[int(match[1] or 0)] = name
+                by_rank[int(match[1] or 0)] = name
             elif match is not None:
                 raise CheckpointError(f"it has files of tensor-parallel ranks ({name}); only data-parallel ones are imported")
-        if sorted(found) != list(range(len(found))):
-            raise CheckpointError(f"its files are of ranks {sorted(found)}: some are missing")
-        return [found[rank] for rank in range(len(found))]
+        if sorted(by_rank) != list(range(len(by_rank))):
+            raise CheckpointError(f"its files are of ranks {sorted(by_rank)}: some are missing")
+        return [by_rank[rank] for rank in range(len(by_rank))]
 
     def document(self) -> Document:
         trained = {name: tuple(shape) for group in self.model["param_shapes"] or [] for name, shape in group.items()}
@@ -153,7 +153,7 @@ class _Import:
     # -- tensors --
 
     def _add(self, name: str, shape: Shape, start: int, held: Stored, first: int, numel: int) -> None:
-        """Elements [first, first + numel) of a stored tensor are the parameter's from `start` on."""
+        """Record that elements [first, first + numel) of a stored tensor are the parameter's elements from `start`."""
         if held.at < 0 or first + numel > held.numel:
             raise CheckpointError(f"{name!r}: {numel} elements from {first} of a tensor of shape {held.shape} in {held.path.name}")
         if self.shapes.setdefault(name, (held.dtype, shape)) != (held.dtype, shape):
@@ -170,12 +170,12 @@ class _Import:
             at += math.prod(box.sizes) * held.dtype.itemsize
 
     def _check_bytes(self) -> None:
-        """Many tensors may be views of one storage, which takes no bytes in the file and all of theirs where they are loaded."""
-        named = dict.fromkeys(self.files, 0)
+        """Refuse a file whose tensors are many views of one storage: small on disk, vast when each is loaded."""
+        loaded = dict.fromkeys(self.files, 0)
         for name, parts in self.pieces.items():
             for piece in parts:
-                named[piece.file] += math.prod(piece.box.sizes) * self.shapes[name][0].itemsize
-        for file, nbytes in named.items():
+                loaded[piece.file] += math.prod(piece.box.sizes) * self.shapes[name][0].itemsize
+        for file, nbytes in loaded.items():
             if nbytes > 2 * self.files[file] + SLACK:
                 raise CheckpointError(
                     f"damaged or hostile: the tensors of {file} have {nbytes:,} bytes, and the file {self.files[file]:,}: many of "
@@ -183,7 +183,7 @@ class _Import:
                 )
 
     def _optimizer_files(self, trained: Mapping[str, Shape]) -> None:
-        done = dict.fromkeys(trained, 0)  # elements of each parameter that lower ranks have
+        done = dict.fromkeys(trained, 0)  # elements of each parameter on lower ranks
         world = len(self.optim_files)
         for file in self.optim_files:
             state = read(self.folder / file)["optimizer_state_dict"]
@@ -218,9 +218,9 @@ class _Import:
     ) -> Iterator[tuple[str, int, int]]:
         first = 0
         for name in self.model["param_shapes"][index]:
-            whole = math.prod(trained[name])
-            part = -(-whole // world)
-            yield name, first, max(0, min(part, whole - done[name]))
+            numel = math.prod(trained[name])
+            part = -(-numel // world)
+            yield name, first, max(0, min(part, numel - done[name]))
             first += part
 
     def _parameter(
@@ -241,7 +241,7 @@ class _Import:
                 self._add(f"optim.{key}.{name}", shape, start, value, first, numel)
             elif key not in scalars:
                 scalars[key] = value
-        if state and "step" not in scalars and "step" in groups[0]:  # DeepSpeed's own Adam counts in its groups
+        if state and "step" not in scalars and "step" in groups[0]:  # DeepSpeed's Adam keeps the step in the group
             scalars["step"] = groups[0]["step"]
 
     def _universal(self, trained: Mapping[str, Shape]) -> None:
@@ -251,20 +251,20 @@ class _Import:
         for name, shape in trained.items():
             if Path(name).name != name:
                 raise CheckpointError(f"a parameter named {name!r}")
-            folder, whole = self.folder / "zero" / name, math.prod(shape)
+            folder, numel = self.folder / "zero" / name, math.prod(shape)
             scalars = {key: value for key, value in states.get(0, {}).items() if not isinstance(value, Stored) or not value.shape}
             held = {}
             for file in sorted(folder.glob("*.pt")):
                 value = read(file)
                 value = value["param"] if isinstance(value, dict) else value
-                if isinstance(value, Stored) and value.numel == whole and file.stem != "step":
+                if isinstance(value, Stored) and value.numel == numel and file.stem != "step":
                     held[file.stem] = value
                 else:
                     scalars[file.stem] = value
-            self._parameter(name, shape, 0, held.pop("fp32"), scalars | held, common["param_groups"], 0, whole)
+            self._parameter(name, shape, 0, held.pop("fp32"), scalars | held, common["param_groups"], 0, numel)
 
     def _name_states(self) -> None:
-        """DeepSpeed's own Adagrad has its sum under Adam's name, and its own Lion room under that name that it never uses."""
+        """Rename Adagrad's sum, which DeepSpeed stores as exp_avg_sq; drop the exp_avg_sq that its Lion never uses."""
         kinds = {key.split(".", 2)[1] for key in self.shapes if key.startswith("optim.")}
         is_lion = kinds == {"exp_avg", "exp_avg_sq"} and not any("eps" in group for group in self.groups or [])
         for name in self.steps if is_lion or kinds == {"exp_avg_sq"} else ():
@@ -273,7 +273,7 @@ class _Import:
                 self.shapes[f"optim.sum.{name}"], self.pieces[f"optim.sum.{name}"] = shape, pieces
 
     def _frozen(self, trained: Mapping[str, Shape]) -> None:
-        """What no optimizer has: fragments of each rank where weights were sharded, else whole in the module's state."""
+        """Add the frozen parameters: each rank's fragments if weights were sharded, else whole from the module's state."""
         module, aliases = self.model["module"], self.model["shared_params"] or {}
         fragments = self.model.get("frozen_param_fragments") or {}
         for file in self.model_files if fragments else []:
@@ -309,7 +309,7 @@ class _Import:
             if name.startswith("optim."):
                 _, kind, param = name.split(".", 2)
                 kinds.setdefault(param, set()).add(kind)
-        found = max(kinds.values(), key=len, default=set())
+        states = max(kinds.values(), key=len, default=set())
         scaler = self.scaler or {}
         clean = int(scaler.get("cur_iter", 0)) - int(scaler.get("last_overflow_iter", -1)) - 1
         values = {
@@ -324,7 +324,7 @@ class _Import:
             "data": None,
             "model_config": None,
             "optimizer": {
-                "classes": _CLASSES.get(frozenset(found)),
+                "classes": _CLASSES.get(frozenset(states)),
                 "groups": self.groups,
                 "params": {name: scalars for name, scalars in self.steps.items() if scalars or name in kinds},
             },
@@ -345,7 +345,7 @@ class _Import:
         return kept
 
     def _skeleton(self, value: Any, path: str) -> Any:
-        """As `values.encode` writes it; a tensor is an entry where it lies. Objects come as dictionaries, numpy arrays as lists."""
+        """The value as `values.encode` writes it. A tensor becomes an entry, an object a dictionary, a numpy array a list."""
         self._nodes += 1
         if self._nodes > _NODES:
             raise CheckpointError(f"more than {_NODES} values beside its tensors")

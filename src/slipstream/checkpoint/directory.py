@@ -1,19 +1,18 @@
-"""A directory of checkpoints: tags, `latest`, and the renames that make a save all or nothing.
+"""A directory of checkpoints: tags, `latest`, and the renames that make a save atomic.
 
-    DIR/latest                      one line: the tag that a load without a tag takes (DeepSpeed's converter: latest_universal)
+    DIR/latest                      one line: the tag that a load without a tag uses (DeepSpeed's converter: latest_universal)
     DIR/TAG/metadata.json           see document.py
     DIR/TAG/rank_00000.bin ...      tensor bytes
-    DIR/TAG.tmp-<16 hex digits>     a save in progress, or what a crash left of one
-    DIR/TAG.old-<16 hex digits>     a checkpoint that is just being replaced
+    DIR/TAG.tmp-<16 hex digits>     a save in progress, or the leftover of a crashed one
+    DIR/TAG.old-<16 hex digits>     a checkpoint that is being replaced
 
-Order of a save, each step on disk before the next: data files, metadata.json, [old TAG renamed away],
-folder renamed to TAG, `latest` renamed over. A crash before the first rename leaves the old state; a crash
-between the two folder renames leaves the replaced checkpoint under its `.old-` name, where `locate` finds
-it and the next save puts it back. Every folder that bears the name of a tag is therefore whole. One process
-(rank 0) writes here, except data files.
+Order of a save, each step on disk before the next: data files, metadata.json, [old TAG renamed away], folder renamed to TAG,
+`latest` replaced. A crash before the first rename leaves the old state. A crash between the two folder renames leaves the old
+checkpoint under its `.old-` name, where `locate` finds it; the next save renames it back. Every folder named like a tag is
+therefore complete. Only rank 0 writes here, except for data files.
 
-A save in progress holds a lock on its folder, so that `sweep` removes what crashes left and never another
-engine's save; the lock goes with the process.
+A save in progress holds a lock on its folder, so that `sweep` removes crashed saves and never another engine's running save; the
+kernel releases the lock when the process ends.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _DEEPSPEED = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|layer
 
 
 def check_tag(tag: object) -> str:
-    """`tag` as it is, or CheckpointError where it could not name a folder."""
+    """Return `tag`. Raises CheckpointError if it cannot name a folder."""
     if not isinstance(tag, str):
         raise CheckpointError(f"tag {tag!r} is a {type(tag).__name__}; a tag is a string")
     bad = (
@@ -62,11 +61,11 @@ def check_tag(tag: object) -> str:
 
 
 def read_latest(path: Path, universal: bool = False) -> str | None:
-    """The tag that `latest` names, or None where there is no directory yet, or no `latest`. universal: the other one goes first."""
+    """The tag that `latest`, else `latest_universal`, names (with `universal` in the other order); None if neither exists."""
     first, second = (LATEST_UNIVERSAL, LATEST) if universal else (LATEST, LATEST_UNIVERSAL)
-    named = path / first if (path / first).exists() else path / second
+    pointer = path / first if (path / first).exists() else path / second
     try:
-        with open(named, "rb") as file:
+        with open(pointer, "rb") as file:
             raw = file.read(1024)
         if not raw.strip():
             raise CheckpointError("it is empty")
@@ -74,17 +73,17 @@ def read_latest(path: Path, universal: bool = False) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read {named}: {error}") from error
+        raise CheckpointError(f"cannot read {pointer}: {error}") from error
     except CheckpointError as error:
-        raise CheckpointError(f"{named} is damaged: {error}") from error
+        raise CheckpointError(f"{pointer} is damaged: {error}") from error
 
 
 def state_of(parent: Path, tag: str | None) -> list[tuple[str, int, int, int]] | None:
-    """A checkpoint's files (tag None: the last's) by name, inode, size and time, which differ once it has been replaced. None: it
+    """Name, inode, size and mtime of a checkpoint's files (tag None: the latest's), which change when it is replaced. None if it
     cannot be read."""
     try:
-        named = read_latest(parent) if tag is None else check_tag(tag)
-        with os.scandir(parent if named is None else parent / named) as files:
+        tag = read_latest(parent) if tag is None else check_tag(tag)
+        with os.scandir(parent if tag is None else parent / tag) as files:
             facts = [(file.name, file.stat()) for file in files]
     except (OSError, CheckpointError):
         return None
@@ -92,7 +91,7 @@ def state_of(parent: Path, tag: str | None) -> list[tuple[str, int, int, int]] |
 
 
 def locate(parent: Path, tag: str) -> Path:
-    """The folder of a checkpoint, or CheckpointError saying what is there instead."""
+    """The folder of a checkpoint. Raises CheckpointError, which says what the directory holds instead."""
     folder = parent / check_tag(tag)
     if not parent.is_dir():
         raise CheckpointError(f"checkpoint directory {parent} does not exist")
@@ -100,56 +99,55 @@ def locate(parent: Path, tag: str) -> Path:
         for name, match in _working(parent):
             if match["tag"] == tag and match["role"] == "old":
                 return parent / name
-        found = committed_tags(parent)
-        there = f"it has {', '.join(found[-8:])}" if found else "it has none"
-        raise CheckpointError(f"{parent} has no checkpoint {tag!r}; {there}")
+        present = ", ".join(committed_tags(parent)[-8:]) or "none"
+        raise CheckpointError(f"{parent} has no checkpoint {tag!r}; it has {present}")
     if not (folder / METADATA).is_file() and not is_deepspeed(folder):
-        raise CheckpointError(f"{folder} is not a Slipstream checkpoint: {_what_is(folder)}")
+        raise CheckpointError(f"{folder} is not a Slipstream checkpoint: {_description(folder)}")
     return folder
 
 
-def _what_is(folder: Path) -> str:
+def _description(folder: Path) -> str:
     if not folder.is_dir():
         return "it is a file"
     names = sorted(os.listdir(folder))
     if ".metadata" in names:
-        return "it is in torch.distributed.checkpoint's own format, whose metadata is a pickle; none is read"
+        return "it is in torch.distributed.checkpoint's own format, whose metadata is a pickle, which is not read"
     return f"it has no {METADATA}" + (f", it has {', '.join(names[:5])}" if names else ", it is empty")
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder is one checkpoint, and not one that holds some."""
+    """Whether the folder is a checkpoint itself, not a directory of checkpoints."""
     return (folder / METADATA).is_file() or is_deepspeed(folder)
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of DeepSpeed's, by the names in it."""
+    """Whether a folder is a DeepSpeed checkpoint, by its file names."""
     return folder.is_dir() and not (folder / METADATA).exists() and any(_DEEPSPEED.fullmatch(name) for name in os.listdir(folder))
 
 
 def read_document(folder: Path) -> Document:
-    """What a checkpoint holds, checked completely: metadata.json, or what DeepSpeed's files say together."""
+    """The validated document of a checkpoint, from metadata.json or from DeepSpeed's files."""
     document = _read_document(folder)
     _check_values(folder, document)
     return document
 
 
 def _check_values(folder: Path, document: Document) -> None:
-    """Tensors among the values are allocated as the files have them: a file that is all holes would cost memory, and no disk."""
+    """Refuse value tensors larger than the bytes on disk: a sparse file would use memory, and no disk."""
     nbytes: dict[str, int] = {}
     for name, entry in document.tensors.items():
         for piece in entry.pieces if name.startswith("$") else ():
             nbytes[piece.file] = nbytes.get(piece.file, 0) + entry.nbytes(piece)
-    for file, wanted in nbytes.items():
+    for file, needed in nbytes.items():
         try:
-            found = os.stat(folder / file)
+            status = os.stat(folder / file)
         except OSError:
-            continue  # which whoever opens it says
-        held = found.st_blocks * 512 or found.st_size  # some file systems count none
-        if wanted > 2 * held + SLACK:
+            continue  # opening it raises the error
+        on_disk = status.st_blocks * 512 or status.st_size  # some file systems report no blocks
+        if needed > 2 * on_disk + SLACK:
             raise CheckpointError(
-                f"{folder / file} is damaged or hostile: values of {wanted:,} bytes beside its tensors, of which {held:,} are on "
-                f"disk (or the disk compresses: copy it to one that does not)"
+                f"{folder / file} is damaged or hostile: values of {needed:,} bytes beside its tensors, of which {on_disk:,} are "
+                f"on disk (or the disk compresses: copy it to one that does not)"
             )
 
 
@@ -160,14 +158,14 @@ def _read_document(folder: Path) -> Document:
 
         return deepspeed.read_document(folder)
     try:
-        held = sum(each.stat().st_size for each in os.scandir(folder) if each.name != METADATA)
+        data_nbytes = sum(each.stat().st_size for each in os.scandir(folder) if each.name != METADATA)
         with open(path, "rb") as file:
-            raw = file.read(size_limit(held) + 1)
+            raw = file.read(size_limit(data_nbytes) + 1)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if len(raw) > size_limit(held):
+    if len(raw) > (limit := size_limit(data_nbytes)):
         raise CheckpointError(
-            f"{path} has more than {size_limit(held):,} bytes beside {held:,} of data; it is hostile, or data files are missing"
+            f"{path} has more than {limit:,} bytes beside {data_nbytes:,} of data; it is hostile, or data files are missing"
         )
     try:
         return parse(raw)
@@ -176,10 +174,9 @@ def _read_document(folder: Path) -> Document:
 
 
 def committed_tags(directory: Path) -> list[str]:
-    """Tags of the whole checkpoints in a directory, oldest first."""
-    names = [name for name in os.listdir(directory) if not _WORKING.fullmatch(name)]
-    found = [name for name in names if _holds_checkpoint(directory / name)]
-    return sorted(found, key=lambda name: ((directory / name / METADATA).stat().st_mtime_ns, name))
+    """Tags of the complete checkpoints in a directory, oldest first."""
+    tags = [name for name in os.listdir(directory) if not _WORKING.fullmatch(name) and _holds_checkpoint(directory / name)]
+    return sorted(tags, key=lambda name: ((directory / name / METADATA).stat().st_mtime_ns, name))
 
 
 def _holds_checkpoint(folder: Path) -> bool:
@@ -191,7 +188,7 @@ def _holds_checkpoint(folder: Path) -> bool:
 
 
 class Draft:
-    """A checkpoint being written: begun, then committed or discarded. Lives on rank 0 only."""
+    """A checkpoint being written, until it is committed or discarded. Rank 0 only."""
 
     def __init__(self, directory: Path, tag: str) -> None:
         self.directory, self.tag = directory, check_tag(tag)
@@ -199,7 +196,8 @@ class Draft:
         directory.mkdir(parents=True, exist_ok=True)
         if self.target.exists() and not _holds_checkpoint(self.target) and not _is_empty(self.target):
             raise CheckpointError(
-                f"{self.target} exists and is not a Slipstream checkpoint: {_what_is(self.target)}; choose another tag or remove it"
+                f"{self.target} exists and is not a Slipstream checkpoint: {_description(self.target)}; "
+                "choose another tag or remove it"
             )
         sweep(directory, tag)
         self.save_id = secrets.token_hex(8)
@@ -210,11 +208,11 @@ class Draft:
             raise CheckpointError(f"another process is removing {self.folder}; save again")
 
     def commit(self, document: Document, *, save_latest: bool) -> None:
-        """Make the draft the checkpoint of its tag. All that needs space on disk comes first."""
+        """Rename the draft to its tag. All writes that need disk space come first."""
         for name, size in document.files.items():
-            seen = (self.folder / name).stat().st_size if (self.folder / name).exists() else None
-            if seen != size:
-                raise CheckpointError(f"{self.folder / name} was written with {size} bytes, rank 0 sees {seen}; {ONE_PLACE}")
+            actual = (self.folder / name).stat().st_size if (self.folder / name).exists() else None
+            if actual != size:
+                raise CheckpointError(f"{self.folder / name} was written with {size} bytes, rank 0 sees {actual}; {ONE_PLACE}")
         write_synced(self.folder / METADATA, render(document))
         if save_latest:
             write_synced(self.folder / LATEST, f"{self.tag}\n".encode())
@@ -241,7 +239,7 @@ class Draft:
                 os.rename(self.target, replaced)
 
     def discard(self) -> None:
-        """Leave no trace of a draft that was not committed; after a commit this does nothing."""
+        """Remove an uncommitted draft; a no-op after a commit."""
         shutil.rmtree(self.folder, ignore_errors=True)
         if not self.target.exists():
             for name, match in _working(self.directory):
@@ -256,9 +254,9 @@ class Draft:
 
 
 def sweep(directory: Path, tag: str) -> None:
-    """Remove what crashed saves left in a directory; put back a checkpoint whose replacement was cut short.
+    """Remove the leftovers of crashed saves; restore a checkpoint whose replacement was interrupted.
 
-    Where the file system has no locks, only leftovers of `tag` itself are taken for dead.
+    If the file system has no locks, only leftovers of `tag` itself are removed.
     """
     for name, match in _working(directory):
         path, target = directory / name, directory / match["tag"]
@@ -269,12 +267,12 @@ def sweep(directory: Path, tag: str) -> None:
 
 
 def sweep_drafts(target: Path) -> None:
-    """Remove what killed writers of a folder left in it and beside it; beside it only where that can be written to."""
+    """Remove the drafts that killed writers of a folder left in it and, if writable, in its parent."""
     parent = target.absolute().parent
-    beside = _working(parent) if os.access(parent, os.R_OK | os.W_OK) else []
-    left = [parent / name for name, match in beside if match["tag"] == target.name and match["role"] == "tmp"]
-    left += [path for path in target.glob(".tmp-*") if _INSIDE.fullmatch(path.name)]
-    for path in left:
+    siblings = _working(parent) if os.access(parent, os.R_OK | os.W_OK) else []
+    drafts = [parent / name for name, match in siblings if match["tag"] == target.name and match["role"] == "tmp"]
+    drafts += [path for path in target.glob(".tmp-*") if _INSIDE.fullmatch(path.name)]
+    for path in drafts:
         _remove_dead(path, own=True)
 
 
@@ -286,7 +284,7 @@ def _remove_dead(path: Path, own: bool) -> None:
 
 
 def retain(directory: Path, keep: int, tag: str) -> None:
-    """Remove all but the newest `keep` checkpoints; `tag` and the one that `latest` names always stay."""
+    """Remove all but the newest `keep` checkpoints; `tag` and the one in `latest` are always kept."""
     others = [name for name in committed_tags(directory) if name not in (tag, read_latest(directory))]
     kept = len(committed_tags(directory)) - len(others)
     for name in others[: max(0, len(others) - max(0, keep - kept))]:
@@ -294,7 +292,7 @@ def retain(directory: Path, keep: int, tag: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint so that no moment leaves half of it under a tag."""
+    """Remove a checkpoint; it is renamed first, so that its tag never names a partial one."""
     match = _WORKING.fullmatch(folder.name)
     tag = folder.name if match is None else match["tag"]
     doomed = folder.with_name(f"{tag}.tmp-{secrets.token_hex(8)}")
@@ -303,7 +301,7 @@ def remove(folder: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Each gets the other's name, in one step. Raises OSError where the system or the file system has no such step."""
+    """Swap two names atomically. Raises OSError if the system or the file system does not support it."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux; glibc from 2.28
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -314,7 +312,7 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on disk; file systems that cannot say so."""
+    """fsync a folder's entries; ignored by file systems that do not support it."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -326,16 +324,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """What `write` makes of the path that it is given, under the name `path`: whole and on disk, or as it was before."""
+    """Replace `path` atomically by the file that `write` writes to the path it gets, synced to disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f"{path.name}.half-{secrets.token_hex(8)}")
+    partial = path.with_name(f"{path.name}.half-{secrets.token_hex(8)}")
     try:
-        write(half)
-        with open(half, "rb") as file:
+        write(partial)
+        with open(partial, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(half, path)
+        os.replace(partial, path)
     finally:
-        half.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
@@ -351,15 +349,14 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def _working(directory: Path) -> list[tuple[str, re.Match[str]]]:
-    found = ((name, _WORKING.fullmatch(name)) for name in sorted(os.listdir(directory)))
-    return [(name, match) for name, match in found if match is not None]
+    return [(name, match) for name in sorted(os.listdir(directory)) if (match := _WORKING.fullmatch(name))]
 
 
 _NO_LOCKS = -1
 
 
 def lock_folder(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock; None where another process has it, -1 without locks."""
+    """A descriptor that holds the folder's lock; None if another process holds it, _NO_LOCKS if locks are not supported."""
     with suppress(FileNotFoundError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

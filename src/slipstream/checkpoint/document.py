@@ -1,19 +1,16 @@
-"""metadata.json: what a checkpoint holds and where; checked completely before anything in it is believed.
+"""metadata.json: the index of a checkpoint, validated completely before any of it is used.
 
-The file is JSON in two parts. The first line says what it is and carries a checksum of the rest, so that a
-foreign, newer, edited or damaged file is told apart before its content is parsed; no pickle is ever read.
-The content names
+The file is JSON in two parts. The first line holds format, version and a checksum of the second part, so that a foreign, newer,
+edited or damaged file is detected before its content is parsed. No pickle is read. The content has
 
-- `files`: each data file and its size. Names follow one pattern, so no path can lead out of the folder;
-- `tensors`: dtype, shape and *pieces*; a piece is a box of the tensor and the bytes that hold it,
-  row-major, at an offset in one file, with a CRC-32 of every `block` bytes of it (the last block may be
-  short);
+- `files`: each data file and its size. Names match one pattern, so that no path points outside the folder;
+- `tensors`: dtype, shape and *pieces*; a piece is a box of the tensor and its bytes: row-major, at an offset in one file, with a
+  CRC-32 of every `block` bytes (the last block may be short);
 - `shared` and `per_rank`: skeletons of `values.encode`. Their tensors are entries whose names begin with "$".
 
-Invariants that `parse` enforces, whatever the file says: pieces cover each tensor exactly once; byte ranges
-lie inside their files and never overlap (so what can be allocated is bounded by what is on disk); every
-number is an int in range. Sizes of the real files and checksums are checked where the bytes are read
-(storage.py).
+Invariants that `parse` enforces on any input: pieces cover each tensor exactly once; byte ranges are inside their files and never
+overlap, so that the bytes on disk bound allocations; every number is an int in range. storage.py checks the sizes of the real
+files and the checksums when it reads the bytes.
 """
 
 from __future__ import annotations
@@ -38,10 +35,10 @@ from slipstream.checkpoint.flat_slice import Box, Shape, check_cover
 METADATA = "metadata.json"
 FORMAT = "slipstream-checkpoint"
 VERSION = 1
-BLOCK = 1 << 20  # bytes per checksum: small beside a piece, large beside a system call; both stay in the cache
-SLACK = 1 << 24  # bytes that a checkpoint's values may take whatever its files have
+BLOCK = 1 << 20  # bytes per checksum: small against a piece, large against the cost of a system call; fits the cache
+SLACK = 1 << 24  # bytes that a checkpoint's values may have regardless of the size of its files
 SIZE_LIMIT = 1 << 29  # bytes of metadata; some 3 million pieces
-_SHARE = 4  # bytes of metadata for each byte of data, beyond SLACK: a piece is described in 150 bytes and takes 64 or more
+_SHARE = 4  # bytes of metadata per byte of data, beyond SLACK: a piece has 150 bytes of metadata and at least 64 of data
 _DIM_LIMIT = 1 << 48
 
 _HEADER = re.compile(rb'\{"format": "([^"\n]{1,80})", "version": (\d{1,9}), "crc32": (\d{1,10}), "content":\n')
@@ -62,7 +59,7 @@ def file_name(rank: int) -> str:
 
 
 class ZipRecord(NamedTuple):
-    """Bytes of a file that have one checksum together: a record of one of `torch.save`'s archives."""
+    """Bytes of a file with one common checksum: a record of a `torch.save` archive."""
 
     file: str
     name: str  # in the archive
@@ -79,7 +76,7 @@ class Piece:
     file: str
     at: int  # byte offset in the file
     crc32: tuple[int, ...]  # of each BLOCK bytes; none in DeepSpeed's files and Hugging Face's
-    zip_record: ZipRecord | None = None  # in DeepSpeed's: what it lies in
+    zip_record: ZipRecord | None = None  # in DeepSpeed's files: the record that contains it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +95,7 @@ class Entry:
 class Document:
     """The content of metadata.json."""
 
-    save_id: str  # of one call of save: tells a folder from its replacement
+    save_id: str  # unique per call of save: distinguishes a folder from its replacement
     world_size: int
     block: int
     files: Mapping[str, int]  # name -> bytes
@@ -136,36 +133,36 @@ def render(document: Document) -> bytes:
     }
     body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
     head = f'{{"format": "{FORMAT}", "version": {VERSION}, "crc32": {zlib.crc32(body)}, "content":\n'
-    whole = head.encode("ascii") + body + b"\n}\n"
+    raw = head.encode("ascii") + body + b"\n}\n"
     nbytes = sum(document.files.values())
-    if len(whole) > size_limit(nbytes):
+    if len(raw) > size_limit(nbytes):
         raise CheckpointError(
-            f"the metadata would take {len(whole):,} bytes; beside {nbytes:,} bytes of tensors at most {size_limit(nbytes):,} are "
+            f"the metadata would take {len(raw):,} bytes; beside {nbytes:,} bytes of tensors at most {size_limit(nbytes):,} are "
             f"read: keep long lists of numbers in tensors"
         )
-    return whole
+    return raw
 
 
 def size_limit(data_nbytes: int) -> int:
-    """Bytes of metadata that are read beside so many of data: what is parsed takes ten times its bytes in memory."""
+    """The largest metadata, in bytes, read with `data_nbytes` of data: parsed, it uses ten times its bytes in memory."""
     return min(SIZE_LIMIT, SLACK + _SHARE * data_nbytes)
 
 
 def is_ours(head: bytes) -> bool:
-    """Whether a file that begins with `head` (200 bytes of it or more) claims to be our metadata."""
-    found = _HEADER.match(head)
-    return found is not None and found[1] == FORMAT.encode()
+    """Whether a file that begins with `head` (at least its first 200 bytes) has the header of our metadata."""
+    header = _HEADER.match(head)
+    return header is not None and header[1] == FORMAT.encode()
 
 
 def parse(raw: bytes) -> Document:
-    """The document, or CheckpointError saying what is wrong with it."""
-    found = _HEADER.match(raw)
-    if found is None or found[1] != FORMAT.encode():
+    """Parse and validate metadata.json. Raises CheckpointError."""
+    header = _HEADER.match(raw)
+    if header is None or header[1] != FORMAT.encode():
         raise CheckpointError(f"not the metadata of a Slipstream checkpoint (it begins with {raw[:24]!r})")
-    if int(found[2]) != VERSION:
-        raise CheckpointError(f"format version {int(found[2])}; this one reads version {VERSION}, use the one that wrote it")
-    body = raw[found.end() :].removesuffix(b"\n}\n")
-    if zlib.crc32(body) != int(found[3]):
+    if int(header[2]) != VERSION:
+        raise CheckpointError(f"format version {int(header[2])}; this one reads version {VERSION}, use the one that wrote it")
+    body = raw[header.end() :].removesuffix(b"\n}\n")
+    if zlib.crc32(body) != int(header[3]):
         raise CheckpointError("truncated, damaged or edited (its checksum does not match)")
     try:
         with _no_collection():
@@ -178,7 +175,7 @@ def parse(raw: bytes) -> Document:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Millions of new objects, no cycle among them: the collector would look at all, again and again, for half of the time."""
+    """Disable the garbage collector: it would scan millions of new objects without cycles again and again, half of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -195,11 +192,11 @@ def _content(content: dict[str, Any]) -> Document:
     for name, size in content["files"].items():
         if not _FILE_NAME.fullmatch(name):
             raise CheckpointError(f"a data file named {name!r}; the names are {file_name(0)}, {file_name(1)}, ...")
-        files[name] = _whole(size, f"the size of {name}")
-    block = _whole(content["block"], "block", low=1 << 12, high=1 << 30)
+        files[name] = _int_in_range(size, f"the size of {name}")
+    block = _int_in_range(content["block"], "block", low=1 << 12, high=1 << 30)
     tensors = {name: _entry(name, raw, files, block) for name, raw in content["tensors"].items()}
     _check_bytes_disjoint(tensors)
-    world_size = _whole(content["world_size"], "world_size", low=1)
+    world_size = _int_in_range(content["world_size"], "world_size", low=1)
     per_rank = content["per_rank"]
     if not isinstance(per_rank, list) or len(per_rank) != world_size:
         raise CheckpointError(f"values of {len(per_rank)} ranks for a world of {world_size}")
@@ -225,8 +222,8 @@ def _entry(name: str, raw: dict[str, Any], files: Mapping[str, int], block: int)
         piece = Piece(
             box=Box(_shape(part["offsets"], name), _shape(part["sizes"], name)),
             file=part["file"],
-            at=_whole(part["at"], f"tensor {name!r}: an offset"),
-            crc32=tuple(_whole(crc, f"tensor {name!r}: a checksum", high=(1 << 32) - 1) for crc in part["crc32"]),
+            at=_int_in_range(part["at"], f"tensor {name!r}: an offset"),
+            crc32=tuple(_int_in_range(crc, f"tensor {name!r}: a checksum", high=(1 << 32) - 1) for crc in part["crc32"]),
         )
         nbytes = math.prod(piece.box.sizes) * dtype.itemsize
         if piece.file not in files:
@@ -257,23 +254,23 @@ def _check_bytes_disjoint(tensors: Mapping[str, Entry]) -> None:
 def _shape(raw: Any, name: str) -> Shape:
     if not isinstance(raw, list) or len(raw) > 64:
         raise CheckpointError(f"tensor {name!r}: {str(raw)[:80]} where a shape belongs")
-    shape = tuple(_whole(size, f"tensor {name!r}: a size") for size in raw)
+    shape = tuple(_int_in_range(size, f"tensor {name!r}: a size") for size in raw)
     if math.prod(max(size, 1) for size in shape) >= 1 << 62:
         raise CheckpointError(f"tensor {name!r}: a shape of {shape}")
     return shape
 
 
-def _whole(value: Any, what: str, *, low: int = 0, high: int = _DIM_LIMIT) -> int:
+def _int_in_range(value: Any, what: str, *, low: int = 0, high: int = _DIM_LIMIT) -> int:
     if type(value) is not int or not low <= value <= high:
         raise CheckpointError(f"{what} is {str(value)[:40]}; it must be a whole number from {low} to {high}")
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    names = dict(pairs)
+    if len(names) != len(pairs):
         raise CheckpointError("a name occurs twice in one object")
-    return made
+    return names
 
 
 def _no_constant(name: str) -> Any:

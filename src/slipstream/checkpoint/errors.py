@@ -1,8 +1,7 @@
 """The one error of this package, and how ranks agree on it.
 
-Every step that can fail on one rank runs through `Ranks`: outcomes are gathered on rank 0, and either every
-rank goes on or every rank raises the same `CheckpointError`. A rank therefore never waits for one that has
-given up.
+Every step that can fail on one rank runs through `Ranks`: it gathers the outcomes on rank 0, and either every rank continues
+or every rank raises the same `CheckpointError`. A rank therefore never waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -20,56 +19,55 @@ ONE_PLACE = "the directory must be the same on every rank, on a file system that
 
 
 class CheckpointError(ValueError):
-    """A checkpoint could not be saved or loaded; nothing that was there before has changed."""
+    """A checkpoint could not be saved or loaded; the state before the call is unchanged."""
 
-    on_all_ranks = False  # whether `Ranks` has raised it, the same on each
+    on_all_ranks = False  # whether `Ranks` has raised it on every rank
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """What a rank tells the others of its error: text, since not every exception can be sent."""
+    """A rank's error as text, since not every exception can be pickled."""
 
     text: str
 
 
 class Ranks:
-    """The ranks that save or load together; `group=None` is a process on its own."""
+    """The ranks that save or load together; `group=None` is a single process."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         if self.rank < 0:
-            raise ValueError("checkpoint: this rank is not a member of the group it was given")
+            raise ValueError("checkpoint: this rank is not a member of `group`")
 
     def first(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         if self.group is None:
             return value
-        held = [value]
-        dist.broadcast_object_list(held, src=dist.get_global_rank(self.group, 0), group=self.group)
-        return held[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return values[0]
 
     def gather(self, step: str, work: Callable[[], T]) -> list[T]:
-        """Run `work` everywhere; rank 0 gets all results, the others an empty list. One failure fails all."""
+        """Run `work` on every rank; rank 0 gets all results, the others an empty list. One failure fails all."""
         outcome, error = _attempt(work)
-        everyone: list[Any] = [outcome] if self.group is None else [None] * self.size
+        outcomes: list[Any] = [outcome] if self.group is None else [None] * self.size
         if self.group is not None:
-            place = everyone if self.rank == 0 else None
-            dist.gather_object(outcome, place, dst=dist.get_global_rank(self.group, 0), group=self.group)
-        failed = {rank: told.text for rank, told in enumerate(everyone) if isinstance(told, _Failed)}
-        failed = self.first(failed)
+            target = outcomes if self.rank == 0 else None
+            dist.gather_object(outcome, target, dst=dist.get_global_rank(self.group, 0), group=self.group)
+        failed = self.first({rank: each.text for rank, each in enumerate(outcomes) if isinstance(each, _Failed)})
         if failed:
             raise self.failure(step, failed, error)
-        return everyone if self.rank == 0 else []
+        return outcomes if self.rank == 0 else []
 
     def decide(self, step: str, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and give every rank its result or its failure."""
+        """Run `work` on rank 0; every rank returns its result or raises its failure."""
         outcome, error = _attempt(work) if self.rank == 0 else (None, None)
-        told: Any = self.first(outcome)
-        if isinstance(told, _Failed):
-            raise self.failure(step, {0: told.text}, error)
-        return told
+        result: Any = self.first(outcome)
+        if isinstance(result, _Failed):
+            raise self.failure(step, {0: result.text}, error)
+        return result
 
     def failure(self, step: str, failed: dict[int, str], own: BaseException | None) -> BaseException:
         """The error that every rank raises; a rank that was interrupted raises its own interruption."""
@@ -81,8 +79,7 @@ class Ranks:
         if len(by_text) == 1 and len(failed) == self.size:
             message = next(iter(by_text))
         else:
-            each = (f"rank {_listed(ranks)} of {self.size}: {text}" for text, ranks in by_text.items())
-            message = "; ".join(each)
+            message = "; ".join(f"rank {_listed(ranks)} of {self.size}: {text}" for text, ranks in by_text.items())
         raised = CheckpointError(f"{step}: {message}")
         raised.on_all_ranks = True
         raised.__cause__ = own
@@ -90,7 +87,7 @@ class Ranks:
 
 
 def describe(error: BaseException) -> str:
-    """One line for a user: what speaks for itself as it is, anything else with its type."""
+    """One line for the user: the text of CheckpointError and ValueError, any other error with its type."""
     if isinstance(error, CheckpointError) or type(error) is ValueError:
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -1,6 +1,6 @@
-"""The data files of one checkpoint while they are read, and the checksums of zip records, which span whole records.
+"""Reads the data files of one checkpoint, and verifies the checksums of zip records, each of which covers a whole record.
 
-Knows neither DCP nor tensors by name: storage.py and ranges.py read through it.
+Knows neither DCP nor tensor names: storage.py and ranges.py read through it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _STAGE = 16 * BLOCK  # bytes of a record in memory at a time
 
 
 class Files:
-    """Each file is opened when it is first read, and stays the same file until `close`, whatever gets its name meanwhile."""
+    """Opens each file at its first read and keeps that descriptor until `close`, also if another file takes its name."""
 
     def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
         self.folder, self._sizes = folder, sizes
         self._handles: dict[str, int] = {}
-        self._sound: set[ZipRecord] = set()
+        self._verified: set[ZipRecord] = set()
 
     def read(self, name: str, at: int, into: memoryview) -> None:
-        """Fill `into` from byte `at` on. Raises CheckpointError."""
+        """Fill `into` with the bytes from offset `at`. Raises CheckpointError."""
         path = self.folder / name
         try:
             if name not in self._handles:
@@ -44,7 +44,7 @@ class Files:
 
     def verify(self, record: ZipRecord) -> None:
         """Compare a record's CRC-32 with the archive's, once; reads all of it. Raises CheckpointError with file and record."""
-        if record in self._sound:
+        if record in self._verified:
             return
         buffer, value = torch.empty(min(_STAGE, record.nbytes), dtype=torch.uint8), 0
         for start in range(0, record.nbytes, _STAGE):
@@ -56,7 +56,7 @@ class Files:
                 f"{self.folder / record.file} is damaged: its zip record {record.name!r} has the checksum {value:08x}, and "
                 f"{record.crc32:08x} was saved; copy the file again from where it was written, or load an older checkpoint"
             )
-        self._sound.add(record)
+        self._verified.add(record)
 
     def close(self) -> None:
         for handle in self._handles.values():
@@ -65,9 +65,9 @@ class Files:
 
 
 def open_data(path: Path, size: int) -> int:
-    """A descriptor of a data file, which must be a regular file of `size` bytes."""
+    """Open a data file. Raises CheckpointError unless it is a regular file of `size` bytes."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not make us wait
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: opening a pipe would wait
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     status = os.fstat(handle)

@@ -1,12 +1,12 @@
 """A flat range of a tensor, and the boxes it is made of.
 
-A rank owns the row-major elements [start, stop) of a parameter. Storage and resharding speak of boxes
-(hyper-rectangles: offsets and sizes per dim), because that is what `torch.distributed.checkpoint` plans
-with and what a tensor-parallel shard is too. The two meet here, in pure functions:
+A rank owns the row-major elements [start, stop) of a parameter. Storage and resharding use boxes (hyper-rectangles: offsets and
+sizes per dim), because `torch.distributed.checkpoint` plans with them and a tensor-parallel shard is one. The pure functions here
+convert between the two:
 
 - a flat range of an N-d tensor is at most 2N-1 boxes (N-1 ragged ones at each end, one whole one between);
-- those boxes, in order, are consecutive in memory: cutting a range into boxes never moves a byte;
-- a tensor is stored once when its boxes cover it without overlap (`check_cover`), whoever wrote them.
+- those boxes, in order, are consecutive in memory: cutting a range into boxes moves no bytes;
+- a tensor is stored exactly once if its boxes, from any ranks, cover it without overlap (`check_cover`).
 
 Glossary: *box* offsets and sizes inside a tensor; *range* [start, stop) of its row-major elements.
 """
@@ -68,9 +68,9 @@ def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
 
 
 def flat_range(shape: Shape, box: Box) -> tuple[int, int] | None:
-    """The row-major range [start, stop) of a box inside `shape`, or None where the box is not one range."""
+    """The row-major range [start, stop) of a box inside `shape`, or None if the box is not contiguous."""
     start, numel, stride = 0, math.prod(box.sizes), 1
-    ragged = False  # a dim that the box does not span has been passed, going outwards
+    ragged = False  # whether an inner dim is not fully spanned by the box
     for size, offset, length in zip(reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True):
         if ragged and length != 1:
             return None
@@ -83,7 +83,7 @@ def flat_range(shape: Shape, box: Box) -> tuple[int, int] | None:
 def check_cover(name: str, shape: Shape, parts: Sequence[Box]) -> None:
     """Raise ValueError unless `parts` cover every element of a tensor of `shape` exactly once."""
     if len(parts) == 1 and parts[0].sizes == shape and not any(parts[0].offsets) and len(parts[0].offsets) == len(shape):
-        return  # one box that is the tensor: what most are
+        return  # the common case: one box that is the whole tensor
     for box in parts:
         inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
             offset >= 0 and length >= 0 and offset + length <= size
@@ -105,8 +105,8 @@ def check_cover(name: str, shape: Shape, parts: Sequence[Box]) -> None:
 
 def _check_disjoint(name: str, shape: Shape, parts: Sequence[Box]) -> None:
     ranges = [flat_range(shape, box) for box in parts]
-    if all(found is not None for found in ranges):  # the common case: order tells all
-        ordered = sorted(zip([found for found in ranges if found is not None], parts, strict=True))
+    if all(span is not None for span in ranges):  # the common case: compare neighbors
+        ordered = sorted(zip([span for span in ranges if span is not None], parts, strict=True))
         for ((_, stop), one), ((start, _), other) in pairwise(ordered):
             if start < stop:
                 raise ValueError(f"tensor {name!r} of shape {shape}: {_words(one)} and {_words(other)} overlap")
@@ -128,7 +128,7 @@ def _words(box: Box) -> str:
 
 
 class Rested(Protocol):
-    """Elements that are not in memory: read and written a range at a time."""
+    """A tensor that is not in memory, for example on disk: read and written by flat range."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -138,7 +138,7 @@ class Rested(Protocol):
 
 
 class Part(NamedTuple):
-    """Elements [start, start + length) of what rests elsewhere: one box of a slice."""
+    """One box of a slice whose data are not in memory: its elements begin at `start` of `held`."""
 
     held: Rested
     start: int
@@ -162,8 +162,8 @@ class Part(NamedTuple):
 class FlatSlice:
     """This rank's flat range of one tensor: `data` holds elements [start, start + data.numel()) of `shape`.
 
-    `data` is 1-D and contiguous, on any device, or rests on disk; saving reads it and loading fills it in place. A rank that
-    owns nothing of a tensor passes an empty `data` (any start within bounds) or leaves the name out.
+    `data` is 1-D and contiguous, on any device or on disk; saving reads it and loading fills it in place. A rank that owns no
+    element of a tensor passes an empty `data` (any start within bounds) or omits the name.
     """
 
     data: Tensor | Rested  # 1D, this rank's span
@@ -188,7 +188,7 @@ class FlatSlice:
         return self.start + self.data.numel()
 
     def pieces(self) -> Iterator[tuple[Box, Tensor | Part]]:
-        """Each box of the range with the view of `data` (N-D) that holds it, or where that rests."""
+        """Each box of the range with its N-D view of `data`, or its `Part` if `data` is not in memory."""
         position = 0
         for box in boxes(self.shape, self.start, self.stop):
             numel = math.prod(box.sizes)

@@ -1,10 +1,10 @@
-"""Load: everything is validated on every rank before the first byte of any tensor changes.
+"""Load: every rank validates everything before the first byte of any tensor changes.
 
-    metadata.json checked -> one checkpoint on all ranks -> names, shapes, dtypes, file sizes -> the caller accepts the
-    values -> checksums of every block that is needed -> all ranks agree -> bytes read into the tensors in place
+    check metadata.json -> same checkpoint on all ranks -> names, shapes, dtypes, file sizes -> the caller accepts the values
+    -> checksums of every needed block -> all ranks agree -> read bytes into the tensors in place
 
-Any world size may load what any other saved: each rank reads the bytes of its own ranges. What a load refuses
-is refused on every rank alike, with nothing changed (storage.py says why that costs no memory).
+Any world size can load a checkpoint of any other: each rank reads the bytes of its own ranges. A failed load raises on every rank
+and changes nothing, without extra memory (see storage.py).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """What a checkpoint holds, known without reading a tensor."""
+    """The content of a checkpoint, known without reading tensors."""
 
     path: Path
     save_id: str
-    world_size: int  # that saved it
+    world_size: int  # of the run that saved it
     tensors: Mapping[str, TensorInfo]
     shared: dict[str, Any]  # its tensors and arrays are stand-ins on the meta device: shape and dtype only
     document: Document = field(repr=False)
@@ -62,12 +62,12 @@ class Metadata:
 
 class Loaded(NamedTuple):
     shared: dict[str, Any]
-    per_rank: dict[str, Any] | None  # None where another number of ranks saved
+    per_rank: dict[str, Any] | None  # None if another number of ranks saved it
 
 
 def latest_tag(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None, universal: bool = False) -> str | None:
-    """The tag that `latest` names as rank 0 of `group` sees it, or `latest_universal`, which with `universal` goes before; None
-    where the directory has neither."""
+    """The tag in `latest`, else in `latest_universal` (with `universal` in the other order), read by rank 0 of `group`; None if
+    neither exists."""
     return Ranks(group).decide("no checkpoint was loaded", lambda: _latest(Path(directory), universal))
 
 
@@ -81,9 +81,9 @@ def _latest(path: Path, universal: bool) -> str | None:
 def undisturbed(
     directory: str | os.PathLike[str], tag: str | None, work: Callable[[], T], *, group: dist.ProcessGroup | None = None
 ) -> T:
-    """What `work` makes of checkpoint `tag` (None: of the last), called again where it fails while another process replaces that.
+    """Return `work()`, and retry it if it fails while another process replaces checkpoint `tag` (None: the latest).
 
-    Collective, as `work` is. Raises what `work` raises where nothing was replaced, and CheckpointError after _TRIES calls.
+    Collective, like `work`. Raises the error of `work` if nothing was replaced, and CheckpointError after _TRIES calls.
     """
     ranks, parent = Ranks(group), Path(directory)
     for _ in range(_TRIES):
@@ -91,11 +91,11 @@ def undisturbed(
         try:
             return work()
         except CheckpointError as error:
-            if group is not None and not error.on_all_ranks:  # the others are elsewhere
+            if group is not None and not error.on_all_ranks:  # the other ranks did not fail here
                 raise
             if not ranks.first(ranks.rank == 0 and state_of(parent, tag) != before):
                 raise
-            logger.info("%s was replaced while it was read, and is read again", parent if tag is None else parent / tag)
+            logger.info("%s was replaced while it was read; reading it again", parent if tag is None else parent / tag)
             last = error
     raise CheckpointError(
         f"{last} (it was replaced each of {_TRIES} times while it was read: load it when its writer has ended)"
@@ -103,27 +103,28 @@ def undisturbed(
 
 
 def load_metadata(directory: str | os.PathLike[str], tag: str, *, group: dist.ProcessGroup | None = None) -> Metadata:
-    """What checkpoint `tag` holds, by its metadata.json. With a group, what fails on one rank fails on all.
+    """Read the metadata of checkpoint `tag`. Collective over `group`; raises CheckpointError on every rank if one fails.
 
-    Each rank reads ours, which shows that all see it. DeepSpeed's are as many pickles as it had ranks: rank 0 reads them, for all.
+    Every rank reads our metadata.json, which shows that all see the same file. DeepSpeed's metadata are as many pickles as it had
+    ranks, so only rank 0 reads them.
     """
     return undisturbed(directory, tag, lambda: _load_metadata(directory, tag, group), group=group)
 
 
 def _load_metadata(directory: str | os.PathLike[str], tag: str, group: dist.ProcessGroup | None) -> Metadata:
     ranks, parent = Ranks(group), Path(directory)
-    found: list[Metadata] = []
+    result: list[Metadata] = []
     step = ranks.first(f"checkpoint {parent / str(tag)} was not loaded")
-    theirs = ranks.decide(step, lambda: _theirs(locate(parent, tag)))
+    deepspeed = ranks.decide(step, lambda: _deepspeed_document(locate(parent, tag)))
 
-    def understand() -> str:
+    def read() -> str:
         path = locate(parent, tag)
-        found.append(_metadata(path, read_document(path) if theirs is None else theirs))
-        return found[0].save_id
+        result.append(_metadata(path, read_document(path) if deepspeed is None else deepspeed))
+        return result[0].save_id
 
-    save_ids = ranks.gather(step, understand)
+    save_ids = ranks.gather(step, read)
     ranks.decide(step, lambda: _check_same(save_ids))
-    return found[0]
+    return result[0]
 
 
 def _check_same(save_ids: list[str]) -> None:
@@ -132,7 +133,7 @@ def _check_same(save_ids: list[str]) -> None:
         raise CheckpointError(f"ranks 0 and {other} see different checkpoints there; was it just replaced?")
 
 
-def _theirs(path: Path) -> Document | None:
+def _deepspeed_document(path: Path) -> Document | None:
     return read_document(path) if is_deepspeed(path) else None
 
 
@@ -159,13 +160,13 @@ def load(
     accept: Callable[[Loaded], None] | None = None,
     metadata: Metadata | None = None,
 ) -> Loaded:
-    """Fill `tensors` in place from checkpoint `tag` and give its values. Every rank of `group` calls it.
+    """Fill `tensors` in place from checkpoint `tag` and return its values. Collective over `group`.
 
-    A name that is asked for must be there with its shape; what is there and not asked for is not read. Dtypes
-    must be equal unless `convert`, which rounds as `Tensor.copy_` does. `accept` sees the values before any tensor is
-    filled; what it raises on one rank refuses the load on all. Raises CheckpointError on every rank, with nothing changed,
-    where any rank finds anything wrong. metadata: of the same checkpoint, where every rank has read it already. Without it, a
-    checkpoint that another process replaces meanwhile is read again, and `accept` called again.
+    Every requested name must exist with its shape; other tensors of the checkpoint are not read. Dtypes must be equal unless
+    `convert`, which rounds like `Tensor.copy_`. `accept` gets the values before any tensor is filled; if it raises on one rank,
+    the load fails on all. metadata: the result of `load_metadata` for the same checkpoint, on every rank. Without it, a checkpoint
+    that another process replaces meanwhile is read again, and `accept` is called again. Raises CheckpointError on every rank if
+    any rank finds an error, with nothing changed.
     """
     if metadata is not None:
         return _load(metadata, tensors, group, convert, accept)
@@ -184,30 +185,29 @@ def _load(
     accept: Callable[[Loaded], None] | None,
 ) -> Loaded:
     ranks = Ranks(group)
-    path, found = metadata.path, metadata.document
+    path, document = metadata.path, metadata.document
     step = ranks.first(f"checkpoint {path} was not loaded")
 
     def prepare() -> str:
         for name, held in tensors.items():
             check_entry(name, held)
-            _check_target(name, held, found, convert)
-        return found.save_id
+            _check_target(name, held, document, convert)
+        return document.save_id
 
     save_ids = ranks.gather(step, prepare)
-    ranks.decide(step, lambda: _check_whole(path, found, save_ids))
+    ranks.decide(step, lambda: _check_complete(path, document, save_ids))
 
-    shared = _stand_ins(found, "$shared/", "cpu")
-    own = _stand_ins(found, f"$rank/{ranks.rank}/", "cpu") if found.world_size == ranks.size else {}
-    _verify_records(ranks, step, path, found, [*shared, *tensors])
-    _read(ranks, step, path, found, {**shared, **own})
-    values = _values(found.shared, shared, f"{path}: shared")
-    mine = None
-    if found.world_size == ranks.size:
-        mine = _values(found.per_rank[ranks.rank], own, f"{path}: per_rank[{ranks.rank}]")
-    loaded = Loaded(values, mine)
+    same_size = document.world_size == ranks.size
+    shared = _stand_ins(document, "$shared/", "cpu")
+    own = _stand_ins(document, f"$rank/{ranks.rank}/", "cpu") if same_size else {}
+    _verify_records(ranks, step, path, document, [*shared, *tensors])
+    _read(ranks, step, path, document, {**shared, **own})
+    values = _values(document.shared, shared, f"{path}: shared")
+    per_rank = _values(document.per_rank[ranks.rank], own, f"{path}: per_rank[{ranks.rank}]") if same_size else None
+    loaded = Loaded(values, per_rank)
     if accept is not None:
         ranks.gather(step, lambda: accept(loaded))
-    _read(ranks, step, path, found, dict(tensors))
+    _read(ranks, step, path, document, dict(tensors))
     for held in tensors.values():
         data = held.data if isinstance(held, FlatSlice) else held
         if isinstance(data, Tensor):
@@ -216,7 +216,7 @@ def _load(
 
 
 def reader(directory: str | os.PathLike[str], tag: str) -> Reader:
-    """A reader for `torch.distributed.checkpoint.load(state, storage_reader=...)`: tensors by their names."""
+    """A reader for `torch.distributed.checkpoint.load(state, storage_reader=...)`; its keys are the tensors' names."""
     from slipstream.checkpoint.storage import Reader
 
     path = locate(Path(directory), tag)
@@ -236,15 +236,15 @@ def _check_target(name: str, held: FlatSlice | Tensor, document: Document, conve
         raise CheckpointError(f"tensor {name!r} has shape {entry.shape} in it and {tuple(held.shape)} here")
     dtype = held.data.dtype if isinstance(held, FlatSlice) else held.dtype
     if dtype is not entry.dtype and not convert:
-        raise CheckpointError(f"tensor {name!r} is {entry.dtype} in it and {dtype} here; pass convert=True to have it rounded")
+        raise CheckpointError(f"tensor {name!r} is {entry.dtype} in it and {dtype} here; pass convert=True to round it")
 
 
-def _check_whole(path: Path, document: Document, save_ids: list[str]) -> None:
-    """What one rank checks for all: one and the same checkpoint, files whole, values well formed."""
+def _check_complete(path: Path, document: Document, save_ids: list[str]) -> None:
+    """The checks of rank 0 for all: ranks see the same checkpoint, files have their sizes, values are well formed."""
     _check_same(save_ids)
     for name, size in document.files.items():
         os.close(open_data(path / name, size))
-    stand_ins: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by whose values they are of, in one pass over all names
+    stand_ins: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by owner of the values, in one pass over all names
     for name, tensor in _stand_ins(document, "$", "meta").items():
         stand_ins[name.rpartition("/")[0]][name] = tensor
     _values(document.shared, stand_ins["$shared"], f"{path}: shared")
@@ -253,16 +253,17 @@ def _check_whole(path: Path, document: Document, save_ids: list[str]) -> None:
 
 
 def _verify_records(ranks: Ranks, step: str, path: Path, document: Document, names: Iterable[str]) -> None:
-    """Each zip record of DeepSpeed's files that any rank needs, on one rank: a sum takes all of a record, a rank a part of it."""
-    if document.world_size:  # ours has a checksum for each block, and verifies those that it reads
+    """Verify each zip record of DeepSpeed's files that any rank needs, on one rank: its checksum covers the whole record."""
+    if document.world_size:  # our format has a checksum per block; the reader verifies those that it reads
         return
     needed = {piece.zip_record for name in names for piece in document.tensors[name].pieces}
-    told = ranks.gather(step, lambda: needed)
+    needed_by_rank = ranks.gather(step, lambda: needed)
 
     def divide() -> list[list[ZipRecord]]:
         shares: list[list[ZipRecord]] = [[] for _ in range(ranks.size)]
         loads = [(0, rank) for rank in range(ranks.size)]
-        for record in sorted((each for each in set().union(*told) if each is not None), key=lambda each: (-each.nbytes, each)):
+        records = [each for each in set().union(*needed_by_rank) if each is not None]
+        for record in sorted(records, key=lambda each: (-each.nbytes, each)):
             nbytes, rank = heapq.heappop(loads)
             shares[rank].append(record)
             heapq.heappush(loads, (nbytes + record.nbytes, rank))
@@ -288,7 +289,7 @@ def _read(ranks: Ranks, step: str, path: Path, document: Document, state: dict[s
 
     from slipstream.checkpoint.storage import FlatLoadPlanner, Reader
 
-    named = {name: document.tensors[name] for name in state}  # DCP makes objects for each, wanted or not
+    named = {name: document.tensors[name] for name in state}  # DCP makes objects for every tensor of the metadata
     storage = Reader(path, replace(document, tensors=named), records_verified=True)
     try:
         with warnings.catch_warnings():
@@ -306,7 +307,7 @@ def _read(ranks: Ranks, step: str, path: Path, document: Document, state: dict[s
 
 
 def _stand_ins(document: Document, prefix: str, device: str) -> dict[str, Tensor]:
-    """Empty tensors for the values under `prefix`. Bounded: a document's bytes are inside its files, and on disk (directory.py)."""
+    """Empty tensors for the values under `prefix`. Their size is bounded by the bytes on disk (directory.py)."""
     return {
         name: torch.empty(entry.shape, dtype=entry.dtype, device=device)
         for name, entry in document.tensors.items()
@@ -317,5 +318,5 @@ def _stand_ins(document: Document, prefix: str, device: str) -> dict[str, Tensor
 def _values(skeleton: Any, tensors: Mapping[str, Tensor], path: str) -> dict[str, Any]:
     values = decode(skeleton, tensors.__getitem__, path)
     if type(values) is not dict or not all(type(key) is str for key in values):
-        raise CheckpointError(f"the stored value of {path} is damaged or hostile: it is no dict of names")
+        raise CheckpointError(f"the stored value of {path} is damaged or hostile: it is not a dict with string keys")
     return values

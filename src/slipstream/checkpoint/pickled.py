@@ -1,13 +1,13 @@
-"""Files of `torch.save`, read without executing anything: the structure now, tensors where they lie.
+"""Reads files of `torch.save` without executing anything: the structure, and the location of each tensor's bytes.
 
 Such a file is a zip archive without compression: `data.pkl`, a pickle, and one record of raw bytes for each storage. A pickle can
-call whatever it names, so the unpickler here knows a short list of names and gives each a meaning of its own:
+call anything it names, so the unpickler here has an allowlist, and its own stand-in for each name:
 
-Stored   a tensor: where its bytes are, not the bytes
+Stored   a tensor: the location of its bytes, not the bytes
 Record   an object of one of DeepSpeed's classes (or an `argparse.Namespace`): its attributes, none of its code
 
-Any other name refuses the file, with that name. Everything that names stand for is made anew for each file, so that a pickle that
-sets attributes on them (which a pickle can) changes nothing that outlives it.
+Any other name raises CheckpointError with that name. The stand-ins are created anew for each file, because a pickle can set
+attributes on them, which would otherwise persist.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from slipstream.checkpoint.flat_slice import Shape
 
 logger = logging.getLogger(__name__)
 
-_LIMIT = 1 << 28  # bytes of a pickle; a model of a hundred thousand parameters takes 30 million
-_DEPTH = 1000  # levels of a value
-_EMPTY = 10_000  # tensors without a byte in the file: records of no bytes, or views of the same ones
-_BYTES = 64  # in a file for each tensor beyond these; torch aligns records to 64 bytes
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip record: its signature, and how long its name and extra field are
+_LIMIT = 1 << 28  # bytes of a pickle; that of a model with a hundred thousand parameters has 30 million
+_DEPTH = 1000  # nesting levels of a value
+_EMPTY = 10_000  # tensors without bytes of their own in the file: empty records, or views of the same bytes
+_BYTES = 64  # bytes in the file per tensor beyond _EMPTY; torch aligns records to 64 bytes
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip record: signature, lengths of name and extra field
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -58,13 +58,13 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A tensor in a file: `shape` elements of `dtype` from byte `at` on, one after another (else `at` is -1)."""
+    """A tensor in a file: `shape` elements of `dtype` from byte `at`, contiguous (if not, `at` is -1)."""
 
     path: Path
     at: int
     dtype: torch.dtype
     shape: Shape
-    record: ZipRecord | None  # where it lies, whose checksum covers it; None in a file that was saved without checksums
+    record: ZipRecord | None  # the record that contains it, for its checksum; None in a file without checksums
 
     @property
     def numel(self) -> int:
@@ -72,7 +72,7 @@ class Stored:
 
 
 class Record:
-    """What a pickle says of an object: the values that it was made with, and its attributes."""
+    """An object in a pickle: its constructor arguments and its attributes."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -82,9 +82,9 @@ class Record:
 
 
 def read(path: Path) -> Any:
-    """The content of a file of `torch.save`, with a `Stored` for every tensor. Raises CheckpointError for whatever is not one."""
+    """The content of a `torch.save` file, with a `Stored` for every tensor. Raises CheckpointError for any other file."""
     try:
-        if not path.is_file():  # a pipe must not make us wait
+        if not path.is_file():  # opening a pipe would wait
             raise CheckpointError("it is not a regular file" if path.exists() else "it is missing")
         with open(path, "rb") as file:
             return _read(path, file)
@@ -94,7 +94,7 @@ def read(path: Path) -> Any:
         raise CheckpointError(f"{path}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    except Exception as error:  # whatever a pickle that is no pickle leads to
+    except Exception as error:  # a malformed pickle can raise anything
         raise CheckpointError(f"{path} is damaged or hostile: {type(error).__name__}: {error}") from error
 
 
@@ -111,7 +111,7 @@ def _read(path: Path, file: IO[bytes]) -> Any:
         raise CheckpointError(f"its pickle has {records['data.pkl'].file_size} bytes; at most {_LIMIT} are read")
     held = _Archive(path, file, records)
     if not held.has_checksums:
-        logger.warning("%s was saved without checksums (torch.serialization.set_crc32_options): damage to it is not seen", path)
+        logger.warning("%s was saved without checksums (torch.serialization.set_crc32_options): damage cannot be detected", path)
     if "byteorder" in records and held.read("byteorder") != sys.byteorder.encode():
         raise CheckpointError(f"written on a machine of another byte order; this one is {sys.byteorder}-endian")
     raw = held.read("data.pkl")
@@ -120,15 +120,15 @@ def _read(path: Path, file: IO[bytes]) -> Any:
 
 
 class _Archive:
-    """The records of a file, which is open: where their bytes are, and those of the small ones."""
+    """The records of an open file: the location of their bytes, and the bytes of small ones."""
 
     def __init__(self, path: Path, file: IO[bytes], records: dict[str, zipfile.ZipInfo]) -> None:
         self.path, self._file, self._records = path, file, records
         self.nbytes = os.fstat(file.fileno()).st_size
-        self.has_checksums = any(record.CRC for record in records.values())  # torch writes 0 for all where it is told to sum none
+        self.has_checksums = any(record.CRC for record in records.values())  # with checksums disabled torch writes 0 for all
 
     def place(self, name: str) -> ZipRecord:
-        """Raises CheckpointError for a record that lies outside the file."""
+        """Locate a record. Raises CheckpointError if it is not inside the file."""
         record = self._records[name]
         self._file.seek(record.header_offset)
         signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(self._file.read(_LOCAL_HEADER.size))
@@ -146,20 +146,27 @@ class _Archive:
         return raw
 
 
-_GROWS = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # what they put things into stays on the stack
+_GROWS = {
+    "APPEND",
+    "APPENDS",
+    "SETITEM",
+    "SETITEMS",
+    "ADDITEMS",
+    "BUILD",
+}  # opcodes that modify a container, which stays on the stack
 
 
 def _check_size(raw: bytes, most_tensors: int) -> None:
-    """Refuse a pickle that is small and makes something vast, without making it.
+    """Refuse a small pickle that would create a vast value, without creating it.
 
-    What is stored once may be used often, and that again: a list of two equal lists of two ..., thirty times, is a few hundred
-    bytes, and to print, hash, compare or walk it takes 2**30 steps. So each value gets a size, of everything below it as often
-    as it is there, by going through the opcodes; what is in another value already must not grow any more. Deep nesting overflows
-    the stack of whoever hashes it. And a number in the memo that no honest pickle reaches makes Python allocate room for all below.
-    Tensors that are views of the same bytes take none in the file, and each an object here: no more than `most_tensors`.
+    A value can be referenced many times: a list of two equal lists of two ..., nested thirty times, is a few hundred bytes, and
+    printing, hashing, comparing or walking it takes 2**30 steps. So this walks the opcodes and gives each value a size, counting
+    everything below it once per reference; a value inside another one must not grow any more. Deep nesting would overflow the
+    stack when it is hashed. A huge memo index would make Python allocate a memo of that size. Tensors that are views of the same
+    bytes need none in the file but an object each here: at most `most_tensors` are allowed.
     """
-    stack: list[_Made | None] = []  # None: a mark
-    memo: dict[int, _Made] = {}
+    stack: list[_Value | None] = []  # None: a mark
+    memo: dict[int, _Value] = {}
     num_tensors = 0
     for count, (opcode, argument, _) in enumerate(pickletools.genops(raw)):
         name = opcode.name
@@ -170,7 +177,7 @@ def _check_size(raw: bytes, most_tensors: int) -> None:
             number = len(memo) if name == "MEMOIZE" else int(argument or 0)
             if number > count:
                 raise CheckpointError(f"damaged or hostile: its pickle stores value {count} under the number {number}")
-            memo[number] = stack[-1] or _Made(0)
+            memo[number] = stack[-1] or _Value(0)
             continue
         if "GET" in name:
             stack.append(memo[int(argument or 0)])
@@ -178,15 +185,15 @@ def _check_size(raw: bytes, most_tensors: int) -> None:
         if name == "MARK":
             stack.append(None)
             continue
-        taken: list[_Made] = []
+        popped: list[_Value] = []
         before = list(opcode.stack_before)
         if pickletools.markobject in before:
-            while (made := stack.pop()) is not None:
-                taken.append(made)
+            while (value := stack.pop()) is not None:
+                popped.append(value)
             before = before[: before.index(pickletools.markobject)]
-        taken += [stack.pop() or _Made(0) for _ in before]
-        size = 1 + sum(made.size for made in taken) + (len(argument) if isinstance(argument, str | bytes) else 0)
-        depth = 1 + max((made.depth for made in (taken[:-1] if name in _GROWS else taken)), default=0)
+        popped += [stack.pop() or _Value(0) for _ in before]
+        size = 1 + sum(value.size for value in popped) + (len(argument) if isinstance(argument, str | bytes) else 0)
+        depth = 1 + max((value.depth for value in (popped[:-1] if name in _GROWS else popped)), default=0)
         if size > _LIMIT or depth > _DEPTH:
             raise CheckpointError(
                 f"damaged or hostile: its pickle of {len(raw)} bytes makes a value of more than {_LIMIT}, or {_DEPTH} levels"
@@ -194,29 +201,29 @@ def _check_size(raw: bytes, most_tensors: int) -> None:
         if name == "DUP":
             raise CheckpointError("damaged or hostile: its pickle duplicates what is on its stack, which none of torch's does")
         if name in _GROWS:
-            grown = taken.pop()
+            grown = popped.pop()
             if grown.used:
                 raise CheckpointError("damaged or hostile: its pickle changes a value that is inside another already")
             grown.size = size
             grown.depth = max(grown.depth, depth)
             stack.append(grown)
         else:
-            stack += [_Made(size, depth) for _ in opcode.stack_after]
-        for made in taken:
-            made.used = True
+            stack += [_Value(size, depth) for _ in opcode.stack_after]
+        for value in popped:
+            value.used = True
 
 
 @dataclass(slots=True)
-class _Made:
-    """What `_check_size` knows of a value."""
+class _Value:
+    """A value on the stack, as `_check_size` tracks it."""
 
     size: int
     depth: int = 0
-    used: bool = False  # it is in another one
+    used: bool = False  # whether it is inside another value
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names that checkpoints need, none of which executes anything of the file's."""
+    """An unpickler with an allowlist of the names that checkpoints need; none of them executes code of the file."""
 
     def __init__(self, raw: bytes, archive: _Archive) -> None:
         super().__init__(BytesIO(raw))
@@ -230,7 +237,7 @@ class _Unpickler(pickle.Unpickler):
             ("builtins", "complex"): complex,
             ("torch", "Size"): tuple,
             ("torch", "device"): lambda *args: ":".join(map(str, args)),
-            # (not the method itself: what a pickle sets on that would be on the class's, for every file)
+            # a lambda, not the method: an attribute that a pickle sets on a method would be set on the class, for every file
             ("torch._utils", "_rebuild_tensor_v2"): lambda *args: self._tensor(*args),
             ("torch._utils", "_rebuild_parameter"): lambda data, *_: _as(Stored, data),
             ("torch._tensor", "_rebuild_from_type_v2"): lambda rebuild, _, args, attributes: rebuild(*args),
@@ -253,7 +260,7 @@ class _Unpickler(pickle.Unpickler):
             return DTYPES[name]
         if module.partition(".")[0] == "deepspeed" or (module, name) == ("argparse", "Namespace"):
             return self._classes.setdefault(f"{module}.{name}", type(name, (self._base,), {}))
-        raise CheckpointError(f"it asks for {module}.{name}, which no checkpoint needs: nothing that a file names is ever executed")
+        raise CheckpointError(f"it asks for {module}.{name}, which no checkpoint needs; it was not executed")
 
     def persistent_load(self, pid: Any) -> tuple[torch.dtype, int, ZipRecord]:
         """A storage: (dtype, bytes, record). The record must lie inside the file, the storage inside the record."""
@@ -267,17 +274,17 @@ class _Unpickler(pickle.Unpickler):
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Stored:
         dtype, nbytes, record = storage
         shape, strides = tuple(map(_size, size)), tuple(map(_size, stride))
-        numel, expected, consecutive = math.prod(shape), 1, True
+        numel, expected, contiguous = math.prod(shape), 1, True
         for length, step in zip(reversed(shape), reversed(strides), strict=True):
-            consecutive &= length < 2 or step == expected
+            contiguous &= length < 2 or step == expected
             expected *= length
         last = sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) if numel else -1
         if (_size(offset) + last + 1) * dtype.itemsize > nbytes:
             raise CheckpointError(f"a tensor of shape {shape} reaches beyond its storage of {nbytes} bytes")
-        consecutive = consecutive or numel == 0
+        contiguous = contiguous or numel == 0
         return Stored(
             path=self._archive.path,
-            at=record.at + offset * dtype.itemsize if consecutive else -1,
+            at=record.at + offset * dtype.itemsize if contiguous else -1,
             dtype=dtype,
             shape=shape,
             record=record if self._archive.has_checksums else None,
@@ -285,7 +292,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Dtype:
-    """A numpy dtype by name; what else a pickle says of it is its byte order."""
+    """A numpy dtype: its name and byte order."""
 
     def __init__(self, name: str) -> None:
         self.name, self.order = name, "="
@@ -295,7 +302,7 @@ class _Dtype:
 
 
 class Array:
-    """A numpy array of numbers. numpy's own way back could make objects."""
+    """A numpy array of numbers; numpy's own reconstruction could create objects."""
 
     value: Any = None
 

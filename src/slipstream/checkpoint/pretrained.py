@@ -1,17 +1,17 @@
-"""A Hugging Face folder: sharded safetensors, an index, config.json. Written in place by all ranks, a few megabytes at a time.
+"""Writes a Hugging Face folder: sharded safetensors, an index, config.json. All ranks write in place, a few megabytes at a time.
 
-Where every byte goes follows from names, shapes and dtypes alone (`shards`), so rank 0 makes the files with their headers, and then
-each rank writes the ranges that it owns where they belong: nothing is gathered, and nobody holds more than `_STAGE` bytes beside
-what it has anyway. What several ranks have is written by one of them, in turn. What is made on the way
-(merged adapters) comes as a stream of whole tensors that every rank goes through, and is written likewise.
+The position of every byte follows from names, shapes and dtypes alone (`shards`). Rank 0 creates the files with their headers,
+then each rank writes the ranges that it owns at their offsets: nothing is gathered, and a rank needs at most `_STAGE` extra bytes.
+If several ranks hold the same range, they write such tensors round-robin. Computed tensors (merged adapters) come as a stream of
+whole tensors that every rank iterates, and are written likewise.
 
-A folder that is new appears whole. In one that was there, where the draft is a folder inside (renames stay on its file system, and
-nothing is asked of the folder around it), everything changes over in one rename, of the index, or of the only file:
-shards that it names are put beside the old ones first, under names that those do not have, and the old ones go last. What else is
-in the folder stays.
+A new folder appears atomically. For an existing folder the draft is a subfolder (renames stay on one file system, and the parent
+need not be writable), and one rename, of the index or of the only file, switches to the new weights: new shards are first moved
+in under names that the old ones do not have, and the old shards are deleted last. Other files in the folder stay.
 
-Where config.json differs, two names have to change at once: the draft, with what else is in the folder, changes places with it.
-Where that cannot be (`_swap`), config.json is renamed just before, and a crash between the two leaves it with the old weights.
+If config.json differs, two names must change at once: the draft, with links to the folder's other files, is swapped with the
+folder. If that is impossible (`_swap`), config.json is renamed just before the weights, and a crash between the two leaves it with
+the old weights.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from slipstream.checkpoint.flat_slice import FlatSlice, Shape, memory
 from slipstream.checkpoint.weights import INDEX, SINGLE, WORDS
 
 _STAGE = 1 << 24  # bytes
-SHARD_NBYTES = 5_000_000_000  # a file of a folder; transformers' own
+SHARD_NBYTES = 5_000_000_000  # per file; transformers' default
 
 
 class Out(NamedTuple):
-    """What is written under a name, and as which dtype. A tensor on meta is a shape: its values come in `write`'s stream."""
+    """A tensor to write and its dtype in the file. A meta tensor is a shape: its values come from `write`'s stream."""
 
     held: FlatSlice | Tensor
     dtype: torch.dtype
@@ -51,14 +51,14 @@ class Out(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: in which file, from which byte on."""
+    """The location of a tensor: its file and its first byte."""
 
     file: str
     at: int
 
 
 def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """bf16, fp16 and fp32 by their names here and torch's. Raises ValueError."""
+    """Parse bf16, fp16 and fp32, also by torch's names. Raises ValueError for any other dtype."""
     known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     known |= {str(each): each for each in known.values()} | {str(each).removeprefix("torch."): each for each in known.values()}
     if dtype is not None and str(dtype) not in known:
@@ -67,22 +67,22 @@ def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def num_bytes(size: int | str) -> int:
-    """Of 5GB or 200MB, as transformers has it (powers of ten), or a number. Raises ValueError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", str(size), re.IGNORECASE)
-    number = int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    """Parse a size such as 5GB or 200MB (powers of ten, as in transformers) or a number. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", str(size), re.IGNORECASE)
+    number = int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")) if match else 0
     if number <= 0:
         raise ValueError(f"max_shard_size {size!r} is not a size; write 5GB or 200MB")
     return number
 
 
 def describe(config: Mapping[str, Any], architecture: str | None, dtype: torch.dtype) -> dict[str, str]:
-    """config.json, by which transformers finds the class and the dtype."""
+    """config.json, with the architecture and dtype that transformers reads from it."""
     named = {"dtype": str(dtype).removeprefix("torch.")} | ({} if architecture is None else {"architectures": [architecture]})
     return {"config.json": json.dumps({**config, **named}, indent=2, sort_keys=True) + "\n"}
 
 
 def split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names by file: one ends before the tensor that would bring it above `limit` bytes."""
+    """Names by file: a new file starts before the tensor that would exceed `limit` bytes."""
     files: list[list[str]] = [[]]
     filled = 0
     for name, nbytes in sizes.items():
@@ -99,16 +99,16 @@ def numbered(stem: str, suffix: str, index: int, count: int) -> str:
 
 
 def index_of(files: Mapping[str, str], nbytes: int) -> str:
-    """The index by which a reader finds each tensor's file."""
+    """The JSON index, which maps each tensor to its file."""
     return json.dumps({"metadata": {"total_size": nbytes}, "weight_map": dict(files)}, indent=2, sort_keys=True) + "\n"
 
 
 def shards(
     sizes: Mapping[str, tuple[str, Shape, int]], limit: int, stem: str = "model", single: str = SINGLE
 ) -> tuple[dict[str, bytes], dict[str, Place]]:
-    """The headers of the files that tensors of (safetensors' dtype, shape, bytes) fill, and each one's place. Pure.
+    """The headers of the files for tensors of (safetensors' dtype, shape, bytes), and each tensor's location. Pure.
 
-    Inside a file wide dtypes come first: all are aligned.
+    Inside a file wide dtypes come first, so that all tensors are aligned.
     """
     files = split({name: nbytes for name, (_, _, nbytes) in sizes.items()}, limit)
     headers, places = {}, {}
@@ -138,11 +138,11 @@ def write(
     stream: Iterable[tuple[str, Tensor]] = (),
     single: str = SINGLE,
 ) -> None:
-    """Write the folder. Collective; every rank names the same tensors. Raises the same CheckpointError on every rank.
+    """Write the folder. Collective; every rank passes the same names. Raises the same CheckpointError on every rank.
 
-    texts: further files and what is in them (config.json). stream: the values of tensors on meta, the same on every rank, each good
-    until the next is asked for; gone through to its end also where a write fails, since making it may be collective. single: the
-    file, where one is enough.
+    texts: further files with their content (config.json). stream: the values of meta tensors, the same on every rank, each valid
+    until the next is requested; iterated to its end even if a write fails, since producing it may be collective. single: the name
+    of the file if one is enough.
     """
     ranks, target = Ranks(group), Path(os.path.abspath(folder))
     step = ranks.first(f"{target} was not written")
@@ -154,9 +154,9 @@ def write(
         if unknown:
             raise CheckpointError(f"safetensors files have no {', '.join(unknown)}")
         sizes = {name: (WORDS[out.dtype], tuple(out.held.shape), out.nbytes) for name, out in tensors.items()}
-        found = shards(sizes, shard_nbytes, stem, single)
-        headers.update(found[0])
-        places.update(found[1])
+        new_headers, new_places = shards(sizes, shard_nbytes, stem, single)
+        headers.update(new_headers)
+        places.update(new_places)
 
     mark = ranks.first(secrets.token_hex(8))
     stem, draft = ranks.decide(step, lambda: (_stem(target, mark), _draft(target, mark)))
@@ -166,13 +166,13 @@ def write(
     def begin() -> None:
         nonlocal lock
         draft.mkdir(parents=True)
-        lock = lock_folder(draft)  # it goes with the process, and then the draft may be swept
+        lock = lock_folder(draft)  # released when the process ends; then the draft may be swept
         _begin(draft, headers, places, tensors)
 
     try:
         ranks.decide(step, begin)
-        mine = _mine(ranks, step, tensors)
-        ranks.gather(step, lambda: _fill(draft, places, tensors, mine, stream))
+        own = _own_names(ranks, step, tensors)
+        ranks.gather(step, lambda: _fill(draft, places, tensors, own, stream))
         ranks.decide(step, lambda: _finish(draft, target, texts, places, tensors, single))
     finally:
         if ranks.rank == 0:
@@ -190,32 +190,30 @@ def _begin(draft: Path, headers: Mapping[str, bytes], places: Mapping[str, Place
             opened.truncate(ends[file])
 
 
-def _mine(ranks: Ranks, step: str, tensors: Mapping[str, Out]) -> list[str]:
-    """The tensors whose range this rank writes: of ranks that have the same range, one by turns. Refuses what nobody has."""
+def _own_names(ranks: Ranks, step: str, tensors: Mapping[str, Out]) -> list[str]:
+    """The tensors whose range this rank writes; ranks with the same range alternate. Raises if the ranks lack an element."""
     ranges = {name: _range(out.held) for name, out in tensors.items()}
-    everyone: list[dict[str, tuple[int, int]]] = [ranges] * ranks.size
+    ranges_by_rank: list[dict[str, tuple[int, int]]] = [ranges] * ranks.size
     if ranks.group is not None:
-        dist.all_gather_object(everyone, ranges, group=ranks.group)
+        dist.all_gather_object(ranges_by_rank, ranges, group=ranks.group)
+    chosen: list[str] = []
 
-    def choose() -> list[str]:
-        chosen = []
+    def choose() -> None:
         for i, (name, out) in enumerate(tensors.items()):
-            have: dict[tuple[int, int], list[int]] = {}
-            for rank, theirs in enumerate(everyone):
-                if name not in theirs:
+            holders: dict[tuple[int, int], list[int]] = {}
+            for rank, rank_ranges in enumerate(ranges_by_rank):
+                if name not in rank_ranges:
                     raise CheckpointError(f"rank {rank} has no {name!r}")
-                have.setdefault(theirs[name], []).append(rank)
-            parts = sorted(span for span in have if span[0] < span[1])
+                holders.setdefault(rank_ranges[name], []).append(rank)
+            parts = sorted(span for span in holders if span[0] < span[1])
             if sum(stop - start for start, stop in parts) != math.prod(out.held.shape):
                 raise CheckpointError(f"{name!r} of shape {tuple(out.held.shape)} is there as {parts} only")
-            owners = have[ranges[name]]
+            owners = holders[ranges[name]]
             if owners[i % len(owners)] == ranks.rank:
                 chosen.append(name)
-        return chosen
 
-    found: list[str] = []
-    ranks.gather(step, lambda: found.extend(choose()))
-    return found
+    ranks.gather(step, choose)
+    return chosen
 
 
 def _range(held: FlatSlice | Tensor) -> tuple[int, int]:
@@ -225,7 +223,7 @@ def _range(held: FlatSlice | Tensor) -> tuple[int, int]:
 
 
 def _fill(
-    draft: Path, places: Mapping[str, Place], tensors: Mapping[str, Out], mine: Sequence[str], stream: Iterable[tuple[str, Tensor]]
+    draft: Path, places: Mapping[str, Place], tensors: Mapping[str, Out], own: Sequence[str], stream: Iterable[tuple[str, Tensor]]
 ) -> None:
     handles: dict[str, int] = {}
     awaited = {name for name, out in tensors.items() if isinstance(out.held, Tensor) and out.held.is_meta}
@@ -243,13 +241,13 @@ def _fill(
                 raw, at = raw[done:], at + done
 
     try:
-        for name in mine:
+        for name in own:
             if name not in awaited:
                 put(name, tensors[name])
         for name, value in coming:
             assert value.shape == tensors[name].held.shape, f"{name} was announced with shape {tuple(tensors[name].held.shape)}"
             awaited.remove(name)
-            if name in mine:
+            if name in own:
                 put(name, Out(value, tensors[name].dtype))
         assert not awaited, f"{sorted(awaited)[:3]} did not come"
         for handle in handles.values():
@@ -266,7 +264,7 @@ def _fill(
 
 
 def _parts(out: Out) -> Iterator[Tensor]:
-    """The values in the dtype of the file, on the host, a stage at a time."""
+    """The values in the dtype of the file, on the host, one stage at a time."""
     held = out.held.data if isinstance(out.held, FlatSlice) else out.held.detach().reshape(-1)
     step = _STAGE // max(held.dtype.itemsize, out.dtype.itemsize)
     for start in range(0, held.numel(), step):
@@ -276,12 +274,12 @@ def _parts(out: Out) -> Iterator[Tensor]:
 
 
 def _draft(target: Path, mark: str) -> Path:
-    """Beside a folder that is new; inside one that is there, which may be a mount point or a link to another file system."""
+    """Next to a new folder; inside an existing one, which may be a mount point or a link to another file system."""
     return target / f".tmp-{mark}" if target.is_dir() else target.with_name(f"{target.name}.tmp-{mark}")
 
 
 def _stem(target: Path, mark: str) -> str:
-    """What the names of shards begin with: none of a set that the folder has. Also removes what killed saves left."""
+    """The prefix of the shards' names, unlike those in the folder. Also removes the drafts of killed saves."""
     sweep_drafts(target)
     taken = target.is_dir() and any(path.name.startswith("model-0") for path in target.iterdir())
     return f"model-{mark[:8]}" if taken else "model"
@@ -306,7 +304,7 @@ def _finish(
         os.rename(draft, target)
         sync_folder(target.absolute().parent)
         return
-    had_weights = single == SINGLE and ((target / INDEX).exists() or (target / SINGLE).exists())  # adapters lie beside a base
+    had_weights = single == SINGLE and ((target / INDEX).exists() or (target / SINGLE).exists())  # adapters may be next to a base
     if had_weights and not all(_is_same(draft / name, target / name) for name in texts) and _swap(draft, target, {*files, *new}):
         return
     last = INDEX if len(files) > 1 else single
@@ -317,7 +315,7 @@ def _finish(
     sync_folder(target)
     if last not in (SINGLE, INDEX):
         return
-    for name in {SINGLE, INDEX} - {last}:  # of two, some readers prefer the one and some the other
+    for name in {SINGLE, INDEX} - {last}:  # if both exist, readers disagree which to prefer
         (target / name).unlink(missing_ok=True)
     sync_folder(target)
     for path in target.iterdir():
@@ -326,11 +324,14 @@ def _finish(
 
 
 def _swap(draft: Path, target: Path, new: Collection[str]) -> bool:
-    """The draft takes the place of the folder that it is in, with the other files of that. False where it cannot: the folder has
-    folders, is a link, a mount point or where this process stands, or the one around it is not to be written to."""
+    """Swap the draft with the folder that contains it, after linking the folder's other files into it.
+
+    Returns False if that is impossible: the folder has subfolders, is a link, a mount point or the current directory, or its
+    parent is not writable.
+    """
     others = [path for path in target.iterdir() if path != draft]
     is_plain = not target.is_symlink() and all(path.is_file() and not path.is_symlink() for path in others)
-    beside = target.with_name(target.name + draft.name)
+    sibling = target.with_name(target.name + draft.name)
     try:
         if not is_plain or Path.cwd().is_relative_to(target.resolve()):
             return False
@@ -342,21 +343,21 @@ def _swap(draft: Path, target: Path, new: Collection[str]) -> bool:
             os.chown(draft, like.st_uid, like.st_gid)
         shutil.copymode(target, draft)
         sync_folder(draft)
-        os.rename(draft, beside)
+        os.rename(draft, sibling)
     except OSError:
         return False
     try:
-        exchange(beside, target)
+        exchange(sibling, target)
     except OSError:
-        os.rename(beside, draft)
+        os.rename(sibling, draft)
         return False
     sync_folder(target.parent)
-    shutil.rmtree(beside, ignore_errors=True)  # what was there
+    shutil.rmtree(sibling, ignore_errors=True)  # the old folder
     return True
 
 
 def _is_same(new: Path, old: Path) -> bool:
-    """Of texts: one that is there already is not renamed over."""
+    """Whether a JSON file has the same content as the existing one, and need not be renamed."""
     return new.suffix == ".json" and old.is_file() and old.read_bytes() == new.read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""Flat ranges of the tensors of a checkpoint that has no engine: read when asked for, each checksum verified."""
+"""Reads flat ranges of a checkpoint's tensors on demand, without an engine, and verifies each checksum."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from slipstream.ops.checksum import crc32
 
 
 class Folder:
-    """The data files of one checkpoint, of ours or DeepSpeed's."""
+    """The data files of one checkpoint, in our format or DeepSpeed's."""
 
     def __init__(self, path: Path, document: Document) -> None:
         self.path, self.document = path, document
         self._files = Files(path, document.files)
 
     def slice(self, name: str) -> FlatSlice:
-        """A whole tensor that rests in the files."""
-        return FlatSlice(_Held(self, name), self.document.tensors[name].shape, 0)
+        """A whole tensor, left in the files."""
+        return FlatSlice(_StoredTensor(self, name), self.document.tensors[name].shape, 0)
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, in memory."""
@@ -44,7 +44,7 @@ class Folder:
         return values
 
     def _bytes(self, name: str, index: int, start: int, stop: int) -> Tensor:
-        """Bytes [start, stop) of a piece; with the rest of the blocks that they are in, where those have checksums."""
+        """Bytes [start, stop) of a piece; if it has checksums, the whole blocks around them are read and verified."""
         entry, block = self.document.tensors[name], self.document.block
         piece = entry.pieces[index]
         first, last = start, stop
@@ -63,8 +63,8 @@ class Folder:
         self._files.close()
 
 
-class _Held:
-    """One tensor of a folder, as `FlatSlice` takes what is not in memory."""
+class _StoredTensor:
+    """One tensor of a folder as the data of a `FlatSlice` (the `Rested` protocol), read-only."""
 
     def __init__(self, folder: Folder, name: str) -> None:
         self._folder, self._name = folder, name
@@ -78,11 +78,11 @@ class _Held:
         return self._folder.read(self._name, start, stop)
 
     def put(self, start: int, values: Tensor) -> None:
-        raise AssertionError(f"{self._name} is of a checkpoint that is only read")
+        raise AssertionError(f"{self._name}: the checkpoint is read-only")
 
 
 def _spans(name: str, entry: Entry) -> list[tuple[int, int]]:
     spans = [flat_range(entry.shape, piece.box) for piece in entry.pieces]
     if any(span is None for span in spans):
-        raise CheckpointError(f"{name!r} lies in blocks of rows and columns (tensor parallelism), which are not converted")
+        raise CheckpointError(f"{name!r} is stored in blocks of rows and columns (tensor parallelism), which are not converted")
     return [span for span in spans if span is not None]

@@ -1,12 +1,11 @@
-"""Save: every rank writes its pieces, rank 0 makes them a checkpoint, or nothing happens at all.
+"""Save: every rank writes its pieces, and rank 0 commits them atomically.
 
     agree (inputs, tag) -> draft folder -> DCP: plan, write, gather -> commit (rename, `latest`) -> retention
 
-(Behind training: plan, copy, gather; background.py has the rest.)
+An asynchronous save plans, copies and gathers in the call; background.py does the rest.
 
-Each arrow is passed by all ranks or by none (`Ranks`). Until the commit only a `TAG.tmp-...` folder exists;
-where anything fails it is removed, every rank raises the same CheckpointError, and the last checkpoint is as
-it was.
+All ranks or none complete each step (`Ranks`). Until the commit only a `TAG.tmp-...` folder exists. If anything fails, it is
+removed, every rank raises the same CheckpointError, and the last checkpoint is unchanged.
 """
 
 from __future__ import annotations
@@ -51,24 +50,23 @@ def save(
     tag_validation: TagValidation = "Warn",
     keep: int | None = None,
 ) -> Path:
-    """Write checkpoint `tag` of `directory`, on disk when this returns, and give its folder.
+    """Write checkpoint `tag` of `directory` and return its folder, which is then on disk. Raises CheckpointError on every rank.
 
-    Every rank of `group` calls it (None: this process alone). `tensors`: slices of one name on several
-    ranks must cover the tensor once; equal slices, and whole tensors that several ranks have, are written
-    once. `shared` is rank 0's and `per_rank` each rank's own; both hold what `values.encode` accepts. The
-    tag is rank 0's: where another rank gives a different one, `tag_validation` says whether that is an
-    error ("Fail"), said ("Warn") or nothing ("Ignore"). A checkpoint of the same tag is replaced. `keep`
-    leaves only so many newest checkpoints in the directory.
+    Collective over `group` (None: this process alone). `tensors`: the slices of one name must cover the tensor exactly once over
+    the ranks; equal slices, and whole tensors that several ranks pass, are written once. `shared` is taken from rank 0,
+    `per_rank` from each rank; both hold values that `values.encode` accepts. The tag is rank 0's; if another rank passes a
+    different one, `tag_validation` decides between an error ("Fail"), a warning ("Warn") and nothing ("Ignore"). A checkpoint
+    with the same tag is replaced. `keep`: how many checkpoints stay in the directory, the newest ones.
     """
-    begun = _begin(Path(directory), tag, tensors, shared, per_rank, Ranks(group), tag_validation, keep, None)
+    pending = _begin(Path(directory), tag, tensors, shared, per_rank, Ranks(group), tag_validation, keep, None)
     try:
-        begun.ranks.decide(begun.step, lambda: begun.commit(begun.writer, save_latest))
+        pending.ranks.decide(pending.step, lambda: pending.commit(pending.writer, save_latest))
     finally:
-        begun.discard()
-    path = begun.path
+        pending.discard()
+    path = pending.path
     if keep is not None:
         step = f"checkpoint {path} is saved, but older ones could not be removed"
-        begun.ranks.decide(step, lambda: retain(path.parent, keep, path.name))
+        pending.ranks.decide(step, lambda: retain(path.parent, keep, path.name))
     return path
 
 
@@ -86,31 +84,31 @@ def save_behind(
     keep: int | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Saving:
-    """As `save`, but on return everything is only copied into `staging`, of which one save at a time has the use."""
-    begun = _begin(Path(directory), tag, tensors, shared, per_rank, Ranks(group), tag_validation, keep, staging)
+    """Asynchronous `save`: returns once the state is copied into `staging`, which serves one save at a time."""
+    pending = _begin(Path(directory), tag, tensors, shared, per_rank, Ranks(group), tag_validation, keep, staging)
 
     def tidy() -> None:
         if keep is not None:
-            retain(begun.path.parent, keep, begun.path.name)
+            retain(pending.path.parent, keep, pending.path.name)
 
-    commit = partial(begun.commit, save_latest=save_latest) if begun.ranks.rank == 0 else None
-    return Saving(begun.path, begun.writer, commit, tidy, begun.discard, patience_s)
+    commit = partial(pending.commit, save_latest=save_latest) if pending.ranks.rank == 0 else None
+    return Saving(pending.path, pending.writer, commit, tidy, pending.discard, patience_s)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Begun:
-    """A save whose bytes are planned, and written or staged."""
+class _Pending:
+    """An uncommitted save: its bytes are written or staged."""
 
     ranks: Ranks
     step: str
     path: Path
     writer: Writer
-    draft: Draft | None  # of rank 0
+    draft: Draft | None  # on rank 0 only
     shared: Any
     per_rank: list[Any]
 
     def commit(self, writer: Writer, save_latest: bool) -> None:
-        assert self.draft is not None, "only rank 0 commits, and it has begun"
+        assert self.draft is not None, "only rank 0 commits"
         content = Document(
             save_id=self.draft.save_id,
             world_size=self.ranks.size,
@@ -137,7 +135,7 @@ def _begin(
     tag_validation: TagValidation,
     keep: int | None,
     staging: Staging | None,
-) -> _Begun:
+) -> _Pending:
     step = ranks.first(f"checkpoint {parent / str(tag)} was not saved")
     state: dict[str, Any] = dict(tensors)
     common: Any = None
@@ -146,22 +144,22 @@ def _begin(
         nonlocal common
         check_tag(tag)
         if keep is not None and keep < 1:
-            raise CheckpointError(f"keep={keep}; at least the new checkpoint is kept")
+            raise CheckpointError(f"keep={keep} must be at least 1: the new checkpoint is kept")
         for name, held in tensors.items():
             check_entry(name, held)
-        own, found = encode(dict(per_rank), "per_rank", f"$rank/{ranks.rank}")
-        state.update(found)
+        own, values = encode(dict(per_rank), "per_rank", f"$rank/{ranks.rank}")
+        state.update(values)
         if ranks.rank == 0:
-            common, found = encode(dict(shared), "shared", "$shared")
-            state.update(found)
+            common, values = encode(dict(shared), "shared", "$shared")
+            state.update(values)
         return tag, own
 
-    told = ranks.gather(step, prepare)
+    prepared = ranks.gather(step, prepare)
     draft: Draft | None = None
 
     def begin() -> tuple[str, str]:
         nonlocal draft
-        draft = Draft(parent, one_tag([given for given, _ in told], tag_validation))
+        draft = Draft(parent, one_tag([each for each, _ in prepared], tag_validation))
         return draft.tag, draft.folder.name
 
     try:
@@ -171,13 +169,12 @@ def _begin(
         if draft is not None:
             draft.discard()
         raise
-    return _Begun(
-        ranks=ranks, step=step, path=parent / tag, writer=writer, draft=draft, shared=common, per_rank=[own for _, own in told]
-    )
+    own_values = [own for _, own in prepared]
+    return _Pending(ranks=ranks, step=step, path=parent / tag, writer=writer, draft=draft, shared=common, per_rank=own_values)
 
 
 def _write(ranks: Ranks, step: str, folder: Path, state: dict[str, Any], staging: Staging | None) -> Writer:
-    """Every rank's pieces into `folder`, through DCP; rank 0's writer knows them all afterwards."""
+    """Write every rank's pieces into `folder` through DCP; rank 0's writer then lists them all."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -198,7 +195,7 @@ def _write(ranks: Ranks, step: str, folder: Path, state: dict[str, Any], staging
 
 
 def check_entry(name: str, held: FlatSlice | Tensor) -> None:
-    """Raise unless `held` is something that can be saved or filled under `name`."""
+    """Raise CheckpointError unless `held` can be saved or filled under `name`."""
     if not isinstance(name, str) or not name or name.startswith("$"):
         raise CheckpointError(f"a tensor named {name!r}; a name is a string that does not begin with '$'")
     if not isinstance(held, FlatSlice | Tensor):
@@ -214,7 +211,7 @@ def check_entry(name: str, held: FlatSlice | Tensor) -> None:
 
 
 def one_tag(tags: Sequence[str], validation: TagValidation) -> str:
-    """Rank 0's of the ranks' tags. Raises CheckpointError, or warns, where they differ."""
+    """Return rank 0's tag. If the ranks' tags differ, raises CheckpointError ("Fail") or warns ("Warn")."""
     others = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
     if others and validation != "Ignore":
         rank, tag = next(iter(others.items()))

@@ -1,16 +1,14 @@
-"""Our format behind `torch.distributed.checkpoint` (DCP): a planner and a storage class for each direction.
+"""Our format as a backend of `torch.distributed.checkpoint` (DCP): a planner and a storage class for each direction.
 
-Why through DCP: its plan (which box comes from where), its removal of replicas, its resharding of any box
-into any other (DTensors too) and its seam for other tools are worth having, and are public API; `Reader`
-serves a plain `torch.distributed.checkpoint.load(state, storage_reader=Reader(...))`. What is not used is
-its files, which pickle their metadata and byte items: here metadata is a `Document`, and values that are
-not tensors never become items.
+DCP provides, as public API, the plan (which box comes from where), deduplication of replicas, resharding of any box into any
+other (DTensors too), and an interface for other tools: `Reader` serves a plain
+`torch.distributed.checkpoint.load(state, storage_reader=Reader(...))`. Its file format is not used, because it pickles metadata
+and byte items: here metadata is a `Document`, and only tensors become items.
 
-Loading reads twice through one set of open files: `prepare_local_plan`, which DCP runs on every rank before
-any rank goes on, verifies the checksum of each block that this rank needs; `read_data` then reads into the
-tensors themselves. So a damaged byte anywhere leaves every tensor of every rank as it was, at no cost in
-memory; the second read comes from the page cache. Only a disk that fails between the two reads can leave a
-load half done.
+A load reads twice through one set of open files. `prepare_local_plan`, which DCP completes on every rank before any rank
+continues, verifies the checksum of each block that this rank needs; `read_data` then reads into the tensors themselves, from the
+page cache. A damaged byte therefore leaves all tensors of all ranks unchanged, without extra memory. Only a disk that fails
+between the two reads can leave a load half done.
 
 This module imports DCP (0.6-2 s), so it is itself imported inside functions only.
 """
@@ -64,12 +62,12 @@ from slipstream.checkpoint.files import Files
 from slipstream.checkpoint.flat_slice import Box, FlatSlice, Part, Shape, check_cover, flat_range, memory
 from slipstream.ops.checksum import crc32, crc32_blocks
 
-_ALIGN = 64  # bytes; a piece that is mapped or read later starts on a cache line
-_STAGE = 16 * BLOCK  # bytes of host memory between a file and a tensor that cannot be reached directly
+_ALIGN = 64  # bytes: each piece starts on a cache line
+_STAGE = 16 * BLOCK  # bytes of a bounce buffer on the host, for tensors that a file is not read into directly
 
 
 class FlatSavePlanner(DefaultSavePlanner):
-    """DCP's planner, which also knows `FlatSlice`, and refuses a state that could not be loaded again."""
+    """DCP's planner with support for `FlatSlice`; raises CheckpointError for a state that could not be loaded."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -106,8 +104,8 @@ class FlatSavePlanner(DefaultSavePlanner):
                         f"{kinds[name][0]} of shape {kinds[name][1]} on a lower one"
                     )
                 parts[name].add(_box(data.chunk))
-        for name, found in parts.items():
-            check_cover(name, kinds[name][1], list(found))
+        for name, boxes in parts.items():
+            check_cover(name, kinds[name][1], list(boxes))
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -116,7 +114,7 @@ class FlatSavePlanner(DefaultSavePlanner):
 
 
 class FlatLoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, which also fills `FlatSlice`s."""
+    """DCP's planner with support for `FlatSlice`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -127,7 +125,7 @@ class FlatLoadPlanner(DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None, "set_up_planner comes first"
+        assert self.metadata is not None, "set_up_planner must be called first"
         items: list[ReadItem] = []
         for name, held in self.state_dict.items():
             if isinstance(held, FlatSlice):
@@ -142,20 +140,20 @@ class FlatLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         view = self._views.get((index.fqn, tuple(index.offset or ())))
-        assert not isinstance(view, Part), f"{index.fqn} rests on disk: it is filled through part()"
+        assert not isinstance(view, Part), f"{index.fqn} is stored on disk: it is filled through part()"
         return super().lookup_tensor(index) if view is None else view
 
     def part(self, item: ReadItem) -> Part | None:
-        """Where the item's destination rests, if not in memory."""
+        """The item's destination if it is not in memory."""
         view = self._views.get((item.dest_index.fqn, tuple(item.dest_index.offset or ())))
         return view if isinstance(view, Part) else None
 
 
 class Writer(StorageWriter):
-    """Writes this rank's pieces to one file; on rank 0, `finish` leaves all ranks' `entries` and `files`.
+    """Writes this rank's pieces to one file; on rank 0, `finish` fills `entries` and `files` with those of all ranks.
 
-    With a `staging` they are only copied there, in the order and with the gaps of the file, and `flush` writes them later; until
-    then entries have no checksums.
+    With `staging`, the pieces are only copied there, in the file's layout, and `flush` writes them later; until then entries have
+    no checksums.
     """
 
     def __init__(self, folder: Path, rank: int, staging: Staging | None = None) -> None:
@@ -164,7 +162,7 @@ class Writer(StorageWriter):
         self.files: dict[str, int] = {}
         self._staging, self._staged = staging, torch.empty(0, dtype=torch.uint8)
         self._places: list[_Place] = []
-        self._sums: dict[int, list[int]] = {}  # of what is staged, by the first byte of a piece
+        self._sums: dict[int, list[int]] = {}  # of staged pieces, by offset in the file
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -188,9 +186,9 @@ class Writer(StorageWriter):
             views.append(view)
         sums = self._write(views) if self._staging is None else self._stage(views, self._staging)
         results = []
-        for item, place, found in zip(plan.items, self._places, sums, strict=True):
+        for item, place, crcs in zip(plan.items, self._places, sums, strict=True):
             assert item.tensor_data is not None, "only tensors become items"
-            piece = Piece(box=_box(item.tensor_data.chunk), file=self.file, at=place.at, crc32=tuple(found))
+            piece = Piece(box=_box(item.tensor_data.chunk), file=self.file, at=place.at, crc32=tuple(crcs))
             results.append(WriteResult(index=item.index, size_in_bytes=place.nbytes, storage_data=piece))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -207,13 +205,13 @@ class Writer(StorageWriter):
         return sums
 
     def _stage(self, views: Sequence[Tensor | Part], staging: Staging) -> list[list[int]]:
-        """What is on the host is summed while it is copied, by as many threads as torch has: training waits, and they are free."""
+        """Copy to host memory, with the checksums of host tensors on the way, by as many threads as torch has: training waits."""
         self._staged, filled = staging.take(self._places[-1].end if views else 0), 0
         chunks: list[tuple[_Place, Tensor, int]] = []
         for view, place in zip(views, self._places, strict=True):
             self._staged[filled : place.at].zero_()
             filled = place.end
-            if isinstance(view, Part):  # read, or decoded, a stage at a time
+            if isinstance(view, Part):  # read or decoded one stage at a time
                 at = place.at
                 for part in _host_bytes(view):
                     self._sums.setdefault(place.at, []).extend(crc32_blocks(part, BLOCK, self._staged[at : at + part.numel()]))
@@ -238,12 +236,12 @@ class Writer(StorageWriter):
         return crc32_blocks(part, BLOCK, self._staged[place.at + start : place.at + start + part.numel()])
 
     def flush(self) -> dict[int, list[int]]:
-        """Write what was staged; the checksums of each piece, by its first byte. Not collective: on any thread."""
+        """Write the staged pieces; returns each one's checksums, by offset in the file. Not collective; runs on any thread."""
         if self._places:
             with DataFile(self.folder / self.file, self._places[-1].end) as file:
                 file.begin(self._staged)
                 for place in self._places:
-                    if place.nbytes and place.at not in self._sums:  # it came from a device
+                    if place.nbytes and place.at not in self._sums:  # copied from a device
                         self._sums[place.at] = crc32_blocks(self._staged[place.at : place.end], BLOCK)
         self._staged = torch.empty(0, dtype=torch.uint8)
         return self._sums
@@ -261,11 +259,11 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # never chosen by the look of a path
+        return False  # DCP never selects it from a path
 
 
 class _Place(NamedTuple):
-    """Of a piece in its file."""
+    """The bytes of a piece in its file."""
 
     at: int
     nbytes: int
@@ -276,9 +274,9 @@ class _Place(NamedTuple):
 
 
 class Reader(StorageReader):
-    """Reads the tensors of one folder whose `Document` has been checked.
+    """Reads the tensors of one folder whose `Document` has been validated.
 
-    records_verified: the ranks have verified the zip records of DeepSpeed's files together (load.py).
+    records_verified: the ranks have already verified the zip records of DeepSpeed's files (load.py).
     """
 
     def __init__(self, folder: Path, document: Document, *, records_verified: bool = False) -> None:
@@ -336,7 +334,7 @@ class Reader(StorageReader):
         return False
 
     def _verify(self, items: Sequence[ReadItem]) -> None:
-        """Check every block, and every zip record, that holds a byte of `items` against its checksum, each once."""
+        """Verify the checksum of every block and zip record that holds a byte of `items`, each once."""
         block = self._document.block
         needed: dict[tuple[str, Shape], set[int]] = defaultdict(set)
         for item in items:
@@ -382,14 +380,14 @@ class Reader(StorageReader):
                 position += part.numel()
 
     def _fill_part(self, part: Part, item: ReadItem) -> None:
-        """Into what rests on disk: in place where the item is one range of it, else with what is beside it."""
-        found = flat_range(part.sizes, Box(tuple(item.dest_offsets), tuple(item.lengths)))
-        if found is None:
+        """Fill a destination on disk: in place if the item is one flat range of it, else by read-modify-write."""
+        span = flat_range(part.sizes, Box(tuple(item.dest_offsets), tuple(item.lengths)))
+        if span is None:
             whole = part.get(0, part.numel()).view(part.sizes)
             self._fill(narrow_tensor_by_index(whole, item.dest_offsets, item.lengths), item)
             part.put(0, whole.view(-1))
             return
-        start, stop = found
+        start, stop = span
         values = torch.empty(stop - start, dtype=part.dtype)
         self._fill(values.view(tuple(item.lengths)), item)
         part.put(start, values)
@@ -407,10 +405,10 @@ def _box(chunk: ChunkStorageMetadata) -> Box:
 
 
 def _runs(entry: Entry, piece: Piece, item: ReadItem) -> Iterator[tuple[int, int]]:
-    """(first byte in the piece, bytes) of each stretch of a sub-box that is consecutive in the piece."""
+    """(first byte in the piece, number of bytes) of each contiguous run of a sub-box."""
     sizes, offsets, lengths = piece.box.sizes, item.storage_offsets, item.lengths
     strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-    outer = len(sizes)  # dims before this one are stepped through, the rest is one stretch
+    outer = len(sizes)  # the loop below iterates over the dims before this one; the others form one run
     while outer and (outer == len(sizes) or lengths[outer] == sizes[outer]):
         outer -= 1
     size = entry.dtype.itemsize
@@ -421,7 +419,7 @@ def _runs(entry: Entry, piece: Piece, item: ReadItem) -> Iterator[tuple[int, int
 
 
 def _host_bytes(tensor: Tensor | Part) -> Iterator[Tensor]:
-    """The bytes of a tensor, row-major, in stages of whole blocks; from a device or a disk they are copied first."""
+    """Yield the bytes of a tensor, row-major, in stages of whole blocks, copied from a device or a disk if needed."""
     step = _STAGE // tensor.dtype.itemsize
     if isinstance(tensor, Part):
         for start in range(0, tensor.numel(), step):

@@ -1,17 +1,16 @@
-"""Nested Python values as JSON, exactly: what goes in comes out with the same types, bit for bit.
+"""Encodes nested Python values as JSON, losslessly: `decode` returns the same types, bit for bit.
 
-`encode` turns a value into a JSON skeleton and a flat dict of tensors that the skeleton refers to by name;
-`decode` is its inverse. What JSON has (None, bool, int, finite float, str, list, dict with plain string keys)
-stays as it is and readable; everything else is an object with a single key that begins with "$":
+`encode` turns a value into a JSON skeleton and a flat dict of tensors that the skeleton refers to by name; `decode` is its inverse.
+JSON's own types (None, bool, int, finite float, str, list, dict with plain string keys) stay readable; every other type is an
+object with a single key that begins with "$":
 
     $tuple $dict $ordered $counter $size    containers ($dict: keys that are not plain strings, as pairs)
-    $set $frozenset $namespace              sets of what may be a key; an argparse.Namespace, as pairs
+    $set $frozenset $namespace              sets of hashable scalars and tuples; an argparse.Namespace, as pairs
     $float $bytes $dtype                    a float that is not finite (its 8 bytes), bytes, a torch.dtype
     $tensor $array $scalar                  a tensor's name; a numpy array (bytes in a tensor); a numpy scalar
 
-A defaultdict comes back as a dict: what it makes of a missing key is code. Any other type is refused by path
-and type: nothing is ever pickled. Tensors come back on the CPU, without gradient; two references to one tensor
-come back as two tensors.
+A defaultdict becomes a dict, since its factory is code. Any other type raises CheckpointError with path and type: nothing is
+pickled. Decoded tensors are on the CPU, without gradient; two references to one tensor become two tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch import Tensor
 from slipstream.checkpoint.document import DTYPES
 from slipstream.checkpoint.errors import CheckpointError
 
-_DEPTH = 100  # levels; also what stops a cycle
+_DEPTH = 100  # nesting levels; also stops at a cycle
 _INT_BITS = 4096  # Python limits int <-> str to some 14,000 bits
 _NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
 _REMEDY = "store numbers, strings, lists, dicts, tuples, sets, tensors or numpy arrays instead"
@@ -97,7 +96,7 @@ def _encode(value: Any, path: str, depth: int, keep: Callable[[Tensor], str]) ->
 
 
 def _encode_numpy(value: Any, path: str, keep: Callable[[Tensor], str]) -> Any:
-    numpy = sys.modules.get("numpy")  # without it no value can be one of its own
+    numpy = sys.modules.get("numpy")  # if it is not imported, no value is numpy's
     if numpy is not None and _NUMPY_DTYPE.fullmatch(str(getattr(getattr(value, "dtype", None), "str", ""))):
         if isinstance(value, numpy.generic):
             return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
@@ -131,7 +130,7 @@ def _type_name(value: Any) -> str:
 
 
 def decode(skeleton: Any, fetch: Callable[[str], Tensor], path: str) -> Any:
-    """The value of a skeleton; `fetch` gives a tensor by name. What `encode` never writes is refused."""
+    """The value of a skeleton; `fetch` returns a tensor by name. Raises CheckpointError for anything `encode` never writes."""
     try:
         return _decode(skeleton, fetch)
     except (TypeError, ValueError, KeyError, IndexError, struct.error, RecursionError, OverflowError) as error:
@@ -206,10 +205,10 @@ def _decode_numpy(mark: str, body: list[Any], fetch: Callable[[str], Tensor]) ->
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name) if name.isidentifier() else None
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name) if name.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"a dtype {name!r}")
-    return found
+    return dtype
 
 
 def _list(body: Any) -> list[Any]:

@@ -1,7 +1,7 @@
-"""A model's weights in safetensors files: which stored tensor is which of the model's, and flat ranges of one, read on demand.
+"""Maps the tensors of safetensors files to a model's parameters and buffers, and reads flat ranges of them on demand.
 
-Files are mapped; nothing but their headers is read before `WeightFiles.read`, and that touches no byte beside the range. A
-stored tensor's name is turned into the model's by `rename`; parameters that are tied are found under any of their names.
+Files are memory-mapped; only headers are read before `WeightFiles.read`, which touches only the bytes of its range. `rename` maps
+a stored name to the model's; tied parameters are found under any of their names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-WORDS = {dtype: word for word, dtype in DTYPES.items()}  # safetensors' for torch's
+WORDS = {dtype: word for word, dtype in DTYPES.items()}  # torch's dtype -> safetensors' name
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -44,13 +44,14 @@ class Stored(NamedTuple):
     file: Path
     name: str  # in the file
     shape: Shape
-    dtype: str  # safetensors' word for it
+    dtype: str  # safetensors' name
 
 
 class WeightFiles:
-    """The stored tensors that a model takes, by each of the model's names for them.
+    """The stored tensors that a model uses, by each of the model's names for them.
 
-    `forms` are of what the model keeps as quantized rows (ops/rows.py). Where the files hold numbers, rows are made in reading.
+    forms: of the parameters that the model stores as quantized rows (ops/rows.py). If the files hold floating-point values, `read`
+    quantizes them.
     """
 
     def __init__(self, taken: Mapping[str, Stored], left_out: str, forms: Mapping[str, RowForm]) -> None:
@@ -70,10 +71,10 @@ class WeightFiles:
         return DTYPES[self._taken[name].dtype]
 
     def fetch(self, names: Sequence[str]) -> None:
-        """Nothing: ranges are read from the files."""
+        """A no-op: `read` reads ranges from the files."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) in row-major order, 1D: of the mapped file, so to be copied before `close`."""
+        """Elements [start, stop) in row-major order, 1D. It may view the mapped file: copy it before `close`."""
         form = self._forms.get(name)
         if form is None:
             return self._stored(name, start, stop)
@@ -106,9 +107,9 @@ def open_weights(
     strict: bool = True,
     forms: Mapping[str, RowForm] | None = None,
 ) -> WeightFiles:
-    """Read the headers and find what `model` takes. Raises ValueError naming everything that does not fit.
+    """Read the headers and match them to `model`. Raises ValueError listing every mismatch.
 
-    `forms`: by name, of the parameters that are rows of codes and may be stored as numbers.
+    forms: by name, of the quantized parameters, which the files may hold as floating-point values.
     """
     stored: dict[str, Stored] = {}
     for file in files_of(path):
@@ -144,9 +145,9 @@ def open_weights(
 
 
 def check_same(fingerprints: Iterable[str]) -> None:
-    """Refuse ranks that see different files."""
+    """Raise ValueError if the ranks see different files."""
     if len(set(fingerprints)) > 1:
-        raise ValueError("the ranks see different weights under the same path; it is to be the same on every host")
+        raise ValueError("the ranks see different weights under the same path; copy the same files to every host")
 
 
 def files_of(path: Any) -> list[Path]:
@@ -183,7 +184,7 @@ def _header(file: Path) -> list[Stored]:
 
 
 def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Parameters and saved buffers, each with all its names."""
+    """Parameters and persistent buffers, each with all its names."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         saved = [(name, held) for name, held in module._buffers.items() if name not in module._non_persistent_buffers_set]
@@ -205,7 +206,7 @@ def _misfit(name: str, tensor: Tensor, held: Stored) -> list[str]:
 
 
 def _remedy(missing: Sequence[str], surplus: Sequence[str]) -> str:
-    """What to do about names; where one prefix explains them, that."""
+    """How to fix mismatched names: the rename= for a prefix if one explains them."""
     for absent in missing[:20]:
         for present in surplus:
             if absent.endswith(f".{present}"):

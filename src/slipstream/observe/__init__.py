@@ -1,1 +1,1 @@
-"""What can be told of a run and its surroundings: facts of the host (`host`), the environment report (`report`)."""
+"""Facts about the host (`host`) and the environment report (`report`)."""

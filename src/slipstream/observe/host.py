@@ -1,9 +1,7 @@
-"""What this host offers and what has happened to it: cores, memory, limits, counts of the out-of-memory
-killer.
+"""Facts about this host: cores, memory, limits, kill counts of the out-of-memory killer.
 
-Reading and parsing are apart: the parsers are pure and tested on text, `read_pressure` and its kin only open
-files. A file that is missing (another kernel, a container that hides it) gives None, never an error: these
-are facts to report, not to rely on.
+Parsers are pure and tested on text; `read_pressure` and similar functions only open files. A missing file (another kernel, a
+container that hides it) gives None, never an error: these facts are for reports, not for decisions.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
-    """Memory limits and kill counts at one moment; the difference of two tells what the kernel did in
-    between."""
+    """Memory limits and kill counts at one moment; the difference of two shows what the kernel killed in between."""
 
     cgroup_kills: int | None  # processes that the OOM killer ended in this control group
     host_kills: int | None  # the same over the whole host
@@ -40,17 +37,15 @@ class Pressure:
 
 
 def counter(text: str, name: str) -> int | None:
-    """The value of `name N` in a file of one counter a line (memory.events, memory.oom_control,
-    /proc/vmstat)."""
+    """The value of `name N` in a file with one counter per line (memory.events, memory.oom_control, /proc/vmstat)."""
     found = re.search(rf"^{re.escape(name)} (\d+)$", text, re.MULTILINE)
     return int(found[1]) if found else None
 
 
 def cgroup_directories(text: str, root: Path = _CGROUP) -> list[Path]:
-    """Directories that may hold this process's memory files, most specific first, from the text of
-    /proc/self/cgroup.
+    """Directories that may hold this process's memory files, most specific first, from the text of /proc/self/cgroup.
 
-    Inside a container the path named there often does not exist, and its files lie at the root of the mount.
+    Inside a container the path named there often does not exist, and the files are at the root of the mount.
     """
     found: list[Path] = []
     for line in text.splitlines():
@@ -110,7 +105,7 @@ def read_pressure() -> Pressure:
 
 
 def memory_total() -> int | None:
-    """Bytes of RAM, or of the control group's limit where that is smaller."""
+    """Bytes of RAM, or the control group's limit if that is smaller."""
     found = re.search(r"^MemTotal:\s+(\d+) kB", _read(Path("/proc/meminfo")) or "", re.MULTILINE)
     limit = read_pressure().limit
     sizes = [size for size in (int(found[1]) * 1024 if found else None, limit) if size is not None]
@@ -118,7 +113,7 @@ def memory_total() -> int | None:
 
 
 def num_cores() -> int:
-    """Cores this process may run on (affinity and cpuset, not what the machine has)."""
+    """Cores this process may run on, by affinity and cpuset."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,9 +1,7 @@
-"""`slipstream report`: what this environment is and what Slipstream makes of it. To be pasted into a bug
-report.
+"""`slipstream report`: the environment, and the backends and kernels that Slipstream uses in it, for bug reports.
 
-`collect` gives sections of rows; `as_text`, `as_json` and `_show_table` render them. A row says what is
-there, and where something is not, why. Collecting starts no process group and allocates nothing on a device;
-it compiles the kernels if nothing did before.
+`collect` returns sections of rows; `as_text`, `as_json` and `_show_table` render them. A row says what is present, or why it is
+missing. Collecting starts no process group and allocates nothing on a device; it compiles the kernels if they are not built yet.
 """
 
 from __future__ import annotations
