@@ -1,9 +1,4 @@
-"""`python -m benchmarks [LEG ...]`: ours beside the peers; writes the legs' sections of benchmarks/RESULTS.md (not with --quick).
-
-Legs: step, memory, wire, start, activations, optimizer, kernels, recipes, plan, quality, disk, offload, save, clients, pretrained,
-or all of them (the default). `parts` prints where our own step goes and writes nothing. `python benchmarks/ops.py` compares the
-native kernels with their peers.
-"""
+"""Measure Slipstream and its peers into benchmarks/RESULTS.md: `python -m benchmarks [LEG ...] [--all] [--quick]`."""
 
 from __future__ import annotations
 
@@ -11,118 +6,112 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import (
-    activations,
-    clients,
-    disk,
-    kernels,
-    memory,
-    offload,
-    optimizer,
-    parts,
-    plan,
-    pretrained,
-    quality,
-    recipes,
-    save,
-    start,
-    step,
-    wire,
-)
-from benchmarks.peers import Peers, prepare
-from benchmarks.ranks import ROOT
-from benchmarks.report import LEGS, RESULTS, write_section
-from benchmarks.worker import DTYPES
-from benchmarks.workloads import WORKLOADS
+from benchmarks import peers
+from benchmarks.legs import LEGS, MINUTES, ORDER, Leg, Options
+from benchmarks.report import RESULTS, head, table, write_section
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("legs", nargs="*", metavar="LEG", help=f"{', '.join(LEGS)}, all (default) or parts")
-    parser.add_argument("--quick", action="store_true", help="a few contenders, few steps: under three minutes in all")
-    parser.add_argument(
-        "--peers",
-        type=Path,
-        default=ROOT / ".venv-peers" / "bin" / "python",
-        metavar="PYTHON",
-        help="the interpreter that has DeepSpeed (default: the one `make bench` builds)",
+def parse(arguments: Sequence[str] | None = None) -> tuple[list[Leg], Options, Path | None]:
+    """The legs, their options, and the file to write to, if any."""
+    usual = Options()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="legs (level 1 is the default, 2 comes with --all, 0 is run by name only):\n"
+        + "\n".join(f"  {leg.section:28} {leg.level}  {leg.minutes:4g} min  {leg.question}" for leg in LEGS),
     )
+    parser.add_argument("legs", nargs="*", metavar="LEG", help="default: those of level 1")
+    parser.add_argument("--all", action="store_true", help="the legs of level 2")
     parser.add_argument(
-        "--clients",
-        type=Path,
-        default=clients.PYTHON,
-        metavar="PYTHON",
-        help="the interpreter that has accelerate (default: the one `make test-clients` builds)",
+        "--quick", action="store_true", help="few contenders, few steps: shows that a leg runs, and is no measurement"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="step, memory, parts: only this one")
-    parser.add_argument("--workload", choices=WORKLOADS, help="step, parts: only this one")
+    parser.add_argument("--peers", type=Path, default=usual.peers, metavar="PYTHON", help="an interpreter with DeepSpeed")
+    parser.add_argument("--serve-peers", type=Path, default=usual.serve_peers, metavar="PYTHON", help="one with vLLM and llama.cpp")
+    parser.add_argument(
+        "--clients", type=Path, default=usual.clients, metavar="PYTHON", help="one with accelerate and transformers"
+    )
+    parser.add_argument("--dtype", choices=usual.dtypes, help="step and memory: only this one")
     parser.add_argument(
         "--only",
         nargs="+",
         default=[],
         metavar="CONTENDER",
-        help="step: only these, by the start of their names; parts: exactly these (slipstream:3 ...); "
-        "kernels: of cache, memory, fp32, fp16, bf16, int8, int4",
+        help="only contenders whose names start so (slipstream:3 deepspeed, llama vllm:bf16); kernels: of cache, memory, fp32, "
+        "fp16, bf16, int8, int4; stall: loads with these words; cuda: train, serve",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="step: how often each contender runs (default 3)")
+    parser.add_argument("--rounds", type=int, help="how often each contender runs, in the legs that repeat")
     parser.add_argument("--out", type=Path, help="where the sections go (default benchmarks/RESULTS.md; with --quick nowhere)")
-    options = parser.parse_args()
+    given = parser.parse_args(arguments)
+    names = {leg.name for leg in LEGS}
+    if unknown := set(given.legs) - names:
+        parser.error(f"no leg {', '.join(sorted(unknown))}; there are {', '.join(dict.fromkeys(leg.name for leg in LEGS))}")
+    dtypes = (given.dtype,) if given.dtype else usual.dtypes[: 1 if given.quick else None]
+    chosen = [leg for leg in LEGS if (leg.name in given.legs if given.legs else leg.level == 1 + given.all)]
+    chosen = [leg for leg in chosen if leg.arguments.get("dtype", dtypes[0]) in dtypes]
+    options = Options(
+        peers=given.peers,
+        serve_peers=given.serve_peers,
+        clients=given.clients,
+        quick=given.quick,
+        only=tuple(given.only),
+        dtypes=dtypes,
+        rounds=given.rounds,
+    )
+    return chosen, options, given.out or (None if given.quick else RESULTS)
 
-    unknown = set(options.legs) - {*LEGS, "parts", "all"}
-    if unknown:
-        parser.error(f"no leg {', '.join(sorted(unknown))}; there are {', '.join(LEGS)}, parts and all")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that groups and namespaces are removed
-    chosen = LEGS if not options.legs or "all" in options.legs else tuple(options.legs)
-    quick = options.quick
-    out = options.out or (None if quick else RESULTS)
-    dtypes = [options.dtype] if options.dtype else ["bf16"] if quick else ["bf16", "fp32"]
-    works = [options.workload] if options.workload else ["moving"] if quick else ["moving", "computing"]
-    if chosen == ("parts",):
-        parts.run(works[0], dtypes[0], options.only)
-        return
-    if chosen == LEGS and len(kernels.sets()) < 2:
-        chosen = tuple(leg for leg in LEGS if leg != "kernels")
-        print("kernels: left out, because this machine has one vector instruction set only")
-    alone = set(chosen) <= {"activations", "kernels", "recipes", "plan", "quality", "disk", "clients", "pretrained"}  # no peers
-    peers = Peers(python=None) if alone else prepare(options.peers)
-    if peers.missing:
-        print(peers.missing)
-    rounds = 1 if quick else options.rounds
-    legs: dict[str, Callable[[], str]] = {
-        f"step, {work}, {dtype}": partial(step.run, peers, WORKLOADS[work], dtype, quick=quick, only=options.only, rounds=rounds)
-        for work in works
-        for dtype in dtypes
-    } | {
-        "memory": lambda: memory.run(peers, quick=quick, dtypes=dtypes),
-        "wire": lambda: wire.run(peers, quick=quick),
-        "start": lambda: start.run(peers, quick=quick),
-        "activations": lambda: activations.run(quick=quick),
-        "optimizer": lambda: optimizer.run(peers, quick=quick),
-        "kernels": lambda: kernels.run(quick=quick, only=options.only),
-        "recipes": lambda: recipes.run(quick=quick),
-        "plan, in memory": lambda: plan.one_process(plan.IN_MEMORY, quick=quick),
-        "plan, on disk": lambda: plan.one_process(plan.ON_DISK, quick=quick),
-        "plan, two ranks": lambda: plan.two_ranks(quick=quick),
-        "quality": lambda: quality.run(quick=quick),
-        "disk": lambda: disk.run(quick=quick),
-        "offload": lambda: offload.run(peers, quick=quick),
-        "save": lambda: save.run(peers, quick=quick),
-        "pretrained": lambda: pretrained.run(quick=quick, python=options.clients),
-        "clients": lambda: clients.run(options.clients, quick=quick),
-    }
-    for leg, run in legs.items():
-        if leg.split(",")[0] in chosen:
-            began = time.monotonic()
-            body = run()
-            took = f"This took {(time.monotonic() - began) / 60:.1f} minutes{' (--quick)' if quick else ''}."
-            if out is not None:
-                write_section(leg, f"{body}\n\n{took}", out)
-            print(f"\n## {leg}\n\n{body}\n\n{took}\n", flush=True)
-    print(f"written to {out}" if out is not None else "--quick writes nothing without --out")
+
+def prepare(legs: Sequence[Leg], options: Options) -> None:
+    """What is compiled or converted once, before any clock starts."""
+    needs = {leg.needs for leg in legs}
+    if "deepspeed" in needs and (missing := peers.prepare(options.peers).missing):
+        print(missing)
+    if "models" in needs:
+        from benchmarks.serving import models
+
+        models.prepare(models.FOLDER)
+
+
+def measure(legs: Sequence[Leg], options: Options, out: Path | None) -> list[str]:
+    """Run the legs, one after the other, and write each section as it comes. Returns the sections of those that failed."""
+    failed, rows, total = [], [], 0.0
+    for leg in legs:
+        top, began, body = head(leg.level), time.monotonic(), ""
+        try:
+            body = leg.run(options)
+        except Exception:
+            traceback.print_exc()
+            failed.append(leg.section)
+        minutes = (time.monotonic() - began) / 60
+        total += minutes
+        rows.append([leg.section, f"{minutes:.1f}", f"{leg.minutes:g}", "" if body else "failed"])
+        if not body:
+            continue
+        took = f"This took {minutes:.1f} minutes of {leg.minutes:g}{' (--quick)' if options.quick else ''}."
+        if out is not None and leg.level:
+            write_section(leg.section, f"{top}\n\n{body}\n\n{took}", ORDER, out)
+        print(f"\n## {leg.section}\n\n{top}\n\n{body}\n\n{took}\n", flush=True)
+    rows.append(["in all", f"{total:.1f}", f"{sum(leg.minutes for leg in legs):g}", ""])
+    times = table(["leg", "minutes", "budget", ""], rows)
+    print(f"{times}\n", flush=True)
+    levels = [level for level in (1, 2) if list(legs) == [leg for leg in LEGS if leg.level == level]]
+    if out is not None and levels:
+        write_section(MINUTES[levels[0] - 1], f"{head(levels[0])}\n\n{times}", ORDER, out)
+    return failed
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes, groups and namespaces are removed
+    legs, options, out = parse(arguments)
+    prepare(legs, options)
+    failed = measure(legs, options, out)
+    print(f"written to {out}" if out is not None else "nothing is written with --quick, unless --out names a file")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

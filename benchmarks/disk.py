@@ -1,11 +1,11 @@
-"""The leg `disk`: what lies under the disk tier, beside fio with the same block size, queue depth and kind of access, in turns.
+"""The leg `disk`: the disk layer and fio with the same block size, queue depth and kind of access, in turns.
 
-The floor is the device: what fio moves is what this machine gives in this minute. Each round is fio with its memory in huge
-pages as ours is, fio as it comes (in small pages), ours on each engine, and fio in huge pages again; ours is told as a share of the
-two around it, and the one over the other is the noise. Every byte of the files was written before; fio's is our io_uring engine's.
+The floor is the device as fio finds it in that minute. Each round is fio with its memory in huge pages as ours is, fio in small
+pages, its default, ours on each engine, and fio in huge pages again; ours is a share of the mean of the two around it, and the
+one over the other is the noise. Every byte of the files has been written before; fio uses our io_uring engine's file.
 
-Reading and writing at once is judged by the time until as many bytes have been read as written: a device that is shared by both
-gives one direction more at the other's cost, and an optimizer's step waits for the slower one.
+Concurrent reads and writes are judged by the time until as many bytes have been read as written: a shared device favors one
+direction at the other's cost, and an optimizer's step waits for the slower one.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import time
 from typing import NamedTuple
 
 from torch import Tensor
 
-from benchmarks.ranks import ROOT
-from benchmarks.report import Spread, host, table, verdict, verdicts
+from benchmarks import worker
+from benchmarks.legs import Options
+from benchmarks.report import Spread, table, verdict, verdicts
+from benchmarks.worker import ROOT
 from slipstream.ops.disk import Disk, aligned
 
 FOLDER = ROOT / "runs"
@@ -43,16 +43,14 @@ def fio(file: int, block: int, depth: int, kind: str, *, huge: bool = True) -> M
     """Reading and writing at once are two jobs, each with the queue depth."""
     command = ["fio", "--output-format=json", f"--filename=/proc/{os.getpid()}/fd/{file}", f"--io_size={SPAN}", "--direct=1"]
     command += ["--ioengine=io_uring", f"--bs={block}", f"--iodepth={depth}"]
-    env = dict(os.environ)
-    if huge:  # transparent ones, from glibc 2.35 on: near --mem=shmhuge, which needs pages set aside
+    env = {}
+    if huge:  # transparent ones, from glibc 2.35 on; --mem=shmhuge needs reserved pages
         command += [f"--iomem_align={2 << 20}"]
         env["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     for name, offset, wanted in zip(("read", "write"), (0, SPAN // 2), KINDS[kind], strict=True):
         command += [f"--name={name}", f"--rw={name}", f"--offset={offset}", f"--size={SPAN - offset}"] if wanted else []
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
-    jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    out = worker.run(command, env=env)
+    jobs = json.loads(out[out.index("{") :])["jobs"]
     if (moved := sum(job[name]["io_bytes"] for job in jobs for name in ("read", "write"))) != SPAN * len(jobs):
         raise RuntimeError(f"{' '.join(command)} moved {moved} bytes, not {SPAN * len(jobs)}")
     busy = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3 for job in jobs)
@@ -104,21 +102,22 @@ def measure(block: int, depth: int, rounds: int) -> dict[str, list[list[Measured
             disk.close()
 
 
-def run(*, quick: bool) -> str:
+def run(options: Options) -> str:
+    quick = options.quick
     if shutil.which("fio") is None:
-        sys.exit("the leg disk measures beside fio, which is not on the PATH: apt-get install fio")
+        raise RuntimeError("the leg `disk` needs fio: apt-get install fio")
     FOLDER.mkdir(exist_ok=True)
     rows, judged, noise = [], [], []
     for block in BLOCKS[: 1 if quick else None]:
         for depth in DEPTHS[: 1 if quick else None]:
-            for kind, measured in measure(block, depth, 1 if quick else 3).items():
+            for kind, measured in measure(block, depth, options.num_rounds(3)).items():
                 columns = list(zip(*measured, strict=True))
-                beside = [(first.rate + last.rate) / 2 for first, last in zip(columns[0], columns[-1], strict=True)]
+                around = [(first.rate + last.rate) / 2 for first, last in zip(columns[0], columns[-1], strict=True)]
                 noise += [last.rate / first.rate for first, last in zip(columns[0], columns[-1], strict=True)]
-                shares = [Spread.of([each.rate / most for each, most in zip(c, beside, strict=True)]) for c in columns[1:-1]]
+                shares = [Spread.of([each.rate / most for each, most in zip(c, around, strict=True)]) for c in columns[1:-1]]
                 busy = [Spread.of([each.processor for each in column]).median for column in columns[:-1]]
                 access = f"{kind}, {block >> 20} MiB x {depth}"
-                floor = Spread.of(beside).show(2)
+                floor = Spread.of(around).show(2)
                 rows.append([access, floor, *(each.show(2) for each in shares), " / ".join(f"{each:.2f}" for each in busy)])
                 judged.append(verdict(f"{access}: io_uring over fio", shares[1].median, TARGET, at_least=True))
     others = ("fio, small pages", *CONTENDERS)
@@ -128,4 +127,4 @@ def run(*, quick: bool) -> str:
         "the given depth in each direction, 2 threads each for the engine `threads`. fio against itself: "
         f"{Spread.of(noise).show(2)}."
     )
-    return "\n\n".join((host("fio with io_uring"), text, table(head, rows), verdicts(judged)))
+    return "\n\n".join((text, table(head, rows), verdicts(judged)))

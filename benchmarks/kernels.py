@@ -1,12 +1,15 @@
-"""The leg `kernels`: each family of native kernels on every vector instruction set that this machine has, in turns.
+"""The leg `kernels`: the native kernels by themselves, on one thread, in turns.
 
-One thread. The optimizers, the sum over ranks and quantization work on arrays that stay in second-level cache, where the
-arithmetic is what limits, and on arrays that do not ("from memory"). The decoder is a Llama of 88 million random weights: one
-sequence alone, where reading the weights is what limits, sixteen together, and a prompt.
+First ours over torch's fused AdamW (with the passes that bf16 gradients and weights need there) and over memcpy of as many bytes,
+from memory; then the cost of a call on 64 elements; then each family on every vector instruction set of this machine. There the
+optimizers, the sum over ranks and quantization work on arrays that stay in second-level cache, limited by arithmetic, and on
+arrays that do not ("from memory"). The decoder is a Llama of 88 million random weights: one sequence, limited by reading the
+weights, sixteen, and a prompt.
 """
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +17,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from benchmarks.report import Spread, host, table, verdict, verdicts
+from benchmarks import optimizer
+from benchmarks.legs import Options
+from benchmarks.report import Spread, table, verdict, verdicts
 from slipstream import ops
 from slipstream.inference.config import DecoderConfig
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
@@ -23,12 +29,11 @@ from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.quantize import quantize
 from slipstream.inference.weights import DecoderWeights
-from slipstream.ops import Blocks, Stochastic, cpu
+from slipstream.ops import cpu
 from slipstream.ops.rows import RowForm, dequantize_rows, quantize_rows
 
-SETS = ("avx2", "avx512", "avx512vnni", "avx512bf16")  # the first is what the others are held against
+SETS = ("avx2", "avx512", "avx512vnni", "avx512bf16")  # the first is the reference
 BF16, FP32 = torch.bfloat16, torch.float32
-ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "decoupled": True, "bias_correction": True}
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 1024,
@@ -45,47 +50,18 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 PROMPT, TOGETHER = 256, 16  # tokens; sequences
-TURN = 0.01  # seconds that a turn takes at least
+TURN = 0.01  # seconds of a turn, at least
 
 
 class Case(NamedTuple):
     kernel: str
     where: str
     run: Callable[[], object]
-    count: int  # of what the figure is per: elements, or tokens
-
-
-def optimizers(numel: int, where: str) -> Iterator[Case]:
-    """AdamW in its recipes, then the other rules with fp32 states; gradients in bf16, and weights out where the master is fp32."""
-    grad, out = torch.randn(numel).bfloat16(), torch.empty(numel, dtype=BF16)
-    recipes: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
-        "AdamW, fp32 master and moments": (FP32, FP32),
-        "AdamW, fp32 master, bf16 moments": (FP32, BF16),
-        "AdamW, fp32 master, 8-bit moments": (FP32, None),
-        "AdamW, bf16 weights at random, bf16 moments": (BF16, BF16),
-        "AdamW, bf16 weights at random, 8-bit moments": (BF16, None),
-    }
-    for name, (master, moments) in recipes.items():
-        weights = torch.randn(numel).to(master)
-        kinds = (torch.int8, torch.uint8)
-        states = [Blocks.zeros(numel, kind) if moments is None else torch.zeros(numel, dtype=moments) for kind in kinds]
-        to, rounding = (out, None) if master is FP32 else (None, Stochastic(0, 1, 0))
-        options = {"scale": 0.5, "lr": 1e-3, "step": 10, "rounding": rounding, **ADAM}
-        yield Case(name, where, partial(ops.adamw, weights, grad, *states, to, **options), numel)
-    weights, m, v = torch.randn(numel), torch.zeros(numel), torch.ones(numel)
-    common: dict[str, Any] = {"scale": 0.5, "weight_decay": 0.01}
-    lion = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.99, **common}
-    yield Case("Lion", where, partial(ops.lion, weights, grad, m, out, **lion), numel)
-    sgd = {"lr": 1e-6, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "first": False, **common}
-    yield Case("SGD with momentum", where, partial(ops.sgd, weights, grad, m, out, **sgd), numel)
-    adagrad = {"lr": 1e-6, "lr_decay": 0.0, "eps": 1e-10, "step": 3, **common}
-    yield Case("Adagrad", where, partial(ops.adagrad, weights, grad, v, out, **adagrad), numel)
-    lamb = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "eps_inside_sqrt": False, "step": 3, "bias_correction": True, **common}
-    yield Case("LAMB, its first pass", where, partial(ops.lamb_update, weights, grad, m, v, **lamb), numel)
+    num: int  # of elements or tokens, by which the time is divided
 
 
 def movements(numel: int, where: str) -> Iterator[Case]:
-    """The sum over ranks, quantization and its reverse, which make no use of threads here."""
+    """The sum over ranks, quantization and its reverse."""
     out, wide = torch.empty(numel, dtype=BF16), torch.empty(numel)
     narrow, full = ([torch.randn(numel).to(dtype) for _ in range(count)] for dtype, count in ((BF16, 4), (FP32, 2)))
     yield Case("sum of 4 in bf16", where, partial(ops.sum_ranks, out, narrow, alpha=0.5, accumulate=False), numel)
@@ -103,25 +79,11 @@ def movements(numel: int, where: str) -> Iterator[Case]:
 
 
 def weights_of(kind: str, config: DecoderConfig) -> DecoderWeights:
-    hidden, inner, head = LLAMA["hidden_size"], LLAMA["intermediate_size"], LLAMA["head_dim"]
-    queries, keys = LLAMA["num_attention_heads"] * head, LLAMA["num_key_value_heads"] * head
-    shapes = {"model.embed_tokens.weight": (LLAMA["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    for i in range(LLAMA["num_hidden_layers"]):
-        parts = {
-            "self_attn.q_proj": (queries, hidden),
-            "self_attn.k_proj": (keys, hidden),
-            "self_attn.v_proj": (keys, hidden),
-            "self_attn.o_proj": (hidden, queries),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in parts.items()}
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(kind, torch.bfloat16)
-    state = {name: (torch.randn(shape) * (shape[-1] ** -0.5 if len(shape) > 1 else 1)).to(dtype) for name, shape in shapes.items()}
-    weights = from_state(config, state)
+    model: Any = LlamaForCausalLM(LlamaConfig(**{key: value for key, value in LLAMA.items() if key != "model_type"}))
+    weights = from_state(config, model.to(dtype).state_dict())
     return quantize(weights, kind, 32) if kind in ("int8", "int4") else weights
 
 
@@ -154,13 +116,13 @@ def seconds(run: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def turns(case: Case, found: Sequence[str], rounds: int) -> dict[str, list[float]]:
+def turns(case: Case, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
     """Seconds per call on each instruction set, round by round; the first round is not counted."""
     case.run()
     calls = max(1, int(TURN / seconds(case.run, 1)))
-    times: dict[str, list[float]] = {name: [] for name in found}
+    times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 1):
-        for name in found:
+        for name in names:
             assert cpu.use_isa(name), name
             took = seconds(case.run, calls)
             if turn:
@@ -169,14 +131,79 @@ def turns(case: Case, found: Sequence[str], rounds: int) -> dict[str, list[float
 
 
 def per_unit(case: Case, took: float) -> str:
-    return f"{took / case.count * 1e3:.3g} ms/token" if "decoder" in case.kernel else f"{took / case.count * 1e9:.3f} ns/element"
+    return f"{took / case.num * 1e3:.3g} ms/token" if "decoder" in case.kernel else f"{took / case.num * 1e9:.3f} ns/element"
+
+
+# -- ours over a peer --
+
+
+class Pair(NamedTuple):
+    name: str
+    peer: str
+    nbytes: int  # that either must at least read and write
+    ours: Callable[[], object]
+    theirs: Callable[[], object]
+
+
+def memcpy(nbytes: int) -> Callable[[], object]:
+    """Half of the bytes read, half of them written."""
+    source, target = torch.zeros(nbytes // 2, dtype=torch.uint8), torch.zeros(nbytes // 2, dtype=torch.uint8)
+
+    def run(source: Tensor = source, target: Tensor = target) -> object:  # which keeps both alive
+        return ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes // 2)
+
+    return run
+
+
+def pairs(numel: int) -> Iterator[Pair]:
+    data = optimizer.Data.random(numel)
+    rule = optimizer.adamw(data, FP32, FP32)
+    yield Pair("AdamW, bf16 gradients and weights", "torch fused AdamW", 28 * numel, rule.step, optimizer.torchs(data)[0])
+    source, target = torch.randn(numel), torch.empty(numel)
+    yield Pair("streaming copy, fp32", "memcpy", 8 * numel, partial(ops.copy_stream, target, source), memcpy(8 * numel))
+    for count in (2, 4, 8):
+        sources = [torch.randn(numel // 2).bfloat16() for _ in range(count)]
+        run = partial(ops.sum_ranks, torch.empty(numel // 2, dtype=BF16), sources, alpha=0.5, accumulate=False)
+        yield Pair(f"sum of {count} in bf16", "memcpy", numel * (count + 1), run, memcpy(numel * (count + 1)))
+
+
+def over_peers(numel: int, rounds: int) -> str:
+    rows = []
+    for pair in pairs(numel):
+        times: list[tuple[float, float]] = [(seconds(pair.ours, 1), seconds(pair.theirs, 1)) for _ in range(rounds + 1)][1:]
+        ours, theirs = (list(column) for column in zip(*times, strict=True))
+        rate = Spread.of([pair.nbytes / took / 1e9 for took in ours])
+        took = Spread.of([1e3 * one for one in ours])
+        rows.append([pair.name, pair.peer, took.show(2), Spread.ratio(theirs, ours).show(2), rate.show(1)])
+    return table(["kernel", "peer", "ms", "faster than the peer", "GB/s"], rows)
+
+
+def call_costs() -> str:
+    """Microseconds, the best of five; see [Note: Call cost] in slipstream/ops/cpu.py."""
+    master, exp_avg, exp_avg_sq, grad = (torch.rand(64) for _ in range(4))
+    sources, adam = [torch.rand(64) for _ in range(2)], {"scale": 0.5, "lr": 1e-3, "step": 10, **optimizer.ADAM}
+    word = torch.zeros(1, dtype=torch.int32)
+    calls: dict[str, Callable[[], object]] = {
+        "sum_ranks, 2 sources": partial(ops.sum_ranks, grad, sources, alpha=0.5, accumulate=False),
+        "adamw": partial(ops.adamw, master, grad, exp_avg, exp_avg_sq, None, **adam),
+        "copy_stream": partial(ops.copy_stream, exp_avg, exp_avg_sq),
+        "words.store": partial(ops.words.store_release_and_wake, word.data_ptr(), 1),
+        "words.load": partial(ops.words.load_acquire, word.data_ptr()),
+        "words.wait, reached": partial(ops.words.wait_at_least, word.data_ptr(), 1, 50, 1000),
+    }
+    rows = [[name, f"{min(seconds(call, 2000) for _ in range(5)) * 1e6:.2f}"] for name, call in calls.items()]
+    return table(["call on 64 elements", "us"], rows)
+
+
+# -- every instruction set --
 
 
 def groups(quick: bool) -> dict[str, Callable[[], Iterator[Case]]]:
-    """What `--only` chooses among. A group's arrays are there while its cases run."""
+    """The choices of `--only`. A group's arrays live while its cases run."""
 
     def flat(numel: int, where: str) -> Iterator[Case]:
-        yield from optimizers(numel, where)
+        for name, rule in optimizer.rules(optimizer.Data.random(numel)):
+            yield Case(name, where, rule.step, numel)
         yield from movements(numel, where)
 
     made: dict[str, Callable[[], Iterator[Case]]] = {
@@ -186,47 +213,41 @@ def groups(quick: bool) -> dict[str, Callable[[], Iterator[Case]]]:
     return made | {kind: partial(decoder, kind) for kind in ("fp32", "fp16", "bf16", "int8", "int4")}
 
 
-def sets() -> list[str]:
-    """The vector instruction sets that run here."""
+def over_avx2(options: Options, rounds: int) -> list[str]:
     used = cpu.isa()
-    found = list(filter(cpu.use_isa, SETS))
+    names = list(filter(cpu.use_isa, SETS))
     cpu.use_isa(used)
-    return found
-
-
-def run(*, quick: bool, only: Sequence[str] = ()) -> str:
-    used, found = cpu.isa(), sets()
-    if len(found) < 2:
-        raise SystemExit(f"the kernels run as {used or 'torch'} here, which leaves nothing to compare: {ops.report()[0].reason}")
-    threads, rounds = torch.get_num_threads(), 5 if quick else 11
+    if len(names) < 2:
+        return [f"The kernels run as {used or 'torch'}, the only vector instruction set here: none to compare."]
     rows: list[list[str]] = []
-    gains: dict[str, float] = {}  # of what runs by default
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    gains: dict[str, float] = {}  # of the set that runs by default
     try:
-        for group, made in groups(quick).items():
-            for case in made() if not only or group in only else ():
-                times = turns(case, found, rounds)
-                row = [case.kernel, case.where, *(per_unit(case, statistics.median(times[name])) for name in found)]
-                for name in found[1:]:
-                    gain = Spread.of([a / b for a, b in zip(times["avx2"], times[name], strict=True)])
+        for group, cases in groups(options.quick).items():
+            for case in cases() if not options.only or group in options.only else ():
+                times = turns(case, names, rounds)
+                row = [case.kernel, case.where, *(per_unit(case, statistics.median(times[name])) for name in names)]
+                for name in names[1:]:
+                    gain = Spread.ratio(times["avx2"], times[name])
                     row.append(gain.show(2))
                     if name == used:
                         gains[f"{case.kernel}, {case.where}"] = gain.median
                 rows.append(row)
-                if quick:
-                    print(*row, sep=" | ", flush=True)
     finally:
         cpu.use_isa(used)
-        torch.set_num_threads(threads)
-    head = ["kernel", "on", *found, *(f"{name} over avx2" for name in found[1:])]
+    head = ["kernel", "on", *names, *(f"{name} over avx2" for name in names[1:])]
     slowest = min(gains, key=gains.__getitem__, default="")
     judged = [verdict(f"{used} over avx2, least ({slowest})", gains[slowest], 0.95, at_least=True)] if gains else []
-    return "\n\n".join(
-        [
-            host(f"one thread; what runs unless told otherwise is {used}"),
-            f"{rounds} rounds in turns; medians, and the ratio of times in the same round with (min-max).",
-            table(head, rows),
-            verdicts(judged),
-        ]
-    )
+    return [f"By default {used} runs.", table(head, rows), verdicts(judged)]
+
+
+def run(options: Options) -> str:
+    threads, rounds = torch.get_num_threads(), options.num_rounds(11) if not options.quick else 3
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        text = [f"One thread, {rounds} rounds in turns; medians (min-max), and the ratio of times in the same round."]
+        if not options.only:
+            text += [over_peers((4 if options.quick else 64) << 20, rounds), call_costs()]
+        return "\n\n".join((*text, *over_avx2(options, rounds)))
+    finally:
+        torch.set_num_threads(threads)

@@ -1,37 +1,37 @@
-"""One contender of the leg `offload`, in a process and an environment of its own: a number of steps in, their seconds out.
+"""A contender of the leg `offload`, in the interpreter of Slipstream or of DeepSpeed."""
 
-    python -m benchmarks.offload_contender (slipstream | deepspeed) MICROS CLIPPING AHEAD ZERO WORKLOAD WEIGHTS
+from __future__ import annotations
 
-AHEAD is 0 or 1, ZERO and WORKLOAD are JSON, WEIGHTS is a folder of safetensors from which ours reads its first values, unit by
-unit; DeepSpeed's model has the same ones from its own constructor. It prints "@ready", then for each line that it reads, a number
-of steps, "@" and JSON: the seconds of them and all losses. A step that is not timed runs before them, so that what streams on
-beside the next step is counted as often as it happens; the last one's is waited for before the answer.
-"""
-
-import json
-import os
-import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.workloads import BETAS, EPS, GPT, LEARNING_RATE, WEIGHT_DECAY, Workload, build_batch, build_model
+from benchmarks.systems import ADAMW
+from benchmarks.workloads import GPT, Workload, build_batch, build_model
+
+if TYPE_CHECKING:
+    from benchmarks.worker import Channel
+
+CLIPPING = 100.0  # a norm that gradients never reach: the step waits for their norm all the same
 
 
-def main() -> None:
-    system, micros = sys.argv[1], int(sys.argv[2])
-    work = Workload(**json.loads(sys.argv[6]))
-    params = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+def train(
+    channel: Channel, system: str, work: dict[str, Any], micros: int, zero: dict[str, Any], ahead: bool, weights: str
+) -> None:
+    """Slipstream reads its first weights from the safetensors in the folder `weights`, unit by unit; DeepSpeed's model has the same
+    ones from its own constructor. `ahead`: updates begin in the backward."""
+    sizes = Workload(**work)
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": work.batch,
+        "train_micro_batch_size_per_gpu": sizes.batch,
         "gradient_accumulation_steps": micros,
-        "gradient_clipping": float(sys.argv[3]),
+        "gradient_clipping": CLIPPING,
         "bf16": {"enabled": True},
-        "zero_optimization": json.loads(sys.argv[5]),
-        "optimizer": {"type": "AdamW", "params": params},
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": ADAMW},
     }
+    engine: Any
     if system == "deepspeed":
-        model = build_model(work)
-        import deepspeed  # type: ignore[import-not-found]
+        model = build_model(sizes)
+        import deepspeed
 
         config |= {"steps_per_print": 2**31, "aio": {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False}}
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
@@ -40,12 +40,11 @@ def main() -> None:
         import slipstream
 
         with slipstream.zero.Init():
-            model = GPT(work)
-        slipstream.zero.load(model, sys.argv[7])
-        config["slipstream"] = {"update_ahead": sys.argv[4] == "1"}
-        engine = slipstream.initialize(model=model, config=config)[0]
+            model = GPT(sizes)
+        slipstream.zero.load(model, weights)
+        engine = slipstream.initialize(model=model, config=config | {"slipstream": {"update_ahead": ahead}})[0]
     del model
-    batch = build_batch(work, 0)
+    batch = build_batch(sizes, 0)
 
     def step() -> float:
         for _ in range(micros):
@@ -54,19 +53,15 @@ def main() -> None:
             engine.step()
         return float(loss)
 
-    say = os.fdopen(os.dup(1), "w", buffering=1)
-    print("@ready", file=say)
-    for line in sys.stdin:
+    def steps(count: int) -> dict[str, Any]:
+        """One step that is not timed, then `count` that are: disk traffic that overlaps with the next step is counted as often as
+        it occurs. The last step's is waited for before the reply."""
         losses = [step()]
         start = time.perf_counter()
-        losses += [step() for _ in range(int(line))]
-        seconds = time.perf_counter() - start
+        losses += [step() for _ in range(count)]
+        seconds = (time.perf_counter() - start) / count
         if system == "slipstream":
             engine.updater.finish()
-        print("@" + json.dumps({"seconds": seconds, "losses": losses}), file=say)
+        return {"seconds": seconds, "losses": losses}
 
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # no contender's exit handlers are waited for
+    channel.serve({"steps": steps})

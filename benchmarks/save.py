@@ -1,14 +1,14 @@
-"""The leg `save`: a checkpoint of 1.6 GB of state, beside fio's sequential write of as many bytes, torch.save and DeepSpeed.
+"""The leg `save`: a checkpoint of 1.6 GB of state, fio's sequential write of as many bytes, torch.save and DeepSpeed.
 
-In turns, and everybody until all is on disk: torch.save and DeepSpeed return before that, so their files are synced behind them,
-and the time of their call alone is told too. fio writes blocks of a checksum's size, through the page cache and synced at the end
-(as torch.save and DeepSpeed do), and past it, eight at a time (as we do). Then what a save behind training takes from training,
-what memory a Hugging Face folder takes, and what is left of saves that are killed.
+In turns, and each until all is on disk: torch.save and DeepSpeed return before that, so their files are synced afterwards, and
+the time of the call is shown too. fio writes blocks of a checksum's size: through the page cache and synced at the end (as
+torch.save and DeepSpeed do), and past it, eight at a time (as we do). Then the cost of an asynchronous save to training, the
+memory of a Hugging Face folder, and the state of the disk after saves that are killed.
 
-A save behind training takes a time, and that is a share of an interval: of how often one saves. It is judged for the shortest
-interval there is, from a call to the end of its save (saves back to back), and at one save in INTERVAL_S, which is chosen. Told are
-the interval from which on it is 5 %, and the same shares of its floor: a bare copy of as many bytes while training waits, and
-their way to the disk while it does not, from memory that is there already, with neither checksums nor a checkpoint.
+The cost of an asynchronous save is judged as a share of an interval: of the save's own time (saves back to back, the shortest
+interval possible), and of INTERVAL_S. Reported with it are the interval of which it is 5 %, and its floor: a bare copy of as many
+bytes while training waits, and their way to the disk while it does not, from memory that is allocated already, with neither
+checksums nor a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, NamedTuple
 
-from benchmarks.peers import Peers
-from benchmarks.ranks import ROOT
-from benchmarks.report import Spread, machine, table, verdict, verdicts
+from benchmarks import worker
+from benchmarks.legs import Options
+from benchmarks.peers import Peers, prepare
+from benchmarks.ranks import free_port, rank_env
+from benchmarks.report import Spread, table, verdict, verdicts
+from benchmarks.worker import ROOT, Failed, Worker
 from slipstream.checkpoint.document import BLOCK
 
 FOLDER = ROOT / "runs"
@@ -39,116 +42,89 @@ def fio(file: Path, nbytes: int, *, direct: bool) -> float:
     os.sync()
     command = ["fio", "--output-format=json", "--name=write", "--rw=write", f"--filename={file}", f"--size={nbytes}"]
     command += [f"--bs={BLOCK}", "--fallocate=none", *(["--direct=1", "--ioengine=io_uring", "--iodepth=8"] if direct else [])]
-    done = subprocess.run([*command, "--end_fsync=1"], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
-    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    out = worker.run([*command, "--end_fsync=1"])
+    job = json.loads(out[out.index("{") :])["jobs"][0]
     file.unlink()
     return float(job["job_runtime"]) / 1e3
 
 
-class Worker(NamedTuple):
-    process: subprocess.Popen[str]
-    out: IO[str]
-    log: IO[str]
-
-    @classmethod
-    def start(cls, kind: str, folder: Path, peers: Peers, width: int) -> Worker:
-        python = str(peers.python) if kind == "deepspeed" else sys.executable
-        env = os.environ | (peers.environment() if kind == "deepspeed" else {}) | {"DS_ACCELERATOR": "cpu"}
-        script = str(ROOT / "benchmarks" / "save_worker.py")
-        log = open(folder / f"{kind}.log", "w+")  # noqa: SIM115 (it lives as long as the process)
-        process = subprocess.Popen(
-            [python, script, kind, str(folder / kind), str(width), str(DEPTH)],
-            env=env,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-        )
-        assert process.stdout is not None, "it is a pipe"
-        return cls(process, process.stdout, log)
-
-    def answer(self) -> dict[str, float]:
-        for line in self.out:
-            if line.startswith("@"):
-                return dict(json.loads(line[1:]))
-        code = self.process.wait()
-        self.log.seek(0)
-        raise RuntimeError(f"{self.process.args!r} ended with {code}:\n{self.log.read()[-3000:]}")
-
-    def ask(self, what: str = "save") -> dict[str, float]:
-        assert self.process.stdin is not None, "it is a pipe"
-        print(what, file=self.process.stdin, flush=True)
-        return self.answer()
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.log.close()
+def launch(kind: str, folder: Path, peers: Peers, width: int) -> Worker:
+    arguments = {"kind": kind, "folder": str(folder / kind), "width": width, "depth": DEPTH}
+    theirs = kind == "deepspeed"
+    env = rank_env(0, 1, free_port()) | peers.env() if theirs else {}
+    return Worker("benchmarks.save_worker:hold", arguments, name=kind, python=peers.python if theirs else None, env=env)
 
 
-def run(peers: Peers, *, quick: bool) -> str:
+def run(options: Options) -> str:
     if shutil.which("fio") is None:
         raise RuntimeError("the leg `save` needs fio: apt-get install fio")
-    FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
-        return _report(Path(scratch), peers, width=WIDTH // 4 if quick else WIDTH, rounds=2 if quick else 5, quick=quick)
-
-
-def _report(scratch: Path, peers: Peers, *, width: int, rounds: int, quick: bool) -> str:
-    kinds = ["slipstream", "torch", *(["deepspeed"] if peers.python else []), "behind"]
+    peers, width, rounds = prepare(options.peers), WIDTH // 4 if options.quick else WIDTH, options.num_rounds(5)
+    kinds = ["slipstream", "torch", *(["deepspeed"] if peers.python else []), "asynchronous"]
     nbytes = 12 * (width * width + width) * DEPTH
-    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+    measured: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     disk: dict[str, list[float]] = {"cached": [], "direct": []}
-    workers: dict[str, Worker] = {}
     first: dict[str, dict[str, float]] = {}
-    try:
+    failed: dict[str, str] = {}
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder, ExitStack() as stack:
+        scratch, workers = Path(folder), {}
+
+        def save(kind: str) -> dict[str, float] | None:
+            """None for a peer that has failed; ours that fails ends the leg."""
+            try:
+                if kind not in workers:
+                    workers[kind] = stack.enter_context(launch(kind, scratch, peers, width))
+                    workers[kind].ready()
+                return dict(workers[kind].call("save"))
+            except Failed as error:
+                if kind != "deepspeed":
+                    raise
+                print(error)
+                failed[kind] = error.reason
+                return None
+
         for kind in kinds:
-            workers[kind] = Worker.start(kind, scratch, peers, width)
-            workers[kind].answer()
-            first[kind] = workers[kind].ask()  # warm
+            if (warm := save(kind)) is not None:
+                first[kind] = warm
         for _ in range(rounds):
             disk["cached"].append(fio(scratch / "fio", nbytes, direct=False))
-            for kind in kinds:
-                found[kind].append(workers[kind].ask())
+            for kind in [kind for kind in kinds if kind not in failed]:
+                if (one := save(kind)) is not None:
+                    measured[kind].append(one)
             disk["direct"].append(fio(scratch / "fio", nbytes, direct=True))
-        memory = workers["slipstream"].ask("pretrained")
-    finally:
-        for worker in workers.values():
-            worker.stop()
-    return _words(found, first["behind"], disk, nbytes, memory, _crashes(scratch, 15 if quick else KILLS), peers)
+        memory = workers["slipstream"].call("pretrained")
+        crashes = _crashes(scratch, 15 if options.quick else KILLS)
+    valid = {kind: each for kind, each in measured.items() if kind not in failed}
+    return _words(valid, failed, first["asynchronous"], disk, nbytes, memory, crashes, peers)
 
 
 def _crashes(scratch: Path, kills: int) -> str:
-    script = str(ROOT / "tests" / "crashes.py")
-    points, ways = 0, ("at once", "behind", "pretrained")
+    points, ways = 0, ("at once", "behind", "pretrained")  # of tests/crashes.py
     for i, way in enumerate(ways):
         folder = scratch / way
         folder.mkdir()
-        share = str(kills * (i + 1) // len(ways) - kills * i // len(ways))
-        done = subprocess.run([sys.executable, script, str(folder), "7", way, share], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{way}: after a crash neither the previous nor the new checkpoint loads: {done.stderr}")
-        points += int(done.stdout.split()[1])
+        share = kills * (i + 1) // len(ways) - kills * i // len(ways)
+        out = worker.run([sys.executable, ROOT / "tests" / "crashes.py", folder, 7, way, share])
+        points += int(out.split()[1])
     return (
-        f"Killed (SIGKILL) at {kills} random instants of saves, a third each of save_checkpoint, of the same behind training and "
-        f"of save_pretrained over a folder that is there, and before each of the {points} system calls that make one of each: the "
-        f"previous or the new one loaded after every one."
+        f"Killed (SIGKILL) at {kills} random instants of saves, a third each of save_checkpoint, of asynchronous ones and of "
+        f"save_pretrained over an existing folder, and before each of the {points} system calls of one of each: the previous or "
+        "the new checkpoint loaded after every one."
     )
 
 
 def _words(
-    found: dict[str, list[dict[str, float]]],
-    first: dict[str, float],
-    disk: dict[str, list[float]],
+    measured: Mapping[str, list[dict[str, float]]],
+    failed: Mapping[str, str],
+    first: Mapping[str, float],
+    disk: Mapping[str, list[float]],
     nbytes: int,
-    memory: dict[str, float],
+    memory: Mapping[str, float],
     crashes: str,
     peers: Peers,
 ) -> str:
     def seconds(kind: str, what: str) -> list[float]:
-        return [each[what] for each in found[kind]]
+        return [each[what] for each in measured[kind]]
 
     names = {"slipstream": "Slipstream, save_checkpoint", "torch": "torch.save", "deepspeed": "DeepSpeed, save_checkpoint"}
     rows = [
@@ -156,14 +132,16 @@ def _words(
         ["fio, direct", "-", Spread.of(disk["direct"]).show(2), _rate(nbytes, disk["direct"])],
     ]
     for kind, name in names.items():
-        if kind in found:
-            size = int(found[kind][0]["nbytes"])
-            call, whole = Spread.of(seconds(kind, "call")).show(2), Spread.of(seconds(kind, "disk")).show(2)
-            rows.append([name, call, whole, _rate(size, seconds(kind, "disk"))])
+        if kind in failed:
+            rows.append([name, failed[kind]])
+        elif kind in measured:
+            size = int(measured[kind][0]["nbytes"])
+            call, on_disk = Spread.of(seconds(kind, "call")).show(2), Spread.of(seconds(kind, "disk")).show(2)
+            rows.append([name, call, on_disk, _rate(size, seconds(kind, "disk"))])
     ours = seconds("slipstream", "disk")
 
-    def ratio(others: list[float], these: list[float]) -> float:
-        return Spread.of([other / each for other, each in zip(others, these, strict=True)]).median
+    def ratio(above: list[float], below: list[float]) -> float:
+        return Spread.ratio(above, below).median
 
     def times(others: list[float]) -> float:
         return ratio(others, ours)
@@ -171,28 +149,28 @@ def _words(
     goals = [verdict("rate, times fio's through the page cache", times(disk["cached"]), 0.8, at_least=True)]
     goals += [verdict("rate, times fio's direct", times(disk["direct"]), 0.8, at_least=True)]
     goals += [verdict("torch.save, synced, times ours", times(seconds("torch", "disk")), 4, at_least=True)]
-    if "deepspeed" in found:
+    if "deepspeed" in measured:
         goals += [verdict("DeepSpeed's save, synced, times ours", times(seconds("deepspeed", "disk")), 1.5, at_least=True)]
-    taken, shortest = seconds("behind", "taken"), seconds("behind", "disk")
-    floor = [each["copy"] + each["written"] for each in found["behind"]]
-    usual, step = Spread.of(taken).median, Spread.of(seconds("behind", "step")).show(2)
+    taken, shortest = seconds("asynchronous", "taken"), seconds("asynchronous", "disk")
+    floor = [each["copy"] + each["written"] for each in measured["asynchronous"]]
+    usual, step = Spread.of(taken).median, Spread.of(seconds("asynchronous", "step")).show(2)
     parts = [("the call", "call"), ("taken from training, the call included", "taken"), ("until on disk", "disk")]
-    parts += [("floor: a bare copy, training waiting", "copy"), ("floor: from there to the disk, training going on", "written")]
-    behind = [[name, Spread.of(seconds("behind", what)).show(2), f"{first[what]:.2f}"] for name, what in parts]
-    goals += [verdict("taken by a save behind training, % of the save's own time", 100 * ratio(taken, shortest), 5)]
-    goals += [["its floor, % of the save's own time", f"{100 * ratio(floor, shortest):.1f}", "told", ""]]
-    goals += [["taken by a save behind training, times its floor", f"{ratio(taken, floor):.2f}", "told", ""]]
-    goals += [verdict(f"taken by a save behind training, % of {INTERVAL_S:.0f} s", 100 * usual / INTERVAL_S, 5)]
-    goals += [verdict("memory that save_pretrained takes, units", memory["peak"] / memory["unit"], 2)]
+    parts += [("floor: a bare copy while training waits", "copy"), ("floor: from there to the disk while it does not", "written")]
+    cost = [[name, Spread.of(seconds("asynchronous", what)).show(2), f"{first[what]:.2f}"] for name, what in parts]
+    goals += [verdict("an asynchronous save, % of the save's own time", 100 * ratio(taken, shortest), 5)]
+    goals += [["its floor, % of the save's own time", f"{100 * ratio(floor, shortest):.1f}", "reported"]]
+    goals += [["an asynchronous save, times its floor", f"{ratio(taken, floor):.2f}", "reported"]]
+    goals += [verdict(f"an asynchronous save, % of {INTERVAL_S:.0f} s", 100 * usual / INTERVAL_S, 5)]
+    goals += [verdict("memory of save_pretrained, units", memory["peak"] / memory["unit"], 2)]
     return "\n\n".join(
         [
-            machine(peers),
-            f"{nbytes / 1e9:.2f} GB of master weights and moments, one process; seconds, median (min-max) of {len(ours)} rounds.",
+            f"{nbytes / 1e9:.2f} GB of master weights and moments, one process; seconds, median (min-max) of {len(ours)} rounds. "
+            f"{peers}.",
             table(["", "the call", "until on disk", "10^9 bytes/s"], rows),
-            f"Behind training (checkpoint.writer.decoupled), in steps of {step} s on all cores; 5 % of an interval of "
+            f"Asynchronous (checkpoint.writer.decoupled), during steps of {step} s on all cores; 5 % of an interval of "
             f"{usual / 0.05:.0f} s:",
-            table(["", "seconds", "the first time"], behind),
-            f"save_pretrained takes {memory['peak'] / 1e6:.0f} MB at its peak beyond what is there; a unit has "
+            table(["", "seconds", "the first time"], cost),
+            f"save_pretrained needs {memory['peak'] / 1e6:.0f} MB at its peak beyond what the process had; a unit has "
             f"{memory['unit'] / 1e6:.0f} MB.",
             crashes,
             verdicts(goals),

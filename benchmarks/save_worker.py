@@ -1,52 +1,47 @@
-"""One contender of the leg `save`: a line in, something saved or trained, a line of JSON out. DeepSpeed's runs in its environment.
+"""A contender of the leg `save`, in the interpreter of Slipstream or of DeepSpeed: torch.save, or an engine that saves."""
 
-python save_worker.py slipstream|behind|torch|deepspeed FOLDER WIDTH DEPTH
-"""
+from __future__ import annotations
 
-import json
 import os
 import shutil
-import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-STEPS = 5  # without a save, before one and after it
+if TYPE_CHECKING:
+    from benchmarks.worker import Channel
+
+STEPS = 5  # before a save, and after it
 
 
 def engine_of(kind: str, width: int, depth: int) -> Any:
-    """Master weights and two moments in fp32. Where training goes on it is in fp32 altogether: bf16 would be slow on most hosts."""
+    """Master weights and two moments in fp32. The engine that trains during saves has fp32 weights: bf16 is slow on most hosts."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": kind != "behind"},
+        "bf16": {"enabled": kind != "asynchronous"},
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     }
     if kind == "deepspeed":
         import deepspeed
 
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     import slipstream
 
-    if kind == "behind":
+    if kind == "asynchronous":
         config["checkpoint"] = {"writer": {"decoupled": True}}
     return slipstream.initialize(model=model, config=config)[0]
 
 
 def step(engine: Any, x: torch.Tensor) -> float:
-    """Seconds of it."""
+    """Seconds."""
     start = time.perf_counter()
     engine.backward(engine(x).float().square().mean())
     engine.step()
@@ -54,17 +49,16 @@ def step(engine: Any, x: torch.Tensor) -> float:
 
 
 def sync(folder: Path) -> int:
-    """Put the files on disk, all of them, and say how many bytes they have."""
-    nbytes = 0
-    for path in (path for path in folder.rglob("*") if path.is_file()):
+    """Write all files through to the disk. Returns their bytes."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    for path in paths:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-        nbytes += path.stat().st_size
-    return nbytes
+    return sum(path.stat().st_size for path in paths)
 
 
 def save(kind: str, held: Any, folder: Path) -> dict[str, float]:
-    """Seconds until the call returns, and until all is on disk: for ours that is the same (the sync behind it finds nothing)."""
+    """Seconds until the call returns, and until all is on disk; for ours both are the same."""
     start = time.perf_counter()
     if kind == "torch":
         folder.mkdir()
@@ -76,17 +70,17 @@ def save(kind: str, held: Any, folder: Path) -> dict[str, float]:
     return {"call": called, "disk": time.perf_counter() - start, "nbytes": nbytes}
 
 
-def behind(engine: Any, folder: Path, x: torch.Tensor, nbytes: int) -> dict[str, float]:
-    """What a save takes from the training that goes on meanwhile, beside what it cannot do without: a bare copy of as many bytes
-    while training waits, and their way to the disk from memory that is there, while training goes on."""
+def asynchronous(engine: Any, folder: Path, x: torch.Tensor, nbytes: int) -> dict[str, float]:
+    """The time that an asynchronous save takes from training, and its floor: a bare copy of as many bytes while training waits, and
+    their way to the disk from memory that is allocated already, while training goes on."""
     from slipstream.ops.disk import ALIGNMENT, Disk, aligned
 
     def steps() -> list[float]:
         return [step(engine, x) for _ in range(STEPS)]
 
-    def until(ended: Callable[[], bool]) -> list[float]:
+    def until(done: Callable[[], bool]) -> list[float]:
         during = []
-        while not ended():
+        while not done():
             during.append(step(engine, x))
         return during
 
@@ -95,7 +89,7 @@ def behind(engine: Any, folder: Path, x: torch.Tensor, nbytes: int) -> dict[str,
     engine.save_checkpoint(str(folder))
     called = time.perf_counter() - start
     during = until((folder / "latest").exists)
-    whole = (folder / "latest").stat().st_ctime - clock  # its last rename
+    on_disk = (folder / "latest").stat().st_ctime - clock  # its last rename
     engine.finish_save()
     after = steps()
     usual = statistics.median(before + after)
@@ -114,12 +108,12 @@ def behind(engine: Any, folder: Path, x: torch.Tensor, nbytes: int) -> dict[str,
     finally:
         disk.close()
     written = sum(during) - statistics.median(after + steps()) * len(during)
-    return {"call": called, "disk": whole, "taken": taken, "step": usual, "copy": copy, "written": written}
+    return {"call": called, "disk": on_disk, "taken": taken, "step": usual, "copy": copy, "written": written}
 
 
 def pretrained(engine: Any, folder: Path) -> dict[str, float]:
-    """Memory of the host that save_pretrained takes beyond what is there, as the kernel counts it, and a unit's in fp32."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    """Host memory of save_pretrained beyond what the process had, as the kernel counts it, and a unit's in fp32."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     engine.save_pretrained(str(folder), dtype="bf16")
     units = [sum(param.numel() for param in layer.parameters()) for layer in engine.module]
@@ -131,27 +125,26 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def main() -> None:
-    kind, folder, width, depth = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+def hold(channel: Channel, kind: str, folder: str, width: int, depth: int) -> None:
+    """`kind`: slipstream, asynchronous, torch or deepspeed."""
+    target = Path(folder)
     if kind == "torch":
         held: Any = {f"{i}": torch.randn(width * width + width) for i in range(3 * depth)}
     else:
         held = engine_of(kind, width, depth)
-        x = torch.randn(1, width).to(torch.float32 if kind == "behind" else torch.bfloat16)
+        x = torch.randn(1, width).to(torch.float32 if kind == "asynchronous" else torch.bfloat16)
         step(held, x)
-    print("@{}", flush=True)
-    for line in sys.stdin:
-        shutil.rmtree(folder, ignore_errors=True)
+
+    def in_new_folder(measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        shutil.rmtree(target, ignore_errors=True)
         os.sync()
-        if line.strip() == "pretrained":
-            found = pretrained(held, folder)
-        elif kind == "behind":
-            found = behind(held, folder, x, 12 * (width * width + width) * depth)
-        else:
-            found = save(kind, held, folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        print("@" + json.dumps(found), flush=True)
+        measured = measure()
+        shutil.rmtree(target, ignore_errors=True)
+        return measured
 
+    def one() -> dict[str, float]:
+        if kind == "asynchronous":
+            return asynchronous(held, target, x, 12 * (width * width + width) * depth)
+        return save(kind, held, target)
 
-if __name__ == "__main__":
-    main()
+    channel.serve({"save": lambda: in_new_folder(one), "pretrained": lambda: in_new_folder(lambda: pretrained(held, target))})

@@ -1,63 +1,63 @@
-"""The leg `step`: seconds per training step, ours beside the peers and the floor.
+"""The legs `step`, `transports` and `computing`: seconds per training step, over the floor.
 
-A table per workload and dtype. The floor stays alive and takes turns of two steps with each contender, which runs in fresh
-processes on the same cores, so that both see the machine as it is in that second. A turn's figure is the mean of its steps on
-the slowest rank; it is held against the floor's turn before it. Two contenders are compared by their ratios to the floor.
-Before any figure counts, the first five losses have to agree with DDP's, which knows nothing of ours.
+The floor stays alive and takes turns with each contender, which runs in fresh processes on the same cores, so that both see the
+machine as it is in that second. A turn's figure is the mean of its steps on the slowest rank, over the floor's turn before it.
+Two contenders are compared by their ratios to the floor. A contender whose first losses are not DDP's is void.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks import systems
-from benchmarks.peers import Peers
-from benchmarks.ranks import Beside, Outcome, RunError
-from benchmarks.report import Spread, machine, table, verdict, verdicts
-from benchmarks.worker import Job
-from benchmarks.workloads import Workload
+from benchmarks.legs import Options
+from benchmarks.peers import Peers, prepare
+from benchmarks.ranks import Ranks, Seat
+from benchmarks.report import Spread, table, verdict, verdicts
+from benchmarks.worker import Failed
+from benchmarks.workloads import WORKLOADS, Workload
 
 WORLD = 2
 COMPARED = 5  # losses
-TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}  # of a loss, relative (performance.md 4.1)
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}  # of a loss, relative
 AGAIN = "slipstream:1:again"  # stage 1 a second time: the noise
 
 OURS = ("slipstream:1", "slipstream:2", "slipstream:3")
+FSDP2 = ("fsdp2:keep", "fsdp2:reshard")
 DEEPSPEED = ("deepspeed:1", "deepspeed:2", "deepspeed:3")
-SCATTER = ("deepspeed:1:scatter", "deepspeed:2:scatter")
 CONTENDERS = {
-    "moving": (
+    "step": (*OURS, AGAIN, "ddp", *FSDP2, "deepspeed:1:scatter", *DEEPSPEED[1:]),
+    "transports": (
         "slipstream:0",
         *OURS,
         *(f"{name}:gloo" for name in OURS),
         *(f"{name}:torch" for name in OURS),
         AGAIN,
         "ddp",
-        "fsdp2:keep",
-        "fsdp2:reshard",
         *DEEPSPEED,
-        *SCATTER,
+        "deepspeed:1:scatter",
+        "deepspeed:2:scatter",
     ),
-    "computing": ("slipstream:0", *OURS, AGAIN, "ddp", "fsdp2:keep", "fsdp2:reshard", *DEEPSPEED),
-    "tiny": (*OURS, "ddp"),
+    "computing": ("slipstream:0", *OURS, AGAIN, "ddp", *FSDP2, *DEEPSPEED),
 }
-TURN = 2  # steps
-TURNS = {"moving": 7, "computing": 5, "tiny": 9}  # the first warms up
 QUICK = ("slipstream:1", "slipstream:3", "ddp", "deepspeed:3")
-QUICK_TURNS = 3
+TURN = 1  # steps
+TURNS, QUICK_TURNS = 6, 5  # the first warms up
+OVER_FLOOR = {"moving": 1.12, "computing": 1.06}
 
 
 @dataclass(slots=True, kw_only=True)
 class Series:
-    """One contender's turns, over all rounds, each with the floor's turn beside it."""
+    """One contender's turns, over all rounds, each with the floor's turn before it."""
 
     seconds: list[float] = field(default_factory=list)
     floor: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    floor_loss: float = 0.0
     trouble: str = ""
 
     @property
@@ -65,71 +65,93 @@ class Series:
         return [ours / floor for ours, floor in zip(self.seconds, self.floor, strict=True)]
 
 
-def seconds_of(outcome: Outcome, times: str = "times") -> float:
-    """The slowest rank's median over the last half of its steps; `times`: wall clock, or "cpu_times" for that of all threads."""
-    halves: list[list[float]] = [rank[times][len(rank[times]) // 2 :] for rank in outcome.ranks]
-    return max(statistics.median(half) for half in halves)
+def start(system: str, work: Workload, dtype: str, world: int, peers: Peers | None = None, seat: Seat | None = None) -> Ranks:
+    """The ranks of a contender, ready to make steps. Raises Failed."""
+    theirs = peers if peers is not None and systems.needs_peers(system) else None
+    return Ranks(
+        "benchmarks.systems:train",
+        {"system": system, "work": dataclasses.asdict(work), "dtype": dtype},
+        world,
+        name=system,
+        python=theirs.python if theirs else None,
+        env=(theirs.env() if theirs else {}) | systems.environment(system),
+        seat=seat,
+    )
 
 
-def measure(work: Workload, dtype: str, contenders: Sequence[str], peers: Peers, *, rounds: int, turns: int) -> dict[str, Series]:
-    """Every contender's turns."""
+def _slowest(turn: Sequence[dict[str, Any]], times: str) -> float:
+    return max(statistics.mean(rank[times]) for rank in turn)
+
+
+def _losses(turn: Sequence[dict[str, Any]]) -> list[float]:
+    """Per step, the mean over ranks."""
+    return [statistics.mean(step) for step in zip(*(rank["losses"] for rank in turn), strict=True)]
+
+
+def measure(
+    work: Workload, dtype: str, contenders: Sequence[str], peers: Peers, *, rounds: int, turns: int
+) -> tuple[dict[str, Series], float]:
+    """Every contender's turns, and the floor's loss."""
     series = {name: Series() for name in contenders}
-    most = turns * TURN * rounds * len(contenders)
-    floor = Job(system="floor", work=work, dtype=dtype, steps=most, marks=tuple(range(0, most + 1, TURN)))
-    with Beside(floor, WORLD, peers) as beside:
+    with start("floor", work, dtype, WORLD) as floor:
+        (loss,) = _losses(floor.call("steps", count=1))
         for turn in range(rounds):
             for name in contenders if turn % 2 == 0 else reversed(contenders):
                 one = series[name]
                 if one.trouble:
                     continue
-                job = Job(system=name, work=work, dtype=dtype, steps=turns * TURN, marks=floor.marks[: turns + 1])
+                losses = []
                 try:
-                    outcome, figures = beside.run(job)
-                except RunError as error:
-                    one.trouble = str(error).strip().splitlines()[-1]
+                    with start(name, work, dtype, WORLD, peers) as ranks:
+                        for at in range(turns):
+                            before = floor.call("steps", count=TURN)
+                            own = ranks.call("steps", count=TURN)
+                            losses += _losses(own)
+                            if at:
+                                one.seconds.append(_slowest(own, "times"))
+                                one.cpu_seconds.append(_slowest(own, "cpu_times"))
+                                one.floor.append(_slowest(before, "times"))
+                except Failed as error:
+                    if error.name.startswith("floor"):
+                        raise
+                    one.trouble = error.reason
                     print(error)
                     continue
-                one.seconds += [figure.seconds for figure in figures[1:]]
-                one.cpu_seconds += [figure.cpu_seconds for figure in figures[1:]]
-                one.floor += [figure.beside for figure in figures[1:]]
-                one.losses, one.floor_loss = outcome.losses, beside.loss
+                one.losses = losses
                 ratio = Spread.of(one.over_floor[1 - turns :]).show(2)
                 print(f"  {work.name} {dtype} round {turn + 1} {name}: {one.seconds[-1]:.3f} s, {ratio} floors", flush=True)
-    return series
+    return series, loss
 
 
-def void_where_losses_differ(series: dict[str, Series], dtype: str) -> None:
-    """A contender that computes something else is not compared."""
+def void_where_losses_differ(series: dict[str, Series], floor_loss: float, dtype: str) -> None:
+    """A contender that computes something else is not compared. The floor does not train: only its first loss is."""
     reference = series["ddp"].losses
-    if not reference:
-        for one in series.values():
-            one.trouble = one.trouble or "void: DDP did not run, and its losses are what the others are held against"
     for one in series.values():
         if one.trouble:
             continue
-        gap = _gap(one.losses[:COMPARED], reference[:COMPARED])
-        if gap > TOLERANCE[dtype]:
+        if not reference:
+            one.trouble = "void: DDP did not run, and its losses are the reference"
+        elif (gap := _gap(one.losses, reference)) > TOLERANCE[dtype]:
             one.trouble = f"void: its losses differ from DDP's by {gap:.1e}"
-        gap = _gap([one.floor_loss], reference[:1])  # the floor does not train
-        if gap > TOLERANCE[dtype]:
+        elif (gap := _gap([floor_loss], reference[:1])) > TOLERANCE[dtype]:
             one.trouble = f"void: the floor's loss differs from DDP's by {gap:.1e}"
 
 
 def _gap(losses: Sequence[float], reference: Sequence[float]) -> float:
-    return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, reference, strict=True))
+    pairs = zip(losses[:COMPARED], reference[:COMPARED], strict=True)
+    return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
 
 
 def ratios(series: dict[str, Series], above: str, below: str) -> Spread | None:
-    """`above` over `below`, each by its own floor; `below` may be that floor."""
-    one = series.get(above)
+    """`above` over `below`, each over its own floor; `below` may be that floor."""
+    one, other = series.get(above), series.get(below)
     if one is None or one.trouble or not one.seconds:
         return None
     if below == "floor":
         return Spread.of(one.over_floor)
-    other = series.get(below)
     if other is None or other.trouble or not other.seconds:
         return None
-    return Spread.of([a / b for a, b in zip(one.over_floor, other.over_floor, strict=True)])
+    return Spread.ratio(one.over_floor, other.over_floor)
 
 
 def show(series: dict[str, Series]) -> str:
@@ -137,17 +159,17 @@ def show(series: dict[str, Series]) -> str:
     for name, one in series.items():
         over = ratios(series, name, "floor")
         if over is None:
-            rows.append([systems.label(name), one.trouble or "not run", "", "", ""])
+            rows.append([systems.label(name), one.trouble or "not run"])
         else:
             spreads = [Spread.of(one.seconds).show(), Spread.of(one.floor).show(), over.show(2)]
             rows.append([systems.label(name), *spreads, Spread.of(one.cpu_seconds).show()])
     noise = ratios(series, AGAIN, "slipstream:1")
-    text = table(["contender", "step, s", "floor beside it, s", "over the floor", "processor time per rank, s"], rows)
+    text = table(["contender", "step, s", "floor next to it, s", "over the floor", "processor time per rank, s"], rows)
     return text + (f"\n\nNoise, stage 1 against itself: {noise.show(2)}." if noise else "")
 
 
-def targets(series: dict[str, Series], *, moving: bool) -> list[list[str]]:
-    """The rows of the issue's target table that this run can judge."""
+def targets(series: dict[str, Series], over_floor: float) -> list[list[str]]:
+    """The target rows that this run can judge."""
     rows: list[list[str]] = []
 
     def judge(text: str, above: str, below: str, wanted: float, at_least: bool = False) -> None:
@@ -155,7 +177,7 @@ def targets(series: dict[str, Series], *, moving: bool) -> list[list[str]]:
             return
         ratio = ratios(series, above, below)
         if ratio is None:
-            rows.append([text, "not measured", f"{'>=' if at_least else '<='} {wanted:g}", ""])
+            rows.append([text, "not measured", f"{'>=' if at_least else '<='} {wanted:g}"])
         else:
             rows.append(verdict(text, ratio.median, wanted, at_least=at_least))
 
@@ -165,26 +187,26 @@ def targets(series: dict[str, Series], *, moving: bool) -> list[list[str]]:
 
     for stage in (1, 2, 3):
         ours, deepspeed = f"slipstream:{stage}", faster_of(f"deepspeed:{stage}", f"deepspeed:{stage}:scatter")
-        judge(f"stage {stage} over the floor", ours, "floor", 1.12 if moving else 1.06)
-        if not moving:
-            continue
+        fsdp2 = "fsdp2:reshard" if stage == 3 else faster_of(*FSDP2)
+        judge(f"stage {stage} over the floor", ours, "floor", over_floor)
         judge(f"stage {stage}, faster than DeepSpeed", deepspeed, ours, 1.7, True)
-        fsdp2 = "fsdp2:reshard" if stage == 3 else faster_of("fsdp2:keep", "fsdp2:reshard")
         judge(f"stage {stage}, faster than {systems.LABELS.get(fsdp2, '')}", fsdp2, ours, 1.4, True)
         judge(f"stage {stage}, gloo, faster than DeepSpeed", deepspeed, f"{ours}:gloo", 1.2, True)
         judge(f"stage {stage}, without native kernels, over the floor", f"{ours}:torch", "floor", 1.4)
     return rows
 
 
-def run(peers: Peers, work: Workload, dtype: str, *, quick: bool, only: Sequence[str], rounds: int) -> str:
+def run(options: Options, *, workload: str, contenders: str, dtype: str) -> str:
+    peers, work = prepare(options.peers), WORKLOADS[workload]
+
     def wanted(name: str) -> bool:
-        chosen = not only or name == "ddp" or any(name.startswith(start) for start in only)
+        chosen = not options.only or name == "ddp" or name.startswith(options.only)
         return chosen and (peers.python is not None or not systems.needs_peers(name))
 
-    head = machine(peers)
-    contenders = [name for name in (QUICK if quick else CONTENDERS[work.name]) if wanted(name)]
-    turns = QUICK_TURNS if quick else TURNS[work.name]
-    series = measure(work, dtype, contenders, peers, rounds=rounds, turns=turns)
-    void_where_losses_differ(series, dtype)
-    what = f"{work.describe()}, {dtype}, {WORLD} ranks, {rounds} x {turns - 1} turns of {TURN} steps."
-    return "\n\n".join([head, what, show(series), verdicts(targets(series, moving=work.name == "moving"))])
+    names = [name for name in (QUICK if options.quick else CONTENDERS[contenders]) if wanted(name)]
+    turns, rounds = QUICK_TURNS if options.quick else TURNS, options.num_rounds(1)
+    series, loss = measure(work, dtype, names, peers, rounds=rounds, turns=turns)
+    void_where_losses_differ(series, loss, dtype)
+    what = f"{work.describe()}, {dtype}, {WORLD} ranks, {rounds} x {turns - 1} turns. {peers}; one thread per rank."
+    rows = targets(series, OVER_FLOOR[workload])
+    return "\n\n".join([what, show(series), verdicts(rows)])

@@ -1,27 +1,33 @@
-"""The contenders. Each builder takes a model and gives back a function that makes one training step and returns the loss.
+"""The contenders of training. A builder turns a model into a function that makes one training step and returns the loss.
 
-Runs inside a rank (worker.py). A contender's packages are imported by its own builder only, so that none weighs on
-another's memory or start. Names: `floor`, `ddp`, `fsdp2:keep`, `fsdp2:reshard`, `deepspeed:STAGE[:VARIANT]` and
-`slipstream:STAGE[:gloo][:torch]` (`torch`: without the native kernels).
+Runs inside a rank: the target of its worker is `train`. Only a contender's own builder imports its packages, so that none adds to
+another's memory. Names: `floor`, `ddp`, `fsdp2:keep`, `fsdp2:reshard`, `deepspeed:STAGE[:VARIANT]` and
+`slipstream:STAGE[:gloo][:torch][:again]` (`torch`: without the native kernels; `again`: the same, to see the noise).
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from benchmarks.workloads import BETAS, CLIPPING, EPS, LEARNING_RATE, WEIGHT_DECAY
+from benchmarks.workloads import BETAS, CLIPPING, EPS, LEARNING_RATE, WEIGHT_DECAY, Workload, build_batch, build_model
+
+if TYPE_CHECKING:
+    from benchmarks.worker import Channel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
-ADAMW = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
+ADAMW: dict[str, Any] = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
 
 LABELS = {
     "floor": "floor: forward + backward + a rank's share of a fused AdamW",
@@ -42,7 +48,7 @@ def label(system: str) -> str:
 
 
 def environment(system: str) -> dict[str, str]:
-    """What a contender's processes need set before they start."""
+    """Variables of a contender's processes."""
     kind, *rest = system.split(":")
     if kind == "deepspeed":
         return {"DS_ACCELERATOR": "cpu"}
@@ -53,8 +59,32 @@ def needs_peers(system: str) -> bool:
     return system.startswith("deepspeed")
 
 
+def train(channel: Channel, system: str, work: dict[str, Any], dtype: str) -> None:
+    """The target of a rank. Its one handler makes steps and returns their losses and times in seconds: wall clock, and processor
+    time of all threads."""
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    sizes = Workload(**work)
+    batch = build_batch(sizes, int(os.environ["RANK"]))
+    one = build(system, build_model(sizes), DTYPES[dtype], sizes.batch)
+
+    def steps(count: int) -> dict[str, list[float]]:
+        times, cpu_times, losses = [], [], []
+        for _ in range(count):
+            start, cpu_start = time.perf_counter(), time.process_time()
+            loss = one(*batch)
+            times.append(time.perf_counter() - start)
+            cpu_times.append(time.process_time() - cpu_start)
+            losses.append(float(loss))
+        if torch.get_num_threads() != 1:
+            raise RuntimeError(f"{system} has set {torch.get_num_threads()} threads; every contender is measured with one")
+        return {"times": times, "cpu_times": cpu_times, "losses": losses}
+
+    channel.serve({"steps": steps})
+
+
 def build(system: str, model: nn.Module, dtype: torch.dtype, batch: int) -> Step:
-    """Give `model` to a contender. The process group is made here where the contender does not make its own."""
+    """`model` trained by a contender. Makes the process group, unless the contender makes its own."""
     kind, *rest = system.split(":")
     if kind == "slipstream":
         return _slipstream(model, dtype, batch, int(rest[0]), "gloo" if "gloo" in rest else "auto")
@@ -78,12 +108,7 @@ def _config(dtype: torch.dtype, batch: int, stage: int) -> dict[str, Any]:
     }
 
 
-def _slipstream(model: nn.Module, dtype: torch.dtype, batch: int, stage: int, transport: str) -> Step:
-    import slipstream
-
-    config = {**_config(dtype, batch, stage), "slipstream": {"transport": transport}}
-    engine, *_ = slipstream.initialize(model=model, config=config, model_parameters=model.parameters())
-
+def _of_engine(engine: Any) -> Step:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = engine(tokens, targets)
         engine.backward(loss)
@@ -93,28 +118,27 @@ def _slipstream(model: nn.Module, dtype: torch.dtype, batch: int, stage: int, tr
     return step
 
 
+def _slipstream(model: nn.Module, dtype: torch.dtype, batch: int, stage: int, transport: str) -> Step:
+    import slipstream
+
+    config = {**_config(dtype, batch, stage), "slipstream": {"transport": transport}}
+    return _of_engine(slipstream.initialize(model=model, config=config, model_parameters=model.parameters())[0])
+
+
 def _deepspeed(model: nn.Module, dtype: torch.dtype, batch: int, stage: int, variant: str) -> Step:
-    import deepspeed  # type: ignore[import-not-found]
+    import deepspeed
 
     config = _config(dtype, batch, stage)
     config["steps_per_print"] = 2**31
     if variant:
         config["zero_optimization"].update(_variant(model, stage, variant))
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    return step
+    return _of_engine(deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))[0])
 
 
 def _variant(model: nn.Module, stage: int, variant: str) -> dict[str, Any]:
-    """`scatter`: gradients are reduce-scattered, not all-reduced in one bucket of all ranks, its default of stages 1 and 2.
-    `lean`: its documented knobs, set so that as few gathered weights and gradients as possible are alive at a time."""
+    """`scatter`: gradients are reduce-scattered; by default stages 1 and 2 all-reduce one bucket of all ranks.
+    `lean`: the documented bucket, prefetch and live-parameter options, set to one block, for the least memory."""
     if variant == "scatter":
         return {"use_multi_rank_bucket_allreduce": False}
     assert variant == "lean", variant
@@ -144,26 +168,20 @@ def _fsdp2(model: nn.Module, dtype: torch.dtype, *, reshard: bool) -> Step:
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    optimizer = _adamw(model.parameters())
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = model(tokens, targets)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    return step
+    return _torch_step(model, model, autocast=False)
 
 
 def _ddp(model: nn.Module, dtype: torch.dtype) -> Step:
-    """fp32 weights and gradients; autocast where the others run in bf16."""
+    """fp32 weights and gradients; under autocast if the others run in bf16."""
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return _torch_step(model, wrapped, autocast=dtype is torch.bfloat16)
+
+
+def _torch_step(model: nn.Module, wrapped: nn.Module, *, autocast: bool) -> Step:
     optimizer = _adamw(model.parameters())
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             loss: Tensor = wrapped(tokens, targets)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
@@ -175,9 +193,9 @@ def _ddp(model: nn.Module, dtype: torch.dtype) -> Step:
 
 
 def _floor(model: nn.Module, dtype: torch.dtype) -> Step:
-    """What no data-parallel system can save: the model in `dtype` and AdamW on this rank's share, with nothing moved.
+    """The work of every data-parallel system: the model in `dtype` and AdamW on this rank's share, without communication.
 
-    It does not train: the optimizer's fp32 tensors are of the right size and not the model's.
+    It does not train: the optimizer's fp32 tensors have the right size and are not the model's.
     """
     model.to(dtype)
     params = list(model.parameters())

@@ -1,7 +1,7 @@
-"""The leg `wire`: bytes that a rank sends per step, counted by the kernel outside every contender's code.
+"""The leg `wire`: bytes that a rank sends per step, counted by the kernel, outside every contender's code.
 
-Each rank sits in a network namespace of its own, joined to the others by a bridge; what its interface has sent is read
-after K and after 2K steps, while all ranks stand still. Shared memory sends nothing, so ours runs with gloo forced.
+Each rank runs in a network namespace of its own; a bridge joins them. What its interface has sent is read before and after K
+steps, while all ranks wait. Shared memory sends nothing, so ours runs with gloo forced.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import systems
-from benchmarks.peers import Peers
-from benchmarks.ranks import RunError, Seat, run_ranks
-from benchmarks.report import machine, table, verdict, verdicts
-from benchmarks.worker import Job
+from benchmarks.legs import Options
+from benchmarks.peers import Peers, prepare
+from benchmarks.ranks import Seat
+from benchmarks.report import table, verdict, verdicts
+from benchmarks.step import start
+from benchmarks.worker import Failed
 from benchmarks.workloads import Workload
 
 WORK = Workload(name="wire", width=512, depth=6, heads=8, vocab=4096, batch=1, length=16)
-K = 4
+K = 2
 TARGET = 1.02
 ITEMSIZE = 2  # bf16
 
@@ -40,12 +42,11 @@ FORMULA = {
     "deepspeed:3": 3,
 }
 
-
 _networks = itertools.count()
 
 
 class NoNetwork(RuntimeError):
-    """Namespaces cannot be made here; the text says why."""
+    """Namespaces cannot be made here, for the reason in the text."""
 
 
 def _ip(*arguments: str) -> None:
@@ -56,12 +57,12 @@ def _ip(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def network(world: int) -> Iterator[tuple[Seat, list[Path]]]:
-    """One namespace per rank on a bridge; gives the seat of the ranks and the files that count what each has sent.
+    """One namespace per rank on a bridge: the seat of the ranks, and for each rank the file that counts what it has sent.
 
-    Raises NoNetwork where this machine or user cannot have that.
+    Raises NoNetwork if this machine or user cannot make them.
     """
     if shutil.which("ip") is None:
-        raise NoNetwork("the command `ip` is not there (package iproute2)")
+        raise NoNetwork("there is no command `ip` (package iproute2)")
     if os.geteuid() != 0:
         raise NoNetwork("making network namespaces needs root")
     tag = f"{os.getpid() % 10000}n{next(_networks)}"  # never used twice: the kernel removes interfaces when it gets to it
@@ -81,7 +82,7 @@ def network(world: int) -> Iterator[tuple[Seat, list[Path]]]:
         seat = Seat(
             prefix=lambda rank: ("ip", "netns", "exec", spaces[rank]), env={"GLOO_SOCKET_IFNAME": "eth0"}, address="10.77.0.1"
         )
-        # What the outer end of a pair has received is what the rank's end has sent
+        # The outer end of a pair has received what the rank's end has sent
         yield seat, [Path(f"/sys/class/net/{link}/statistics/rx_bytes") for link in outer]
     finally:
         for arguments in [("netns", "del", space) for space in spaces] + [("link", "del", bridge)]:
@@ -91,45 +92,45 @@ def network(world: int) -> Iterator[tuple[Seat, list[Path]]]:
 
 def sent_per_step(system: str, world: int, peers: Peers) -> list[float]:
     """Bytes per step, by rank."""
-    with network(world) as (seat, counters):
-        reads: list[list[int]] = []
-        job = Job(system=system, work=WORK, dtype="bf16", steps=2 * K, marks=(K, 2 * K))
-        run_ranks(
-            job, world, peers, seat=seat, on_mark=lambda steps: reads.append([int(counter.read_text()) for counter in counters])
-        )
-        return [(after - before) / K for before, after in zip(*reads, strict=True)]
+    with network(world) as (seat, counters), start(system, WORK, "bf16", world, peers, seat) as ranks:
+
+        def sent() -> list[int]:
+            ranks.call("steps", count=K)
+            return [int(counter.read_text()) for counter in counters]
+
+        return [(after - before) / K for before, after in zip(sent(), sent(), strict=True)]
 
 
-def run(peers: Peers, *, quick: bool) -> str:
-    contenders = [name for name in FORMULA if peers.python or not systems.needs_peers(name)]
-    if quick:
-        contenders = ["slipstream:1:gloo", "slipstream:3:gloo"]
+def run(options: Options) -> str:
+    peers = prepare(options.peers)
+    names = [name for name in FORMULA if peers.python or not systems.needs_peers(name)]
+    ours = [name for name in names if name.startswith("slipstream")]
+    runs = [(2, name) for name in names] + [(4, name) for name in ours]
+    if options.quick:
+        runs = [(2, "slipstream:1:gloo"), (2, "slipstream:3:gloo")]
     rows, judged = [], []
-    for world in (2,) if quick else (2, 4):
-        unit = (world - 1) / world * WORK.num_params * ITEMSIZE
-        for system in contenders:
-            try:
-                sent = max(sent_per_step(system, world, peers))
-            except NoNetwork as error:
-                return f"{machine(peers)}\n\nNot measured: {error}."
-            except RunError as error:
-                print(error)
-                rows.append([str(world), systems.label(system), "", str(error).strip().splitlines()[-1], ""])
-                continue
-            formula = FORMULA[system] * unit * (2 if system == "ddp" else 1)
-            print(f"  wire {world} ranks {system}: {sent / formula:.3f} of the formula", flush=True)
-            name = systems.label(system) + (", fp32" if system == "ddp" else "")
-            rows.append([str(world), name, f"{formula / 1e6:.2f}", f"{sent / 1e6:.2f}", f"{sent / formula:.3f}"])
-            if system.startswith("slipstream"):
-                judged.append((sent / formula, f"{world} ranks, {systems.label(system)}"))
+    for world, system in runs:
+        try:
+            sent = max(sent_per_step(system, world, peers))
+        except NoNetwork as error:
+            return f"Not measured: {error}."
+        except Failed as error:
+            print(error)
+            rows.append([str(world), systems.label(system), "", error.reason])
+            continue
+        formula = FORMULA[system] * (world - 1) / world * WORK.num_params * ITEMSIZE * (2 if system == "ddp" else 1)
+        print(f"  wire {world} ranks {system}: {sent / formula:.3f} of the formula", flush=True)
+        name = systems.label(system) + (", fp32" if system == "ddp" else "")
+        rows.append([str(world), name, f"{formula / 1e6:.2f}", f"{sent / 1e6:.2f}", f"{sent / formula:.3f}"])
+        if system in ours:
+            judged.append((sent / formula, f"{world} ranks, {systems.label(system)}"))
     worst, where = max(judged)
     return "\n\n".join(
         (
-            machine(peers),
             f"{WORK.num_params / 1e6:.1f}M parameters, bf16 ({ITEMSIZE} bytes each), one micro-batch; MB sent per step by the rank "
-            f"that sends most, between {K} and {2 * K} steps, packet headers included. Each contender runs "
-            f"once: bytes hardly vary. Gradients and weights travel in bf16; DDP's gradients in "
-            f"fp32, and so is its formula: torch refuses its bf16 compression hook on CPUs.",
+            f"that sends most, in the {K} steps after the first {K}, packet headers included. Each contender runs once: bytes "
+            f"hardly vary. Gradients and weights are sent in bf16; DDP's in fp32, as in its formula: torch rejects its bf16 "
+            f"compression hook on CPUs. {peers}.",
             table(["ranks", "contender", "formula, MB", "sent, MB", "over it"], rows),
             verdicts([verdict(f"bytes on the wire over the formula, worst ({where})", worst, TARGET, digits=3)]),
         )

@@ -1,120 +1,262 @@
-"""One rank of one contender, in a process of its own: `python -m benchmarks.worker JOB`, with JOB as JSON.
+"""The protocol between a benchmark and the processes that it measures.
 
-It speaks over two inherited pipes, so that a contender may print what it likes: at each of the job's marks (a number of
-finished steps) it writes a line and waits for one back, while the parent reads its counters; at the end it writes the
-result.
+The parent starts `python -m benchmarks.worker MODULE:FUNCTION ARGUMENTS` with ARGUMENTS in JSON. The child calls
+FUNCTION(channel, **ARGUMENTS), which sets itself up and ends in `channel.serve(handlers)`. A request is a line of JSON on the
+child's stdin, `[handler, arguments]`; a reply is a line on a duplicate of its stdout, `{"value": ...}` or `{"error": ...}`, and
+the first reply says that the child is set up. Everything that libraries print goes to the child's log, with stderr. The end of
+stdin ends the child. Standard library only: the interpreters of the peers import this module, too.
 """
 
 from __future__ import annotations
 
-import cProfile
-import dataclasses
+import contextlib
+import ctypes
+import importlib
 import json
 import os
-import pstats
+import select
+import signal
+import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
-from typing import Any
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
-STARTED = time.time()
-
-import torch  # noqa: E402  # the clock starts before it
-
-from benchmarks.systems import build  # noqa: E402
-from benchmarks.workloads import Workload, build_batch, build_model  # noqa: E402
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 1200.0  # seconds for a reply
+_LOG_CHARS = 3000  # of a dead worker's log, in the error
+_PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What a rank is to do. `marks`: after how many steps to stop and wait for the parent. `profile`: the last half."""
+class Failed(RuntimeError):
+    """A process that ended, raised, or did not reply in time. The text has the end of its log; `reason` is one line of a table."""
 
-    system: str
-    work: Workload
-    dtype: str
-    steps: int
-    marks: tuple[int, ...] = ()
-    profile: bool = False
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Job:
-        fields = json.loads(text)
-        return cls(**{**fields, "work": Workload(**fields["work"]), "marks": tuple(fields["marks"])})
+    def __init__(self, name: str, reason: str, log: str = "") -> None:
+        super().__init__(f"{name}: {reason}" + (f"\n{log[-_LOG_CHARS:]}" if log else ""))
+        self.name, self.reason = name, " ".join(reason.split())[:300]
 
 
-class Parent:
-    """The two pipes to the process that started this one."""
+# -- the child --
+
+
+class Channel:
+    """The child's end. Made before anything else is imported, so that nothing is printed into the replies."""
 
     def __init__(self) -> None:
-        self.reader = os.fdopen(int(os.environ["BENCH_READ"]), "r")
-        self.writer = os.fdopen(int(os.environ["BENCH_WRITE"]), "w")
+        self._replies = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
 
-    def tell(self, **message: Any) -> None:
-        self.writer.write(json.dumps(message) + "\n")
-        self.writer.flush()
+    def serve(self, handlers: Mapping[str, Callable[..., Any]]) -> NoReturn:
+        """Report that the worker is set up, then reply to requests until the parent leaves."""
+        self.reply()
+        while True:
+            name, arguments = self.receive()
+            self.reply(handlers[name](**arguments))
 
-    def mark(self, steps: int, **since_the_last: Any) -> None:
-        self.tell(mark=steps, at=time.time(), **since_the_last)
-        self.reader.readline()
+    def receive(self) -> tuple[str, dict[str, Any]]:
+        """The next request: a handler's name and its arguments."""
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(0)  # no contender's exit handlers are measured or waited for
+        name, arguments = json.loads(line)
+        return name, arguments
 
+    def reply(self, value: Any = None) -> None:
+        self._replies.write(json.dumps({"value": value}) + "\n")
 
-def run(job: Job, parent: Parent) -> None:
-    torch.set_num_threads(1)
-    torch.set_num_interop_threads(1)
-    rank = int(os.environ["RANK"])
-    tokens, targets = build_batch(job.work, rank)
-    model = build_model(job.work)
-    num_params = sum(param.numel() for param in model.parameters())
-    built = time.time()
-    step = build(job.system, model, DTYPES[job.dtype], job.work.batch)
-    if 0 in job.marks:
-        parent.mark(0)
-    losses, times, cpu_times, first = [], [], [], 0.0
-    profile = cProfile.Profile(time.thread_time)
-    for i in range(job.steps):
-        if job.profile and i == job.steps // 2:
-            profile.enable()
-        start, cpu_start = time.perf_counter(), time.process_time()
-        loss = step(tokens, targets)
-        times.append(time.perf_counter() - start)
-        cpu_times.append(time.process_time() - cpu_start)  # of all threads
-        losses.append(float(loss))
-        first = first or time.time()
-        if i + 1 in job.marks:
-            last = max((mark for mark in job.marks if mark <= i), default=0)
-            parent.mark(i + 1, times=times[last:], cpu_times=cpu_times[last:], loss=losses[0])
-    profile.disable()
-    if torch.get_num_threads() != 1:
-        raise RuntimeError(f"{job.system} has set {torch.get_num_threads()} threads; every contender is measured with one")
-    parent.tell(
-        losses=losses,
-        times=times,
-        params=num_params,
-        started=STARTED,
-        built=built,
-        first_step=first,
-        cpu_times=cpu_times,
-        profile=_lines(profile, job.steps - job.steps // 2) if job.profile else [],
-    )
-    parent.reader.readline()  # nobody leaves while another may still read its memory
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # no contender's exit handlers are measured, or waited for
+    def fail(self, reason: str) -> NoReturn:
+        self._replies.write(json.dumps({"error": reason}) + "\n")
+        sys.stderr.flush()
+        os._exit(1)
 
 
-def _lines(profile: cProfile.Profile, steps: int) -> list[tuple[str, float, float, float]]:
-    """Per function: name, calls, own milliseconds and milliseconds with callees, per step."""
-    lines = []
-    for (file, _, name), (_, calls, own, whole, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        where = "/".join(file.split("/")[-2:]) + ":" if "/" in file else ""
-        lines.append((where + name, calls / steps, own / steps * 1e3, whole / steps * 1e3))
-    return lines
+def main() -> None:
+    channel = Channel()
+    module, _, function = sys.argv[1].partition(":")
+    try:
+        getattr(importlib.import_module(module), function)(channel, **json.loads(sys.argv[2]))
+    except Exception as error:
+        traceback.print_exc()
+        channel.fail(f"{type(error).__name__}: {str(error).strip() or 'no message'}")
+
+
+# -- the parent --
+
+
+def child_setup(core: int | None = None, enter: Callable[[], None] | None = None) -> Callable[[], None]:
+    """Runs between fork and exec: the kernel kills the child with its parent, however the parent ends."""
+    libc = ctypes.CDLL(None)
+
+    def setup() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+        if enter is not None:
+            enter()
+
+    return setup
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """The process and its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+class Worker:
+    """A child. As a context, it leaves no process behind. The constructor does not wait: call `ready` before the first request."""
+
+    def __init__(
+        self,
+        target: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        name: str = "",
+        python: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        core: int | None = None,
+        prefix: Sequence[str] = (),
+        enter: Callable[[], None] | None = None,
+    ) -> None:
+        """Start `python` (default: this interpreter) on `target`, MODULE:FUNCTION, with `prefix` before its command line.
+
+        `env` is added to the environment, `core` is the one to run on (default: all), and `enter` runs in the child before exec.
+        Raises Failed if there is no such interpreter.
+        """
+        self.name = name or target
+        python = python or Path(sys.executable)
+        if not python.exists():
+            raise Failed(self.name, f"there is no {python.name} at {python.parent} (`make bench` builds it)")
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the worker
+        self._process = subprocess.Popen(
+            [*prefix, str(python), "-m", "benchmarks.worker", target, json.dumps(arguments or {})],
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+            preexec_fn=child_setup(core, enter),
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None, "both are pipes"
+        self._requests, self._replies = self._process.stdin, self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ready(self, timeout: float = TIMEOUT) -> None:
+        """Wait until the child is set up."""
+        self.answer(timeout)
+
+    def call(self, handler: str, *, timeout: float = TIMEOUT, **arguments: Any) -> Any:
+        """The handler's value. Raises Failed, after which only `close` is left to call."""
+        self.ask(handler, **arguments)
+        return self.answer(timeout)
+
+    def ask(self, handler: str, **arguments: Any) -> None:
+        try:
+            self._requests.write(json.dumps([handler, arguments]) + "\n")
+            self._requests.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def answer(self, timeout: float = TIMEOUT) -> Any:
+        return answers([self], timeout)[0]
+
+    def stop(self) -> None:
+        """Suspend the child (SIGSTOP) while another one is measured: an idle contender may spin."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Kill the child and its children; stopped ones, too."""
+        _kill(self._process)
+        with contextlib.suppress(BrokenPipeError):
+            self._requests.close()
+        self._replies.close()
+        self._log.close()
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            os.killpg(self.pid, number)
+
+    def _read(self) -> Any:
+        line = self._replies.readline()
+        if not line:
+            raise self._ended()
+        reply = json.loads(line)
+        if "error" in reply:
+            raise Failed(self.name, reply["error"], self._logged())
+        return reply["value"]
+
+    def _logged(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace").strip()
+
+    def _ended(self) -> Failed:
+        try:
+            code: object = self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            code = "none: it closed its pipe"
+        log = self._logged()
+        return Failed(self.name, f"exit code {code}; {log.splitlines()[-1] if log else 'nothing on stderr'}", log)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def answers(workers: Sequence[Worker], timeout: float = TIMEOUT) -> list[Any]:
+    """The next reply of each. Raises Failed as soon as one fails, even if the others wait for it."""
+    pending = {worker._replies: worker for worker in workers}
+    values: dict[Worker, Any] = {}
+    deadline = time.monotonic() + timeout
+    while pending:
+        ready, _, _ = select.select(list(pending), [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = next(iter(pending.values()))
+            raise Failed(late.name, f"no reply within {timeout:.0f} s", late._logged())
+        for stream in ready:
+            worker = pending.pop(stream)
+            values[worker] = worker._read()
+    return [values[worker] for worker in workers]
+
+
+def run(command: Sequence[object], *, env: Mapping[str, str] | None = None, timeout: float | None = None) -> str:
+    """stdout of a command of another kind. It is killed, with its children, if the benchmark is interrupted. Raises Failed."""
+    words = [str(word) for word in command]
+    with subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=child_setup(),
+    ) as process:
+        try:
+            out, log = process.communicate(timeout=timeout)
+        except BaseException:
+            _kill(process)
+            raise
+    if process.returncode:
+        log = log.strip() or out.strip()
+        last = log.splitlines()[-1] if log else "no output"
+        raise Failed(" ".join(words[:4]), f"exit code {process.returncode}; {last}", log)
+    return out
 
 
 if __name__ == "__main__":
-    run(Job.from_json(sys.argv[1]), Parent())
+    main()

@@ -97,7 +97,7 @@ class Linear(nn.Linear):
         bias = None if self.bias is None else _autocast(self.bias)
         if x.dtype is torch.bfloat16 and x.is_cpu and not has_bf16_instructions():
             with torch.autocast("cpu", enabled=False):
-                y: Tensor = _WideLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+                y: Tensor = _WideLinear.apply(x, weight, bias)
                 return y
         return F.linear(x, weight, bias)
 

@@ -1,31 +1,22 @@
-"""Who competes, and the process of each: started, spoken to, stopped while another's turn is measured."""
+"""The contenders of serving and their processes, which are stopped while another's turn is measured."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import select
-import signal
-import subprocess
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks import ROOT
 from benchmarks.serving.traces import Outcome, Trace
+from benchmarks.worker import Failed, Worker
+from benchmarks.workloads import has_bf16_instructions
 
 START_LIMIT = 600.0  # seconds; vLLM compiles for one or two minutes
 TRACE_LIMIT = 300.0
-BUDGET = 512  # everybody's default
-
-
-class Unavailable(RuntimeError):
-    """A peer that cannot run, in one sentence."""
+BUDGET = 512  # tokens per forward, by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +32,43 @@ class Contender:
         return f"{self.kind}:{self.precision}{f' budget={self.budget}' if self.budget != BUDGET else ''}{extra}"
 
 
-def _preload(contender: Contender, python: Path) -> dict[str, str]:
-    """vLLM's documentation asks for Intel's OpenMP before everything else; its packages bring it."""
-    openmp = python.absolute().parent.parent / "lib" / "libiomp5.so"
-    return {"LD_PRELOAD": str(openmp)} if contender.kind == "vllm" and openmp.exists() else {}
+# torch multiplies bf16 with plain loops if the CPU has no instructions for it (workloads, [Note: bf16 without bf16 instructions]):
+# there vLLM's best setting is fp32, and it runs in bf16 in `solo` only.
+BEST = "bf16" if has_bf16_instructions() else "fp32"
+OURS, LLAMA = Contender(kind="ours", precision="bf16"), Contender(kind="llama", precision="bf16")
+VLLM = Contender(kind="vllm", precision=BEST)
+INT8, INT4 = Contender(kind="ours", precision="int8"), Contender(kind="ours", precision="int4")
+Q8, Q4 = Contender(kind="llama", precision="q8_0"), Contender(kind="llama", precision="q4_0")
+QUANTIZED = (INT8, INT4, Q8, Q4)
+UNSPLIT = replace(OURS, extra=(("split", False),))
+UNCACHED = replace(OURS, extra=(("prefix_caching", False),))
+
+
+def chosen(contenders: Sequence[Contender], only: Sequence[str], quick: bool) -> list[Contender]:
+    """Ours and those that `only` names, else all; with --quick neither 8 bits nor engines that take a minute to load."""
+    if only:
+        return [one for one in contenders if one.kind == "ours" or one.name.startswith(tuple(only))]
+    slow = ("vllm", "int8", "q8_0") if quick else ()
+    return [one for one in contenders if one.kind not in slow and one.precision not in slow]
+
+
+def _env(contender: Contender, python: Path) -> dict[str, str]:
+    """The interpreter's folder comes first on the path: vLLM compiles with tools that are installed there. vLLM's documentation
+    asks for Intel's OpenMP before every other library; its packages bring it."""
+    home = python.absolute().parent
+    path = f"{home}{os.pathsep}{os.environ.get('PATH', '')}"
+    openmp = home.parent / "lib" / "libiomp5.so"
+    preload = {"LD_PRELOAD": str(openmp)} if contender.kind == "vllm" and openmp.exists() else {}
+    return {"PATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | preload
 
 
 class Process:
-    """A started contender that has answered its first request. Between `awake` blocks it is stopped: an idle peer may spin."""
+    """A contender that has answered its first request. It is stopped between traces."""
 
     def __init__(self, contender: Contender, python: Path, models: Path) -> None:
-        """Raises Unavailable."""
+        """Raises Failed."""
         self.contender = contender
-        if not python.exists():
-            raise Unavailable(f"there is no {python.name} at {python.parent} (`make bench-serve` builds it)")
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as this)
-        options = {
+        arguments = {
             "kind": contender.kind,
             "models": str(models),
             "precision": contender.precision,
@@ -64,75 +76,31 @@ class Process:
             "spawned": time.monotonic(),
             **dict(contender.extra),
         }
-        # The interpreter's own folder goes first: vLLM compiles with tools that were installed beside it.
-        path = f"{python.absolute().parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self._process = subprocess.Popen(
-            [str(python), "-m", "benchmarks.serving.worker", json.dumps(options)],
-            cwd=ROOT,
-            text=True,
-            env={**os.environ, "PATH": path, **quiet, **_preload(contender, python)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            start_new_session=True,
-        )
+        target = "benchmarks.serving.systems:serve"
+        self._worker = Worker(target, arguments, name=contender.name, python=python, env=_env(contender, python))
         try:
-            ready = self._answer(START_LIMIT)
+            self._worker.ready(START_LIMIT)
+            self.facts: Mapping[str, Any] = self._worker.call("facts")
         except BaseException:
             self.close()
             raise
-        self.facts: Mapping[str, Any] = ready["facts"]
-        self.loaded: float = ready["loaded"]  # seconds since the process was started
-        self.first_token: float = ready["first_token"]
-        self._signal(signal.SIGSTOP)
+        self.loaded: float = self.facts["loaded"]  # seconds since the process was started
+        self.first_token: float = self.facts["first_token"]
+        self._worker.stop()
 
     def run(self, trace: Trace) -> Outcome:
-        with self._awake():
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({"trace": [dataclasses.asdict(ask) for ask in trace]}) + "\n")
-            self._process.stdin.flush()
-            return Outcome.read(self._answer(TRACE_LIMIT))
+        self._worker.resume()
+        try:
+            return Outcome(**self._worker.call("play", trace=[dataclasses.asdict(ask) for ask in trace], timeout=TRACE_LIMIT))
+        finally:
+            self._worker.stop()
 
     def close(self) -> None:
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._log):
-            assert stream is not None
-            stream.close()
-
-    @contextmanager
-    def _awake(self) -> Iterator[None]:
-        self._signal(signal.SIGCONT)
-        try:
-            yield
-        finally:
-            self._signal(signal.SIGSTOP)
-
-    def _signal(self, number: int) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, number)
-
-    def _answer(self, limit: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], limit)
-        line = self._process.stdout.readline() if ready else ""
-        answer: dict[str, Any] = json.loads(line) if line else {}
-        if "error" in answer:
-            raise Unavailable(answer["error"])
-        if not answer:
-            raise Unavailable(f"ended without a word: {self._last_words()}" if ready else f"no answer within {limit:.0f} s")
-        return answer
-
-    def _last_words(self) -> str:
-        self._process.wait()
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return f"exit code {self._process.returncode}; {lines[-1] if lines else 'nothing on stderr'}"
+        self._worker.close()
 
 
 class Fleet:
-    """The processes of a leg. A peer that fails is dropped, with the reason; one of ours that fails ends the benchmark."""
+    """The processes of a leg, as a context. A peer that fails is dropped, with the reason; ours that fails ends the leg."""
 
     def __init__(self, pythons: Mapping[str, Path], models: Path) -> None:
         self.pythons = pythons
@@ -146,8 +114,8 @@ class Fleet:
             return None
         try:
             process = self.running[name] = Process(contender, self.pythons[contender.kind], self.models)
-        except Unavailable as error:
-            self._drop(contender, str(error))
+        except Failed as error:
+            self._drop(contender, error)
             return None
         print(f"  {name}: first token after {process.first_token:.1f} s; {process.facts['kernels']}", flush=True)
         return process
@@ -155,9 +123,9 @@ class Fleet:
     def run(self, process: Process, trace: Trace) -> Outcome | None:
         try:
             return process.run(trace)
-        except Unavailable as error:
+        except Failed as error:
             self.running.pop(process.contender.name).close()
-            self._drop(process.contender, str(error))
+            self._drop(process.contender, error)
             return None
 
     def close(self) -> None:
@@ -165,9 +133,14 @@ class Fleet:
             process.close()
         self.running.clear()
 
-    def _drop(self, contender: Contender, why: str) -> None:
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _drop(self, contender: Contender, error: Failed) -> None:
         if contender.kind == "ours":
-            raise SystemExit(f"{contender.name} does not run: {why}")
-        why = " ".join(why.split())[:300]
-        print(f"  {contender.name}: {why}", flush=True)
-        self.missing[contender.name] = why
+            raise error
+        print(f"  {error}", flush=True)
+        self.missing[contender.name] = error.reason

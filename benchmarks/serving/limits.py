@@ -1,6 +1,6 @@
-"""What no server can beat on this machine: reading the weights once per forward, and multiplying them.
+"""The limits of every server on this machine: reading the weights once per forward, and multiplying them.
 
-`python -m benchmarks.serving.limits` measures both rates in a process of its own and prints them as JSON; the rest is arithmetic.
+`measure` is a worker, so that both rates are those of a process of its own; the rest is arithmetic.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.serving.traces import Ask
 from benchmarks.workloads import has_bf16_instructions
+
+if TYPE_CHECKING:
+    from benchmarks.worker import Channel
 
 # Bits per weight of (the layers' matrices, the output matrix), scales included.
 _BITS = {"fp32": (32.0, 32.0), "bf16": (16.0, 16.0), "int8": (8.0, 8.0), "int4": (5.0, 8.0), "q8_0": (8.5, 8.5), "q4_0": (4.5, 8.5)}
@@ -25,12 +28,12 @@ class Rates(NamedTuple):
 
     @property
     def multiply(self) -> float:
-        """bf16 weights can be widened: on a CPU without instructions for them, that is faster than torch's product of them."""
+        """bf16 weights can be widened, which is faster than torch's own product on a CPU without bf16 instructions."""
         return max(self.bf16, self.fp32)
 
 
 class Shape(NamedTuple):
-    """Of the model: weights in the layers' matrices and in the output's, and what attention needs per position."""
+    """Of the model: the number of weights in the layers' matrices and in the output's, and attention's cost per position."""
 
     matrices: int
     head: int
@@ -53,18 +56,18 @@ class Shape(NamedTuple):
         return 2.0 * self.matrices * length + self.attention_flops * length * (length + 1) / 2 + 2 * self.head
 
     def seconds(self, trace: Sequence[Ask], precision: str, rates: Rates) -> float:
-        """The least for requests that come at once: all prompts at the rate of multiplication, then each step of all
+        """The least for requests that arrive together: all prompts at the rate of multiplication, then each step of all
         generations at that rate or at the rate of reading, whichever takes longer."""
-        whole = sum(map(self.prompt_flops, (len(ask.prompt) for ask in trace))) / rates.multiply
+        total = sum(map(self.prompt_flops, (len(ask.prompt) for ask in trace))) / rates.multiply
         for step in range(1, max(ask.outputs for ask in trace)):
             positions = [len(ask.prompt) + step for ask in trace if ask.outputs > step]
             flops = len(positions) * 2 * (self.matrices + self.head) + self.attention_flops * sum(positions)
             read = self.weight_bytes(precision) + self.kv_bytes * sum(positions)
-            whole += max(flops / rates.multiply, read / rates.read)
-        return whole
+            total += max(flops / rates.multiply, read / rates.read)
+        return total
 
 
-def _measure() -> Rates:
+def measure(channel: Channel) -> None:
     import os
 
     import torch
@@ -72,7 +75,7 @@ def _measure() -> Rates:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
 
     def best(work: Callable[[], object]) -> float:
-        """Seconds: the least of what fits into a second, three times at least."""
+        """Seconds: the minimum of the calls of one second, of three at least."""
         work()
         seconds: list[float] = []
         while len(seconds) < 3 or sum(seconds) < 1:
@@ -88,8 +91,4 @@ def _measure() -> Rates:
         size = 2048 if dtype is torch.float32 or has_bf16_instructions() else 512  # by loops it takes seconds
         left, right = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
         rates.append(2 * size**3 / best(lambda left=left, right=right: left @ right))  # type: ignore[misc]
-    return Rates(read, *rates)
-
-
-if __name__ == "__main__":
-    print(json.dumps(_measure()))
+    channel.serve({"rates": lambda: Rates(read, *rates)})

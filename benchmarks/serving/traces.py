@@ -1,7 +1,7 @@
-"""What is asked of every contender, and the account of what came when. Pure Python: peers' interpreters import it.
+"""The requests to every contender, and the times of their tokens. Standard library only: peers' interpreters import it.
 
-A trace is a list of `Ask`s. `Feed` plays it: it tells a contender who has arrived and keeps the time of every token. No two
-traces have the beginning of a prompt in common, of whatever round, size or rate: nobody finds one in a prefix cache by accident.
+A trace is a list of `Ask`s. `Feed` plays it: it hands a contender the requests that have arrived and records the time of every
+token. No two traces, of any round, size or rate, share the beginning of a prompt, so that no prefix cache has it by accident.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-_TOKENS = range(1000, 48000)  # of SmolLM2's vocabulary: no special tokens, and one of them is like another
+_TOKENS = range(1000, 48000)  # of SmolLM2's vocabulary: no special tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request: greedy, exactly `outputs` tokens, whatever the end token."""
+    """One request: greedy, exactly `outputs` tokens; the end token does not end it."""
 
     prompt: tuple[int, ...]
     outputs: int
-    at: float = 0.0  # seconds after the start, when it arrives
-    after: int | None = None  # it arrives only when this other one has ended
+    at: float = 0.0  # arrival, in seconds after the start
+    after: int | None = None  # arrives when this other request has ended
 
 
 Trace = list[Ask]
@@ -35,13 +35,13 @@ def _prompt(rng: random.Random, length: int) -> tuple[int, ...]:
 
 
 def batch(seed: int, number: int, length: int, outputs: int) -> Trace:
-    """All at once, all of one size."""
+    """All arrive at once; all have one size."""
     rng = random.Random(f"batch {seed} {number} {length} {outputs}")
     return [Ask(prompt=_prompt(rng, length), outputs=outputs) for _ in range(number)]
 
 
 def mixed(seed: int, number: int, shortest: int, longest: int, outputs: int) -> Trace:
-    """All at once, prompts of evenly spread lengths in random order: the same lengths in every round."""
+    """All arrive at once; prompts have evenly spread lengths, the same in every round, in random order."""
     rng = random.Random(f"mixed {seed} {number} {shortest} {longest} {outputs}")
     lengths = [shortest + (longest - shortest) * i // max(1, number - 1) for i in range(number)]
     random.Random("lengths").shuffle(lengths)
@@ -49,8 +49,8 @@ def mixed(seed: int, number: int, shortest: int, longest: int, outputs: int) -> 
 
 
 def poisson(seed: int, number: int, rate: float, prompt: int = 260, outputs: int = 32, spread: float = 0.3) -> Trace:
-    """`rate` arrivals a second on average; lengths are normal with a standard deviation of `spread` of the mean. Requests of
-    the same sizes come at every rate, only faster."""
+    """`rate` arrivals a second on average; lengths are normal with a standard deviation of `spread` of the mean. Every
+    rate has requests of the same sizes."""
     rng, tokens = random.Random(f"poisson {seed}"), random.Random(f"poisson {seed} {rate}")
     asks, at = [], 0.0
     for _ in range(number):
@@ -61,7 +61,7 @@ def poisson(seed: int, number: int, rate: float, prompt: int = 260, outputs: int
 
 
 def shared(seed: int, number: int, length: int, outputs: int, share: float = 0.9) -> Trace:
-    """Prompts whose first `share` is one and the same. The first comes alone, the others together when it has ended."""
+    """Prompts with the same first `share`. The first one arrives alone, the others together when it has ended."""
     rng = random.Random(f"shared {seed} {number} {length} {outputs}")
     common = _prompt(rng, round(share * length))
     return [
@@ -79,16 +79,16 @@ class Feed:
         self._start = clock()
         self._coming = set(range(len(trace)))
         self._left = len(trace)
-        self.arrived = [0.0] * len(trace)  # seconds since the start, as are the times
-        self.times: list[list[float]] = [[] for _ in trace]  # when each token came
-        self.first: list[int] = [-1] * len(trace)  # the first token of each: which it is
+        self.arrived = [0.0] * len(trace)  # seconds since the start, like the times
+        self.times: list[list[float]] = [[] for _ in trace]  # of each token
+        self.first: list[int] = [-1] * len(trace)  # the first token's id
 
     @property
     def over(self) -> bool:
         return self._left == 0
 
     def due(self) -> list[int]:
-        """Who has arrived since the last call, in order of arrival."""
+        """The requests that have arrived since the last call, in order of arrival."""
         now = self._clock() - self._start
         new = {index: at for index in self._coming if (at := self._arrival(index)) <= now}
         self._coming -= new.keys()
@@ -97,16 +97,16 @@ class Feed:
         return sorted(new, key=lambda index: (new[index], index))
 
     def pause(self) -> float:
-        """Seconds until the next arrival that is known; infinite if nobody comes before somebody else has ended."""
+        """Seconds until the next arrival that is known; infinite if all others wait for a request to end."""
         now = self._clock() - self._start
         return max(0.0, min((self._arrival(index) for index in self._coming), default=math.inf) - now)
 
     def wait(self) -> None:
-        """Sleep until somebody comes. For a contender that has nothing to do."""
+        """Sleep until the next arrival. For a contender that has nothing to do."""
         time.sleep(min(self.pause(), 0.05))
 
     def take(self, index: int, token: int) -> None:
-        """The next token of a request has come."""
+        """Record the next token of a request."""
         times, ask = self.times[index], self.trace[index]
         if len(times) == ask.outputs:
             raise RuntimeError(f"request {index} got more than its {ask.outputs} tokens")
@@ -125,7 +125,7 @@ class Feed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a contender made of a trace. Times are seconds since the start."""
+    """A contender's run of a trace. Times are seconds since the start."""
 
     prompts: list[int]  # tokens
     arrived: list[float]
@@ -137,10 +137,6 @@ class Outcome:
     def of(cls, feed: Feed, cpu: float) -> Outcome:
         lengths = [len(ask.prompt) for ask in feed.trace]
         return cls(prompts=lengths, arrived=feed.arrived, times=feed.times, first=feed.first, cpu=cpu)
-
-    @classmethod
-    def read(cls, given: dict[str, Any]) -> Outcome:
-        return cls(**given)
 
     @property
     def seconds(self) -> float:
@@ -158,7 +154,7 @@ class Outcome:
 
     @property
     def stream_rate(self) -> float:
-        """Of the first request: tokens per second after the first one, so without its prompt."""
+        """Of the first request: tokens per second after the first token, so without its prompt."""
         times = self.times[0]
         return (len(times) - 1) / (times[-1] - times[0])
 
@@ -171,23 +167,23 @@ class Outcome:
 class Latency(NamedTuple):
     """The one target of all contenders."""
 
-    prompt_rate: float  # tok/s at which a prompt has to be answered
+    prompt_rate: float  # tok/s at which a prompt must be answered
     gap: float  # seconds, at most, between two tokens
 
     def met(self, prompt: int, arrived: float, times: Sequence[float]) -> bool:
         return times[0] - arrived <= prompt / self.prompt_rate and all(gap <= self.gap for gap in _gaps(times))
 
     def good(self, outcome: Outcome) -> int:
-        """How many requests met it."""
+        """The number of requests that met it."""
         return sum(map(self.met, outcome.prompts, outcome.arrived, outcome.times))
 
     def rate(self, outcome: Outcome) -> float:
-        """Requests per second that met it; those that did not count for nothing."""
+        """Requests per second that met it; the others count for nothing."""
         return self.good(outcome) / outcome.seconds
 
 
 def target(prompt_rates: Sequence[float], stream_rates: Sequence[float]) -> Latency:
-    """From everybody's solo speeds: a prompt at 512 tok/s, or a quarter of the best where that is less; each token within
+    """From all contenders' solo speeds: a prompt at 512 tok/s, or at a quarter of the best speed if that is less; each token within
     four times the best one's time."""
     return Latency(min(512.0, max(prompt_rates) / 4), 4 / max(stream_rates))
 

@@ -6,16 +6,18 @@ import dataclasses
 import json
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from benchmarks import serve
-from benchmarks.report import LEGS, SECTIONS, write_section
-from benchmarks.serving import contenders, traces
-from benchmarks.serving.contenders import Contender, Fleet, Unavailable
+from benchmarks.serving import contenders, load, measure, poisson, shared, solo, traces
+from benchmarks.serving.contenders import OURS, VLLM, Contender, Fleet, Process
 from benchmarks.serving.limits import Rates, Shape
 from benchmarks.serving.traces import Ask, Feed, Latency, Outcome
+from benchmarks.worker import Failed
+
+LEGS = {"solo": solo, "shared": shared, "poisson": poisson, "load": load}
 
 
 class Clock:
@@ -30,7 +32,7 @@ def outcome(prompts: Sequence[int], arrived: Sequence[float], times: Sequence[Se
 
 
 def test_traces_are_the_same_for_all_and_other_ones_in_each_round() -> None:
-    for make in (serve.SOLO["batch"].whole, serve.SOLO["mixed"].whole, lambda seed: traces.shared(seed, 4, 100, 8)):
+    for make in (solo.FIGURES["batch"].trace, solo.FIGURES["mixed"].trace, lambda seed: traces.shared(seed, 4, 100, 8)):
         assert make(0) == make(0)
         assert {ask.prompt for ask in make(0)}.isdisjoint(ask.prompt for ask in make(1))
         assert [len(ask.prompt) for ask in make(0)] == [len(ask.prompt) for ask in make(1)]
@@ -38,8 +40,8 @@ def test_traces_are_the_same_for_all_and_other_ones_in_each_round() -> None:
 
 def test_no_prompt_begins_like_another_traces() -> None:
     """Or a prefix cache would answer for the second of them. 16 tokens are a block of the cache."""
-    made = [leg.whole(turn) for leg in serve.SOLO.values() for turn in range(3)]
-    made += [traces.poisson(turn, 24, rate) for turn in range(3) for rate in serve.RATES]
+    made = [figure.trace(turn) for figure in solo.FIGURES.values() for turn in range(3)]
+    made += [traces.poisson(turn, 24, rate) for turn in range(3) for rate in poisson.RATES]
     begins = [ask.prompt[:16] for trace in made for ask in trace]
     assert len(set(begins)) == len(begins)
 
@@ -90,7 +92,7 @@ def test_rates_of_an_outcome() -> None:
     one = outcome([100, 10], [0.0, 1.0], [[2.0, 2.5, 3.0], [1.5, 4.0]])
     assert one.seconds == 4.0 and one.output_rate == 5 / 4 and one.prompt_rate == 50.0 and one.stream_rate == 2.0
     assert sorted(one.gaps) == [0.5, 0.5, 2.5]
-    assert Outcome.read(json.loads(json.dumps(dataclasses.asdict(one)))) == one
+    assert Outcome(**json.loads(json.dumps(dataclasses.asdict(one)))) == one
 
 
 def test_a_request_counts_only_if_its_first_token_and_every_gap_are_in_time() -> None:
@@ -116,10 +118,10 @@ def test_percentile_is_the_nearest_rank() -> None:
 def test_overloaded_is_two_bad_rates_in_a_row() -> None:
     wanted = Latency(1.0, 1.0)
     good, bad = outcome([1], [0.0], [[0.5, 1.0]]), outcome([1], [0.0], [[5.0, 9.0]])
-    assert not serve.overloaded({1.0: [good]}, wanted)
-    assert not serve.overloaded({1.0: [good], 2.0: [bad]}, wanted)
-    assert serve.overloaded({1.0: [good], 2.0: [bad], 4.0: [bad]}, wanted)
-    assert serve.overloaded({1.0: [bad], 2.0: [bad]}, wanted)
+    assert not poisson.overloaded({1.0: [good]}, wanted)
+    assert not poisson.overloaded({1.0: [good], 2.0: [bad]}, wanted)
+    assert poisson.overloaded({1.0: [good], 2.0: [bad], 4.0: [bad]}, wanted)
+    assert poisson.overloaded({1.0: [bad], 2.0: [bad]}, wanted)
 
 
 def test_limits_are_those_of_the_design(tmp_path: Path) -> None:
@@ -142,49 +144,38 @@ def test_limits_are_those_of_the_design(tmp_path: Path) -> None:
 
 def test_a_peer_that_is_not_there_is_a_reason_and_ours_is_the_end(tmp_path: Path) -> None:
     fleet = Fleet({"vllm": tmp_path / "python", "ours": tmp_path / "python"}, tmp_path)
-    assert fleet.start(serve.VLLM) is None
-    assert "there is no python" in fleet.missing[serve.VLLM.name] and serve.absent(fleet, 3)[0][0] == serve.VLLM.name
-    with pytest.raises(SystemExit, match="ours:bf16 does not run"):
-        fleet.start(serve.OURS)
+    assert fleet.start(VLLM) is None
+    assert "there is no python" in fleet.missing[VLLM.name] and measure.absent(fleet)[0][0] == VLLM.name
+    with pytest.raises(Failed, match="ours:bf16: there is no python"):
+        fleet.start(OURS)
 
 
 def test_a_peer_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    """A worker of a kind that nobody has: started for real, in this interpreter."""
-    import sys
-
+    """A worker of a kind that does not exist: started for real, in this interpreter."""
     contender = Contender(kind="nobody", precision="bf16")
     fleet = Fleet({"nobody": Path(sys.executable)}, tmp_path)
     assert fleet.start(contender) is None and not fleet.running
     assert "KeyError: 'nobody'" in fleet.missing[contender.name]
-    with pytest.raises(Unavailable, match="KeyError"):
-        serve.Process(contender, Path(sys.executable), tmp_path)
+    with pytest.raises(Failed, match="KeyError"):
+        Process(contender, Path(sys.executable), tmp_path)
 
 
 def test_what_was_not_measured_is_a_row_with_the_reason() -> None:
-    assert serve.judged("a", serve.ratios([1.0], None, "vLLM wants AVX-512"), 2.5)[1:] == [
+    assert measure.judged("a", measure.ratios([1.0], None, "vLLM wants AVX-512"), 2.5)[1:] == [
         "-",
         ">= 2.5",
         "not measured: vLLM wants AVX-512",
     ]
-    assert serve.judged("a", serve.ratios([6.0, 9.0, 4.0], [2.0, 2.0, 2.0], None), 2.5)[1:] == ["3.00", ">= 2.5", "reached"]
-    assert serve.over([1.0], [0.0]) == [math.inf]
-
-
-def test_a_serving_section_goes_after_those_of_training(tmp_path: Path) -> None:
-    assert "serve" not in LEGS and SECTIONS[-1] == "serve"
-    path = tmp_path / "results.md"
-    for name in ("serve, solo", "step, moving, fp32"):
-        write_section(name, "figures", path)
-    text = path.read_text()
-    assert text.index("## step, moving, fp32") < text.index("## serve, solo")
+    assert measure.judged("a", measure.ratios([6.0, 9.0, 4.0], [2.0, 2.0, 2.0], None), 2.5)[1:] == ["3.00", ">= 2.5", "reached"]
+    assert poisson.over([1.0], [0.0]) == [math.inf]
 
 
 class Pretended:
-    """A process that serves everything at fixed speeds, ours at twice the others'; transformers is not there."""
+    """A process that serves everything at fixed speeds, ours at twice the others'; vLLM is not there."""
 
     def __init__(self, contender: Contender, python: Path, models: Path) -> None:
-        if contender.kind == "transformers":
-            raise Unavailable("it is not installed")
+        if contender.kind == "vllm":
+            raise Failed(contender.name, "it is not installed")
         self.contender = contender
         self.facts = {"threads": 2, "precision": contender.precision, "setting": "", "kernels": "pretended"}
         self.loaded, self.first_token = 1.0, 2.0
@@ -201,17 +192,17 @@ class Pretended:
 
 
 @pytest.mark.parametrize("quick", [True, False])
-@pytest.mark.parametrize("leg", serve.LEGS)
-def test_every_leg_judges_and_names_who_is_missing(leg: str, quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", LEGS)
+def test_every_leg_judges_and_names_who_is_missing(name: str, quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders, "Process", Pretended)
-    monkeypatch.setattr(serve, "served", lambda: (3.0, 3.5))
-    monkeypatch.setattr(serve.Run, "measure", lambda self: self.limits.append(Rates(36e9, 1e9, 148e9)))
+    monkeypatch.setattr(load, "served", lambda: (3.0, 3.5))
+    monkeypatch.setattr(measure.Run, "measure_limits", lambda self: self.limits.append(Rates(36e9, 1e9, 148e9)))
     shape = Shape(matrices=106_000_000, head=28_000_000, attention_flops=69_120, kv_bytes=23_040)
-    pythons = dict.fromkeys(("ours", "vllm", "llama", "transformers"), tmp_path)
-    body = serve.LEGS[leg](serve.Run(pythons=pythons, models=tmp_path, shape=shape, quick=quick, rounds=1 if quick else 2, only=()))
+    pythons = dict.fromkeys(("ours", "vllm", "llama"), tmp_path)
+    body = LEGS[name].measure(measure.Run(pythons=pythons, models=tmp_path, shape=shape, quick=quick, rounds=1 if quick else 2))
     assert ("reached" in body or "missed" in body) and "ours:bf16" in body and "nan" not in body
-    assert ("it is not installed" in body) == (not quick and leg != "shared")
-    if leg == "solo":
+    assert ("it is not installed" in body) == (not quick)
+    if name == "solo":
         assert "| single stream, bf16, over llama.cpp | 2.00 | >= 1.3 | reached |" in body
-        said = "not measured: not in this run" if quick else "2.00 | >= 2.5 | **missed**"
-        assert f"| single stream, bf16, over vLLM's best | {'- | >= 2.5 | ' if quick else ''}{said} |" in body
+        why = "not in this run" if quick else "it is not installed"
+        assert f"| single stream, bf16, over vLLM's best | - | >= 2.5 | not measured: {why} |" in body

@@ -1,0 +1,282 @@
+"""The leg `cuda`, for one GPU: `train` GPTs in a slice of it with states in host memory, and `serve` a Llama.
+
+`train`: 1.3 and 3 billion parameters in 16 GiB, sequence 2,048, recomputed blocks, bf16, 1 and 8 micro-batches a step.
+Contenders run in fresh processes, one after the other in each round; `set_per_process_memory_fraction` limits them to the
+slice. `resident` alone has the whole device: fp32 weights under autocast and torch's fused AdamW do not fit the slice.
+DeepSpeed comes from `--peers`, an interpreter with a torch for CUDA.
+
+`serve`: 1.2 billion random weights in bf16, ours and transformers, batches of 1 and 64, prompts of 128 tokens. The figure is a
+generated token: the time of a long answer less that of a short one, so that neither prompts nor the start count. The limit is
+reading each weight once per forward at the rate at which this GPU copies memory (bytes read and written). Needs triton and
+transformers.
+
+Has not run on a GPU yet. Without one, `--quick` runs `train` with a toy on the CPU, where nothing is offloaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.legs import Options
+from benchmarks.ranks import free_port, rank_env
+from benchmarks.report import Spread, table, verdict, verdicts
+from benchmarks.systems import ADAMW
+from benchmarks.worker import Failed, Worker
+from benchmarks.workloads import CLIPPING, GPT, Workload, build_batch
+
+if TYPE_CHECKING:
+    from benchmarks.worker import Channel
+
+SLICE = 16 << 30
+MODELS = (
+    Workload(name="1.3B", width=2048, depth=24, heads=16, vocab=32768, batch=1, length=2048),
+    Workload(name="3B", width=2560, depth=36, heads=20, vocab=32768, batch=1, length=2048),
+)
+TOY = Workload(name="toy", width=64, depth=2, heads=2, vocab=256, batch=1, length=32)
+HOST = {"device": "cpu", "pin_memory": True}
+ZERO: dict[str, dict[str, Any]] = {
+    "slipstream:1": {"stage": 1, "offload_optimizer": HOST},  # gradients accumulate on the device and leave it once a step
+    "slipstream:2": {"stage": 2, "offload_optimizer": HOST},
+    "slipstream:3": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
+    "deepspeed:2": {"stage": 2, "offload_optimizer": HOST},
+    "deepspeed:3": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
+}
+RESIDENT = "resident: torch, fused AdamW, the whole device"
+TIMED = 3  # steps in a row
+
+BATCHES = (1, 64)
+PROMPT, SHORT, LONG = 128, 16, 144  # tokens
+LLAMA_1B: dict[str, Any] = {  # meta-llama/Llama-3.2-1B
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+# -- a contender of `train`, in its process --
+
+
+def recomputing(model: GPT, reentrant: bool = False) -> GPT:
+    """Blocks keep only their inputs. DeepSpeed's ZeRO-3 is made for the reentrant kind."""
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+    return model
+
+
+def build(system: str, work: Workload, micros: int, batch: tuple[Tensor, Tensor]) -> Callable[[], float]:
+    """A function that makes a step and returns its last loss."""
+    kind, device = system.split(":")[0], batch[0].device
+    if kind == "torch":
+        with device:
+            plain = recomputing(GPT(work))
+        optimizer = torch.optim.AdamW(plain.parameters(), **{**ADAMW, "betas": tuple(ADAMW["betas"])}, fused=True)
+
+        def torch_step() -> float:
+            for _ in range(micros):
+                with torch.autocast(device.type, torch.bfloat16):
+                    loss = plain(*batch)
+                (loss / micros).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), CLIPPING)
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(loss)
+
+        return torch_step
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": work.batch,
+        "gradient_accumulation_steps": micros,
+        "gradient_clipping": CLIPPING,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "zero_optimization": ZERO[system],
+    }
+    engine: Any
+    if kind == "slipstream":
+        import slipstream
+
+        with slipstream.zero.Init():
+            model = GPT(work)
+        engine = slipstream.initialize(model=model, config=config | {"slipstream": {"activations": "recompute"}})[0]
+    else:
+        import deepspeed
+
+        deepspeed.init_distributed(verbose=False)
+        config |= {"steps_per_print": 2**31}
+        torch.set_default_dtype(torch.bfloat16)
+        with deepspeed.zero.Init(config_dict_or_path=config, enabled=system == "deepspeed:3"):
+            model = recomputing(GPT(work), reentrant=True)
+        torch.set_default_dtype(torch.float32)
+        engine = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))[0]
+
+    def step() -> float:
+        for _ in range(micros):
+            loss = engine(*batch)
+            engine.backward(loss)
+            engine.step()
+        return float(loss)
+
+    return step
+
+
+def contend(channel: Channel, system: str, work: dict[str, Any], micros: int, nbytes: int) -> None:
+    """`nbytes`: the limit of device memory, or 0."""
+    sizes, cuda = Workload(**work), torch.cuda.is_available()
+    if cuda and nbytes:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / torch.cuda.get_device_properties(0).total_memory), 0)
+    torch.manual_seed(0)
+    tokens, targets = build_batch(sizes, 0)
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    step = build(system, sizes, micros, (tokens.to(device), targets.to(device)))
+
+    def steps(count: int) -> dict[str, Any]:
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        losses = [step() for _ in range(count)]
+        if cuda:
+            torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_reserved() if cuda else 0
+        return {"seconds": (time.perf_counter() - start) / count, "peak": peak, "losses": losses}
+
+    channel.serve({"steps": steps})
+
+
+# -- train --
+
+
+def attempt(system: str, work: Workload, micros: int, options: Options) -> dict[str, Any]:
+    """Raises Failed, also if the device's memory is not enough."""
+    arguments = {"system": system, "work": asdict(work), "micros": micros, "nbytes": 0 if system == "torch" else SLICE}
+    python = options.peers if system.startswith("deepspeed") else None
+    with Worker("benchmarks.cuda:contend", arguments, name=system, python=python, env=rank_env(0, 1, free_port())) as worker:
+        worker.ready()
+        first = worker.call("steps", count=1)
+        return {**worker.call("steps", count=TIMED), "first": first["losses"][0]}
+
+
+def train(options: Options, works: tuple[Workload, ...], rounds: int) -> str:
+    systems = ["torch", *(system for system in ZERO if not system.startswith("deepspeed") or options.peers.exists())]
+    rows, judged = [], []
+    for work, micros in itertools.product(works, (1, 8)):
+        replies: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
+        failed: dict[str, str] = {}
+        for _ in range(rounds):
+            for system in [system for system in systems if system not in failed]:
+                try:
+                    replies[system].append(attempt(system, work, micros, options))
+                except Failed as error:
+                    print(error)
+                    failed[system] = error.reason
+        took = {system: [reply["seconds"] for reply in replies[system]] for system in systems if system not in failed}
+        for system in systems:
+            name = [work.name, str(micros), RESIDENT if system == "torch" else f"{system}, offloaded"]
+            if system in failed:
+                rows.append([*name, failed[system]])
+                continue
+            last = replies[system][-1]
+            over = Spread.ratio(took[system], took["torch"]).show(2) if "torch" in took else ""
+            loss = f"{last['first']:.3f} -> {last['losses'][-1]:.3f}"
+            rows.append([*name, Spread.of(took[system]).show(), over, f"{last['peak'] / 2**30:.1f}", loss])
+        # Each at its best stage, as a user would choose it
+        times = {kind: [min(one) for system, one in took.items() if system.startswith(kind)] for kind in ("slip", "deep", "torch")}
+        best = {kind: min(each) for kind, each in times.items() if each}
+        what = f"{work.name}, {micros} micro-batches"
+        if {"slip", "deep"} <= best.keys():
+            judged.append(verdict(f"{what}: faster than DeepSpeed", best["deep"] / best["slip"], 2.0, at_least=True))
+        if {"slip", "torch"} <= best.keys() and micros == 8:
+            judged.append(verdict(f"{what}: of resident's rate", best["torch"] / best["slip"], 0.9, at_least=True))
+    head = ["model", "micro-batches", "contender", "step, s", "over resident", "device, GiB", "loss"]
+    return "\n\n".join((table(head, rows), verdicts(judged)))
+
+
+# -- serve --
+
+
+def seconds(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def copy_rate() -> float:
+    """Bytes/s, read and written, of copies that no cache holds."""
+    source = torch.empty(1 << 30, dtype=torch.int32, device="cuda").fill_(1)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * source.nbytes / min(seconds(lambda: target.copy_(source)) for _ in range(10))
+
+
+def per_token(generate: Callable[[int], object], rounds: int) -> float:
+    """Median seconds of a forward that generates; `generate(n)` makes n tokens of each prompt."""
+    generate(SHORT)
+    return statistics.median(
+        (seconds(lambda: generate(LONG)) - seconds(lambda: generate(SHORT))) / (LONG - SHORT) for _ in range(rounds)
+    )
+
+
+def serve(rounds: int) -> str:
+    import transformers
+
+    import slipstream
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA_1B)).bfloat16().eval()
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())  # the tied head once: the embedding is looked up
+    rate, rows = copy_rate(), []
+
+    def mine(serving: Any, ids: Tensor, new: int) -> None:
+        serving.generate(ids.tolist(), max_new_tokens=new, temperature=0, ignore_eos=True)
+
+    def theirs(ids: Tensor, new: int) -> None:
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)  # no token ends it
+
+    for dtype in ("bf16", "int8", "int4"):
+        with slipstream.init_inference(model, dtype=dtype, device="cuda", max_running=max(BATCHES), max_context=1024) as serving:
+            if "Triton kernels" not in serving.description:
+                raise RuntimeError(f"not the forward to be measured: {serving.description}")
+            for batch in BATCHES:
+                ids = torch.randint(1, LLAMA_1B["vocab_size"], (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
+                ours, peer = per_token(partial(mine, serving, ids), rounds), per_token(partial(theirs, ids.cuda()), rounds)
+                share = weight_bytes / rate / ours
+                rows.append([dtype, str(batch), f"{1e3 * ours:.3f}", f"{share:.2f}", f"{1e3 * peer:.3f}", f"{peer / ours:.1f}"])
+    head = ["our weights", "batch", "ms per token", "of bf16's limit", "transformers, bf16, ms", "faster than transformers"]
+    text = f"Copies at {rate / 1e12:.2f} TB/s (read and written); {weight_bytes / 1e9:.2f} GB of weights in bf16."
+    return f"{text}\n\n{table(head, rows)}"
+
+
+def run(options: Options) -> str:
+    if not torch.cuda.is_available():
+        if not options.quick:
+            raise RuntimeError(
+                "the leg `cuda` needs a CUDA device, and torch finds none here; with --quick, a toy trains on the CPU"
+            )
+        return "\n\n".join(("A toy on the CPU.", train(options, (TOY,), 1)))
+    parts, rounds = options.only or ("train", "serve"), options.num_rounds(3)
+    text = [f"{torch.cuda.get_device_name()}; `train` has {SLICE >> 30} GiB of it."]
+    if "train" in parts:
+        text.append(train(options, MODELS, rounds))
+    if "serve" in parts:
+        text.append(serve(rounds))
+    return "\n\n".join(text)

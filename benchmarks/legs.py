@@ -1,0 +1,96 @@
+"""The legs: what each one asks, its level, the minutes that it may take, and the function that measures it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.worker import ROOT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line, for the legs. `only` has names, or beginnings of names, of contenders; `rounds` is None for a leg's own."""
+
+    peers: Path = ROOT / ".venv-peers" / "bin" / "python"  # with DeepSpeed
+    serve_peers: Path = ROOT / ".venv-serve-peers" / "bin" / "python"  # with vLLM and llama.cpp
+    clients: Path = ROOT / ".venv-clients" / "bin" / "python"  # with accelerate, transformers and Slipstream
+    quick: bool = False
+    only: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ("bf16", "fp32")
+    rounds: int | None = None
+
+    def num_rounds(self, usual: int) -> int:
+        return self.rounds or (1 if self.quick else usual)
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """A section of RESULTS.md. Level 1 is `make bench`, 2 is `make bench-all`, 0 is run by name only and writes nothing."""
+
+    name: str
+    level: int
+    minutes: float  # on two cores
+    question: str
+    function: str  # MODULE:FUNCTION in benchmarks, which takes Options and `arguments` and returns the section
+    needs: str = ""  # deepspeed or models: prepared before the leg's clock starts
+    title: str = ""  # default: the name
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def section(self) -> str:
+        return self.title or self.name
+
+    def run(self, options: Options) -> str:
+        module, _, function = self.function.partition(":")
+        measure: Callable[..., str] = getattr(importlib.import_module(f"benchmarks.{module}"), function)
+        return measure(options, **self.arguments)
+
+
+def _step(name: str, level: int, minutes: float, workload: str, question: str) -> list[Leg]:
+    def leg(dtype: str) -> Leg:
+        title = f"step, {workload if name == 'step' else name}, {dtype}"
+        arguments = {"workload": workload, "contenders": name, "dtype": dtype}
+        return Leg(name, level, minutes, question, "step:run", "deepspeed", title, arguments)
+
+    return [leg("fp32"), leg("bf16")]
+
+
+def _offload(name: str, level: int, minutes: float, micros: int, rounds: int, title: str) -> Leg:
+    question = (
+        f"seconds per step of {micros} micro-batches with states on disk, over compute and disk, a resident step, and DeepSpeed"
+    )
+    return Leg(name, level, minutes, question, "offload:run", "deepspeed", title, {"micros": micros, "rounds": rounds})
+
+
+def _serve(name: str, level: int, minutes: float, question: str, needs: str = "models") -> Leg:
+    return Leg(name, level, minutes, question, f"serving.{name}:run", needs, f"serve, {name}")
+
+
+LEGS = (
+    *_step("step", 1, 4.5, "moving", "seconds per training step over the floor: Slipstream, DeepSpeed, FSDP2 and DDP"),
+    Leg("memory", 1, 3, "bytes per parameter over the formula of each ZeRO stage, and DeepSpeed's", "memory:run", "deepspeed"),
+    Leg("wire", 1, 2, "bytes that a rank sends per step, over the formula", "wire:run", "deepspeed"),
+    Leg("optimizer", 1, 1, "seconds per AdamW step, over its bytes at the rate of a stream", "optimizer:run", "deepspeed"),
+    _offload("offload", 1, 4, 1, 2, "offload"),
+    _serve("solo", 1, 6, "tokens per second of one stream, 16 streams, a prompt and a mixed batch: vLLM and llama.cpp"),
+    *_step("transports", 2, 12, "moving", "the same over gloo, without native kernels, at stage 0, and DeepSpeed's two reductions"),
+    *_step("computing", 2, 8, "computing", "the same with more work per byte"),
+    _offload("accumulation", 2, 8, 8, 1, "offload, 8 micro-batches"),
+    Leg("kernels", 2, 8, "native kernels over torch and memcpy, cost of a call, vector instruction sets over AVX2", "kernels:run"),
+    Leg("recipes", 2, 32, "validation loss of `examples/pretrain` with fewer bytes per parameter, over fp32 states", "recipes:run"),
+    Leg("quality", 2, 2, "perplexity in int8 and int4 over bf16's", "quality:run"),
+    Leg("disk", 2, 3, "bytes per second of the disk layer over fio's", "disk:run"),
+    Leg("save", 2, 5, "seconds until a checkpoint is on disk: fio, torch.save, DeepSpeed; 200 kills", "save:run", "deepspeed"),
+    Leg("clients", 2, 3, "seconds per step through accelerate and transformers' Trainer, over the native loop", "clients:run"),
+    _serve("shared", 2, 6, "seconds for prompts with 90 % in common: without the prefix cache, vLLM and llama.cpp"),
+    _serve("poisson", 2, 23, "requests per second within one latency target, at rising arrival rates: vLLM and llama.cpp"),
+    _serve("load", 2, 2, "seconds from the start of a process to its first token, and of `slipstream serve` to its first answer"),
+    _serve("stall", 2, 6, "the longest gap in a stream while others send requests that are expensive to prepare", needs=""),
+    Leg("cuda", 0, 60, "on a GPU: training with states in host memory, and serving a Llama of 1.2 billion weights", "cuda:run"),
+)
+MINUTES = ("minutes, level 1", "minutes, level 2")
+ORDER = (*MINUTES, *(leg.section for leg in LEGS if leg.level))  # of the sections of RESULTS.md
