@@ -60,7 +60,7 @@ def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Return a tree with its tensors on `device`. Tensors that meet a given criterion stay the same objects: their storage changes."""
+    """Return a tree with its tensors on `device`. Tensors that meet a given criterion stay the same objects with new storage."""
 
     def move(leaf: Any) -> Any:
         if criterion_func is not None and criterion_func(leaf):

@@ -4,8 +4,8 @@ All but quantization work on 1-D contiguous tensors. CPU tensors go to the C lib
 devices use the twin in `reference.py`, whose results are bit-identical.
 
 [Note: Call cost] These run once per unit and step, on units that may be small, so the fixed cost of a call matters
-(`benchmarks/ops.py` prints it): function pointers are bound once, dtypes are compared by identity, and an error's text is built
-only after a check has failed.
+(`python -m benchmarks kernels` prints it): function pointers are bound once, dtypes are compared by identity, and an error's text
+is built only after a check has failed.
 """
 
 import ctypes
