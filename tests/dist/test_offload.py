@@ -20,7 +20,7 @@ import slipstream
 from slipstream.config import DataWorld, ModelFacts, resolve
 from slipstream.mesh import Axis
 from slipstream.ops.disk import DiskError
-from slipstream.train.tiers import Ask, open_spaces, tiers_of, too_much
+from slipstream.train.tiers import Ask, open_spaces, space_error, tiers_of
 from slipstream.zero.comm import LocalComm
 from slipstream.zero.placement import Tier
 from slipstream.zero.store import DiskStore, Needs
@@ -557,5 +557,5 @@ def test_ranks_of_a_host_share_a_disk() -> None:
     """The files of all ranks of a host are summed by disk, whatever their folders."""
     ask = Ask("a", 1, "/x", 100, 40, 80, 0, 0)
     others = [ask._replace(folder="/y"), ask._replace(host="b"), ask._replace(device=2)]
-    assert not too_much([ask, *others], lambda ask: ask.nbytes)
-    assert too_much([ask, *others], lambda ask: ask.nbytes_twice).startswith("/x and /y has 100 bytes free of the 160 needed")
+    assert not space_error([ask, *others], lambda ask: ask.nbytes)
+    assert space_error([ask, *others], lambda ask: ask.nbytes_twice).startswith("/x and /y has 100 bytes free of the 160 needed")

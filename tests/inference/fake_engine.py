@@ -38,9 +38,9 @@ class Output(NamedTuple):
 
 
 class FakeTokenizer:
-    tells_tools = True
+    supports_tools = True
 
-    def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, max_tokens: int | None = None) -> list[int]:
         return list(text.encode())
 
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:

@@ -125,7 +125,7 @@ def test_a_chat_in_the_terminal_is_sampled_as_recommended(
 
     assert said({"temperature": 0.3, "top_k": 7}) == "temperature 0.3, top_k 7"
     assert said({"temperature": 0.3, "top_k": 7}, "--temperature", "0") == "temperature 0, top_k 7"
-    assert said({}) == recommended.said(recommended.UNSTATED) == "temperature 0.7, top_p 0.95"
+    assert said({}) == recommended.describe(recommended.DEFAULTS) == "temperature 0.7, top_p 0.95"
 
 
 def test_gguf_files_recommend_their_sampling() -> None:

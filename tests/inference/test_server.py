@@ -266,7 +266,7 @@ def test_json_and_tools(ai: Any, engine: FakeEngine) -> None:
 
 
 def test_tools_that_the_template_never_reads(address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.tokenizer, "tells_tools", False)
+    monkeypatch.setattr(engine.tokenizer, "supports_tools", False)
     for choice in ({}, {"tool_choice": "auto"}):
         reply = post(address, tools=[TOOL], **choice)
         assert (reply.status, reply.error["param"]) == (400, "tools")

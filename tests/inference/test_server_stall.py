@@ -64,10 +64,10 @@ def counting(normalizer: Any = None, special: Any = None) -> tuple[Tokenizer, Co
 def test_a_text_that_is_far_too_long_is_not_encoded() -> None:
     tokenizer, counted = counting()
     with pytest.raises(TooLongError, match="more than 100 tokens"):
-        tokenizer.encode("a" * 1_000_000, most=100)
+        tokenizer.encode("a" * 1_000_000, max_tokens=100)
     assert counted.encoded == 0, "its length said it"
     with pytest.raises(TooLongError):
-        tokenizer.encode("b" * 10 * SLICE, most=SLICE - 1)
+        tokenizer.encode("b" * 10 * SLICE, max_tokens=SLICE - 1)
     assert counted.encoded <= 2 * SLICE, "its beginning said it"
 
 
@@ -84,7 +84,7 @@ def test_a_text_that_is_far_too_long_is_not_encoded() -> None:
 def test_a_text_that_fits_is_encoded(normalizer: Any, special: Any, text: str) -> None:
     tokenizer, counted = counting(normalizer, special)
     ids = tokenizer.encode(text)
-    assert tokenizer.encode(text, most=len(ids)) == ids == list(counted.backend.encode(text).ids)
+    assert tokenizer.encode(text, max_tokens=len(ids)) == ids == list(counted.backend.encode(text).ids)
 
 
 def test_encoding_lets_other_threads_run() -> None:

@@ -15,11 +15,11 @@ from slipstream.inference.scheduler import LEAST_PROMPT, Scheduler, receivers
 
 def test_nothing_is_known_at_first_and_lines_lie_between_what_is() -> None:
     pace = Pace()
-    assert pace.most(1.0) == 0
+    assert pace.max_tokens(1.0) == 0
     pace.add(10, 0.125)
-    assert (pace.most(0.0625), pace.most(0.125), pace.most(0.375)) == (5, 10, 30)
+    assert (pace.max_tokens(0.0625), pace.max_tokens(0.125), pace.max_tokens(0.375)) == (5, 10, 30)
     pace.add(110, 0.625)
-    assert (pace.most(0.0625), pace.most(0.375), pace.most(1.25)) == (5, 60, 220)
+    assert (pace.max_tokens(0.0625), pace.max_tokens(0.375), pace.max_tokens(1.25)) == (5, 60, 220)
 
 
 def test_the_second_longest_of_the_last_few_counts() -> None:
@@ -27,12 +27,12 @@ def test_the_second_longest_of_the_last_few_counts() -> None:
     for _ in range(RECENT):
         pace.add(10, 0.1)
     pace.add(10, 5.0)  # the system's doing
-    assert pace.most(0.1) == 10
+    assert pace.max_tokens(0.1) == 10
     pace.add(10, 0.2)
-    assert pace.most(0.1) == 5
+    assert pace.max_tokens(0.1) == 5
     for _ in range(RECENT):
         pace.add(10, 0.05)  # what was is forgotten
-    assert pace.most(0.1) == 20
+    assert pace.max_tokens(0.1) == 20
 
 
 def longest_wait(seconds: Callable[[int], float], interval: float | None, *, times: int = 60) -> tuple[float, list[int]]:

@@ -374,7 +374,7 @@ def test_who_writes_to_a_copied_block_begins_again_when_a_forward_failed() -> No
     assert batch is not None and [chunk.request for chunk in batch.chunks] == [first, other]
     assert len(batch.copies) == 1 and batch.copies[0][0] in other.blocks
     model.forward(batch)
-    again = Batch(scheduler.chunks_again(batch), ())
+    again = Batch(scheduler.retryable_chunks(batch), ())
     assert [chunk.request for chunk in again.chunks] == [other] and first in scheduler.waiting
     scheduler.commit(again, model.forward(again))
     drain(scheduler, model)  # where the model sees whether each request reads its own

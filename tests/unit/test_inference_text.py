@@ -221,7 +221,7 @@ def test_a_folder(tmp_path: Path) -> None:
     ],
 )
 def test_whether_a_template_reads_tools(templates: dict[str, str], tells: bool) -> None:
-    assert Tokenizer(BACKEND, templates=templates).tells_tools is tells
+    assert Tokenizer(BACKEND, templates=templates).supports_tools is tells
 
 
 def test_a_gguf_file() -> None:

@@ -14,13 +14,13 @@ import pytest
 
 import slipstream
 from slipstream.launch.cli import build_parser, main
-from slipstream.launch.run import Start, Surroundings, plan_run
+from slipstream.launch.run import HostState, Start, plan_run
 
-AROUND = Surroundings(environ={}, directory="/work", python="/py", names=("me", "me.local"), num_devices=0, free_port=12345)
+AROUND = HostState(environ={}, directory="/work", python="/py", names=("me", "me.local"), num_devices=0, free_port=12345)
 HOSTFILE = "a slots=2\nb slots=2\n"
 
 
-def plan(line: str, around: Surroundings = AROUND) -> Start:
+def plan(line: str, around: HostState = AROUND) -> Start:
     return plan_run(build_parser().parse_args(["run", *shlex.split(line)]), around)
 
 

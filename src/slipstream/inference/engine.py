@@ -163,13 +163,13 @@ class Engine:
         end_ids: Iterable[int] = (),
         model_name: str = "model",
         sampling: Mapping[str, Any] | None = None,
-        lacking: str = "",
+        unavailable: str = "",
     ) -> None:
         """Without a tokenizer, prompts are token ids and outputs have no text. The options not listed are the scheduler's.
 
         end_ids    the model's end tokens; the tokenizer's are added
         sampling   the model's recommended SamplingParams by field name, for callers that ask for them (`recommended`)
-        lacking    if not empty, every request is rejected with this text until a `paused` block succeeds
+        unavailable    if not empty, every request is rejected with this text until a `paused` block succeeds
         """
         if token_budget < max_running:
             raise ValueError(
@@ -204,7 +204,7 @@ class Engine:
         self._outbox: list[tuple[_Sequence, Output]] = []  # to send to the sinks, without the lock
         self._failures = 0  # consecutive failed batches
         self._proven = 0  # a token of the last batch that was computed
-        self._lacking = lacking  # why it cannot serve; "" if it can
+        self._unavailable = unavailable  # why it cannot serve; "" if it can
         self._pause = threading.Lock()  # one pause at a time
         self._meters = Meters()
         self._ids = itertools.count()
@@ -367,8 +367,8 @@ class Engine:
             raise ClosedError("this process was forked after the engine was opened, and its thread is in the parent; open one here")
         if self._state is not _State.SERVING:
             raise ClosedError(f"the engine {self._state.value}{self._why and f': {self._why}'}")
-        if self._lacking and not changing:
-            raise ClosedError(self._lacking)
+        if self._unavailable and not changing:
+            raise ClosedError(self._unavailable)
 
     @contextmanager
     def paused(self, *, otherwise: str, then: str = "") -> Iterator[Pause]:
@@ -385,14 +385,14 @@ class Engine:
                 with self._lock:
                     self._scheduler.pausing = True
                     self._work.notify_all()
-                    self._work.wait_for(lambda: self._scheduler.at_rest or not self.healthy)
+                    self._work.wait_for(lambda: self._scheduler.drained or not self.healthy)
                     self._check_open(changing=True)
                 try:
                     yield pause
-                    self._lacking = then
+                    self._unavailable = then
                 except BaseException as error:
                     if pause.changed:
-                        self._lacking = f"{otherwise}: {_text(error)}"
+                        self._unavailable = f"{otherwise}: {_text(error)}"
                     raise
                 finally:
                     with self._lock:
@@ -429,14 +429,14 @@ class Engine:
     def _wait(self) -> bool:
         """Sleep until there is work. Return False if the engine is closed or dead."""
         with self._lock:
-            if self._scheduler.pausing and self._scheduler.at_rest:
+            if self._scheduler.pausing and self._scheduler.drained:
                 self._work.notify_all()
             self._work.wait_for(lambda: self._has_work or self._cancelled or not self.healthy)
             return self.healthy
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._sequences) and not (self._scheduler.pausing and self._scheduler.at_rest)
+        return bool(self._sequences) and not (self._scheduler.pausing and self._scheduler.drained)
 
     def _schedule(self) -> Batch | None:
         """End the cancelled requests and return the next batch."""
@@ -444,8 +444,8 @@ class Engine:
             for handle in self._cancelled:
                 self._end(handle.sequences, Finish.CANCELLED)
             self._cancelled.clear()
-            if self._lacking and not self._scheduler.pausing:
-                self._end(list(self._sequences.values()), Finish.ERROR, self._lacking)
+            if self._unavailable and not self._scheduler.pausing:
+                self._end(list(self._sequences.values()), Finish.ERROR, self._unavailable)
             batch = self._scheduler.schedule()
             assert batch is not None or not self._has_work, f"the scheduler has nothing to compute for {len(self._sequences)}"
         self._send_outputs()
@@ -476,7 +476,7 @@ class Engine:
         persists until the process ends) and the engine is dead."""
         self._failures += 1  # `_commit` resets it
         with self._lock:
-            chunks = self._scheduler.chunks_again(batch)
+            chunks = self._scheduler.retryable_chunks(batch)
         parts = [chunks] if chunks else []  # a stack
         failed: dict[Request, str] = {}
         while parts:

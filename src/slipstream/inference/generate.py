@@ -212,7 +212,7 @@ class InferenceEngine:
         self._forget_module("its weights were freed by sleep()")
         with self.engine.paused(otherwise=asleep, then=asleep) as pause:
             pause.changed = True
-            runner.give_back()
+            runner.free_memory()
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The token ids of a conversation ([{"role": ..., "content": ...}]), up to where the next answer starts."""
@@ -431,7 +431,7 @@ def _assemble(deltas: Iterable[Delta], num: int, n: int, params: SamplingParams)
 
 def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]) -> tuple[SamplingParams, int]:
     """Return `params`, or those of the keywords `settings`, and n."""
-    n = whole("n", n, 1)
+    n = check_int("n", n, 1)
     if params is not None:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params is {params!r:.200}; give SamplingParams, or the settings as keywords")
@@ -447,7 +447,7 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
             if value not in accepted:
                 raise ValueError(f"{word} is {value!r}; {why}")
         elif name not in known and word != "do_sample":
-            raise TypeError(f"generation has no setting {word!r}; {near(word, [*known, *_SAMPLING_ALIASES, 'do_sample'])}")
+            raise TypeError(f"generation has no setting {word!r}; {suggestion(word, [*known, *_SAMPLING_ALIASES, 'do_sample'])}")
         elif name in values and values[name] != value:
             raise ValueError(f"{name} is given twice, as {values[name]!r} and as {value!r}; give it once")
         elif value is not None:
@@ -460,11 +460,11 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
     sample = values.pop("do_sample", any(name in values for name in ("temperature", "top_k", "top_p", "min_p", "seed")))
     if not sample:
         values["temperature"] = 0.0
-    n = whole("n", values.pop("n", 1), 1)
+    n = check_int("n", values.pop("n", 1), 1)
     return SamplingParams(**values), n
 
 
-def whole(name: str, value: Any, least: int, most: int = sys.maxsize) -> int:
+def check_int(name: str, value: Any, least: int, most: int = sys.maxsize) -> int:
     """Check an integer, numpy's included, and return it as an int. Raises TypeError or ValueError."""
     bounds = f"of {least} or more" if most == sys.maxsize else f"from {least} to {most}"
     message = f"{name} is {value!r:.200}; it must be a whole number {bounds}"
@@ -475,7 +475,7 @@ def whole(name: str, value: Any, least: int, most: int = sys.maxsize) -> int:
     return int(value)
 
 
-def near(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, known: Iterable[str]) -> str:
     """The end of an error message: the known name closest to `word`, or all of them."""
     known = sorted(known)
     match = difflib.get_close_matches(word, known, n=1)

@@ -22,7 +22,7 @@ import torch
 from slipstream.extras import MissingPackageError, needs
 from slipstream.inference import generic, num_bytes, precision, recommended, trained
 from slipstream.inference.engine import Engine
-from slipstream.inference.generate import InferenceEngine, near, whole
+from slipstream.inference.generate import InferenceEngine, check_int, suggestion
 from slipstream.inference.gguf_file import open_gguf, read_gguf
 from slipstream.inference.load import is_config, load
 from slipstream.inference.models import UnsupportedModel
@@ -186,7 +186,7 @@ def _open(
     """Load the model, choose the forward and start the loop. `loop`: the other arguments of `Engine`."""
     name = model_name or (Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__)
     source = _source(model)
-    kind = precision.named(dtype)
+    kind = precision.parse_dtype(dtype)
     if group_size is not None and (kind != "int4" or group_size not in GROUP_SIZES):
         raise ValueError(f'group_size is {group_size} with dtype "{kind}"; it needs dtype="int4", and is 32, 64 or 128')
     group = group_size or GROUP_SIZES[0]
@@ -223,7 +223,7 @@ def _open(
         weights_text = "4-bit blocks as stored, else " * blocks + _weights_text(loaded.opening.kind, loaded.dtype)
         weights_text += f" ({loaded.opening.why})" if loaded.opening.why else ""
     own = passed_tokenizer or _own_tokenizer(source, metadata)
-    lacking = _NOT_YET if is_config(source) else ""
+    unavailable = _NOT_YET if is_config(source) else ""
     engine = Engine(
         opened.runner,
         own,
@@ -231,7 +231,7 @@ def _open(
         end_ids=ends,
         model_name=name,
         sampling=_sampling(source, metadata),
-        lacking=lacking,
+        unavailable=unavailable,
         **loop,
     )
     capacity = opened.runner.num_blocks * opened.runner.block_size
@@ -254,7 +254,7 @@ def _module(source: Any, kind: str, place: torch.device, group_size: int) -> Cal
 def _checked(name: str, value: Any) -> Any:
     """Check an option as far as possible without the model, and return it. Raises TypeError or ValueError."""
     if name in _INTEGERS:
-        return whole(name, num_bytes(value) if name == "kv_cache_bytes" and isinstance(value, str) else value, *_INTEGERS[name])
+        return check_int(name, num_bytes(value) if name == "kv_cache_bytes" and isinstance(value, str) else value, *_INTEGERS[name])
     types, expected = _KINDS.get(name, ((object,), ""))
     if not isinstance(value, types):
         raise TypeError(f"{name} is {value!r:.200}; it must be {expected}")
@@ -389,7 +389,7 @@ def _translated(arguments: Mapping[str, Any], known: Iterable[str]) -> dict[str,
             if requested not in off:
                 raise ValueError(f"{word}={value!r} is not served: {why}")
         elif word not in _NO_EFFECT:
-            raise TypeError(f"init_inference() has no argument {word!r}; {near(word, [*known, *_REFUSED, *_NO_EFFECT])}")
+            raise TypeError(f"init_inference() has no argument {word!r}; {suggestion(word, [*known, *_REFUSED, *_NO_EFFECT])}")
     return options
 
 

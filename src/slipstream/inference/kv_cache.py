@@ -85,7 +85,7 @@ def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(numel, 1) * dtype.itemsize), dtype=dtype)[:numel].view(*shape)
 
 
-def give_pages_back(tensor: Tensor, *, shared: bool) -> None:
+def free_pages(tensor: Tensor, *, shared: bool) -> None:
     """Free the full pages of a CPU tensor, which read as zeros afterwards. `shared`: the mapping is (`untouched_zeros`)."""
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -22,7 +22,7 @@ from slipstream.config import huggingface
 from slipstream.inference.config import DecoderConfig
 from slipstream.inference.gguf_file import GgufFile, Stored, is_block, is_block4, matrix, read_gguf
 from slipstream.inference.models import UnsupportedModel, from_hf, from_state, outline
-from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, chosen, named
+from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
 from slipstream.inference.quantize import dequantize, quantize, to_kind
 from slipstream.inference.trained import find
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
@@ -47,7 +47,7 @@ def load(
     for "int4" and dequantized for "int8"). "auto": "stored", except for GGUF files of quantized blocks, which follow the rule of
     `precision`. group_size: weights per scale in int4.
     """
-    loaded = _read(source, named(dtype), group_size, torch.device(device))
+    loaded = _read(source, parse_dtype(dtype), group_size, torch.device(device))
     kind = loaded.opening.kind
     weights = quantize(loaded.weights, kind, group_size) if kind in QUANTIZED else loaded.weights
 
@@ -244,7 +244,7 @@ def _gguf(path: Path, kind: str, group: int, device: torch.device) -> Loaded:
     opening = Opening("stored" if kind == "auto" else kind)
     if kind == "auto" and any(is_block(stored) for stored in file.tensors.values()):
         num_weights = sum(math.prod(stored.shape) for stored in file.tensors.values())
-        opening = chosen(num_weights, any(is_block4(stored) for stored in file.tensors.values()), device)
+        opening = choose(num_weights, any(is_block4(stored) for stored in file.tensors.values()), device)
     keep = opening.kind in ("stored", "int4")
     wide = torch.float32 if opening.kind in QUANTIZED else FLOATS.get(opening.kind, torch.bfloat16)
     llama = file.metadata["general.architecture"] == "llama"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slipstream.inference.config import DecoderConfig, Experts, Rope
 from slipstream.inference.core import Batch
-from slipstream.inference.kv_cache import give_pages_back, untouched_zeros
+from slipstream.inference.kv_cache import free_pages, untouched_zeros
 from slipstream.inference.models import shape_of
 from slipstream.inference.quantize import dequantize
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
@@ -411,12 +411,12 @@ class NativeDecoder:
             else:
                 self._put_mlp(layer, inside, name, weight)
 
-    def give_back(self) -> None:
+    def free_memory(self) -> None:
         """Free the memory of weights and cache. Every weight must be `put` again before the next forward."""
         for tensor in (*self._kept, *([self._embed] if self._embed_is_own else [])):
-            give_pages_back(tensor, shared=False)
+            free_pages(tensor, shared=False)
         for tensor in (self.keys, self.values):
-            give_pages_back(tensor, shared=True)
+            free_pages(tensor, shared=True)
 
     def _put_embedding(self, weight: Tensor) -> None:
         """The first time, allocates memory: the old embedding may be mapped from a file or be a live model's."""

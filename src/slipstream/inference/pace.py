@@ -19,7 +19,7 @@ class Pace:
     def add(self, tokens: int, seconds: float) -> None:
         self._recent.setdefault(tokens.bit_length(), deque(maxlen=RECENT)).append((seconds, tokens))
 
-    def most(self, seconds: float) -> int:
+    def max_tokens(self, seconds: float) -> int:
         """How many tokens a forward of `seconds` computes; 0 if no forward is known."""
         tokens, elapsed = 0, 0.0  # of the largest known forward that is short enough
         for bits in sorted(self._recent):

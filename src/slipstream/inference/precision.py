@@ -31,7 +31,7 @@ class Opening(NamedTuple):
     why: str = ""  # for the log; "" if it was requested
 
 
-def named(dtype: torch.dtype | str | None) -> str:
+def parse_dtype(dtype: torch.dtype | str | None) -> str:
     """The entry of DTYPES for a torch.dtype, its name or a short name. Raises ValueError."""
     word = "auto" if dtype is None else str(dtype).removeprefix("torch.").lower()
     word = _LONG.get(word, word)
@@ -45,7 +45,7 @@ def short(kind: str) -> str:
     return _SHORT.get(kind, kind)
 
 
-def chosen(num_weights: int, has_4bit: bool, device: torch.device) -> Opening:
+def choose(num_weights: int, has_4bit: bool, device: torch.device) -> Opening:
     """Choose for a file of quantized blocks, see [Note: The rule]."""
     free = free_memory(device)
     wide, limit = 2 * num_weights, free * _EASILY[device.type]

@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.config import huggingface
 from slipstream.inference.core import SamplingParams
 
-UNSTATED: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}  # defaults for conversations if the model has none
+DEFAULTS: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}  # defaults for conversations if the model has none
 
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _GGUF = {  # llama.cpp's keys
@@ -55,6 +55,6 @@ def of_model(model: Any) -> dict[str, Any]:
     return {} if generation is None else of_generation(generation.to_diff_dict())
 
 
-def said(sampling: Mapping[str, Any]) -> str:
+def describe(sampling: Mapping[str, Any]) -> str:
     """The settings as text, for the log."""
     return ", ".join(f"{name} {value:g}" for name, value in sampling.items())

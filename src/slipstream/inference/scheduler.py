@@ -14,7 +14,7 @@ budget and blocks are left. The engine's loop is
         ...                                                 # tokens: the new ones; request.finish: why it ended, if it did
 
 `add` and `finish` may be called at any time, also between `schedule` and `commit`. A batch whose forward failed may be computed
-and committed in parts, see `chunks_again`; `finish(request, Finish.ERROR)` ends a request that cannot be computed at all.
+and committed in parts, see `retryable_chunks`; `finish(request, Finish.ERROR)` ends a request that cannot be computed at all.
 
 [Note: No starvation]
 Requests are ordered by `arrival + patience * priority`, then by order of `add`; lower is more important. The order decides who is
@@ -113,7 +113,7 @@ class Scheduler:
         self.pace = Pace()  # durations of past forwards, for token_interval
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.pausing = False  # admit only requests that have run before; `at_rest` once these have ended
+        self.pausing = False  # admit only requests that have run before; `drained` once these have ended
         self.counters = Counters()
         self._entries: dict[Request, _Entry] = {}
         self._num_added = 0
@@ -164,12 +164,12 @@ class Scheduler:
         request.phase, request.finish = Phase.FINISHED, reason
 
     @property
-    def at_rest(self) -> bool:
+    def drained(self) -> bool:
         """True if no unfinished request has run: none holds blocks or tokens that depend on the current weights."""
         return not any(entry.admitted for entry in self._entries.values())
 
     def schedule(self) -> Batch | None:
-        """The next forward, of at most token_budget tokens. None if there is nothing to do, or while `pausing` and `at_rest`."""
+        """The next forward, of at most token_budget tokens. None if there is nothing to do, or while `pausing` and `drained`."""
         plan = _Plan(self._budget())
         if self.split:
             self._generate(plan)
@@ -203,7 +203,7 @@ class Scheduler:
             outputs += [Output(one, self._append(one, sampled[one])) for one in sampling]
         return outputs
 
-    def chunks_again(self, batch: Batch) -> tuple[Chunk, ...]:
+    def retryable_chunks(self, batch: Batch) -> tuple[Chunk, ...]:
         """The chunks of a failed batch that can be computed again, whether its block copies were made or not.
 
         Requests that write to a copied block are preempted and start over. The copy cannot be repeated: its source may belong to
@@ -221,7 +221,7 @@ class Scheduler:
         generating = sum(_pending(request) == 1 for request in self.running)
         if self.token_interval is None or not generating:
             return self.token_budget
-        return min(self.token_budget, max(self.pace.most(self.token_interval), generating + LEAST_PROMPT))
+        return min(self.token_budget, max(self.pace.max_tokens(self.token_interval), generating + LEAST_PROMPT))
 
     def _generate(self, plan: _Plan) -> None:
         """Add one token for each generation; if it needs a block and none is free, less important requests are preempted."""

@@ -39,8 +39,8 @@ ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 class TooLongError(ValueError):
     """A text exceeds the allowed number of tokens."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(f"the text has more than {most} tokens")
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(f"the text has more than {max_tokens} tokens")
 
 
 class Tokenizer:
@@ -149,28 +149,28 @@ class Tokenizer:
             with suppress(jinja2.TemplateError):  # `chat` reports it
                 self._template(name)
 
-    def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, max_tokens: int | None = None) -> list[int]:
         """`special`: add the tokens that start every text (BOS). Not for `chat`'s text, in which the template writes them.
 
-        Raises TooLongError, without encoding all of it, for a text of many more than `most` tokens; one of a few more is returned.
+        Raises TooLongError, without encoding all of it, if the text has many more than `max_tokens`; a few more are returned.
         A long text is encoded without the GIL."""
-        if most is not None and self._exceeds(text, most):
-            raise TooLongError(most)
+        if max_tokens is not None and self._exceeds(text, max_tokens):
+            raise TooLongError(max_tokens)
         if len(text) < LONG:
             return list(self.backend.encode(text, add_special_tokens=special).ids)
         return list(self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
-    def _exceeds(self, text: str, most: int) -> bool:
+    def _exceeds(self, text: str, max_tokens: int) -> bool:
         """Encode slice by slice. Slices have the tokens of the whole text plus a few at the cuts, so more than twice the limit is
         too long. (Spaces that a special token would absorb count too; no real prompt has thousands of them.)"""
-        if len(text) > most * self._max_chars:
+        if len(text) > max_tokens * self._max_chars:
             return True
-        if len(text) <= max(SLICE, DENSE * most):
+        if len(text) <= max(SLICE, DENSE * max_tokens):
             return False
         count = 0
         for begin in range(0, len(text), SLICE):
             count += len(self.backend.encode_batch_fast([text[begin : begin + SLICE]], add_special_tokens=False)[0])
-            if count > 2 * most:
+            if count > 2 * max_tokens:
                 return True
         return False
 
@@ -203,7 +203,7 @@ class Tokenizer:
         return self._compiled[name]
 
     @cached_property
-    def tells_tools(self) -> bool:
+    def supports_tools(self) -> bool:
         """Whether the chat template passes tools on to the model; many ignore them."""
         with needs("a chat template", extra="serve"):
             from jinja2 import meta

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 
 from slipstream.observe.host import Pressure
 
-__all__ = ["Extract", "Failure", "decode", "encode", "explain", "first", "in_brief", "is_consequence", "render", "shell_code"]
+__all__ = ["Extract", "Failure", "decode", "encode", "explain", "first", "is_consequence", "render", "shell_code", "summary_of"]
 
 MARK = "\x1eslipstream-failure "
 LONGEST = 16_000  # characters of a traceback or message; a longer one loses its middle
@@ -203,7 +203,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def in_brief(failure: Failure) -> str:
+def summary_of(failure: Failure) -> str:
     """One failure in half a line: the rank, and its message or exit code."""
     if failure.message:
         return f"rank {failure.rank}: {failure.message.splitlines()[0]}"

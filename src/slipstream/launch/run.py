@@ -1,6 +1,6 @@
 """`slipstream run`: turn the arguments and this host's state into a job and its commands, and run them.
 
-`Surroundings` is all that is read from this host. `plan_run`, a pure function, decides everything from it and the arguments; only
+`HostState` is all that is read from this host. `plan_run`, a pure function, decides everything from it and the arguments; only
 `execute` has side effects.
 """
 
@@ -22,14 +22,14 @@ from slipstream.launch import commands, environment, hosts
 from slipstream.launch.commands import Command, Job
 from slipstream.launch.hosts import Host
 
-__all__ = ["Start", "Surroundings", "execute", "look_around", "plan_run"]
+__all__ = ["HostState", "Start", "execute", "plan_run", "read_host"]
 
 DEFAULT_PORT = 29500  # torch's default, for jobs on several hosts
 _THIS_HOST = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class HostState:
     """The state of this host that `plan_run` depends on."""
 
     environ: Mapping[str, str]
@@ -52,7 +52,7 @@ class Start:
     notes: tuple[str, ...]  # for the user, printed before the start
 
 
-def _hosts(options: argparse.Namespace, around: Surroundings) -> tuple[Host, ...]:
+def _hosts(options: argparse.Namespace, around: HostState) -> tuple[Host, ...]:
     """Hosts and devices after all filters. Without a hostfile: this host, with a device per rank."""
     if around.hostfile is not None:
         selected = hosts.parse_hostfile(around.hostfile, options.hostfile)
@@ -66,7 +66,7 @@ def _hosts(options: argparse.Namespace, around: Surroundings) -> tuple[Host, ...
     return hosts.limit(selected, options.num_nodes if around.hostfile is not None else None, options.nproc)
 
 
-def _default_launcher(options: argparse.Namespace, around: Surroundings, chosen: Sequence[Host], place: Node | None) -> str:
+def _default_launcher(options: argparse.Namespace, around: HostState, chosen: Sequence[Host], place: Node | None) -> str:
     if options.launcher:
         return str(options.launcher)
     if options.node_rank is not None or options.no_ssh or place is not None:
@@ -78,7 +78,7 @@ def _default_launcher(options: argparse.Namespace, around: Surroundings, chosen:
     return "slurm" if in_allocation and (options.num_nodes or 2) > 1 else "local"
 
 
-def _node_of_this_host(options: argparse.Namespace, around: Surroundings, chosen: Sequence[Host], place: Node | None) -> Node:
+def _node_of_this_host(options: argparse.Namespace, around: HostState, chosen: Sequence[Host], place: Node | None) -> Node:
     """The node rank and master address of this host, when each host starts only its own ranks."""
     num_nodes = len(chosen) if around.hostfile is not None else options.num_nodes or (place.num_nodes if place else 1)
     if options.node_rank is not None:
@@ -102,7 +102,7 @@ def _node_of_this_host(options: argparse.Namespace, around: Surroundings, chosen
     return Node(num_nodes=num_nodes, node_rank=node_rank, master_addr=master, master_port=port)
 
 
-def _exports(options: argparse.Namespace, around: Surroundings) -> tuple[dict[str, str], list[str]]:
+def _exports(options: argparse.Namespace, around: HostState) -> tuple[dict[str, str], list[str]]:
     """The variables of the environment files, and a note on each file."""
     merged: dict[str, str] = {}
     notes = []
@@ -128,7 +128,7 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _describe_local(options: argparse.Namespace, around: Surroundings, num_ranks: int, place: Node) -> str:
+def _describe_local(options: argparse.Namespace, around: HostState, num_ranks: int, place: Node) -> str:
     text = f"{_counted(num_ranks, 'rank')} on this host"
     if options.nproc is None and around.hostfile is None:
         devices = _counted(around.num_devices, "CUDA device")
@@ -139,7 +139,7 @@ def _describe_local(options: argparse.Namespace, around: Surroundings, num_ranks
     return text
 
 
-def _start_here(options: argparse.Namespace, around: Surroundings, job: Job, place: Node) -> Start:
+def _start_here(options: argparse.Namespace, around: HostState, job: Job, place: Node) -> Start:
     """Plan one node, whose agent runs in this process."""
     exports, notes = _exports(options, around)
     here = job.hosts[place.node_rank if around.hostfile is not None and len(job.hosts) > 1 else 0]
@@ -153,7 +153,7 @@ def _start_here(options: argparse.Namespace, around: Surroundings, job: Job, pla
     return Start(commands=(), agent=tuple(agent), env=env, notes=(summary, *notes))
 
 
-def _start_elsewhere(options: argparse.Namespace, around: Surroundings, job: Job, launcher: str) -> Start:
+def _start_elsewhere(options: argparse.Namespace, around: HostState, job: Job, launcher: str) -> Start:
     """Plan several nodes, or a launcher that starts the ranks itself."""
     from_files, notes = _exports(options, around)
     if options.ssh_port and launcher not in ("ssh", "pdsh"):
@@ -184,7 +184,7 @@ def _start_elsewhere(options: argparse.Namespace, around: Surroundings, job: Job
     return Start(commands=tuple(started), agent=None, env={}, notes=(summary, *notes))
 
 
-def plan_run(options: argparse.Namespace, around: Surroundings) -> Start:
+def plan_run(options: argparse.Namespace, around: HostState) -> Start:
     """Decide how `slipstream run` starts the job. Raises ValueError for invalid or incomplete options."""
     if options.module and options.no_python:
         raise ValueError("--module and --no_python are mutually exclusive: a module needs Python")
@@ -236,7 +236,7 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def look_around(options: argparse.Namespace) -> Surroundings:
+def read_host(options: argparse.Namespace) -> HostState:
     """Read the state of this host for `plan_run`. Raises ValueError if a file cannot be read."""
     hostfile = None
     try:
@@ -247,7 +247,7 @@ def look_around(options: argparse.Namespace) -> Surroundings:
         raise ValueError(f"cannot read {error.filename}: {error.strerror}") from None
     import torch
 
-    return Surroundings(
+    return HostState(
         environ=dict(os.environ),
         directory=os.getcwd(),
         python=sys.executable,
@@ -275,7 +275,7 @@ def _check_program(options: argparse.Namespace) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Run the `slipstream run` command. Returns the exit code."""
-    start = plan_run(options, look_around(options))
+    start = plan_run(options, read_host(options))
     if start.agent is not None:
         _check_program(options)
     if not options.quiet:

@@ -73,9 +73,9 @@ def chat(options: argparse.Namespace) -> int:
         import readline  # noqa: F401  # adds line editing and history to input()
     explicit = _sampling(options)
     with _engine(options) as engine:
-        defaults = engine.engine.sampling or recommended.UNSTATED
+        defaults = engine.engine.sampling or recommended.DEFAULTS
         sampling = {**defaults, **explicit}
-        _note(f"sampling with {recommended.said({name: sampling[name] for name in defaults})}")
+        _note(f"sampling with {recommended.describe({name: sampling[name] for name in defaults})}")
         messages = _system(options)
         engine.chat_prompt([*messages, _user("Hello")])  # raises now if the chat template is missing or rejects the roles
         _note(_HELP)
@@ -112,7 +112,7 @@ def serve(options: argparse.Namespace) -> int:
         if options.weights_socket is not None:
             stack.enter_context(handover.Receiver(engine, options.weights_socket))
         if engine.engine.sampling:
-            _note(f"sampling defaults of chats: {recommended.said(engine.engine.sampling)}")
+            _note(f"sampling defaults of chats: {recommended.describe(engine.engine.sampling)}")
         for listener in sockets:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections of a previous server may linger
         try:

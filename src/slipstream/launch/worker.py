@@ -33,7 +33,7 @@ from typing import NoReturn
 from slipstream import brief
 from slipstream import discover as places
 from slipstream.launch.environment import FAILURES
-from slipstream.launch.failure import Failure, decode, encode, first, in_brief, is_consequence, shorten
+from slipstream.launch.failure import Failure, decode, encode, first, is_consequence, shorten, summary_of
 
 __all__ = ["EXIT_S", "main", "read_records", "read_stack"]
 
@@ -146,7 +146,7 @@ def _announce_restart(place: Place) -> None:
     failures = records + [death for death in read_deaths(place.folder, place.attempt - 1) if death.rank not in known]
     reason = "a rank ended without a failure record"
     if failures and not first(failures).stopped:
-        reason = in_brief(first(failures))
+        reason = summary_of(first(failures))
     elif os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         reason = "a failure on another node"
     max_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")

@@ -60,14 +60,14 @@ class NativeSteps(ShardedSteps):
     ) -> None:
         super().__init__(inner, units)
         self.rule, self.form, self.homes = rule, form, units[0].homes
-        self.apart, self.streams = self.homes.apart, Tier.DISK in (self.homes.tiers.optim, self.homes.tiers.weights)
+        self.steps_on_host, self.streams = self.homes.steps_on_host, Tier.DISK in (self.homes.tiers.optim, self.homes.tiers.weights)
         self.chunk_numel, self.num_buffers = chunk_numel, num_buffers
         self.stores: dict[int, dict[str, Store]] = {}  # unit index -> the rule's states, or their codes
         self.scales: dict[int, dict[str, Tensor]] = {}  # unit index -> scales of codes; always in memory, 1/64 byte per element
         self._chunks: dict[int, list[Chunk]] = {}
         self._runs: dict[int, list[Run]] = {}
         self._options: list[dict[str, Any]] = []
-        self.by_unit += [self.stores, self.scales, self._chunks]
+        self.unit_tables += [self.stores, self.scales, self._chunks]
 
     def drop(self, unit: Unit) -> None:
         for store in self.stores.pop(unit.index, {}).values():
@@ -93,8 +93,8 @@ class NativeSteps(ShardedSteps):
                     piece.step = int(initial.get("step", 1))
         return self.stores[unit.index]
 
-    def not_computed(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        return rules.not_computed(self.inner, self.rule, groups)
+    def unsupported_option(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        return rules.unsupported_option(self.inner, self.rule, groups)
 
     def prepare(self, units: Sequence[Unit]) -> object:
         self._options = [

@@ -191,7 +191,7 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
     return None
 
 
-def not_computed(optimizer: Optimizer, rule: Rule | None, groups: Sequence[Mapping[str, Any]]) -> str:
+def unsupported_option(optimizer: Optimizer, rule: Rule | None, groups: Sequence[Mapping[str, Any]]) -> str:
     """The error text for a group option that differs from the one chosen at `initialize`, or "" if there is none."""
     chosen = rule.chosen if rule is not None else {}
     if rule is None and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):

@@ -58,14 +58,14 @@ class ShardedSteps(ABC):
     """
 
     ring: Ring | None = None  # the buffers for chunks that are not stored where the optimizer steps
-    apart = False  # steps on the host, while the device computes
+    steps_on_host = False  # steps on the host, while the device computes
     streams = False  # states or weights of some rank are on disk and pass through its ring
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
         self.inner = inner
         self.pieces: dict[int, list[Piece]] = {}  # unit index -> this rank's
         self.groups: dict[int, list[int | None]] = {}  # unit index -> the group of each of its parameters, on every rank
-        self.by_unit: list[dict[int, Any]] = [self.pieces, self.groups]  # all dicts whose key is a unit's index
+        self.unit_tables: list[dict[int, Any]] = [self.pieces, self.groups]  # all dicts whose key is a unit's index
         # Some optimizers make state when they are built (Adagrad), and a user's may have stepped: that state is sharded here
         self._initial: dict[Tensor, dict[str, Any]] = dict(inner.state)
         inner.state.clear()
@@ -82,7 +82,7 @@ class ShardedSteps(ABC):
                 first = torch.tensor(groups[piece.group]["initial_accumulator_value"], dtype=unit.dtypes.master)
                 self._initial.setdefault(piece.param, {"step": torch.tensor(0.0), "sum": first.expand(piece.shape)})
 
-    def take_given(self, units: Iterable[Unit]) -> None:
+    def adopt_initial_state(self, units: Iterable[Unit]) -> None:
         """Copy the optimizer's initial state to the states of the units, and forget it."""
         for unit in (unit for unit in units if unit.grads is not None):
             for piece in self.pieces[unit.index]:
@@ -93,7 +93,7 @@ class ShardedSteps(ABC):
     def renumber(self, units: Iterable[tuple[int, Unit]]) -> None:
         """Update indices and names after a change of the model. `units`: (previous index, unit); drops entries of all others."""
         pairs = list(units)
-        for entries in self.by_unit:
+        for entries in self.unit_tables:
             moved = {unit.index: entries[before] for before, unit in pairs if before in entries}
             entries.clear()
             entries.update(moved)
@@ -117,7 +117,7 @@ class ShardedSteps(ABC):
         return result
 
     @abstractmethod
-    def not_computed(self, groups: Sequence[Mapping[str, Any]]) -> str:
+    def unsupported_option(self, groups: Sequence[Mapping[str, Any]]) -> str:
         """The error text for an option of these groups that `step` does not support, or "" if there is none."""
 
     def groups_loaded(self) -> None:
@@ -176,14 +176,14 @@ class TorchSteps(ShardedSteps):
         super().__init__(inner, units)
         self.whole, self.state_dtype = whole, state_dtype
         self.stepped: dict[int, list[Tensor]] = {}  # unit index -> one leaf per piece, a view of the master
-        self.by_unit.append(self.stepped)
+        self.unit_tables.append(self.stepped)
         inner.register_step_pre_hook(self._refuse_outside)
         self._stepping = False
         self._before: list[dict[str, Any]] = []  # each group's values at the beginning of the engine's step
         self._after: dict[int, dict[str, Any]] = {}  # of the groups that have advanced since
 
-    def not_computed(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        return rules.not_computed(self.inner, None, groups)
+    def unsupported_option(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        return rules.unsupported_option(self.inner, None, groups)
 
     def begin(self, units: Sequence[Unit]) -> None:
         self._before = [_values(group) for group in self.inner.param_groups]

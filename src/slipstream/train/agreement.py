@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.config import Plan
 from slipstream.config.plan import plan_values
-from slipstream.zero.watch import PeerLostError, is_lost
+from slipstream.zero.watch import PeerLostError, is_lost_rank
 
 _MOST_SHOWN = 5
 # Keys that may differ between ranks: disks and their tuning, logging, timeouts.
@@ -133,7 +133,7 @@ def _gather(value: Any, group: Any) -> list[Any]:
     try:
         dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
-        if is_lost(error):
+        if is_lost_rank(error):
             raise PeerLostError("another rank ended before initialize(): see that rank's output for the reason") from error
         raise
     return values

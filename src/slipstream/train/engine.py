@@ -29,7 +29,7 @@ from slipstream.ops.disk import DiskError
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.train import activation, compiled
 from slipstream.train import step as window
-from slipstream.train.gate import LETS_THROUGH, Block, Gate
+from slipstream.train.gate import IGNORED_BLOCKS, Block, Gate
 from slipstream.train.precision import Precision
 from slipstream.train.progress import Progress
 from slipstream.zero import access
@@ -200,7 +200,7 @@ class Engine(nn.Module):
         """
         self.gate.check("step")
         boundary = self.at_boundary
-        if boundary and self.steps is not None and (why := self.steps.not_computed(self.steps.inner.param_groups)):
+        if boundary and self.steps is not None and (why := self.steps.unsupported_option(self.steps.inner.param_groups)):
             raise ValueError(f"engine.step(): {why}")
         self.micro_steps += 1
         self.step_applied = False
@@ -574,7 +574,7 @@ class Engine(nn.Module):
         try:
             self._settle_disk()
         except (DiskError, RuntimeError) as failure:
-            if Block.BROKEN not in self.gate or Block.BROKEN not in LETS_THROUGH.get(method, ()):
+            if Block.BROKEN not in self.gate or Block.BROKEN not in IGNORED_BLOCKS.get(method, ()):
                 raise
             logger.error("%s: %s", method, failure)
 
@@ -626,7 +626,7 @@ class Engine(nn.Module):
         try:
             yield
         except BaseException as error:
-            operation.give_up(error)
+            operation.abort(error)
             raise
         with self.watch.guard("surgery"), torch.no_grad():
             operation.finish()

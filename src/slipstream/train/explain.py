@@ -136,7 +136,7 @@ class Forecast:
 
     @property
     def rest(self) -> tuple[Line, ...]:
-        return predict.at_rest(self.parts, self.setting)
+        return predict.idle_memory(self.parts, self.setting)
 
     @property
     def peak(self) -> Peak | None:

@@ -20,7 +20,7 @@ class Block(Enum):
 
 
 # The blocks that each call ignores; all others block it. An asynchronous save in flight needs none of the states.
-LETS_THROUGH: Mapping[str, frozenset[Block]] = {
+IGNORED_BLOCKS: Mapping[str, frozenset[Block]] = {
     "destroy": frozenset(Block),
     "finish_save": frozenset(Block) - {Block.DESTROYED},
     "explain": frozenset({Block.AVERAGED}),
@@ -52,5 +52,5 @@ class Gate:
     def check(self, call: str) -> None:
         """Raise RuntimeError if a block refuses `call`, a method's name or "gathered"."""
         for block in Block if self.reasons else ():
-            if block in self.reasons and block not in LETS_THROUGH.get(call, ()):
+            if block in self.reasons and block not in IGNORED_BLOCKS.get(call, ()):
                 raise RuntimeError(self.reasons[block])

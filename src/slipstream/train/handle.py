@@ -59,14 +59,14 @@ class OptimizerHandle(torch.optim.Optimizer):
         from slipstream.train import optimizer_state
 
         with self.engine.together("optimizer.state_dict"):
-            return optimizer_state.whole(self.engine)
+            return optimizer_state.gather(self.engine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this optimizer, or of a plain torch one over the same parameters. Collective; same on all ranks."""
         from slipstream.train import optimizer_state
 
         with self.engine.together("optimizer.load_state_dict"):
-            optimizer_state.take(self.engine, state_dict)
+            optimizer_state.load(self.engine, state_dict)
 
     def __repr__(self) -> str:
         return f"OptimizerHandle({self.optimizer!r})"

@@ -29,9 +29,9 @@ from slipstream.train.data import StatefulLoader, distributed_loader
 from slipstream.train.engine import Engine, Parts
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.precision import Precision
-from slipstream.train.progress import introduce
+from slipstream.train.progress import log_plan
 from slipstream.train.schedules import build_scheduler, check_steps_alone
-from slipstream.train.tiers import open_spaces, say_what_stays, tiers_of
+from slipstream.train.tiers import open_spaces, tiers_of, warn_of_resident_weights
 from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import Recipe, build_units, connect, convert_buffers
@@ -111,7 +111,7 @@ def initialize(
     check_alike(facts_of_run(plan, model, device), group)
     if size == 1 or dist.get_rank(group) == 0:
         keys.say(loaded.notes)
-        introduce(plan)
+        log_plan(plan)
         if overrides:
             logger.info("no optimizer: offload_param applies at any configured stage, as in stage 3 with one rank per shard group")
     mesh = data_mesh(plan.zero.shard_size, group)
@@ -261,7 +261,7 @@ def _engine(
         failed.pop_all()
     if tiers.weights is Tier.DISK and comms.data.rank == 0:
         kept = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)
-        say_what_stays(plan.offload, plan.sources, sum(unit.weights.numel for unit in units), kept)
+        warn_of_resident_weights(plan.offload, plan.sources, sum(unit.weights.numel for unit in units), kept)
     convert_buffers(model, recipe.weights_dtype, precision.buffer_dtype)
     steps: ShardedSteps | None = None
     if inner is not None and rule is not None:

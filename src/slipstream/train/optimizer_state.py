@@ -31,7 +31,7 @@ def _params(engine: Engine) -> Iterator[tuple[int, Unit, int]]:
             yield number, *known[id(param)]
 
 
-def whole(engine: Engine) -> dict[str, Any]:
+def gather(engine: Engine) -> dict[str, Any]:
     """Gather the complete state_dict. Collective; all ranks return the same."""
     steps = engine.steps
     assert steps is not None, "the engine has an optimizer"
@@ -56,7 +56,7 @@ def _as_in_torch(name: str, value: Any) -> Any:
     return torch.tensor(float(value)) if name == "step" and not isinstance(value, Tensor) else value
 
 
-def take(engine: Engine, saved: Mapping[str, Any]) -> None:
+def load(engine: Engine, saved: Mapping[str, Any]) -> None:
     """Load a state_dict of `whole`, or of a plain model. Collective; same on all ranks. Raises ValueError, with nothing changed."""
     steps = engine.steps
     assert steps is not None, "the engine has an optimizer"
@@ -72,7 +72,7 @@ def take(engine: Engine, saved: Mapping[str, Any]) -> None:
                     f"load_state_dict(): {name} of {unit.names[i]!r} has shape {tuple(value.shape)}, but the parameter has shape "
                     f"{tuple(unit.layout.slots[i].shape)}"
                 )
-    if why := steps.not_computed(saved["param_groups"]):
+    if why := steps.unsupported_option(saved["param_groups"]):
         raise ValueError(f"load_state_dict(): {why}")
     _refuse_unknown(engine, params, saved["state"])
     for group, values in zip(groups, saved["param_groups"], strict=True):

@@ -72,7 +72,7 @@ class Setting:
         return self.tiers.ahead and self.streams and not self.coded and self.copies == 1 and self.placement.weights != ()
 
     @property
-    def apart(self) -> bool:
+    def steps_on_host(self) -> bool:
         """The optimizer steps on the host while the model is on a GPU."""
         return not self.on_host and self.tiers.optim is not Tier.DEVICE
 
@@ -193,7 +193,7 @@ def chunks_of(part: Part, states: Mapping[str, State], setting: Setting) -> Iter
     weights = states["weights"] if setting.placement.weights else State(owned, part.weights, Tier.DEVICE)
     uses = [Use(states["grads"], True, False), Use(weights, not part.has_master, True)]
     uses += [Use(state, True, True) for name, state in states.items() if name not in ("weights", "grads")]
-    over = [use.state for use in uses if setting.apart and use.state.tier is Tier.DEVICE]  # copied to the host and back
+    over = [use.state for use in uses if setting.steps_on_host and use.state.tier is Tier.DEVICE]  # copied to the host and back
     away = [use.state for use in uses if use.state.is_away(owned)]
     start = 0
     for edge in sorted({owned, *(state.head for state in away if state.head)}) if away or over else []:
@@ -235,7 +235,7 @@ class Peak(NamedTuple):
         return self.total(Tier.DEVICE, Tier.HOST)
 
 
-def at_rest(parts: Sequence[Part], setting: Setting) -> tuple[Line, ...]:
+def idle_memory(parts: Sequence[Part], setting: Setting) -> tuple[Line, ...]:
     """The memory that is allocated all the time."""
     totals: Counter[tuple[str, str, Tier]] = Counter()
 
@@ -275,7 +275,7 @@ def peak(parts: Sequence[Part], setting: Setting, profile: Profile) -> Peak:
     """Peak memory of a step: the permanent memory, and the maximum over forward, backward, settle and update."""
     moments = [*_computing(parts, setting, profile), *_stepping(parts, setting)]
     lines, when = max(moments, key=lambda moment: sum(line.nbytes for line in moment[0]))
-    return Peak((*at_rest(parts, setting), *(line for line in lines if line.nbytes)), when)
+    return Peak((*idle_memory(parts, setting), *(line for line in lines if line.nbytes)), when)
 
 
 def _computing(parts: Sequence[Part], setting: Setting, profile: Profile) -> Iterator[tuple[list[Line], str]]:
@@ -462,7 +462,7 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
     backward = max(compute["backward"], moved(flows.backward)) + flows.backward.wire / rates.wire
     later = max(compute["backward"], moved(flows.backward.plus(flows.again))) + flows.backward.wire / rates.wire
     update = max(updated / rates.memory, moved(flows.update)) + flows.update.wire / rates.wire
-    streams = setting.placement.weights and (flows.update.disk_read or flows.update.disk_written or setting.apart)
+    streams = setting.placement.weights and (flows.update.disk_read or flows.update.disk_written or setting.steps_on_host)
     overlapped = forward + (later if k > 1 else backward) if setting.ahead else forward
     hidden = min(overlapped, update - (updated / rates.memory if setting.on_host else 0.0)) if streams else 0.0
     flops = k * (profile.forward.flops + profile.backward.flops)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("slipstream.train")
 
 
-def introduce(plan: Plan) -> None:
+def log_plan(plan: Plan) -> None:
     """Log the config keys that have no effect and, with `dump_state`, the whole plan. Called on one rank."""
     package = logging.getLogger("slipstream")
     logs = plan.steps_per_print or plan.wall_clock_breakdown or plan.dump_state or plan.log_level

@@ -364,7 +364,7 @@ def _take_scalars(engine: Engine, saved: Any, undo: list[Callable[[], None]], la
         part = {key: options[key] for key in common}
         _check_like(part, {key: group[key] for key in common}, f"optimizer group {i}", _OWN_OPTIMIZER)
         group.update({key: value for key, value in options.items() if key != "params"})
-    if why := steps.not_computed(groups):
+    if why := steps.unsupported_option(groups):
         raise CheckpointError(f"its {why}; {_OWN_OPTIMIZER}")
     steps.groups_loaded()
     for steps, unit, piece in entries.pieces(engine, exclude):

@@ -26,7 +26,7 @@ from slipstream.train import entries
 from slipstream.train.gate import Block
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.placement import Tier
-from slipstream.zero.shared import give_back_pages
+from slipstream.zero.shared import free_pages
 from slipstream.zero.store import HostStore, MemoryStore, Space, Store, range_nbytes
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
     asleep.empty()
     if engine.steps is not None and engine.homes.lane is None:
         engine.steps.ring = None
-    return nbytes + (engine.homes.give_back() if "gradients" in kinds else 0)
+    return nbytes + (engine.homes.free_buffers() if "gradients" in kinds else 0)
 
 
 def wake(engine: Engine) -> None:
@@ -126,7 +126,7 @@ class Asleep:
             if tensor.untyped_storage().resizable():
                 tensor.untyped_storage().resize_(0)
             else:
-                give_back_pages(tensor)
+                free_pages(tensor)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

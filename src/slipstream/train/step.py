@@ -156,7 +156,7 @@ class Ahead:
     def put(self, unit: Unit, chunks: Sequence[Chunk]) -> bool:
         """Enqueue a unit's chunks. Returns whether the caller must start a job: a job ends as soon as the queue is empty."""
         assert unit.grads is not None
-        moving = unit.homes.on_its_way(unit.grads)
+        moving = unit.homes.writes_in_flight(unit.grads)
         with self._lock:
             self.revisions[unit.index] = unit.revision
             self._waiting.extend((unit, chunk, moving) for chunk in chunks)
@@ -242,9 +242,9 @@ class Updater:
 
     def offer(self, unit: Unit) -> None:
         """Update a unit ahead, if that can be undone. Its gradients are reduced, probably for the last time before `start`."""
-        if self.expected is None or self.steps.ring is None or self.steps.apart or not unit.placement.weights:
+        if self.expected is None or self.steps.ring is None or self.steps.steps_on_host or not unit.placement.weights:
             return
-        if self.steps.not_computed(self.steps.inner.param_groups):
+        if self.steps.unsupported_option(self.steps.inner.param_groups):
             return  # `Engine.step` raises it
         chunks = [chunk for chunk in self.steps.chunks(unit) if chunk.may_be_ahead]
         if not chunks or not all(store.keeps_old for store in _written_to_disk(chunks)):
@@ -290,8 +290,8 @@ class Updater:
         self.steps.begin(trainable)
         for unit in trainable:
             unit.expire_graphs()
-        if not (self.steps.streams or self.steps.apart) or not all(unit.placement.weights for unit in trainable):
-            self._run(trainable[::-1] if self.steps.apart else trainable, scale, {}, None)
+        if not (self.steps.streams or self.steps.steps_on_host) or not all(unit.placement.weights for unit in trainable):
+            self._run(trainable[::-1] if self.steps.steps_on_host else trainable, scale, {}, None)
             return
         done: dict[int, Future[list[Transfer]]] = {unit.index: Future() for unit in trainable}
         for unit in trainable:

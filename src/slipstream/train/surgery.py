@@ -94,7 +94,7 @@ class Surgery:
         steps.inner.add_param_group(group)
         with ExitStack() as failed:
             failed.callback(groups.pop)
-            if why := steps.not_computed(groups):
+            if why := steps.unsupported_option(groups):
                 raise ValueError(f"add_param_group(): {why}")
             if self.engine.lr_scheduler is not None:
                 failed.callback(schedules.add_group(self.engine.lr_scheduler, None if rate is None else float(rate)))
@@ -126,7 +126,7 @@ class Surgery:
         self.undo.pop_all()
         self._close("", is_changed=False)
 
-    def give_up(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Discard the values that the user's code wrote, because it raised on this rank."""
         why, is_changed = f"{type(error).__name__}: {error}", self._is_changed()
         if isinstance(error, Exception) and not isinstance(error, PeerError):
@@ -172,7 +172,7 @@ class Surgery:
         for unit in engine.units:
             unit.on_touch = None
             if unit in self.copies:
-                access.take_back(unit, range(len(unit.params)), self.copies[unit], None, write=False)
+                access.end_lend(unit, range(len(unit.params)), self.copies[unit], None, write=False)
             elif not unit.placement.weights:
                 for param, view in zip(unit.params, unit.views, strict=True):
                     if param.data_ptr() != view.data_ptr():  # discard `p.data = ...`
@@ -380,7 +380,7 @@ class Change:
         if engine.updater is not None:
             engine.updater.finish()
         if steps is not None:
-            steps.take_given(engine.units)
+            steps.adopt_initial_state(engine.units)
             steps.ring = None
             self._regroup()
         self._take_writes()
@@ -410,7 +410,7 @@ class Change:
             if touched:
                 copy = self.copies.pop(unit) if unit in self.copies else access.full_values(unit)
                 access.adopt(unit, touched, copy)
-                access.take_back(unit, touched, copy, 0, write=True)
+                access.end_lend(unit, touched, copy, 0, write=True)
 
     def _build(self, going: list[Unit], first: int) -> dict[int, Unit]:
         """Build the new units, keyed by group and numbered from `first` for now; free each unit of `going` after its last use."""

@@ -55,10 +55,10 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
         asks = _asks(plan, needs)
         by_rank = gather_objects(list(asks.values()), data.axis)
         all_asks = [ask for rank_asks in by_rank for ask in rank_asks]
-        twice = bool(needs.next_optim) and not too_much(all_asks, lambda ask: int(ask.nbytes_twice * _SPARE))
+        twice = bool(needs.next_optim) and not space_error(all_asks, lambda ask: int(ask.nbytes_twice * _SPARE))
         spaces: dict[str, Space] = {}
         facts: dict[str, DiskFacts] = {}
-        error = too_much([ask for ask in all_asks if ask.host == os.uname().nodename], lambda ask: ask.nbytes)
+        error = space_error([ask for ask in all_asks if ask.host == os.uname().nodename], lambda ask: ask.nbytes)
         try:
             for folder, ask in ({} if error else asks).items():
                 if _is_first(ask, data.axis.index, by_rank):  # the other ranks wait at the next exchange
@@ -109,7 +109,7 @@ def _asks(plan: OffloadPlan, needs: Needs) -> dict[str, Ask]:
     return asks
 
 
-def too_much(asks: Iterable[Ask], nbytes: Callable[[Ask], int]) -> str:
+def space_error(asks: Iterable[Ask], nbytes: Callable[[Ask], int]) -> str:
     """The error text for the first disk with less space than all ranks on its host need; "" if there is none."""
     disks: dict[tuple[str, int], list[Ask]] = {}
     for ask in asks:
@@ -149,7 +149,7 @@ def _log_disk(folder: str, facts: DiskFacts, asks: Sequence[Ask]) -> None:
     )
 
 
-def say_what_stays(plan: OffloadPlan, sources: Mapping[str, str], numel: int, kept: int) -> None:
+def warn_of_resident_weights(plan: OffloadPlan, sources: Mapping[str, str], numel: int, kept: int) -> None:
     """Warn if DeepSpeed's default of max_in_cpu keeps `kept` of this rank's `numel` weights in memory instead of on disk."""
     if kept and sources.get("zero_optimization.offload_param.max_in_cpu", "default") == "default":
         logger.warning(

@@ -148,7 +148,7 @@ def lend(unit: Unit, indices: Iterable[int]) -> Tensor:
     return copy
 
 
-def take_back(unit: Unit, indices: Iterable[int], copy: Tensor, modifier_rank: int | None, *, write: bool) -> None:
+def end_lend(unit: Unit, indices: Iterable[int], copy: Tensor, modifier_rank: int | None, *, write: bool) -> None:
     """Undo `lend`. With `write`, which is collective, first store the values of `copy` (of `modifier_rank`'s if it is given)."""
     unit.lent -= frozenset(indices)
     if write:
@@ -196,7 +196,7 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
         written = write
     finally:
         for unit, copy in copies.items():
-            take_back(unit, chosen[unit], copy, modifier_rank, write=written)
+            end_lend(unit, chosen[unit], copy, modifier_rank, write=written)
 
 
 @contextmanager
@@ -212,7 +212,7 @@ def shown_as(values: Mapping[Unit, Mapping[int, Tensor]]) -> Iterator[None]:
         yield
     finally:
         for unit, of_unit in values.items():
-            take_back(unit, of_unit, unit.full, None, write=False)
+            end_lend(unit, of_unit, unit.full, None, write=False)
 
 
 @contextmanager

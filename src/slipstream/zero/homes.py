@@ -63,13 +63,13 @@ class Homes:
         return self.tiers.grads(on_host=self.lane is None)
 
     @property
-    def apart(self) -> bool:
+    def steps_on_host(self) -> bool:
         """Whether the optimizer steps on the host of a device with memory of its own."""
         return self.lane is not None and self.tiers.optim is not Tier.DEVICE
 
     def lane_from(self, store: Store) -> Lane | None:
         """The lane that copies a device-resident state to the optimizer on the host; None if no such copy is needed."""
-        return self.lane if self.apart and type(store) is MemoryStore else None
+        return self.lane if self.steps_on_host and type(store) is MemoryStore else None
 
     def ring(self, count: int, nbytes: int) -> Ring:
         """Buffers for the optimizer's chunks."""
@@ -104,7 +104,7 @@ class Homes:
         self.to_keep -= kept
         return self._make(self.tiers.weights, self.spaces.weights, numel, dtype, kept, twice=trainable)
 
-    def keep_more(self, weights: Store) -> None:
+    def return_kept(self, weights: Store) -> None:
         """Let later stores keep as many elements in memory as the freed store `weights` did."""
         if self.tiers.weights is Tier.DISK:
             self.to_keep += weights.head.numel() if isinstance(weights, DiskStore) else weights.numel
@@ -249,7 +249,7 @@ class Homes:
     def on_disk(self) -> bool:
         return self.spaces.weights is not None or self.spaces.optim is not None
 
-    def on_its_way(self, store: Store) -> list[Transfer | Event]:
+    def writes_in_flight(self, store: Store) -> list[Transfer | Event]:
         """The writes of gradients in `store` that are still in flight."""
         slot = self._writing.get(id(store))
         return list(slot.moving) if slot is not None else []
@@ -268,7 +268,7 @@ class Homes:
         """Bytes of the gradient buffers."""
         return _GRADIENT_BUFFERS * self._gradient_nbytes
 
-    def give_back(self) -> int:
+    def free_buffers(self) -> int:
         """Free the gradient buffers until their next use, and return their bytes. All gradients must be written (`settle`)."""
         ring, self._gradients = self._gradients, None
         return ring.nbytes if ring is not None else 0

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from slipstream.zero import transforms
 from slipstream.zero.comm import Buffer, Pending
-from slipstream.zero.leaves import say_sparse, say_trainable
+from slipstream.zero.leaves import sparse_error, trainable_error
 from slipstream.zero.parameter import raw_grad
 from slipstream.zero.unit import State, Unit
 from slipstream.zero.watch import Watch
@@ -217,7 +217,7 @@ class Hooks:
             trained = next((whole for whole in self.codes if whole.requires_grad), None)
         if trained is not None:
             name = next(name for name, param in self.model.named_parameters() if param is trained)
-            raise ValueError(say_trainable(name, trained))
+            raise ValueError(trainable_error(name, trained))
 
     def _users(self) -> dict[nn.Module, list[Unit]]:
         """Map gathering modules to units. A block gathers the units of all its parameters, shared ones included. Any other
@@ -384,7 +384,7 @@ class Hooks:
     def _take_gradient(self, unit: Unit, i: int) -> None:
         grad = raw_grad(unit.params[i])
         if grad is not None and grad.layout is not torch.strided:
-            raise ValueError(say_sparse(unit.names[i]))
+            raise ValueError(sparse_error(unit.names[i]))
         if unit.memory.local is not None:
             unit.add_local(i)
         elif not self.sync:

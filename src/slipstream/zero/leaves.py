@@ -74,7 +74,7 @@ def open_up(model: nn.Module) -> None:
             vars(module)["support_avx512bf16_for_cpu"] = False
 
 
-def say_trainable(name: str, whole: nn.Parameter) -> str:
+def trainable_error(name: str, whole: nn.Parameter) -> str:
     """The error text for a quantized parameter that requires a gradient."""
     parts = ", ".join(place.suffix for place in _places(whole))
     return (
@@ -83,7 +83,7 @@ def say_trainable(name: str, whole: nn.Parameter) -> str:
     )
 
 
-def say_sparse(name: str) -> str:
+def sparse_error(name: str) -> str:
     """The error text for a parameter with a sparse gradient."""
     return (
         f"parameter {name!r} gets a sparse gradient, and only dense ones are reduced between ranks: set `module.sparse = False` on "
@@ -95,7 +95,7 @@ def refuse_sparse(model: nn.Module) -> None:
     """Raise ValueError if a module is set to compute a sparse gradient."""
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise ValueError(say_sparse(f"{path}.weight" if path else "weight"))
+            raise ValueError(sparse_error(f"{path}.weight" if path else "weight"))
 
 
 def _refuse_distributed(model: nn.Module) -> None:
@@ -119,7 +119,7 @@ def refuse_trainable(model: nn.Module) -> None:
         if not parts:
             continue
         if whole.requires_grad:
-            raise ValueError(say_trainable(name, whole))
+            raise ValueError(trainable_error(name, whole))
         if whole.is_meta:
             raise ValueError(
                 f"parameter {name!r} is a {type(whole).__name__} on meta, and no initializer can fill its parts. Load the "

@@ -33,7 +33,7 @@ _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 
 
 @dataclass(slots=True)
-class Whereabouts:
+class RankStatus:
     """One rank's last published status."""
 
     step: int
@@ -77,7 +77,7 @@ class Monitor:
     def _beat(self, watch: Watch) -> None:
         if self._storeless(watch):
             return
-        status = self._whereabouts(watch)
+        status = self._own_status(watch)
         self.store.set(f"at{self.index}", json.dumps(asdict(status)))
         for rank in watch.peers.gone():
             if rank not in watch.left and self.store.check([f"left{rank}"]):
@@ -109,7 +109,7 @@ class Monitor:
         if watch.failure is None:
             for rank, when in watch.peers.gone().items():
                 if rank not in watch.left and now - when > watch.patience_s:
-                    watch.failure = watch.obituary(rank)
+                    watch.failure = watch.describe_lost(rank)
         if watch.failure is not None and not watch.was_raised:
             self.failed_at = self.failed_at or now
             if now - self.failed_at > watch.patience_s:
@@ -142,7 +142,7 @@ class Monitor:
         frame = sys._current_frames().get(self.subject)
         return frame if frame is not None and frame.f_code.co_filename.endswith(_C10D) else None
 
-    def _whereabouts(self, watch: Watch) -> Whereabouts:
+    def _own_status(self, watch: Watch) -> RankStatus:
         wait_for, moved = watch.wait_for, f"{watch.waits}"
         for other in list(living):
             if other is not watch and other.wait_for and not wait_for:
@@ -162,13 +162,13 @@ class Monitor:
             )
             for ledger in watch.ledgers
         }
-        return Whereabouts(watch.step, watch.phase, watch.unit, wait_for, moved, watch.awaits, ledgers)
+        return RankStatus(watch.step, watch.phase, watch.unit, wait_for, moved, watch.awaits, ledgers)
 
     def _look(self, watch: Watch) -> None:
         keys = [f"at{index}" for index in range(len(self.ranks))]
         if not self.store.check(keys):
             return
-        statuses = [Whereabouts(**json.loads(text)) for text in self.store.multi_get(keys)]
+        statuses = [RankStatus(**json.loads(text)) for text in self.store.multi_get(keys)]
         now = time.monotonic()
         for index, status in enumerate(statuses):
             moved, since = self.seen.get(index, ("", now))
@@ -190,7 +190,7 @@ class Monitor:
             subject = f"rank {busy[0]} has" if len(busy) == 1 else f"ranks {busy} have"
             logger.warning("%s been busy for %.0f s while others wait:\n%s", subject, waited, self._table(statuses))
 
-    def _can_move(self, statuses: Sequence[Whereabouts]) -> bool:
+    def _can_move(self, statuses: Sequence[RankStatus]) -> bool:
         """Whether some wait may still end by itself, because all its ranks have entered the same operation."""
         waits = {status.wait_for for status in statuses}
         if len(waits) == 1 and next(iter(waits)).startswith("torch's "):
@@ -207,7 +207,7 @@ class Monitor:
                 return True
         return False
 
-    def _table(self, statuses: Sequence[Whereabouts]) -> str:
+    def _table(self, statuses: Sequence[RankStatus]) -> str:
         rows = [("rank", "step", "phase", "unit", "waits in")]
         rows += [
             (str(rank), str(status.step), status.phase, status.unit or "-", status.wait_for or "(runs)")

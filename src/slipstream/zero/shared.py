@@ -67,7 +67,7 @@ def _open(pid: int, peer_fd: int, nbytes: int) -> mmap.mmap:
     return mapping
 
 
-def give_back_pages(tensor: Tensor) -> None:
+def free_pages(tensor: Tensor) -> None:
     """Free the pages inside `tensor`, a part of a segment, for all ranks: it then reads as zeros. A no-op for other memory."""
     start = -(-tensor.data_ptr() // _PAGE) * _PAGE
     stop = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE

@@ -36,7 +36,7 @@ from slipstream.zero.leaves import Leaf
 from slipstream.zero.materialize import Values, move_in
 from slipstream.zero.parameter import drop_grad, parameter_classes, raw_grad
 from slipstream.zero.placement import Placement, Tier
-from slipstream.zero.shared import give_back_pages
+from slipstream.zero.shared import free_pages
 from slipstream.zero.store import GRAIN, DiskStore, HostStore, MemoryStore, Store, copy_store, fill_zero, range_nbytes
 from slipstream.zero.transforms import outside
 
@@ -584,14 +584,14 @@ class Unit:
         """Free the unit's memory while the engine lives. Collective; the parameters have other memory already."""
         for buffer in (self.memory.full, self.memory.local, self.memory.replica):
             if buffer is not None:
-                give_back_pages(buffer.tensor)
+                free_pages(buffer.tensor)
         if self.memory.common is not None:
-            give_back_pages(self.full[slice(*self.span)])  # each rank frees its own span, which no other rank reads any more
+            free_pages(self.full[slice(*self.span)])  # each rank frees its own span, which no other rank reads any more
         for store in {id(store): store for store in (self.weights, self.owned, self.master, self.grads)}.values():
             if store is not None:
                 self.homes.drop(store)
         if self.placement.weights:
-            self.homes.keep_more(self.weights)
+            self.homes.return_kept(self.weights)
         self._forget()
 
     def _forget(self) -> None:

@@ -117,7 +117,7 @@ class Watch:
             now = time.monotonic()
             for rank, when in self.peers.gone().items():
                 if rank not in self.left and now - when > self.patience_s:
-                    self.failure = self.obituary(rank)
+                    self.failure = self.describe_lost(rank)
                     break
             if self.failure is None and now - since > self.timeout_s:
                 self.is_lost = False
@@ -143,7 +143,7 @@ class Watch:
         gone = list(self.peers.gone())
         gone.sort(key=lambda rank: rank in self.left)
         if self.failure is None:
-            self.failure = self.obituary(gone[0]) if gone else f"the connection to another rank broke: {error}"
+            self.failure = self.describe_lost(gone[0]) if gone else f"the connection to another rank broke: {error}"
         return self._error()
 
     @contextmanager
@@ -155,7 +155,7 @@ class Watch:
         except PeerError:
             raise
         except Exception as error:
-            if is_lost(error):
+            if is_lost_rank(error):
                 raise self.lost(error) from error
             raise
         finally:
@@ -170,7 +170,7 @@ class Watch:
         waits = self.wait_for or "a collective of torch's"
         return f"{waits} (step {self.step}, {self.phase}, unit {self.unit or '-'})"
 
-    def obituary(self, rank: int) -> str:
+    def describe_lost(self, rank: int) -> str:
         """The error text for a rank that has ended."""
         subject = f"rank {rank} (pid {self.peers.pid(rank)})"
         if rank in self.left:
@@ -241,7 +241,7 @@ def _leave_all() -> None:
         watch.leave()
 
 
-def is_lost(error: BaseException) -> bool:
+def is_lost_rank(error: BaseException) -> bool:
     """Whether an exception, or one of its causes, is a transport's error for a lost peer."""
     signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "was likely closed", "socket closed")
     cause: BaseException | None = error

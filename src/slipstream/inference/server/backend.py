@@ -11,12 +11,12 @@ from slipstream.inference.stats import Stats
 
 
 class Tokenizer(Protocol):
-    def encode(self, text: str, *, special: bool = True, most: int | None = None) -> list[int]:
-        """May raise text.TooLongError if the text has more than `most` tokens; it should, if the text takes long to encode."""
+    def encode(self, text: str, *, special: bool = True, max_tokens: int | None = None) -> list[int]:
+        """May raise text.TooLongError if the text has more than `max_tokens` tokens, and should if encoding is slow."""
         ...
 
     @property
-    def tells_tools(self) -> bool:
+    def supports_tools(self) -> bool:
         """Whether the chat template reads `tools`."""
         ...
 

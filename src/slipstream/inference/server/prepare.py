@@ -67,8 +67,8 @@ class Body:
 
     def add(self, part: bytes) -> None:
         self.size += len(part)
-        if self.refused is None and self.size > self._bodies.most:
-            message = f"the body is larger than {self._bodies.most} bytes"
+        if self.refused is None and self.size > self._bodies.max_bytes:
+            message = f"the body is larger than {self._bodies.max_bytes} bytes"
             self.refused = RequestError(message, status=413, code="body_too_large")
         elif self.refused is None and self.size > SHORT and self._bodies.held + len(part) > self._bodies.limit:
             message = f"the server is preparing {self._bodies.held} bytes of other requests; try again later"
@@ -96,7 +96,7 @@ class Bodies:
     """All bodies in flight, from their first byte until they are prepared. Only the event loop accesses it."""
 
     def __init__(self, max_body_bytes: int) -> None:
-        self.most = max_body_bytes
+        self.max_bytes = max_body_bytes
         self.limit = BODIES * max(max_body_bytes, SHORT)
         self.held = 0  # bytes
         self._short = ThreadPoolExecutor(THREADS, "slipstream-prepare")
@@ -177,7 +177,7 @@ class Desk:
             text = self.tokenizer.chat(messages, tools=tools)
         except (ValueError, RecursionError) as error:
             raise RequestError(str(error), param="messages") from None
-        if tools and not request.forced() and not self.tokenizer.tells_tools:
+        if tools and not request.forced() and not self.tokenizer.supports_tools:
             message = f'the chat template of {self.engine.model_name} ignores tools, so tool_choice "auto" would never call one; '
             message += 'set tool_choice to "required" or to a function, which forces a call with the function\'s schema'
             raise RequestError(message, param="tools", code="unsupported_parameter")
@@ -186,7 +186,7 @@ class Desk:
     def _encode(self, text: str, *, special: bool = True) -> list[int]:
         context = self.engine.max_context
         try:
-            return self.tokenizer.encode(text, special=special, most=context)
+            return self.tokenizer.encode(text, special=special, max_tokens=context)
         except TooLongError:
             message = f"the model's context is {context} tokens and the prompt is longer; shorten it"
             raise RequestError(message, code="context_length_exceeded") from None
