@@ -47,6 +47,7 @@ from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report,
 # Imported once for all workers, because most tests import them: together seven processor seconds.
 # Hypothesis warns if it is first imported after a plugin's objects were frozen: it then cannot see their referrers.
 PRELOADED = ("torch.distributed.checkpoint", "torch._dynamo", "slipstream.train.initialize", "hypothesis")
+ROOT = Path(__file__).parents[1]
 SETTLE_S = 1.0  # limit for threads and mappings to disappear after a test
 
 
@@ -61,7 +62,6 @@ def serve(fd: int) -> None:
     """Fork a worker for each request on the socket `fd`, until its other end closes."""
     faulthandler.enable()
     _die_with_parent()
-    os.chdir(Path(__file__).parents[1])  # pytest's current folder may be deleted with its test
     for name in PRELOADED:
         importlib.import_module(name)
     assert threading.active_count() == 1, f"a fork keeps one thread, but the template's imports started {threading.enumerate()}"
@@ -271,6 +271,7 @@ class _Rewriting(importlib.machinery.SourceFileLoader):
 
 
 def _load(job: Job) -> Callable[..., object]:
+    os.chdir(ROOT)  # the folder of the test before is deleted with it
     if sys.path != job.path:
         sys.path[:] = job.path
     module = sys.modules.get(job.module) or _import(job.module, job.file)

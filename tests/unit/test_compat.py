@@ -344,7 +344,7 @@ def test_a_folder_that_is_none_is_refused(deepspeed: Any, monkeypatch: pytest.Mo
         (engine.save_pretrained, "save"),
     ):
         for folder in (None, ""):
-            with pytest.raises(ValueError, match=rf"{name}\w*=\) is {folder!r}: give the path"):
+            with pytest.raises(ValueError, match=rf"{name}\w*=\) is {folder!r}: pass the path"):
                 call(folder)
     assert os.listdir(tmp_path) == []
     engine.destroy()

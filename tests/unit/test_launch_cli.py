@@ -196,7 +196,7 @@ def test_dry_run_prints_and_starts_nothing(capsys: pytest.CaptureFixture[str], t
     ("blocks", "message"),
     [
         ('"optimizer": {"type": "AdamW", "params": {"betas": [1.5, 0.9]}}', "refuses optimizer.params .*Invalid beta"),
-        ('"optimizer": {"type": "AdamW", "params": {"betas": 0.9}}', "betas is 2 numbers, as .* not 0.9"),
+        ('"optimizer": {"type": "AdamW", "params": {"betas": 0.9}}', "betas must be 2 numbers, like .* not 0.9"),
         ('"optimizer": {"type": "OneBitAdam"}', "OneBitAdam"),
         ('"scheduler": {"type": "WarmupLR", "params": {}}', "has no optimizer"),
         (
