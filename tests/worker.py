@@ -62,6 +62,7 @@ def serve(fd: int) -> None:
     """Fork a worker for each request on the socket `fd`, until its other end closes."""
     faulthandler.enable()
     _die_with_parent()
+    os.chdir(ROOT)  # pytest's current folder may be deleted with its test
     for name in PRELOADED:
         importlib.import_module(name)
     assert threading.active_count() == 1, f"a fork keeps one thread, but the template's imports started {threading.enumerate()}"
