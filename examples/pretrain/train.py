@@ -1,7 +1,7 @@
 """Pretrain a small Llama-style language model on real text, under any ZeRO stage.
 
     slipstream run --nproc 2 examples/pretrain/train.py            # or: make train
-    slipstream run --nproc 2 examples/pretrain/train.py --resume   # go on from the last checkpoint
+    slipstream run --nproc 2 examples/pretrain/train.py --resume   # resume from the last checkpoint
 
 The text is the source of the installed Python standard library, or `--data DIR`. How it trains (stage,
 precision, batch, optimizer, schedule) is `ds_config.json`, in DeepSpeed's own format: to change the stage,
@@ -87,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/pretrain"), help="where everything is written")
     parser.add_argument("--config", type=Path, default=HERE / "ds_config.json", help="DeepSpeed configuration")
     parser.add_argument("--steps", type=int, help="last step (default: the schedule's total_num_steps)")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --out")
     parser.add_argument("--save-every", type=int, default=250, help="steps between checkpoints")
     parser.add_argument("--glance-every", type=int, default=100, help="steps between looks at the validation loss")
     parser.add_argument("--prompt", default="def read_lines(path, encoding=None):", help="what the model goes on from")

@@ -3,12 +3,12 @@
     make train-big                                     # a budget of 1 GiB, states in runs/train-big
     make train-big ARGS="--budget 800 --layers 30"     # MiB; a smaller one
 
-What is held: a memory cgroup limits the training to what a process with torch imported takes by itself, plus the budget; swap is
-forbidden. (`ulimit` does not count shared mappings.) What is shown: memory and traffic over time in memory.png, and the kernel's
-own counters beside the formula's. Then the same script under DistributedDataParallel, in the same limits. It takes 9.4 minutes on
+A memory cgroup limits the training to the memory of a process that has imported torch, plus the budget; swap is
+forbidden. (`ulimit` does not count shared mappings.) It prints the kernel's counters next to the formulas, and draws
+memory and traffic over time in memory.png. Then it runs the same script under DistributedDataParallel, in the same limits. It takes 9.4 minutes on
 two cores, without the set-up.
 
-What is not shown is learning. The model sees four windows of 128 tokens, each another, at a full learning rate from the first step:
+The run does not show learning. The model sees four different windows of 128 tokens, at the full learning rate from the first step:
 the loss begins at ln(8192) = 9.0 and goes up and down by some tenths (a model of the same width with 20 layers, under plain AdamW:
 9.23, 9.27, 9.34, 8.86, 8.52).
 """
@@ -172,10 +172,10 @@ class Traffic:
 
 
 def table(run: Run, baseline: int, budget: int) -> Table:
-    """The kernel's counters beside the formulas."""
+    """The kernel's counters next to the formulas."""
     steps = [mark for event, mark in zip(run.events, run.marks, strict=True) if event["event"] in ("ready", "step")]
     numel = next(event["parameters"] for event in run.events if event["event"] == "ready")
-    # Moments are streamed beside the next step, and those of the first were never written: steps are counted from the second's end
+    # Moments are streamed during the next step, and the first step reads none: count from the end of the second step
     read, written = ((getattr(steps[-1], name) - getattr(steps[2], name)) / (len(steps) - 3) for name in ("read", "written"))
     result = Table(title=f"{numel / 1e6:.0f} million parameters in {budget} MiB")
     for column in ("", "formula", "measured by the kernel", "ratio"):

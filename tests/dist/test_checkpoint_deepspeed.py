@@ -176,7 +176,7 @@ def test_a_small_file_needs_little_memory(folder: Path, tmp_path: Path) -> None:
                 sparse.seek(at)
                 sparse.write(raw[at : at + 4096])
     assert model.read_bytes() == raw and model.stat().st_blocks * 512 < len(raw) // 8
-    with pytest.raises(CheckpointError, match=r"values of 33,554,\d+ bytes beside its tensors, of which [\d,]{1,9} are on disk"):
+    with pytest.raises(CheckpointError, match=r"values of 33,554,\d+ bytes besides its tensors, of which [\d,]{1,9} are on disk"):
         engine.load_checkpoint(str(tmp_path / "c"))
     model.write_bytes(raw)
     assert engine.load_checkpoint(str(tmp_path / "c"))[1]["mine"].shape == (1 << 23,)

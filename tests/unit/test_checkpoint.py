@@ -612,10 +612,10 @@ def test_metadata_is_bounded_by_the_data(tmp_path: Path) -> None:
     more = body.replace('"tensors":{', '"tensors":{' + ",".join(f'"{i}":{empty}' for i in range(200_000)) + ",")
     path.write_text(re.sub(r'"crc32": \d+', f'"crc32": {zlib.crc32(more.encode())}', head) + f"\n{more}\n}}\n")
     began = time.process_time()
-    with pytest.raises(CheckpointError, match=r"metadata\.json has more than 16,\d+,\d+ bytes beside 12 of data"):
+    with pytest.raises(CheckpointError, match=r"metadata\.json has more than 16,\d+,\d+ bytes for 12 of data"):
         load_metadata(tmp_path, "t")
     assert time.process_time() - began < 1
-    with pytest.raises(CheckpointError, match=r"would take 17,\d+,\d+ bytes; beside 12 bytes of tensors at most 16,777,264"):
+    with pytest.raises(CheckpointError, match=r"has 17,\d+,\d+ bytes; for 12 bytes of tensors the limit is 16,777,264"):
         save(tmp_path, "u", tensors={"w": torch.zeros(3)}, shared={"notes": "a" * (17 << 20)}, per_rank={})
     assert not (tmp_path / "u").exists()
 

@@ -62,27 +62,27 @@ def refusal(folder: Path) -> str:
 
 
 WRONG = [
-    ("config.json", "head_dim", 10**9, "1000000000; it has to be a whole number from 1 to 16,384"),
+    ("config.json", "head_dim", 10**9, "1000000000; it must be a whole number from 1 to 16,384"),
     ("config.json", "head_dim", 15, "even rotary dimension"),
-    ("config.json", "hidden_size", None, "null; it has to be a whole number"),
-    ("config.json", "num_hidden_layers", "2", '"2"; it has to be a whole number from 1 to 10,000'),
-    ("config.json", "rms_norm_eps", [1e-5], r"\[1e-05\]; it has to be a number"),
-    ("config.json", "max_position_embeddings", 10**30, "it has to be a whole number"),
-    ("config.json", "tie_word_embeddings", 1, "1; it has to be true or false"),
-    ("config.json", "model_type", ["llama"], "it has to be a text"),
+    ("config.json", "hidden_size", None, "null; it must be a whole number"),
+    ("config.json", "num_hidden_layers", "2", '"2"; it must be a whole number from 1 to 10,000'),
+    ("config.json", "rms_norm_eps", [1e-5], r"\[1e-05\]; it must be a number"),
+    ("config.json", "max_position_embeddings", 10**30, "it must be a whole number"),
+    ("config.json", "tie_word_embeddings", 1, "1; it must be true or false"),
+    ("config.json", "model_type", ["llama"], "it must be a text"),
     ("config.json", "rope_parameters", {"rope_type": "linear"}, "of type 'linear' lacks factor"),
     ("config.json", "rope_parameters", {"rope_type": "yarn", "factor": "4"}, 'rope_parameters: factor is "4"'),
-    ("config.json", "eos_token_id", "2", "it has to be a whole number .* or a list"),
+    ("config.json", "eos_token_id", "2", "it must be a whole number .* or a list"),
     ("config.json", "text_config", {"hidden_size": 0}, "text_config: hidden_size is 0"),
-    ("generation_config.json", "top_p", 0, "top_p is 0; it has to be a number"),
+    ("generation_config.json", "top_p", 0, "top_p is 0; it must be a number"),
     ("generation_config.json", "temperature", float("nan"), "temperature is NaN"),
     ("generation_config.json", "eos_token_id", {}, "eos_token_id is {}"),
     ("tokenizer_config.json", "chat_template", 3, "chat_template is 3"),
-    ("tokenizer_config.json", "added_tokens_decoder", {"x": {}}, "added_tokens_decoder is .* it has to be an object of tokens"),
+    ("tokenizer_config.json", "added_tokens_decoder", {"x": {}}, "added_tokens_decoder is .* it must be an object of tokens"),
     ("tokenizer_config.json", "bos_token", [], r"bos_token is \[\]"),
-    (INDEX, "weight_map", None, "weight_map is null; it has to be an object"),
+    (INDEX, "weight_map", None, "weight_map is null; it must be an object"),
     (INDEX, "weight_map", {"w": 3}, 'weight_map is {"w": 3}'),
-    (INDEX, "weight_map", {"w": "/etc/passwd"}, "weight_map names '/etc/passwd'; it has to name files in this folder"),
+    (INDEX, "weight_map", {"w": "/etc/passwd"}, "weight_map names '/etc/passwd'; it must name files in this folder"),
 ]
 
 
@@ -123,7 +123,7 @@ def test_files_that_are_no_objects_are_said(folder: Path) -> None:
 def load_for_training(folder: Path) -> None:
     model = torch.nn.Linear(2, 2)
     slipstream.zero.load(model, folder)
-    with pytest.raises(ValueError, match=r"weight_map is .*; it has to be an object, each value a text"):
+    with pytest.raises(ValueError, match=r"weight_map is .*; it must be an object, each value a text"):
         toy.make(model, 3)
 
 
@@ -133,7 +133,7 @@ def test_whoever_reads_a_folder_says_it(folder: Path, tmp_path: Path, capsys: py
     plan = tmp_path / "config.json"
     plan.write_text('{"train_batch_size": 2}')
     with Changed(folder, "config.json", "hidden_size", "wide"):
-        with pytest.raises(CheckpointError, match=r'config\.json: hidden_size is "wide"; it has to be a whole number'):
+        with pytest.raises(CheckpointError, match=r'config\.json: hidden_size is "wide"; it must be a whole number'):
             convert(folder, tmp_path / "converted", "slipstream")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -143,4 +143,4 @@ def test_whoever_reads_a_folder_says_it(folder: Path, tmp_path: Path, capsys: py
             capsys.readouterr()
             assert main(command) == 2
             (said,) = capsys.readouterr().err.splitlines()
-            assert said.startswith(f'slipstream {command[0]}: {folder / "config.json"}: hidden_size is "wide"; it has to be')
+            assert said.startswith(f'slipstream {command[0]}: {folder / "config.json"}: hidden_size is "wide"; it must be')

@@ -56,12 +56,12 @@ def test_what_does_not_fit_is_named(tensors: dict[str, Tensor], message: str, tm
         ({"model.safetensors.index.json": b"{}"}, "index.json has no weight_map"),
         (
             {"model.safetensors.index.json": b'{"weight_map": null}'},
-            "weight_map is null; it has to be an object, each value a text",
+            "weight_map is null; it must be an object, each value a text",
         ),
-        ({"model.safetensors.index.json": b'{"weight_map": {"w": 3}}'}, 'weight_map is {"w": 3}; it has to be an object'),
+        ({"model.safetensors.index.json": b'{"weight_map": {"w": 3}}'}, 'weight_map is {"w": 3}; it must be an object'),
         (
             {"model.safetensors.index.json": b'{"weight_map": {"w": "../a"}}'},
-            "weight_map names '../a'; it has to name files in this",
+            "weight_map names '../a'; it must name files in this",
         ),
         ({"model.safetensors.index.json": json.dumps({"weight_map": {"a": "gone"}}).encode()}, "there is no .*gone"),
     ],

@@ -9,8 +9,8 @@ from slipstream.checkpoint.background import Saving, Staging
 from slipstream.checkpoint.conversion import convert
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import Box, FlatSlice, boxes
-from slipstream.checkpoint.load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, reader, undisturbed
-from slipstream.checkpoint.save import save, save_behind
+from slipstream.checkpoint.load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, reader, retry_if_replaced
+from slipstream.checkpoint.save import save, save_async
 
 __all__ = [
     "Box",
@@ -27,7 +27,7 @@ __all__ = [
     "load",
     "load_metadata",
     "reader",
+    "retry_if_replaced",
     "save",
-    "save_behind",
-    "undisturbed",
+    "save_async",
 ]

@@ -22,7 +22,7 @@ from slipstream.checkpoint.directory import LATEST, LATEST_UNIVERSAL, is_deepspe
 from slipstream.checkpoint.document import BLOCK, METADATA, SIZE_LIMIT, Document, Entry, Piece
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import Box
-from slipstream.checkpoint.load import undisturbed
+from slipstream.checkpoint.load import retry_if_replaced
 from slipstream.checkpoint.ranges import Folder
 from slipstream.checkpoint.save import save
 from slipstream.checkpoint.values import decode, encode
@@ -61,7 +61,7 @@ def convert(
                 raise CheckpointError(f"dtype and like are for Hugging Face folders; to={to!r} keeps every dtype")
             return _to_slipstream(folder, target) if to == "slipstream" else _to_deepspeed(folder, target)
 
-    return undisturbed(source, tag, work)
+    return retry_if_replaced(source, tag, work)
 
 
 def _find(source: Path, tag: str | None) -> Path:

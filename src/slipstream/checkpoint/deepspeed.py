@@ -348,7 +348,7 @@ class _Import:
         """The value as `values.encode` writes it. A tensor becomes an entry, an object a dictionary, a numpy array a list."""
         self._nodes += 1
         if self._nodes > _NODES:
-            raise CheckpointError(f"more than {_NODES} values beside its tensors")
+            raise CheckpointError(f"more than {_NODES} values besides its tensors")
         if type(value) in (list, tuple):
             items = [self._skeleton(item, f"{path}[{i}]") for i, item in enumerate(value)]
             return items if type(value) is list else {"$tuple": items}

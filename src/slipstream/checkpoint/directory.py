@@ -146,7 +146,7 @@ def _check_values(folder: Path, document: Document) -> None:
         on_disk = status.st_blocks * 512 or status.st_size  # some file systems report no blocks
         if needed > 2 * on_disk + SLACK:
             raise CheckpointError(
-                f"{folder / file} is damaged or hostile: values of {needed:,} bytes beside its tensors, of which {on_disk:,} are "
+                f"{folder / file} is damaged or hostile: values of {needed:,} bytes besides its tensors, of which {on_disk:,} are "
                 f"on disk (or the disk compresses: copy it to one that does not)"
             )
 
@@ -165,7 +165,7 @@ def _read_document(folder: Path) -> Document:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if len(raw) > (limit := size_limit(data_nbytes)):
         raise CheckpointError(
-            f"{path} has more than {limit:,} bytes beside {data_nbytes:,} of data; it is hostile, or data files are missing"
+            f"{path} has more than {limit:,} bytes for {data_nbytes:,} of data; it is hostile, or data files are missing"
         )
     try:
         return parse(raw)

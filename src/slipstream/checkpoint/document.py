@@ -137,8 +137,8 @@ def render(document: Document) -> bytes:
     nbytes = sum(document.files.values())
     if len(raw) > size_limit(nbytes):
         raise CheckpointError(
-            f"the metadata would take {len(raw):,} bytes; beside {nbytes:,} bytes of tensors at most {size_limit(nbytes):,} are "
-            f"read: keep long lists of numbers in tensors"
+            f"the metadata has {len(raw):,} bytes; for {nbytes:,} bytes of tensors the limit is {size_limit(nbytes):,}: keep long lists "
+            f"of numbers in tensors"
         )
     return raw
 

@@ -78,7 +78,7 @@ def _latest(path: Path, universal: bool) -> str | None:
     return tag
 
 
-def undisturbed(
+def retry_if_replaced(
     directory: str | os.PathLike[str], tag: str | None, work: Callable[[], T], *, group: dist.ProcessGroup | None = None
 ) -> T:
     """Return `work()`, and retry it if it fails while another process replaces checkpoint `tag` (None: the latest).
@@ -108,7 +108,7 @@ def load_metadata(directory: str | os.PathLike[str], tag: str, *, group: dist.Pr
     Every rank reads our metadata.json, which shows that all see the same file. DeepSpeed's metadata are as many pickles as it had
     ranks, so only rank 0 reads them.
     """
-    return undisturbed(directory, tag, lambda: _load_metadata(directory, tag, group), group=group)
+    return retry_if_replaced(directory, tag, lambda: _load_metadata(directory, tag, group), group=group)
 
 
 def _load_metadata(directory: str | os.PathLike[str], tag: str, group: dist.ProcessGroup | None) -> Metadata:
@@ -174,7 +174,7 @@ def load(
     def work() -> Loaded:
         return _load(_load_metadata(directory, tag, group), tensors, group, convert, accept)
 
-    return undisturbed(directory, tag, work, group=group)
+    return retry_if_replaced(directory, tag, work, group=group)
 
 
 def _load(

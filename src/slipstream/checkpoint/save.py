@@ -70,7 +70,7 @@ def save(
     return path
 
 
-def save_behind(
+def save_async(
     directory: str | os.PathLike[str],
     tag: str,
     staging: Staging,
@@ -159,7 +159,7 @@ def _begin(
 
     def begin() -> tuple[str, str]:
         nonlocal draft
-        draft = Draft(parent, one_tag([each for each, _ in prepared], tag_validation))
+        draft = Draft(parent, agree_on_tag([each for each, _ in prepared], tag_validation))
         return draft.tag, draft.folder.name
 
     try:
@@ -210,7 +210,7 @@ def check_entry(name: str, held: FlatSlice | Tensor) -> None:
         )
 
 
-def one_tag(tags: Sequence[str], validation: TagValidation) -> str:
+def agree_on_tag(tags: Sequence[str], validation: TagValidation) -> str:
     """Return rank 0's tag. If the ranks' tags differ, raises CheckpointError ("Fail") or warns ("Warn")."""
     others = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
     if others and validation != "Ignore":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import slipstream
 from slipstream.checkpoint.errors import CheckpointError, Ranks
-from slipstream.checkpoint.save import one_tag
+from slipstream.checkpoint.save import agree_on_tag
 from slipstream.compat import zero
 from slipstream.compat.handles import carries_scale, serve_optimizer
 from slipstream.compat.names import CONFIG_GETTERS, MISSING_METHODS
@@ -268,7 +268,7 @@ class DeepSpeedEngine(Engine):
         name = None if tag is None else str(tag)
         if save_dir and self.plan.checkpoint.tag_validation == "fail":
             with self.together("save_checkpoint"), _asserting(CheckpointError):
-                one_tag(gather_objects(name or "", self.mesh.data), "Fail")
+                agree_on_tag(gather_objects(name or "", self.mesh.data), "Fail")
         return super().save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters, contents)
 
     def load_checkpoint(

@@ -201,7 +201,7 @@ def read_index(path: Path) -> list[str]:
         raise ValueError(f"{path} has no weight_map, which maps each weight to its file")
     names = sorted(set(index["weight_map"].values()))
     if elsewhere := [name for name in names if Path(name).name != name]:
-        raise ValueError(f"{path}: weight_map names {elsewhere[0]!r}; it has to name files in this folder")
+        raise ValueError(f"{path}: weight_map names {elsewhere[0]!r}; it must name files in this folder")
     return names
 
 
@@ -228,7 +228,7 @@ def _check(values: Mapping[str, Any], table: Mapping[str, Rule], where: object) 
     for key, value in values.items():
         rule = table.get(key)
         if rule is not None and not rule.holds(value):
-            raise ValueError(f"{where}: {key} is {_shown(value)}; it has to be {rule.words}")
+            raise ValueError(f"{where}: {key} is {_shown(value)}; it must be {rule.words}")
 
 
 _FILES: dict[str, Callable[[Path], object]] = {

@@ -88,7 +88,7 @@ def save(
     }
     if plan.asynchronous:
         assert engine.staging is not None, "initialize() calls open_staging() if saves are asynchronous"
-        engine.saving = checkpoint.save_behind(directory, tag, engine.staging, **options)
+        engine.saving = checkpoint.save_async(directory, tag, engine.staging, **options)
     else:
         checkpoint.save(directory, tag, **options)
 

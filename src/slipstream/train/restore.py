@@ -67,7 +67,7 @@ def load(
         "exclude": exclude,
     }
     work = partial(_load, engine, directory, tag, **options)
-    return checkpoint.undisturbed(directory, tag, work, group=engine.mesh.data.group)
+    return checkpoint.retry_if_replaced(directory, tag, work, group=engine.mesh.data.group)
 
 
 def _load(

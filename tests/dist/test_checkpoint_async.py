@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.checkpoint import CheckpointError, FlatSlice, Staging, latest_tag, load, save_behind
+from slipstream.checkpoint import CheckpointError, FlatSlice, Staging, latest_tag, load, save_async
 from slipstream.checkpoint.directory import committed_tags
 from slipstream.checkpoint.storage import Writer
 from slipstream.train.gate import Block
@@ -131,7 +131,7 @@ def test_a_save_does_not_wait_for_a_rank_that_stopped_writing(tmp_path: Path) ->
     part = FlatSlice(torch.full((4,), float(rank)), (8,), 4 * rank)
     what = {"tensors": {"w": part}, "shared": {}, "per_rank": {}, "group": dist.group.WORLD}
     with writing(lambda: rank == 1 and gate.wait()):
-        saving = save_behind(tmp_path, "t", Staging(pinned=False), patience_s=0.2, **what)
+        saving = save_async(tmp_path, "t", Staging(pinned=False), patience_s=0.2, **what)
         if rank == 0:
             with pytest.raises(CheckpointError, match=r"nothing of rank_00001.bin has been written for 0.2 s: its rank has died"):
                 saving.result()
@@ -141,7 +141,7 @@ def test_a_save_does_not_wait_for_a_rank_that_stopped_writing(tmp_path: Path) ->
         if rank == 1:
             with pytest.raises(CheckpointError):
                 saving.result()
-    save_behind(tmp_path, "t", Staging(pinned=False), **what).result()
+    save_async(tmp_path, "t", Staging(pinned=False), **what).result()
     dist.barrier()
     whole = torch.zeros(8)
     load(tmp_path, "t", tensors={"w": whole})
@@ -163,7 +163,7 @@ def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "fsync", slow)
     what = {"tensors": {"w": part}, "shared": {}, "per_rank": {}, "group": dist.group.WORLD}
-    save_behind(tmp_path, "t", Staging(pinned=False), patience_s=0.4, **what).result()
+    save_async(tmp_path, "t", Staging(pinned=False), patience_s=0.4, **what).result()
     dist.barrier()
     assert latest_tag(tmp_path) == "t"
 
