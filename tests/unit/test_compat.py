@@ -203,7 +203,7 @@ def test_more_micro_batches_than_the_engine_was_made_for_are_not_added_up_in_16_
             engine.set_train_batch_size(8)
             assert {unit.grads.dtype for unit in probe.units(engine) if unit.grads is not None} == {torch.float32}
         else:
-            with pytest.raises(ValueError, match=r"4 micro-batches would be added up in torch\.bfloat16.*grad_accum_dtype"):
+            with pytest.raises(ValueError, match=r"would accumulate 4 in torch\.bfloat16.*grad_accum_dtype"):
                 engine.set_train_batch_size(8)
             engine.set_train_batch_size(2)
         assert engine.gradient_accumulation_steps() == (4 if given else 1)

@@ -626,7 +626,7 @@ def test_utilities_that_change_what_they_get(tmp_path: Path) -> None:
     assert module.get_ma_status() > 0
     with pytest.raises(AssertionError, match="param_groups"):
         module.CheckOverflow().check()
-    with pytest.raises(AttributeError, match="DeepSpeed's inside"):
+    with pytest.raises(AttributeError, match="DeepSpeed's internals"):
         module.all_gather_dp_groups  # noqa: B018
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's names, served by Slipstream (slipstream.compat). Nothing of DeepSpeed is in here."""
+"""DeepSpeed's API, implemented by Slipstream (slipstream.compat). Contains no code of DeepSpeed."""
 
 from slipstream.compat.modules import refuse_mixture, serve
 

@@ -1,5 +1,5 @@
-"""DeepSpeed's names and behavior over Slipstream, for scripts and libraries written for DeepSpeed 0.19.8.
+"""DeepSpeed 0.19.8's API on top of Slipstream.
 
-The distribution in compat/deepspeed installs the package `deepspeed`, whose modules are made from the table in `names.py`. Nothing
-else in Slipstream knows of this folder.
+The distribution in compat/deepspeed installs the package `deepspeed`, whose modules are created from the tables in `names.py`. No
+other part of Slipstream imports this folder.
 """

@@ -1,4 +1,4 @@
-"""`python -m slipstream.compat`: differences for docs/COMING_FROM_DEEPSPEED.md, then the names for docs/DEEPSPEED_KEYS.md."""
+"""`python -m slipstream.compat` prints the tables of docs/COMING_FROM_DEEPSPEED.md and of names in docs/DEEPSPEED_KEYS.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: calls that recompute activations. Its settings are the engine's config's (docs/ACTIVATIONS.md)."""
+"""`deepspeed.checkpointing`: activation checkpointing by explicit calls. docs/ACTIVATIONS.md describes the config's settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _configured = False
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, whose activations are computed again in the backward."""
+    """Return `function(*args)`; backward recomputes its activations."""
     return _checkpoint(function, *args)
 
 
@@ -33,30 +33,30 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Only says that it was called: each call of `checkpoint` stands for itself. Raises for what a call would need.
+    """Record that it was called, for `is_configured`. Raises ValueError for settings that `checkpoint` does not have.
 
-    What the config has of it is the engine's, which acts on it, or refuses it.
+    The engine reads the config's activation_checkpointing block itself.
     """
     global _configured
     block = {} if deepspeed_config is None else load_config(config=deepspeed_config).get("activation_checkpointing") or {}
     if block.get("partition_activations") if partition_activations is None else partition_activations:
         raise ValueError("checkpointing.configure(partition_activations=True) needs tensor parallelism, which is not built yet")
-    given = {
+    unsupported = {
         "checkpoint_in_cpu": (checkpoint_in_cpu, "cpu_checkpointing"),
         "profile": (profile, "profile"),
         "synchronize": (synchronize, "synchronize_checkpoint_boundary"),
     }
-    for name, (value, key) in given.items():
+    for name, (value, key) in unsupported.items():
         if value:
             raise ValueError(
-                f"checkpointing.configure({name}=True): a call knows of no settings; drop the calls of checkpoint() and set "
+                f"checkpointing.configure({name}=True): checkpoint() has no settings; drop the calls of it and set "
                 f"activation_checkpointing.{key} in the config"
                 + (", or use slipstream.checkpointing.checkpoint(..., host=)" if name == "checkpoint_in_cpu" else "")
             )
     if contiguous_checkpointing or num_checkpoints:
         logger.info(
-            "checkpointing.configure(contiguous_checkpointing=, num_checkpoints=) has no effect: a kept input is the tensor that "
-            "the call was given, never a copy in a buffer"
+            "checkpointing.configure(contiguous_checkpointing=, num_checkpoints=) has no effect: inputs are kept as they are, "
+            "not copied into a buffer"
         )
     _configured = True
 
@@ -66,7 +66,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept from one step to the next."""
+    """A no-op: no state is kept between steps."""
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:

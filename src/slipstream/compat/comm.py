@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed under DeepSpeed's names. What is not here is torch.distributed's own."""
+"""`deepspeed.comm`: DeepSpeed's additions to torch.distributed; other names resolve to torch.distributed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """As `slipstream.init_distributed`; `dist_backend=None` is gloo on the CPU."""
+    """Call `slipstream.init_distributed`; `dist_backend=None` selects gloo on the CPU."""
     _init_distributed(
         dist_backend,
         timeout=timeout,
@@ -50,21 +50,17 @@ def is_initialized() -> bool:
 
 
 def _tell_accelerate() -> None:
-    """[Note: accelerate on CPUs] Where it finds no GPU, accelerate names no backend and takes every rank for the only one, also
-    under its DeepSpeed plugin, unless the script names gloo; nothing outside of the script can. Its state asks here while it is
-    being made, and is told. tests/clients/test_accelerate.py holds what of that state this needs."""
+    """[Note: accelerate on CPUs] Without a GPU, accelerate sets no backend and each rank runs as if it were the only one, also with
+    its DeepSpeed plugin, unless the script names gloo; no setting outside of the script helps. PartialState calls this module while
+    it is being constructed, so the backend is set here. tests/clients/test_accelerate.py tests the attributes that this uses."""
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     known: dict[str, Any] = getattr(state, "_shared_state", {})
     if dist.is_initialized() and "backend" in known and known["backend"] is None and "num_processes" not in known:
         known["backend"] = dist.get_backend()
 
 
-is_available, new_group, inference_all_reduce, allgather_fn = (
-    dist.is_available,
-    dist.new_group,
-    dist.all_reduce,
-    dist.all_gather_into_tensor,
-)
+is_available, new_group = dist.is_available, dist.new_group
+inference_all_reduce, allgather_fn = dist.all_reduce, dist.all_gather_into_tensor
 
 
 def get_rank(group: Any = None) -> int:
@@ -88,9 +84,9 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", mesh_shape, mesh_dim_names=mesh_dim_names)
+    return dist.device_mesh.init_device_mesh(
+        "cuda" if torch.cuda.is_available() else "cpu", mesh_shape, mesh_dim_names=mesh_dim_names
+    )
 
 
 def reduce_scatter_fn(
@@ -107,6 +103,6 @@ has_reduce_scatter_tensor = has_all_gather_into_tensor
 
 
 def configure(deepspeed_config: Any = None, enabled: bool | None = None, **kwargs: Any) -> None:
-    """Raises where the log of collectives is asked for, which is not built; `engine.explain()` gives the bytes of a step."""
+    """Raise ValueError if the communication logger is enabled: it is not built. `engine.explain()` returns the bytes of a step."""
     if enabled or (isinstance(deepspeed_config, dict) and deepspeed_config.get("comms_logger", {}).get("enabled")):
-        raise ValueError("deepspeed.comm.configure(enabled=True): the log of collectives is not built yet; use engine.explain()")
+        raise ValueError("deepspeed.comm.configure(enabled=True): the communication logger is not built yet; use engine.explain()")

@@ -1,7 +1,7 @@
-"""`deepspeed.runtime.config` and its like: the configuration as objects to read, with DeepSpeed's classes and attributes.
+"""`deepspeed.runtime.config` and related modules: read-only configuration objects with DeepSpeed's classes and attributes.
 
-Blocks are pydantic classes made from Slipstream's own schema, so keys, types and defaults are written down once. An object says
-what the config says; what the engine makes of it is told by `engine.plan`.
+Blocks are pydantic classes created from Slipstream's schema, so keys, types and defaults are defined once. These objects hold the
+config's values; `engine.plan` holds the engine's resolved settings.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, field_serialize
 
 from slipstream.compat.constants import TABLES, ValidationMode
 from slipstream.compat.engine import read_config, tolerant
+from slipstream.compat.names import CONFIG_VALUES
 from slipstream.compat.utils import logger
 from slipstream.config import features, schema
 from slipstream.config.parse import Parsed, parse, schema_keys
@@ -30,10 +31,10 @@ from slipstream.config.values import Block, Names
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A block of the JSON: "auto" means not given (unless `strict`), unknown keys are refused.
+    """A block of the JSON. "auto" means unset (unless `strict`); unknown keys raise ValidationError.
 
-    A field whose `json_schema_extra` has `deprecated` warns when it is given. Its value, passed through `new_param_fn`, is then the
-    value of the field `new_param`, unless `set_new_param` is False; to give both raises AssertionError.
+    Setting a field whose `json_schema_extra` has `deprecated` logs a warning. `new_param_fn(value)` is then assigned to the field
+    `new_param`, unless `set_new_param` is False. Raises AssertionError if both are set.
     """
 
     model_config = ConfigDict(
@@ -84,7 +85,7 @@ class DeepSpeedConfigObject:
 
 
 class ScientificNotationEncoder(json.JSONEncoder):
-    """json.dumps(cls=): numbers above 1000 as 1.000000e+03, and four blanks for each level where no `indent` is given."""
+    """For json.dumps(cls=): writes numbers above 1000 as 1.000000e+03; indents by four blanks if `indent` is not set."""
 
     def iterencode(self, o: Any, _one_shot: bool = False, level: int = 1) -> Iterator[str]:
         line = "\n" + " " * (self.indent if isinstance(self.indent, int) else 4) * level
@@ -114,7 +115,7 @@ class pp_int(int):
 
 
 def get_config_default(config: type[BaseModel], field_name: str) -> Any:
-    """The default of a field. Raises AssertionError where there is no such field, or no default."""
+    """Return a field's default. Raises AssertionError if the field does not exist or has no default."""
     field = config.model_fields.get(field_name)
     if field is None or field.is_required():
         raise AssertionError(f"'{field_name}' of {config.__name__} is {'required' if field else 'no field'}, so it has no default")
@@ -129,7 +130,7 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` of json.load that raises ValueError where a key is given twice."""
+    """An `object_pairs_hook` for json.load that raises ValueError if a key occurs twice."""
     pairs = list(ordered_pairs)
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
@@ -141,7 +142,7 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]])
 
 
 def _mirror(name: str, block: type[Block], base: type[DeepSpeedConfigModel] = DeepSpeedConfigModel, **changed: Any) -> Any:
-    """A class with the block's keys; `stage3_x` is written so in the JSON and read as `x`."""
+    """Create a class with the block's keys. `stage3_x` in the JSON is the attribute `x`."""
     fields: dict[str, Any] = {}
     for key, field in block.model_fields.items():
         short = key.removeprefix("stage3_")
@@ -190,7 +191,7 @@ class ZeroStageEnum(int, Enum):
     optimizer_states = 1
     gradients = 2
     weights = 3
-    max_stage = 3  # noqa: PIE796 (another name of the same)
+    max_stage = 3  # noqa: PIE796 (an alias, as in DeepSpeed)
 
 
 def _deprecated(target: str, make: Callable[[Any], Any] | None) -> Any:
@@ -233,7 +234,7 @@ DeepSpeedMonitorConfig = _mirror(
 
 
 class _Section(DeepSpeedConfigObject):
-    """A block that its class takes out of the whole config."""
+    """A block that is constructed from the full config."""
 
     block: ClassVar[type[Block]]
     key: ClassVar[str]
@@ -251,7 +252,7 @@ class DeepSpeedFlopsProfilerConfig(_Section):
 
 
 class DeepSpeedCommsConfig(DeepSpeedConfigObject):
-    """`comms_logger` is there where the config has the block."""
+    """`comms_logger` exists only if the config has the block."""
 
     def __init__(self, ds_config: Mapping[str, Any]) -> None:
         self.comms_logger_enabled = "comms_logger" in ds_config
@@ -260,7 +261,7 @@ class DeepSpeedCommsConfig(DeepSpeedConfigObject):
 
 
 class DtypeEnum(Enum):
-    """A dtype, by itself or by any of its names: DtypeEnum("half").value is torch.float16."""
+    """A dtype, constructed from a torch.dtype or any of its names: DtypeEnum("half").value is torch.float16."""
 
     fp16 = torch.float16
     fp32 = torch.float32
@@ -273,31 +274,31 @@ class DtypeEnum(Enum):
         return next((each for each in cls if short in (each.name, str(each.value).removeprefix("torch."))), None)
 
 
-# -- the whole --
+# -- the full config --
 
 
 class _Read:
-    """A parsed config. Of an engine, what was "auto" and what has changed since is read from its plan."""
+    """A parsed config. With an engine, "auto" values and batch sizes are read from the engine's plan."""
 
-    def __init__(self, given: Mapping[str, Any], engine: Any = None) -> None:
-        self.given, self.engine = given, engine
-        self.parsed: Parsed = parse(tolerant(dict(given)))
+    def __init__(self, raw: Mapping[str, Any], engine: Any = None) -> None:
+        self.raw, self.engine = raw, engine
+        self.parsed: Parsed = parse(tolerant(dict(raw)))
 
     def value(self, key: str) -> Any:
-        """What holds for a key: DeepSpeed's default where it was not given. A block is an object, and None where DeepSpeed's is."""
+        """The value of a key, or DeepSpeed's default. A block is an object, or None if DeepSpeed's default is None."""
         default = schema_keys().get(key)
         if self.engine is not None and (key in self.parsed.autos or key in _BATCH):
             return plan_values(self.engine.plan).get(key, default)
         value: Any = self.parsed.config
         for part in key.split("."):
-            if value is None:  # a block that was not given
+            if value is None:  # an absent block
                 return default
             value = getattr(value, part)
         return value
 
     def block(self, key: str) -> dict[str, Any]:
-        """As it was given."""
-        block = self.given.get(key)
+        """The block as the user wrote it."""
+        block = self.raw.get(key)
         return dict(block) if isinstance(block, Mapping) else {}
 
     def dtype(self, key: str) -> torch.dtype | None:
@@ -309,8 +310,8 @@ class _Read:
         return name.lower() if name and name.lower() in TABLES["deepspeed.runtime.config"]["DEEPSPEED_OPTIMIZERS"] else name
 
     def zero_config(self) -> Any:
-        """In today's spelling: `"zero_optimization": true` is stage 1."""
-        block = self.given.get("zero_optimization") or {}
+        """The zero_optimization block; `true` means stage 1."""
+        block = self.raw.get("zero_optimization") or {}
         return DeepSpeedZeroConfig(
             **({"stage": 1} if block is True else {key: value for key, value in block.items() if value is not None})
         )
@@ -318,22 +319,16 @@ class _Read:
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _SAME = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation steps_per_print
-dump_state disable_python_gc disable_allgather prescale_gradients gradient_predivide_factor gradient_allreduce_op gradient_clipping
-zero_allow_untested_optimizer zero_force_ds_cpu_optimizer memory_breakdown dataloader_drop_last log_level"""
+dump_state disable_python_gc disable_allgather prescale_gradients gradient_allreduce_op gradient_clipping dataloader_drop_last"""
 _OTHER = {
+    **CONFIG_VALUES,
     "zero_optimization_stage": "zero_optimization.stage",
     "torch_autocast_enabled": "torch_autocast.enabled",
-    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
-    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
     "scheduler_name": "scheduler.type",
-    "data_efficiency_enabled": "data_efficiency.enabled",
-    "load_universal_checkpoint": "checkpoint.load_universal",
-    "use_node_local_storage": "checkpoint.use_node_local_storage",
     "checkpoint_parallel_write_pipeline": "checkpoint.parallel_write.pipeline_stage",
     **{key: f"data_types.{key}" for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype")},
     "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
     "compile_config": "compile",
-    "tensor_parallel_config": "tensor_parallel",
     "expert_parallel_config": "expert_parallel",
     "autotuning_config": "autotuning",
     "checkpoint_config": "checkpoint",
@@ -349,7 +344,7 @@ def _tag_validation(read: _Read) -> str:
     return str(read.value("checkpoint.tag_validation")).upper()
 
 
-# attribute of DeepSpeedConfig -> what it reads
+# attribute of DeepSpeedConfig -> the function that reads its value
 _ATTRIBUTES: Mapping[str, Callable[[_Read], Any]] = {
     **{name: _at(name) for name in _SAME.split()},
     **{name: _at(key) for name, key in _OTHER.items()},
@@ -365,9 +360,9 @@ _ATTRIBUTES: Mapping[str, Callable[[_Read], Any]] = {
     "optimizer_params": lambda read: read.block("optimizer").get("params"),
     "scheduler_params": lambda read: read.block("scheduler").get("params"),
     "wall_clock_breakdown": lambda read: read.value("wall_clock_breakdown") or read.value("flops_profiler.enabled"),
-    "activation_checkpointing_config": lambda read: DeepSpeedActivationCheckpointingConfig(read.given),
-    "flops_profiler_config": lambda read: DeepSpeedFlopsProfilerConfig(read.given),
-    "comms_config": lambda read: DeepSpeedCommsConfig(read.given),
+    "activation_checkpointing_config": lambda read: DeepSpeedActivationCheckpointingConfig(read.raw),
+    "flops_profiler_config": lambda read: DeepSpeedFlopsProfilerConfig(read.raw),
+    "comms_config": lambda read: DeepSpeedCommsConfig(read.raw),
     "monitor_config": lambda read: DeepSpeedMonitorConfig(**{key: read.block(key) for key in DeepSpeedMonitorConfig.model_fields}),
     "hybrid_engine": lambda read: HybridEngineConfig(**read.block("hybrid_engine")),
     "timers_config": lambda read: DeepSpeedThroughputTimerConfig(**read.block("timers").get("throughput", {})),
@@ -380,14 +375,14 @@ _ATTRIBUTES: Mapping[str, Callable[[_Read], Any]] = {
 
 
 class BatchSizesError(ValueError, AssertionError):
-    """Batch sizes that disagree: DeepSpeed raises AssertionError, Slipstream ValueError."""
+    """Inconsistent batch sizes. DeepSpeed raises AssertionError, Slipstream ValueError."""
 
 
 class DeepSpeedConfig:
-    """A configuration to be read: a path, a dictionary, or base64 of JSON.
+    """A read-only configuration, from a path, a dictionary or base64 of JSON.
 
-    `mpu` (or `mesh_device`, by its dimension "data_parallel") says how many ranks share a batch; without them all do. Missing ones
-    of the batch's three sizes are derived. Raises ValueError for what no config may say, BatchSizesError where the sizes disagree.
+    `mpu` (or the dimension "data_parallel" of `mesh_device`) sets the number of data-parallel ranks; the default is all ranks.
+    Missing batch sizes are derived. Raises ValueError if the config is invalid, BatchSizesError if the batch sizes disagree.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
@@ -403,10 +398,10 @@ class DeepSpeedConfig:
 
     @classmethod
     def of_engine(cls, engine: Any) -> DeepSpeedConfig:
-        made = cls.__new__(cls)
-        made._param_dict, made._read = engine.config, _Read(engine.config, engine)
-        made.mpu, made.global_rank, made.world_size = None, engine.global_rank, engine.world_size
-        return made
+        config = cls.__new__(cls)
+        config._param_dict, config._read = engine.config, _Read(engine.config, engine)
+        config.mpu, config.global_rank, config.world_size = None, engine.global_rank, engine.world_size
+        return config
 
     def __getattr__(self, name: str) -> Any:
         if name in _ATTRIBUTES:
@@ -420,7 +415,7 @@ class DeepSpeedConfig:
         logger.info("  json = %s", json.dumps(self._param_dict, sort_keys=True, indent=4, cls=ScientificNotationEncoder))
 
     def print(self, name: str) -> None:
-        """Logs every attribute, then the JSON, at level INFO."""
+        """Log every attribute, then the JSON, at level INFO."""
         logger.info("%s:", name)
         for attribute in sorted({*_ATTRIBUTES, "global_rank", "world_size"}):
             logger.info("  %s %s %s", attribute, "." * (29 - len(attribute)), getattr(self, attribute))
@@ -428,7 +423,7 @@ class DeepSpeedConfig:
 
 
 def _ranks(read: _Read, mpu: Any, mesh_device: Any) -> tuple[int, int]:
-    """This rank, and how many share a batch."""
+    """This rank, and the number of data-parallel ranks."""
     if not dist.is_initialized():
         return 0, 1
     rank, count = dist.get_rank(), dist.get_world_size()
@@ -441,7 +436,7 @@ def _ranks(read: _Read, mpu: Any, mesh_device: Any) -> tuple[int, int]:
     return rank, count // read.value("sequence_parallel_size")
 
 
-# -- get_x(param_dict), which DeepSpeed has for most attributes --
+# -- get_x(param_dict), one for most attributes --
 
 _RENAMED_GETTERS = {
     "get_lower_precision_safe_modules": "torch_autocast_lower_precision_safe_modules",

@@ -1,10 +1,10 @@
 """DeepSpeed's constants, module by module: `TABLES[module][name]` is the value.
 
-A constant names a key of the JSON, and NAME_DEFAULT is what holds where the key is not given. They are values only: that a key has
-a name here does not mean that its feature is built. docs/DEEPSPEED_KEYS.md says what Slipstream does with each key.
+A constant names a key of the JSON; NAME_DEFAULT is the key's default. A constant exists even if its feature is not built:
+docs/DEEPSPEED_KEYS.md lists what Slipstream does with each key.
 
-[Note: Notation] A line of a text below is a prefix (`-` is none) and its entries: `key` stands for PREFIX + KEY, whose value is
-"key"; `NAME:key` gives the name itself; `=value`, as JSON without spaces, adds the constant NAME_DEFAULT.
+[Note: Notation] Each line of the texts below is a prefix (`-` for none) and its entries: `key` defines PREFIX + KEY = "key";
+`NAME:key` sets the constant's name; `=value`, JSON without spaces, also defines NAME_DEFAULT.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 
 def _read(text: str) -> dict[str, Any]:
-    """The constants of a text. See [Note: Notation]."""
+    """Parse the constants of a text. See [Note: Notation]."""
     values: dict[str, Any] = {}
     for line in text.strip().splitlines():
         prefix, *entries = line.split()
         for entry in entries:
-            written, has_default, default = entry.partition("=")
-            given, _, key = written.rpartition(":")
-            name = given or (key if prefix == "-" else prefix + key).upper()
+            left, has_default, default = entry.partition("=")
+            explicit, _, key = left.rpartition(":")
+            name = explicit or (key if prefix == "-" else prefix + key).upper()
             values[name] = key
             if has_default:
                 values[f"{name}_DEFAULT"] = json.loads(default)
@@ -32,7 +32,7 @@ def _read(text: str) -> dict[str, Any]:
 
 
 def _examples(values: Mapping[str, Any], names: str) -> dict[str, str]:
-    """NAME_FORMAT: a key with its default, as it is written into the JSON; a block with its keys."""
+    """The NAME_FORMAT constants: a key with its default as JSON text, or a block with its keys."""
     examples = {}
     for name in names.split():
         parts = [part for part in values if part.startswith(f"{name}_") and f"{part}_DEFAULT" in values]

@@ -1,4 +1,4 @@
-"""`deepspeed.initialize` and the engine that it returns: Slipstream's, with DeepSpeed's methods and without its own storage."""
+"""`deepspeed.initialize`, and the engine that it returns: Slipstream's engine with DeepSpeed's methods."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,9 +35,9 @@ from slipstream.train.step import UnusedParameterError
 from slipstream.zero.comm import gather_objects
 
 T = TypeVar("T")
-DeepSpeedConfigError = ValueError  # what Slipstream raises for everything that a user can mend
+DeepSpeedConfigError = ValueError  # Slipstream raises ValueError for every user error
 
-# What DeepSpeed calls the states that `offload_states` moves, and what `Engine.sleep` calls them.
+# DeepSpeed's names of the states for `offload_states` -> those of `Engine.sleep`
 _STATES = {
     "optim_states": "optimizer",
     "hp_params": "optimizer",
@@ -47,18 +48,20 @@ _STATES = {
 
 
 def _of(read: Callable[[Plan], T]) -> Callable[[Any], T]:
-    """A method that reads the plan: DeepSpeed's config values are methods of its engine."""
+    """Return a method that reads the plan: DeepSpeed's engine has a method for each config value."""
 
-    def getter(self: Engine) -> T:
-        return read(self.plan)
+    return lambda self: read(self.plan)
 
-    return getter
+
+def _attribute(path: str) -> Callable[[Any], Any]:
+    """Return a method that returns an attribute of the engine: DeepSpeed has methods for these."""
+    return lambda self: attrgetter(path)(self)
 
 
 class DeepSpeedEngine(Engine):
-    """Made by `initialize` below, from a Slipstream engine. What it does not have, it looks for in the model."""
+    """Created by `initialize` below from a Slipstream engine. Attributes that it does not have are read from the model."""
 
-    config: Any  # as the user gave it, read: a dict
+    config: Any  # the user's config as a dict
     coalesces = False  # inside coalesce_grad_reduction()
 
     @cached_property
@@ -70,8 +73,13 @@ class DeepSpeedEngine(Engine):
 
     # -- the loop --
 
+    is_gradient_accumulation_boundary = _attribute("at_boundary")
+    was_step_applied = _attribute("step_applied")
+    get_global_grad_norm = _attribute("global_grad_norm")
+    loss_scale = _attribute("precision.loss_scale")
+
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the fp16 loss scale, as it is where it comes of the engine's outputs, whose backward scales."""
+        """Return the loss times the fp16 loss scale. A loss of the engine's outputs is unchanged: their backward scales it."""
         return loss if carries_scale(loss) else super().scale(loss)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Tensor:
@@ -79,35 +87,27 @@ class DeepSpeedEngine(Engine):
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         if lr_kwargs:
-            raise ValueError(f"engine.step(lr_kwargs={dict(lr_kwargs)}): schedules step by themselves; set their values before")
-        assert not self.coalesces, "engine.step() inside coalesce_grad_reduction(), which is a no_sync() too: step after it"
+            raise ValueError(
+                f"engine.step(lr_kwargs={dict(lr_kwargs)}): the engine steps the scheduler; set its values before step()"
+            )
+        assert not self.coalesces, "engine.step() inside coalesce_grad_reduction(), which implies no_sync(): step after it"
         with _asserting(UnusedParameterError):
             super().step()
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         self.set_boundary(is_boundary)
 
-    def was_step_applied(self) -> bool:
-        return self.step_applied
-
-    def get_global_grad_norm(self) -> float | None:
-        return self.global_grad_norm
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        assert not self.coalesces, "no_sync() inside coalesce_grad_reduction(), which does the same: leave one of them out"
+        assert not self.coalesces, "no_sync() inside coalesce_grad_reduction(), which does the same: remove one of them"
         with super().no_sync():
             yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """The backward passes of one step: their gradients are reduced once, with `step()` or when they are asked for after it.
+        """Reduce the gradients of several backward passes once: in `step()`, or when they are first read after the context.
 
-        Inside, `safe_get_full_grad` gives what this rank has summed up; `step()`, `no_sync()` and a second context raise
-        AssertionError.
+        Inside, `safe_get_full_grad` returns this rank's sum. Raises AssertionError for `step()`, `no_sync()` or a nested context.
         """
         assert self.hooks.sync, "coalesce_grad_reduction() cannot be nested inside no_sync() or another one: use one of them"
         self.coalesces = True
@@ -118,36 +118,36 @@ class DeepSpeedEngine(Engine):
             self.coalesces = False
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """From the next window on, by more or fewer micro-batches."""
+        """Set the number of micro-batches from the next accumulation window on."""
         batch = self.plan.batch
-        each = batch.micro_batch_size * self.world_size
-        if train_batch_size < each or train_batch_size % each:
+        per_pass = batch.micro_batch_size * self.world_size
+        if train_batch_size < per_pass or train_batch_size % per_pass:
             raise ValueError(
-                f"set_train_batch_size({train_batch_size}): a multiple of micro batch ({batch.micro_batch_size}) x data parallel "
-                f"({self.world_size}) = {each} is needed"
+                f"set_train_batch_size({train_batch_size}): not a multiple of micro batch ({batch.micro_batch_size}) x data "
+                f"parallel ({self.world_size}) = {per_pass}"
             )
         if self.hooks.backwards:
             raise RuntimeError(f"set_train_batch_size() after {self.hooks.backwards} backward passes of a window; call it before")
-        kept = {unit.grads.dtype for unit in self.units if unit.grads is not None and unit.grads.dtype.itemsize < 4}
-        if train_batch_size > each and kept and not self.recipe.accumulates and self.recipe.grads_dtype is None:
+        narrow = {unit.grads.dtype for unit in self.units if unit.grads is not None and unit.grads.dtype.itemsize < 4}
+        if train_batch_size > per_pass and narrow and not self.recipe.accumulates and self.recipe.grads_dtype is None:
             raise ValueError(
-                f"set_train_batch_size({train_batch_size}): gradients of {train_batch_size // each} micro-batches would be added "
-                f"up in {kept.pop()}, since the engine was made for one; give it "
-                f'"data_types": {{"grad_accum_dtype": "fp32"}}, or gradient_accumulation_steps above 1'
+                f"set_train_batch_size({train_batch_size}): the engine was created for one micro-batch and would accumulate "
+                f"{train_batch_size // per_pass} in {narrow.pop()}; set "
+                f'"data_types": {{"grad_accum_dtype": "fp32"}}, or gradient_accumulation_steps above 1, in the config'
             )
-        new = dataclasses.replace(batch, train_batch_size=train_batch_size, accumulation=train_batch_size // each)
+        new = dataclasses.replace(batch, train_batch_size=train_batch_size, accumulation=train_batch_size // per_pass)
         self.plan = dataclasses.replace(self.plan, batch=new)
         self.micro_steps = self.global_steps * new.accumulation
         self._divide(None)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """What the caller's loader gives from now on; the number of micro-batches stays."""
+        """Set the batch size of the caller's loader; the number of micro-batches does not change."""
         batch = self.plan.batch
         total = micro_batch_size * batch.accumulation * self.world_size
         new = dataclasses.replace(batch, micro_batch_size=micro_batch_size, train_batch_size=total)
         self.plan = dataclasses.replace(self.plan, batch=new)
 
-    # -- what the config says --
+    # -- config values --
 
     train_batch_size = _of(lambda plan: plan.batch.train_batch_size)
     train_micro_batch_size_per_gpu = _of(lambda plan: plan.batch.micro_batch_size)
@@ -178,7 +178,7 @@ class DeepSpeedEngine(Engine):
     dump_state = _of(lambda plan: plan.dump_state)
     dataloader_drop_last = _of(lambda plan: plan.data.drop_last)
     mics_shard_size = property(_of(lambda plan: plan.zero.shard_size or -1))
-    # what a config that asks for it is refused for
+    # a config that enables one of these raises an error
     elasticity_enabled = pld_enabled = sparse_gradients_enabled = _of(lambda plan: False)
     eigenvalue_enabled = curriculum_enabled_legacy = random_ltd_enabled = amp_enabled = _of(lambda plan: False)
     checkpoint_tag_validation_enabled = _of(lambda plan: plan.checkpoint.tag_validation != "ignore")
@@ -203,11 +203,8 @@ class DeepSpeedEngine(Engine):
     def is_iterable_style_dataset(self, obj: Any) -> bool:
         return isinstance(obj, torch.utils.data.IterableDataset)
 
-    def loss_scale(self) -> float:
-        return self.precision.loss_scale
-
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Batch size of a step, of a micro-batch, and micro-batches of a step."""
+        """(train batch size, micro-batch size, micro-batches per step)."""
         batch = self.plan.batch
         return batch.train_batch_size, batch.micro_batch_size, batch.accumulation
 
@@ -231,12 +228,8 @@ class DeepSpeedEngine(Engine):
     mp_world_size = property(lambda self: 1)
     data_parallel_group = property(lambda self: self.mesh.data.group)
     get_tensor_parallel_rank = get_model_parallel_rank = _of(lambda plan: 0)
-
-    def get_data_parallel_rank(self) -> int:
-        return self.rank
-
-    def get_sequence_parallel_group(self) -> None:
-        return None
+    get_data_parallel_rank = _attribute("rank")
+    get_sequence_parallel_group = _of(lambda plan: None)
 
     # -- weights and states --
 
@@ -262,9 +255,7 @@ class DeepSpeedEngine(Engine):
         exclude_frozen_parameters: bool = False,
         contents: Any = "all",
     ) -> bool:
-        """`tag` may be a step or a loss: what names the folder is its text. With tag_validation "Fail", tags that differ raise
-        AssertionError.
-        """
+        """`str(tag)` names the folder. With tag_validation "Fail", raises AssertionError if the ranks' tags differ."""
         name = None if tag is None else str(tag)
         if save_dir and self.plan.checkpoint.tag_validation == "fail":
             with self.together("save_checkpoint"), _asserting(CheckpointError):
@@ -282,25 +273,27 @@ class DeepSpeedEngine(Engine):
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any]]:
         if custom_load_fn is not None:
-            raise ValueError("load_checkpoint(custom_load_fn=): parameters load by name; use load_module_strict=False for fewer")
+            raise ValueError(
+                "load_checkpoint(custom_load_fn=): parameters load by name; for a subset, use load_module_strict=False"
+            )
         name = None if tag is None else str(tag)
         return super().load_checkpoint(
             load_dir, name, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
-        """The whole state on every rank. Collective."""
+        """Return the full state on every rank. Collective."""
         state = self.state_dict(**kwargs)
         frozen = {name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad}
         return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None) -> Any:
         if custom_load_fn is not None:
-            raise ValueError("load_module_state_dict(custom_load_fn=): use engine.load_state_dict with the tensors to be loaded")
+            raise ValueError("load_module_state_dict(custom_load_fn=): use engine.load_state_dict with the tensors to load")
         return self.load_state_dict(checkpoint.get("module", checkpoint), strict=strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """The whole state in the weights' dtype, on the CPU of the first rank; None on others. Collective."""
+        """Return the full state in the weights' dtype on rank 0's CPU; None on other ranks. Collective."""
         return consolidated(self, exclude_frozen=exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -308,7 +301,7 @@ class DeepSpeedEngine(Engine):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """The weights as they are computed with, for `torch.load`, or as safetensors where the name says so. Collective."""
+        """Write the weights in the compute dtype, for `torch.load`, or as safetensors if the name ends in that. Collective."""
         state = consolidated(self, exclude_frozen=exclude_frozen_parameters)
         path = Path(save_dir) / save_filename
 
@@ -333,7 +326,7 @@ class DeepSpeedEngine(Engine):
         zero.show_ranges(self)
 
     def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
-        """`Engine.sleep`, by DeepSpeed's names of states."""
+        """`Engine.sleep` with DeepSpeed's names of states."""
         kinds = None if include is None else {_STATES[str(getattr(state, "value", state))] for state in include}
         self.sleep(kinds, str(getattr(device, "value", device)))
 
@@ -341,7 +334,7 @@ class DeepSpeedEngine(Engine):
         self.wake()
 
     def empty_partition_cache(self) -> None:
-        """Nothing is kept gathered between steps."""
+        """A no-op: no parameters stay gathered between steps."""
 
     def deepspeed_io(
         self,
@@ -354,7 +347,7 @@ class DeepSpeedEngine(Engine):
         num_local_io_workers: int | None = None,
     ) -> Any:
         if data_sampler is not None:
-            raise ValueError("deepspeed_io(data_sampler=): make a torch DataLoader with it, and iterate over that")
+            raise ValueError("deepspeed_io(data_sampler=): create a torch DataLoader with it instead")
         return distributed_loader(
             dataset,
             batch_size=batch_size or self.plan.batch.micro_batch_size,
@@ -369,9 +362,9 @@ class DeepSpeedEngine(Engine):
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **others: Any) -> None:
         """`torch.compile` of the model, in place."""
-        given = sorted(name for name, value in others.items() if value)
-        if given:
-            raise ValueError(f"engine.compile({', '.join(given)}=): DeepCompile is not built; torch.compile runs without it")
+        unsupported = sorted(name for name, value in others.items() if value)
+        if unsupported:
+            raise ValueError(f"engine.compile({', '.join(unsupported)}=): DeepCompile is not built; drop these arguments")
         self.module.compile(backend=backend, **(compile_kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -388,7 +381,7 @@ class DeepSpeedEngine(Engine):
 
 @contextmanager
 def _asserting(kind: type[Exception]) -> Iterator[None]:
-    """An error of Slipstream's as the AssertionError that DeepSpeed raises."""
+    """Convert Slipstream's error to the AssertionError that DeepSpeed raises."""
     try:
         yield
     except kind as error:
@@ -418,15 +411,15 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """`slipstream.initialize`, from what DeepSpeed's callers give; the engine has DeepSpeed's methods.
+    """`slipstream.initialize` with DeepSpeed's arguments; the engine has DeepSpeed's methods.
 
-    config   also as base64 of JSON; "zero_optimization.x" at its top level means x in the block, where that does not say it.
-             Unknown top-level keys are ignored, as DeepSpeed does, but logged; those that are near a known key are refused.
+    config   a path, a dictionary or base64 of JSON. A top-level key "zero_optimization.x" sets x in the block if it is unset there.
+             Unknown top-level keys are logged and ignored, as in DeepSpeed. One that resembles a known key raises ValueError.
     """
     loaded = arguments.read_config(config=_decode(config), config_params=_decode(config_params), args=args)
     raw = _unfold(loaded.raw)
     used = tolerant(with_known_warmup(raw))
-    if optimizer is None and "optimizer" not in raw:  # DeepSpeed, too, makes no schedule then; Trainer evaluates this way
+    if optimizer is None and "optimizer" not in raw:  # as DeepSpeed, create no schedule; Trainer evaluates this way
         used, lr_scheduler = {name: value for name, value in used.items() if name != "scheduler"}, None
     with zero.held_values(model):
         engine, handle, loader, scheduler = slipstream.initialize(
@@ -442,14 +435,14 @@ def initialize(
             config=used,
             mesh_param=mesh_param,
         )
-    # The class has methods and no state of its own, so an engine becomes one of it by name only.
+    # DeepSpeedEngine adds only methods, so changing the class is enough.
     engine.__class__ = DeepSpeedEngine
     assert isinstance(engine, DeepSpeedEngine)
     engine.config = raw
     if engine.rank == 0:
         keys.say(loaded.notes)
     if lr_scheduler is None and scheduler is not None:
-        scheduler.optimizer = handle  # the config's own gets the returned one, a caller's the one that it was made of
+        scheduler.optimizer = handle  # a scheduler of the config refers to the returned optimizer, a caller's to its own
     serve_schedule(scheduler)
     serve_optimizer(handle)
     zero.adopt(engine)
@@ -457,28 +450,28 @@ def initialize(
 
 
 def read_config(config: Any, config_params: Any = None, args: Any = None) -> dict[str, Any]:
-    """The dictionary that a path, a dictionary, base64 of JSON or the flags of a script stand for."""
+    """Read a config from a path, a dictionary, base64 of JSON or a script's arguments."""
     return _unfold(arguments.read_config(config=_decode(config), config_params=_decode(config_params), args=args).raw)
 
 
 def _decode(config: Any) -> Any:
-    """A config as a string that is neither a file nor JSON is base64 of JSON."""
+    """Decode a string that is not a path to a file as base64 of JSON."""
     if not isinstance(config, str) or os.path.exists(config) or config.endswith(".json"):
         return config
     try:
         return json.loads(base64.urlsafe_b64decode(config).decode())
     except (ValueError, RecursionError):
-        return config  # load_config says what is wrong with the path
+        return config  # load_config reports the error of the path
 
 
 def tolerant(raw: dict[str, Any]) -> dict[str, Any]:
-    """The config with unknown top-level keys as warnings, unless it says otherwise."""
+    """Make unknown top-level keys warnings, unless the config sets `unknown_keys`."""
     own = raw.get("slipstream", {})
     return raw | {"slipstream": {"unknown_keys": "warn"} | own} if isinstance(own, dict) else raw
 
 
 def _unfold(raw: dict[str, Any]) -> dict[str, Any]:
-    """TRL writes keys of blocks with dots into the top level, where DeepSpeed overlooks them."""
+    """Move dotted top-level keys into their blocks. TRL writes such keys, and DeepSpeed ignores them."""
     for name in [name for name in raw if "." in name]:
         value, (*blocks, last) = raw.pop(name), name.split(".")
         inner = raw

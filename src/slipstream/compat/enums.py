@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.zero.offload_config`: the words of its configuration."""
+"""The enums of `deepspeed.runtime.zero.offload_config`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class OffloadDeviceEnum(enum.StrEnum):
 
 
 class OffloadStateTypeEnum(enum.StrEnum):
-    """What `engine.offload_states(include=)` takes."""
+    """The states that `engine.offload_states(include=)` accepts."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

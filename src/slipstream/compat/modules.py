@@ -1,6 +1,6 @@
-"""The `deepspeed` package as the import system sees it: modules made from the table in `names.py` when they are first imported.
+"""The import hook of the `deepspeed` package: creates modules from the tables in `names.py` on first import.
 
-A module resolves a name when it is first read, so that importing `deepspeed` imports nothing of Slipstream's that is not used.
+A module resolves a name on first access, so importing `deepspeed` loads only the parts of Slipstream that are used.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MODULES = _with_parents([*SERVED, *TABLES, *MISSING, *ALIASES])
 
 
 def serve(package: str) -> None:
-    """Make the module `package`, which has been imported from a file, and all modules below it answer to the table."""
+    """Serve the table's names from the imported module `package` and all modules below it."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _fill(sys.modules[package])
 
 
 def refuse_mixture(folders: Sequence[str]) -> None:
-    """Raise ImportError where files of another `deepspeed` lie in the package's folders, or its metadata are another's."""
+    """Raise ImportError if the package's folders contain files of the original DeepSpeed, or its metadata are the original's."""
     strangers = [str(Path(folder) / name) for folder in folders for name in sorted(os.listdir(folder)) if name not in OURS]
     try:
         installed = version("deepspeed")
@@ -47,12 +47,12 @@ def refuse_mixture(folders: Sequence[str]) -> None:
         installed = "+slipstream"
     if "+slipstream" not in installed:
         raise ImportError(
-            f"this is Slipstream's deepspeed, and the one that is installed is DeepSpeed {installed}: its clients would believe in "
-            f"both. Run `pip uninstall deepspeed` and install one of the two again"
+            f"this is Slipstream's deepspeed, but the installed metadata are those of DeepSpeed {installed}. Run `pip uninstall "
+            f"deepspeed` and install one of the two again"
         )
     if strangers:
         raise ImportError(
-            f"this is Slipstream's deepspeed, and files of another one lie in its folder ({strangers[0]} and "
+            f"this is Slipstream's deepspeed, but its folder contains files of another one ({strangers[0]} and "
             f"{len(strangers) - 1} more): run `pip uninstall deepspeed`, remove the folder, and install one of the two again"
         )
 
@@ -66,11 +66,11 @@ class _Finder(MetaPathFinder, Loader):
         if fullname in MODULES or _why_not(fullname, "*") is not None:
             return ModuleSpec(fullname, self, is_package=True)
         raise ModuleNotFoundError(
-            f"Slipstream's deepspeed has no module {fullname!r}; docs/DEEPSPEED_KEYS.md lists what is served", name=fullname
+            f"Slipstream's deepspeed has no module {fullname!r}; docs/DEEPSPEED_KEYS.md lists the modules", name=fullname
         )
 
     def get_code(self, fullname: str) -> Any:
-        """What `python -m` runs."""
+        """The code that `python -m` runs."""
         home, _, name = RUN[fullname.removesuffix(".__main__")].partition(":")
         return compile(f"import sys\nfrom {home} import {name}\nsys.exit({name}())\n", fullname, "exec")
 
@@ -85,26 +85,25 @@ def _fill(module: ModuleType) -> None:
     real = _real(module.__name__)
     names = [*(name for listed in SERVED.get(real, {}).values() for name in listed.split()), *TABLES.get(real, {})]
     below = [name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == module.__name__]
-    found: Any = module
-    found.__getattr__ = partial(_find, module)
-    found.__dir__ = lambda: sorted({*vars(module), *names, *below})
-    found.__all__ = names
-    for name in sorted(
-        {*names} & {*below}
-    ):  # `deepspeed.utils.z3_leaf_module` is a module to `import`, and a function as attribute
+    filled: Any = module
+    filled.__getattr__ = partial(_find, module)
+    filled.__dir__ = lambda: sorted({*vars(module), *names, *below})
+    filled.__all__ = names
+    # `deepspeed.utils.z3_leaf_module` is both a module to import and a function that is an attribute
+    for name in sorted({*names} & {*below}):
         importlib.import_module(f"{module.__name__}.{name}")
         delattr(module, name)
 
 
 def _why_not(module: str, name: str) -> str | None:
-    """Why a name of a module is missing: by itself, or with everything in the module or in the package that the module is in."""
+    """Why a name of a module is missing: its own reason, or that of the whole module or of a parent package."""
     reasons = MISSING.get(module, {})
     package = module.rpartition(".")[0]
     return reasons.get(name) or reasons.get("*") or (_why_not(package, "*") if package else None)
 
 
 def _real(name: str) -> str:
-    """The module that an alias stands for: deepspeed.zero is deepspeed.runtime.zero, as an attribute."""
+    """Resolve an alias: deepspeed.zero is deepspeed.runtime.zero."""
     return ALIASES.get(name, name)
 
 
@@ -122,11 +121,9 @@ def _find(module: ModuleType, name: str) -> Any:
             return importlib.import_module(below)
     why = _why_not(real, name)
     if why is not None and not name.startswith("__"):
-        # `from deepspeed import X` asks by hasattr, and then imports X as a module: only an ImportError here reaches the script
+        # `from deepspeed import X` calls hasattr, then imports X as a module: only an ImportError raised here reaches the script
         imported = sys._getframe(1).f_code.co_name == "_handle_fromlist"
         raise (ImportError if imported else AttributeError)(f"{real}.{name} is not built yet: {why}")
     if real in BEYOND and not name.startswith("_"):
         return getattr(importlib.import_module(BEYOND[real]), name)
-    raise AttributeError(
-        f"module {module.__name__!r} of Slipstream has no {name!r}; docs/DEEPSPEED_KEYS.md lists the names that are served"
-    )
+    raise AttributeError(f"module {module.__name__!r} of Slipstream has no {name!r}; docs/DEEPSPEED_KEYS.md lists the names")

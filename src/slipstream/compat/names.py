@@ -1,6 +1,6 @@
-"""Which names of DeepSpeed 0.19.8 are served, from where; what differs; what is missing and why.
+"""Tables of DeepSpeed 0.19.8's names: where each is implemented, what differs, and what is missing and why.
 
-docs/DEEPSPEED_KEYS.md and docs/COMING_FROM_DEEPSPEED.md have these tables; a test compares them and imports every name.
+docs/DEEPSPEED_KEYS.md and docs/COMING_FROM_DEEPSPEED.md contain these tables; a test compares them and imports every name.
 """
 
 from __future__ import annotations
@@ -153,14 +153,14 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.env_report": {"slipstream.compat.launcher": "report"},
 }
 
-# modules that `python -m` runs -> the function that they are
+# module that `python -m` can run -> its function
 RUN: Mapping[str, str] = {
     "deepspeed.env_report": "slipstream.compat.launcher:report",
     "deepspeed.launcher.runner": "slipstream.compat.launcher:main",
     "deepspeed.utils.zero_to_fp32": "slipstream.compat.launcher:zero_to_fp32",
 }
 
-# attribute of DeepSpeed's packages, or the file that a name has in them -> the module above that answers
+# another path of a module -> its key in SERVED
 ALIASES: Mapping[str, str] = {
     "deepspeed.zero": "deepspeed.runtime.zero",
     "deepspeed.checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
@@ -182,44 +182,43 @@ ALIASES: Mapping[str, str] = {
     "deepspeed.runtime.zero.mics": "deepspeed.runtime.zero",
 }
 
-# modules whose other names are another module's
+# module -> the module that has its other names
 BEYOND: Mapping[str, str] = {"deepspeed.comm": "torch.distributed"}
 
-# name -> what it does differently here
+# name -> the difference from DeepSpeed
 DIFFERS: Mapping[str, str] = {
     "deepspeed.initialize": "an unknown config key is an error that suggests the nearest known key; at the top level, if no known "
-    "key is near, it is a warning. `mesh_param` is refused",
+    "key is near, it is a warning. `mesh_param` raises ValueError",
     "deepspeed.init_inference": "returns Slipstream's InferenceEngine, for transformers' decoders on one device. `generate` "
     "runs Slipstream's kernels. A call with tensors runs the model's own forward, without a graph",
     "deepspeed.DeepSpeedConfigError": "is ValueError. Batch sizes that disagree raise it instead of AssertionError",
-    "deepspeed.DeepSpeedConfig": "is for reading; engine.plan says what an engine does. Batch sizes that disagree raise an error "
+    "deepspeed.DeepSpeedConfig": "is read-only; `engine.plan` has the engine's settings. Batch sizes that disagree raise an error "
     "that is both ValueError and AssertionError",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3, ZeROOptimizer, FP16_Optimizer, ...": "exist for isinstance, "
-    "which checks the engine's stage and precision; one class serves all stages",
+    "which checks the engine's stage and precision; one class implements all stages",
     "optimizer.needs_scaler, engine.scale": "gradients are scaled at the engine's outputs in every backward, so `engine.scale` "
     "returns a loss of such outputs unchanged",
     "deepspeed.ops.op_builder.*Builder": "compile nothing: the ops of Adam, Adagrad, Lion and flatten load Slipstream's kernels "
-    "and torch's functions; the others raise ImportError and say what to use",
+    "and torch's functions; the others raise ImportError and name an alternative",
     "get_accelerator().current_device": "on a CPU returns the device; DeepSpeed returns LOCAL_RANK, which torch does not accept",
     "deepspeed.zero.Init": "a sharded parameter keeps its shape and reads as NaN. Shards stay in host memory until `initialize`",
     "deepspeed.zero.GatheredParameters": "gathers at every stage, not only 3. Without `modifier_rank` a changed parameter "
     "always raises, with or without `enable_sanity_checks`, also after a write to `.data`",
     "deepspeed.utils.safe_get_local_*, safe_set_local_*": "are collective",
-    "deepspeed.utils.safe_get_full_grad": "gives the mean gradient in fp32 without the loss scale, which DeepSpeed's contains",
-    "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "create torch's or Slipstream's class, which Slipstream's kernels step",
-    "deepspeed.ops.lamb.FusedLamb": "corrects the bias before it takes the norm, as in the paper",
-    "deepspeed.utils.zero_to_fp32": "reads checkpoints of Slipstream and of DeepSpeed; `exclude_frozen_parameters` is refused",
-    "deepspeed.utils.set_z3_leaf_modules": "only marks modules. Blocks are gathered whole, so the modules in them are "
-    "leaves anyway",
+    "deepspeed.utils.safe_get_full_grad": "returns the mean fp32 gradient without the loss scale; DeepSpeed's includes it",
+    "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "create torch's or Slipstream's optimizer; Slipstream's kernels step it",
+    "deepspeed.ops.lamb.FusedLamb": "applies the bias correction before it computes the norm, as in the paper",
+    "deepspeed.utils.zero_to_fp32": "reads checkpoints of Slipstream and of DeepSpeed; `exclude_frozen_parameters` raises",
+    "deepspeed.utils.set_z3_leaf_modules": "only marks modules: blocks are gathered as a unit, so their modules are leaves",
     "deepspeed.utils.logger": "is Slipstream's logger, which prints WARNING and above by default",
     "engine.save_checkpoint": "`client_state` can hold numbers, strings, containers, tensors, numpy arrays and "
-    "`argparse.Namespace`. A defaultdict comes back as a dict. Objects of other classes are refused by name, because "
-    "checkpoints contain no pickle",
-    "engine.zero_*, flops_profiler_* and other config values": "return the config's value or DeepSpeed's default, also of "
+    "`argparse.Namespace`. A defaultdict is loaded as a dict. Other classes raise an error, because checkpoints "
+    "contain no pickle",
+    "engine.zero_*, flops_profiler_* and other config values": "return the config's value or DeepSpeed's default, also for "
     "keys that have no effect here",
     "engine.save_16bit_model": "writes at every stage, whatever `stage3_gather_16bit_weights_on_model_save` says",
     "engine.coalesce_grad_reduction": "reduces with the next `step()`, backward or `safe_get_full_grad`, not when the context ends",
-    "engine.destroy": "is collective. The model's parameters become ordinary complete parameters",
+    "engine.destroy": "is collective. It turns the model's parameters into ordinary, unsharded ones",
     "engine.offload_states, reload_states": "are `Engine.sleep` and `wake`. On a CPU, states can only be moved to disk",
     "engine.step in fp32": "skips an update whose gradients are not finite, as in bf16, and raises OverflowError after 50 in a "
     'row; `"slipstream": {"check_grad_overflow": false}` applies it, as DeepSpeed does',
@@ -228,13 +227,13 @@ DIFFERS: Mapping[str, str] = {
     "1 and 2, and the AssertionError names the parameter",
     "data_types.buffer_dtype": "without it, persistent buffers follow the weights' dtype; DeepSpeed keeps the dtype of all buffers",
     "param and param.ds_* in stage 3": "keeps shape, numel() and identity, so code that detects a released parameter by its empty "
-    "tensor does not find it. `ds_status` is AVAILABLE only inside GatheredParameters. `ds_tensor` is this rank's part, "
-    "without padding; on disk it is empty. `ds_persist` is False. Reading `.data` elsewhere raises an error with the remedy",
+    "tensor does not find it. `ds_status` is AVAILABLE only inside GatheredParameters. `ds_tensor` is this rank's shard, "
+    "without padding; on disk it is empty. `ds_persist` is False. Reading `.data` elsewhere raises and says how to gather it",
 }
 
 # what DeepSpeed refuses -> what Slipstream does
 REFUSED_THERE: Mapping[str, str] = {
-    "`engine.no_sync()` in stages 2 and 3": "works: gradients stay on their rank until the next backward outside, or the step",
+    "`engine.no_sync()` in stages 2 and 3": "works: each rank accumulates gradients until the next backward outside, or the step",
     "`engine.coalesce_grad_reduction()` in stage 0": "works",
     "LAMB in stages 1 to 3": "works at every stage; a parameter's norm is taken over all of its shards",
     "an optimizer outside of DeepSpeed's list, without `zero_allow_untested_optimizer`": "works at every stage, unless it "
@@ -243,50 +242,54 @@ REFUSED_THERE: Mapping[str, str] = {
     "`zero_force_ds_cpu_optimizer` says; device nvme needs an optimizer with a native kernel",
     '`"gradient_allreduce_op": "sum"` in stage 3': "works",
     "`loss.backward()` in stage 0": "works",
-    "`torch.func.grad`, `vjp`, `jacrev` and `vmap(grad)` through the engine in stage 3": "work at every stage, also over "
+    "`torch.func.grad`, `vjp`, `jacrev` and `vmap(grad)` through the engine in stage 3": "work at every stage, also for "
     "parameters (`functional_call`), but not inside `GatheredParameters` with gradients enabled",
-    "two GatheredParameters contexts over the same parameter, one in the other": "the inner one shows what the outer one shows",
+    "nested GatheredParameters contexts over the same parameter": "the inner one uses the outer one's tensors",
     "a ZeRO checkpoint at another number of ranks": "loads, at any stage",
 }
 
-_EXPERTS = "expert parallelism; experts train as ordinary parameters at every ZeRO stage"
-_PIPELINE = "pipeline parallelism; ZeRO stage 3 spreads the layers as well"
-_LOOP = "a whole window in one call, which DeepSpeed has for pipelines only; loop over engine(batch)"
+_EXPERTS = "expert parallelism; experts are trained as ordinary parameters at every ZeRO stage"
+_PIPELINE = "pipeline parallelism; use ZeRO stage 3 to shard the layers"
+_LOOP = "a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch)"
 _SEQUENCE = "sequence parallelism; checkpoint or offload activations (docs/ACTIVATIONS.md) for long sequences"
-_COMPRESSION = "compression; drop the call"
+_COMPRESSION = "compression; remove the call"
 _ONE_BIT = "compressed communication; use Adam or LAMB"
-_ATTENTION = "block-sparse attention; FlexAttention of torch takes block masks"
+_ATTENTION = "block-sparse attention; use torch's FlexAttention with a block mask"
 _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
-_BUILDERS = "DeepSpeed's builders of C++ code; Slipstream's kernels are built when it is installed"
-_DROPPING = "progressive layer dropping, which DeepSpeed 0.19.8 has dropped too; drop layers in the model's own forward"
-_MOQ = "quantization during training (MoQ), which DeepSpeed 0.19.8 has dropped too; torchao quantizes in training (QAT)"
-_SPARSE = "sparse gradients, which DeepSpeed 0.19.8 has dropped too; dense reduction gives the same numbers"
-_ELASTIC = "elastic batch sizes, which DeepSpeed 0.19.8 has dropped too; every checkpoint loads at any number of ranks"
-_MICS = "MiCS as classes of its own; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
-_SCALER = "a loss scaler of its own; the engine scales by itself, and optimizer.loss_scale_config says how"
-_INSIDE = "a part of DeepSpeed's inside (its flat groups, experts and hooks); engine.explain() and engine.units show Slipstream's"
-_ESTIMATE = "`slipstream plan` and engine.explain() give the bytes, activations too"
+_BUILDERS = "DeepSpeed's op builders; Slipstream's kernels are built when it is installed"
+_DROPPING = "progressive layer dropping, which DeepSpeed 0.19.8 has removed too; drop layers in the model's own forward"
+_MOQ = "quantization during training (MoQ), which DeepSpeed 0.19.8 has removed too; use torchao for quantization-aware training"
+_SPARSE = "sparse gradients, which DeepSpeed 0.19.8 has removed too; the dense reduction has the same result"
+_ELASTIC = "elastic batch sizes, which DeepSpeed 0.19.8 has removed too; every checkpoint loads at any world size"
+_MICS = "the MiCS classes; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
+_SCALER = "loss scaler classes; the engine scales losses, and optimizer.loss_scale_config has the settings"
+_INSIDE = "DeepSpeed's internals (flat groups, experts, hooks); engine.explain() and engine.units show Slipstream's"
+_ESTIMATE = "memory estimates; `slipstream plan` and engine.explain() report the bytes, including activations"
+_TRANSFORMER = "DeepSpeed's transformer kernels; torch's scaled_dot_product_attention is as fast"
+_HYBRID = "the hybrid engine; generation under torch.no_grad() works at every stage"
+_INJECTION = "kernel injection; init_inference uses the model as it is"
+_TUNING = "autotuning; `slipstream plan --memory 24G` finds the fastest configuration that fits"
 
-# module of DeepSpeed -> {name, or * for all others: why, and what to do}
+# module of DeepSpeed -> {name, or * for all others: the missing feature, and an alternative}
 MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
-        "tp_model_init": "tensor parallelism; set autotp_size to 0 or 1, and ZeRO stage 3 shards the weights as well",
+        "tp_model_init": "tensor parallelism; set autotp_size to 0 or 1 and use ZeRO stage 3 to shard the weights",
         "PipelineModule": _PIPELINE,
         "PipelineEngine": _PIPELINE,
-        "DeepSpeedHybridEngine": "the hybrid engine; generation under torch.no_grad() works at every stage",
-        "DeepSpeedTransformerLayer": "DeepSpeed's transformer kernels; torch's scaled_dot_product_attention is as fast",
-        "DeepSpeedTransformerConfig": "DeepSpeed's transformer kernels; torch's scaled_dot_product_attention is as fast",
-        "replace_transformer_layer": "kernel injection; init_inference takes the whole model",
+        "DeepSpeedHybridEngine": _HYBRID,
+        "DeepSpeedTransformerLayer": _TRANSFORMER,
+        "DeepSpeedTransformerConfig": _TRANSFORMER,
+        "replace_transformer_layer": _INJECTION,
     },
     "deepspeed.runtime.zero": {
-        "TiledLinearReturnBias": "a tiled layer that returns its bias; TiledLinear adds it",
+        "TiledLinearReturnBias": "a tiled linear layer that returns its bias; TiledLinear adds it",
         "estimate_zero3_model_states_mem_needs_all_live": _ESTIMATE,
         "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATE,
         "MiCS_Optimizer": _MICS,
         "MiCS_Offload": _MICS,
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
-        "get_cuda_rng_tracker": "random states per model-parallel rank, as there is no tensor parallelism; use torch's"
+        "get_cuda_rng_tracker": "random states per model-parallel rank, since there is no tensor parallelism; use torch's"
     },
     "deepspeed.runtime.zero.stage_1_and_2": {"*": _ESTIMATE},
     "deepspeed.runtime.zero.stage3": {"*": _ESTIMATE},
@@ -297,30 +300,32 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.sequence": {"*": _SEQUENCE},
     "deepspeed.runtime.fp16.onebit": {"*": _ONE_BIT},
     "deepspeed.runtime.pipe": {"*": _PIPELINE},
-    "deepspeed.runtime.data_pipeline": {"*": "data efficiency (curriculum sampling, random-LTD); sample in the data loader"},
+    "deepspeed.runtime.data_pipeline": {
+        "*": "data efficiency (curriculum sampling, random-LTD); implement the sampling in the data loader"
+    },
     "deepspeed.runtime.progressive_layer_drop": {"*": _DROPPING},
     "deepspeed.runtime.sparse_tensor": {"*": _SPARSE},
     "deepspeed.runtime.quantize": {"*": _MOQ},
     "deepspeed.runtime.weight_quantizer": {"*": _MOQ},
     "deepspeed.runtime.eigenvalue": {"*": _MOQ},
-    "deepspeed.runtime.hybrid_engine": {"*": "the hybrid engine; generation under torch.no_grad() works at every stage"},
+    "deepspeed.runtime.hybrid_engine": {"*": _HYBRID},
     "deepspeed.pipe": {"*": _PIPELINE},
     "deepspeed.moe": {"*": _EXPERTS},
     "deepspeed.compression": {"*": _COMPRESSION},
     "deepspeed.ops.sparse_attention": {"*": _ATTENTION},
-    "deepspeed.ops.transformer": {"*": "DeepSpeed's transformer kernels; torch's scaled_dot_product_attention is as fast"},
+    "deepspeed.ops.transformer": {"*": _TRANSFORMER},
     "deepspeed.ops.op_builder": {"*": _BUILDERS},
-    "deepspeed.ops.aio": {"*": "a handle of its own for files; offload_optimizer and offload_param use the disk"},
+    "deepspeed.ops.aio": {"*": "the asynchronous file handle; offload_optimizer and offload_param use the disk"},
     "deepspeed.inference": {"*": _SERVING},
-    "deepspeed.module_inject": {"*": "kernel injection; init_inference takes the whole model"},
+    "deepspeed.module_inject": {"*": _INJECTION},
     "deepspeed.profiling.flops_profiler": {"*": "the flops profiler; torch.utils.flop_counter counts a forward and backward"},
     "deepspeed.monitor.monitor": {"*": "monitoring; log the loss and engine.get_global_grad_norm() from the script"},
     "deepspeed.elasticity": {"*": _ELASTIC},
     "deepspeed.linear": {"*": "DeepSpeed's quantized LoRA layers; use PEFT"},
-    "deepspeed.autotuning": {"*": "autotuning; `slipstream plan --memory 24G` finds the fastest configuration that fits"},
+    "deepspeed.autotuning": {"*": _TUNING},
 }
 
-# methods of DeepSpeed's engine that return a value of the config, given or DeepSpeed's default -> its key
+# engine methods that return a config value, or DeepSpeed's default -> key; the first are also attributes of DeepSpeedConfig
 _ZERO = """reduce_scatter overlap_comm offload_optimizer offload_param sub_group_size reduce_bucket_size allgather_bucket_size
 compute_grad_norm contiguous_gradients load_from_fp32_weights elastic_checkpoint legacy_stage1 ignore_unused_parameters
 save_muon_momentum_buffer_in_memory allgather_partitions round_robin_gradients parameter_alignment log_trace_cache_warnings"""
@@ -329,12 +334,21 @@ model_persistence_threshold allgather_sequential"""
 _ZERO_PP = "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"
 _FLOPS = "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"
 _TOP = "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer memory_breakdown gradient_predivide_factor log_level"
+CONFIG_VALUES: Mapping[str, str] = {
+    **{name: name for name in _TOP.split()},
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "tensor_parallel_config": "tensor_parallel",
+}
 CONFIG_GETTERS: Mapping[str, str] = {
+    **CONFIG_VALUES,
     **{f"zero_{name}": f"zero_optimization.{name}" for name in _ZERO.split()},
     **{f"zero_{name}": f"zero_optimization.stage3_{name}" for name in _STAGE_3.split()},
     **{name: f"zero_optimization.{name}" for name in _ZERO_PP.split()},
     **{f"flops_profiler_{name}": f"flops_profiler.{name}" for name in _FLOPS.split()},
-    **{name: name for name in _TOP.split()},
     "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
     "super_offload": "zero_optimization.offload_optimizer.super_offload",
@@ -344,51 +358,41 @@ CONFIG_GETTERS: Mapping[str, str] = {
     "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states",
-    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
-    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
     "aio_config": "aio",
-    "load_universal_checkpoint": "checkpoint.load_universal",
-    "use_node_local_storage": "checkpoint.use_node_local_storage",
     "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
     "autotuning_enabled": "autotuning.enabled",
-    "data_efficiency_enabled": "data_efficiency.enabled",
     "data_efficiency_config": "data_efficiency",
     "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
     "data_sampling_config": "data_efficiency.data_sampling",
     "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
     "curriculum_learning_config": "data_efficiency.data_sampling.curriculum_learning",
     "random_ltd_config": "data_efficiency.data_routing.random_ltd",
-    "tensor_parallel_config": "tensor_parallel",
     "autotp_size": "tensor_parallel.autotp_size",
     "is_deepcompile_enabled": "compile.deepcompile",
 }
 
-_REDUCED = "gradients are reduced by themselves during backward and step"
+_REDUCED = "the engine reduces gradients during backward and step"
 _COMPILE = "DeepCompile; engine.compile() is torch.compile"
-_TUNING = "autotuning; `slipstream plan --memory 24G` finds the fastest configuration that fits"
-_TIMERS = "timers of its own; steps_per_print logs samples per second, and wall_clock_breakdown where the time goes"
+_TIMERS = "timer objects; steps_per_print logs samples per second, and wall_clock_breakdown the time of each phase"
 
 
 def _each(names: str, why: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), why)
 
 
-# methods of DeepSpeed's engine
+# method of DeepSpeed's engine -> the missing feature, and an alternative
 MISSING_METHODS: Mapping[str, str] = {
     "train_batch": f"{_LOOP}, engine.backward(loss) and engine.step()",
     "eval_batch": f"{_LOOP} under torch.no_grad()",
-    "get_pld_theta": _DROPPING,
-    "progressive_layer_drop": _DROPPING,
-    "sparse_allreduce": _SPARSE,
+    **_each("get_pld_theta progressive_layer_drop", _DROPPING),
     "quantizer": _MOQ,
-    "random_ltd_scheduler": "random-LTD",
-    "random_ltd_initialize": "random-LTD",
+    **_each("random_ltd_scheduler random_ltd_initialize", "random-LTD"),
     "set_custom_curriculum_learning_schedule": "curriculum learning",
     "set_data_post_process_func": "data efficiency",
     **_each("allreduce_gradients allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback", _REDUCED),
-    **_each("sparse_allreduce_bucket sparse_allreduce_no_retain sparse_all_gather", _SPARSE),
-    "all_gather_scalar": "a collective of DeepSpeed's sparse gradients; use torch.distributed",
-    "clip_fp32_gradients": "gradients are clipped in step, as gradient_clipping says",
+    **_each("sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain sparse_all_gather", _SPARSE),
+    "all_gather_scalar": "a collective for sparse gradients; use torch.distributed",
+    "clip_fp32_gradients": "step() clips gradients to gradient_clipping",
     **_each(
         "register_compile_pass get_compile_time get_deepcompile_backend get_deepspeed_compile_backend get_autosp_backend "
         "get_autotp_backend compile_zero_optimization_stage compile_autosp compile_autotp uses_parallelization_pass_only",
@@ -401,9 +405,9 @@ MISSING_METHODS: Mapping[str, str] = {
         _TUNING,
     ),
     "load_moe_state_dict": _EXPERTS,
-    "is_first_weights_partition_group": "groups of its own; engine.mesh has the data axes",
+    "is_first_weights_partition_group": "DeepSpeed's process groups; engine.mesh has the data axes",
     "dynamic_loss_scale_args": "the scaler's arguments as a dictionary; engine.plan.precision.loss_scale has them",
-    "swap_tensor_config": "the object behind offload_param; engine.plan.offload says where states rest",
-    "get_optimizer_configuration": "DeepSpeed's choice of an optimizer's class; type(engine.optimizer) and optimizer_name() say it",
-    "collect_python_gc": "Python's collector is left alone; call gc.collect()",
+    "swap_tensor_config": "the object behind offload_param; engine.plan.offload has the devices of offloaded states",
+    "get_optimizer_configuration": "DeepSpeed's choice of an optimizer class; use type(engine.optimizer) or optimizer_name()",
+    "collect_python_gc": "control of Python's garbage collector; call gc.collect()",
 }

@@ -1,7 +1,7 @@
-"""`deepspeed.ops.op_builder`: DeepSpeed's builders of C++ code, by name. Nothing is compiled when one is asked.
+"""`deepspeed.ops.op_builder`: DeepSpeed's op builders. They compile nothing.
 
-A builder that `is_compatible()` loads functions of DeepSpeed's names and arguments, over Slipstream's kernels or torch; the others
-say what to use in their place. `torch.optim` does not see what is stepped here: these are functions of tensors.
+A compatible builder loads functions with DeepSpeed's names and arguments, backed by Slipstream's kernels or torch; the others raise
+ImportError with an alternative. The functions work on tensors and keep no `torch.optim` state.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class OpBuilder:
         self.name = name or self.NAME
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether `load` gives something. `verbose` says why not, to stderr."""
+        """Whether `load` succeeds. With `verbose`, writes the reason to stderr if not."""
         compatible = type(self).functions is not None
         if verbose and not compatible:
             sys.stderr.write(f"{type(self).__name__}: {self.remedy}\n")
         return compatible
 
     def load(self, verbose: bool = False) -> Any:
-        """The op's functions, as attributes. Raises ImportError where Slipstream has none of them."""
+        """Return an object whose attributes are the op's functions. Raises ImportError if Slipstream does not have the op."""
         functions = type(self).functions
         if functions is None:
             raise ImportError(f"{type(self).__name__}.load(): Slipstream has no {self.name!r} op; {self.remedy}")

@@ -1,8 +1,8 @@
-"""DeepSpeed's optimizer classes: torch's and Slipstream's own, made with DeepSpeed's arguments.
+"""DeepSpeed's optimizer classes: constructors of torch's and Slipstream's optimizers with DeepSpeed's arguments.
 
-Each is a class whose `__new__` gives the optimizer that Slipstream has a kernel for, so that the engine knows it by its type.
-`isinstance(made, DeepSpeedCPUAdam)` is therefore true of what torch calls Adam and AdamW. Groups are taken, not copied: accelerate
-makes one from the groups of an optimizer whose schedule goes on setting their rates.
+`__new__` returns an optimizer class that Slipstream has a kernel for. `isinstance(x, DeepSpeedCPUAdam)` is therefore true for
+torch's Adam and AdamW. Parameter groups are not copied: accelerate passes the groups of another optimizer, whose scheduler
+continues to set their learning rates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _IsAdam(type):
 
 
 class DeepSpeedCPUAdam(metaclass=_IsAdam):
-    """AdamW, or Adam with `adamw_mode=False`; on the device where the engine keeps the states."""
+    """AdamW, or Adam if `adamw_mode=False`. It runs on the device on which the engine keeps the states."""
 
     def __new__(
         cls,
@@ -40,7 +40,7 @@ class DeepSpeedCPUAdam(metaclass=_IsAdam):
 
 
 class FusedAdam(metaclass=_IsAdam):
-    """AdamW, or Adam with `adam_w_mode=False`."""
+    """AdamW, or Adam if `adam_w_mode=False`."""
 
     def __new__(
         cls,
@@ -66,7 +66,7 @@ def _refuse_narrow_states(fp32_optimizer_states: bool) -> None:
 def _adam(params: Any, decoupled: bool, bias_correction: bool, **arguments: Any) -> torch.optim.Optimizer:
     optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **arguments)
     for group in optimizer.param_groups:
-        group["decoupled_weight_decay"] = decoupled  # groups of another optimizer may have their own
+        group["decoupled_weight_decay"] = decoupled  # groups of another optimizer may have the opposite value
         if not bias_correction:
             group["bias_correction"] = False
     return optimizer
@@ -86,7 +86,7 @@ class DeepSpeedCPUAdagrad:
     ) -> Any:
         _refuse_narrow_states(fp32_optimizer_states)
         if amsgrad:
-            raise ValueError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no such variant")
+            raise ValueError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no AMSGrad variant; drop the argument")
         return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
@@ -137,7 +137,7 @@ class FusedLamb:
         amsgrad: bool = False,
     ) -> Any:
         if max_grad_norm or amsgrad:
-            raise ValueError("FusedLamb(max_grad_norm=) clips: set gradient_clipping in the config; amsgrad is no variant of it")
+            raise ValueError("FusedLamb(max_grad_norm=, amsgrad=): set gradient_clipping in the config; LAMB has no AMSGrad")
         return Lamb(
             params,
             lr=lr,

@@ -15,12 +15,12 @@ import torch.nn as nn
 from slipstream.compat.accelerator import get_accelerator
 from slipstream.compat.comm import get_rank
 
-logger = logging.getLogger("slipstream")  # Slipstream's own: its level is the level of everything below
+logger = logging.getLogger("slipstream")  # the parent of all of Slipstream's loggers
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """On the ranks of `ranks`; on all where it holds -1; on the first one by default."""
+    """Log on the ranks in `ranks`; on all if it contains -1; on rank 0 by default."""
     if get_rank() in (ranks or [0]) or -1 in (ranks or []):
         logger.log(level, "[rank %d] %s", get_rank(), message)
 
@@ -32,13 +32,13 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Logs what the device (or, on the CPU, this process) takes, on the first rank, where `force` says so."""
+    """Log the memory of the device (on the CPU, of this process) on rank 0. A no-op unless `force`."""
     if not force or get_rank() != 0:
         return
     gc.collect()
     device, gib = get_accelerator(), 1 << 30
     logger.warning(
-        "%s: %.2f GiB allocated, %.2f GiB at most, %.2f GiB free",
+        "%s: %.2f GiB allocated, %.2f GiB peak, %.2f GiB free",
         message,
         device.memory_allocated() / gib,
         device.max_memory_allocated() / gib,
@@ -50,7 +50,7 @@ def set_random_seed(seed: int) -> None:
     import numpy
 
     random.seed(seed)
-    numpy.random.seed(seed % 2**32)  # it takes no more
+    numpy.random.seed(seed % 2**32)  # numpy's limit
     torch.manual_seed(seed % 2**63)
 
 
@@ -80,7 +80,7 @@ def _converted(item: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 class OnDevice:
-    """`with OnDevice(dtype=torch.bfloat16, device="meta"):` the default dtype and device of what is built inside."""
+    """`with OnDevice(dtype=torch.bfloat16, device="meta"):` sets the default dtype and device inside."""
 
     def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
         self.dtype, self.device, self.enabled = dtype, device, enabled
@@ -96,15 +96,15 @@ class OnDevice:
         self._stack.close()
 
 
-# -- leaf modules: Slipstream gathers whole blocks, so every module inside one is a leaf already; the marks are for who asks --
+# -- leaf modules: Slipstream gathers whole blocks, so modules inside them are leaves anyway; the marks only answer queries --
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these classes, given as classes or by name, and return them.
+    """Mark the modules of these classes (types or names) and return them.
 
-    Raises ValueError where there is none and `raise_if_not_found`.
+    Raises ValueError if there is none and `raise_if_not_found` is set.
     """
     return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -112,16 +112,16 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """As `set_z3_leaf_modules`, and takes the marks away."""
+    """Remove the marks of `set_z3_leaf_modules`; same arguments and result."""
     return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their names in `model.named_modules()`; returns them, and the names that the model does not have.
+    """Mark modules by their names in `model.named_modules()`; returns them and the names that were not found.
 
-    Raises ValueError where there are such names and `raise_if_not_found`.
+    Raises ValueError if a name was not found and `raise_if_not_found` is set.
     """
     return _mark_names(model, module_names, str.__eq__, flag, raise_if_not_found)
 
@@ -129,7 +129,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """As `set_z3_leaf_modules_by_name`, by how the names end."""
+    """As `set_z3_leaf_modules_by_name`, for the modules whose names end in one of the suffixes."""
     return _mark_names(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
@@ -146,11 +146,11 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Whether the parameter, of a stage 3 engine, is inside a marked module."""
+    """Whether a parameter of a stage 3 engine is inside a marked module."""
     return hasattr(model, "ds_z3_leaf_module")
 
 
-def _mark_classes(model: nn.Module, classes: Iterable[type | str], flag: bool, must_be_there: bool) -> list[nn.Module]:
+def _mark_classes(model: nn.Module, classes: Iterable[type | str], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
     wanted = list(classes)
     types = tuple(each for each in wanted if isinstance(each, type))
 
@@ -159,7 +159,7 @@ def _mark_classes(model: nn.Module, classes: Iterable[type | str], flag: bool, m
         return isinstance(module, types) or kind.__name__ in wanted or f"{kind.__module__}.{kind.__qualname__}" in wanted
 
     chosen = [module for module in model.modules() if is_chosen(module)]
-    if not chosen and must_be_there:
+    if not chosen and raise_if_not_found:
         raise ValueError(f"no module of {type(model).__name__} is of class {wanted}")
     for module in chosen:
         set_z3_leaf_module(module, flag)
@@ -167,14 +167,14 @@ def _mark_classes(model: nn.Module, classes: Iterable[type | str], flag: bool, m
 
 
 def _mark_names(
-    model: nn.Module, names: Sequence[str], fits: Callable[[str, str], bool], flag: bool, must_be_there: bool
+    model: nn.Module, names: Sequence[str], matches: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    by_name = {wanted: [module for name, module in model.named_modules() if fits(name, wanted)] for wanted in names}
+    by_name = {wanted: [module for name, module in model.named_modules() if matches(name, wanted)] for wanted in names}
     chosen = list(dict.fromkeys(module for modules in by_name.values() for module in modules))
     for module in chosen:
         set_z3_leaf_module(module, flag)
     missing = [wanted for wanted, modules in by_name.items() if not modules]
-    if missing and must_be_there:
-        how = "named" if fits is str.__eq__ else "with a name that ends in"
+    if missing and raise_if_not_found:
+        how = "named" if matches is str.__eq__ else "with a name that ends in"
         raise ValueError(f"no module of {type(model).__name__} is {how} {', '.join(map(repr, missing))}")
     return chosen, missing

@@ -1,4 +1,4 @@
-"""`deepspeed.git_version_info` and `deepspeed.utils.torch`: which versions this process runs."""
+"""`deepspeed.git_version_info` and `deepspeed.utils.torch`: versions, and functions that depend on torch's version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.compat.op_builders import ALL_OPS
 version: str = importlib.import_module("deepspeed").__version__
 git_hash = git_branch = "[none]"
 accelerator_name = get_accelerator().device_name()
-installed_ops = dict.fromkeys(ALL_OPS, False)  # nothing is compiled for the name `deepspeed`
+installed_ops = dict.fromkeys(ALL_OPS, False)  # the `deepspeed` package compiles no ops
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": get_accelerator().is_bf16_supported(),
@@ -26,9 +26,9 @@ torch_info = {
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Whether torch's version lies between the two, both included; a local part ("+cpu") comes after the version itself.
+    """Whether min_version <= torch's version <= max_version; a local part ("+cpu") sorts after the bare version.
 
-    Raises AssertionError where neither is given.
+    Raises AssertionError if both are missing.
     """
     if not min_version and not max_version:
         raise AssertionError("required_torch_version() needs min_version= or max_version=")
@@ -37,12 +37,12 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
 
 
 def is_functorch_transforming() -> bool:
-    """Whether torch.func.grad, vmap or their like are running."""
+    """Whether a torch.func transform (grad, vmap, ...) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def register_grad_hook(param: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
-    """`hook(param)` is called after each backward has added to the parameter's gradient. Returns the handle that removes it."""
+    """Call `hook(param)` after each backward has accumulated its gradient. Returns the handle that removes the hook."""
     return param.register_post_accumulate_grad_hook(hook)
 
 

@@ -1,4 +1,4 @@
-"""Weights out of engines and out of checkpoints, under the names of DeepSpeed's export functions."""
+"""DeepSpeed's functions that export weights from engines and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from slipstream.zero.unit import Unit
 
 
 def consolidated(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, Any] | None:
-    """The model's whole state on the first rank's CPU, in the weights' dtype; None on others. Collective.
+    """Gather the model's full state on rank 0's CPU, in the weights' dtype; returns None on other ranks. Collective.
 
-    One unit at a time: beyond the result, no rank holds more than one.
+    Gathers one unit at a time: besides the result, no rank stores more than one full unit.
     """
     copies: dict[Unit, dict[int, Tensor]] = {}
     state: dict[str, Any] = {}
     first = engine.rank == 0
 
-    def collect() -> None:  # runs code of the model's: what fails there fails on all ranks
+    def collect() -> None:  # runs the model's code; an error is raised on all ranks
         with access.shown_as(copies):
             state.update(_state_of(engine.module, copies, exclude_frozen))
 
@@ -42,47 +42,47 @@ def consolidated(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, A
             if first:
                 copies[unit] = dict(_copies(unit, flat, exclude_frozen))
             del flat
-        Ranks(engine.mesh.data.group).gather("the model's state was not made", collect if first else lambda: None)
+        Ranks(engine.mesh.data.group).gather("the model's state_dict() failed", collect if first else lambda: None)
     return state if first else None
 
 
 def _copies(unit: Unit, flat: Tensor, exclude_frozen: bool) -> Iterator[tuple[int, Tensor]]:
     for i, (param, whole, slot) in enumerate(zip(unit.params, unit.wholes, unit.layout.slots, strict=True)):
-        beside = whole is not param and not is_traceable_wrapper_subclass(whole)  # scales, which making a state of the layer reads
-        if param.requires_grad or beside or not exclude_frozen:
+        is_scale = whole is not param and not is_traceable_wrapper_subclass(whole)  # the layer's state_dict() reads its scales
+        if param.requires_grad or is_scale or not exclude_frozen:
             copy = torch.empty(slot.shape, dtype=flat.dtype)
             yield i, copy.copy_(flat[slot.offset : slot.offset + slot.numel].view(slot.shape))
 
 
 def _state_of(module: nn.Module, copies: Mapping[Unit, Mapping[int, Tensor]], exclude_frozen: bool) -> Iterator[tuple[str, Any]]:
-    """The state of a module whose parameters are shown as `copies`, in tensors of the caller's own."""
-    own = {id(unit.params[i]): copy for unit, its in copies.items() for i, copy in its.items()}
+    """Yield the state of a module whose parameters are shown as `copies`, in tensors that the caller may keep."""
+    own = {id(unit.params[i]): copy for unit, of_unit in copies.items() for i, copy in of_unit.items()}
     named = module.named_parameters(remove_duplicate=False) if exclude_frozen else ()
     frozen = {name for name, param in named if not param.requires_grad}
     for name, value in module.state_dict(keep_vars=True).items():
         is_frozen = exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad
-        if is_frozen or frozen.intersection(accumulate(name.split("."), "{}.{}".format)):  # and what it has beside it
+        if is_frozen or frozen.intersection(accumulate(name.split("."), "{}.{}".format)):  # and the frozen parameter's scales
             continue
         if not isinstance(value, Tensor):
             yield name, value
             continue
         if id(value) not in own:
-            wraps = isinstance(value, nn.Parameter) and is_traceable_wrapper_subclass(value)  # around copies
+            wraps = isinstance(value, nn.Parameter) and is_traceable_wrapper_subclass(value)  # its inner tensors are copies
             own[id(value)] = value.detach().cpu() if wraps else value.detach().cpu().clone()
         yield name, own[id(value)]
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of a tree of tensors on `device`, without the storage that they are views of; one copy for all names of a tensor."""
+    """Copy a tree of tensors to `device`, without the rest of their storages. A tensor that occurs twice is copied once."""
     copies: dict[tuple[Any, ...], Tensor] = {}
 
     def copy(value: Any) -> Any:
         if isinstance(value, Tensor):
             key = identity(value)
             if key not in copies:
-                there = value.detach()
-                moved = there.to(device)
-                copies[key] = moved.clone() if moved is there else moved
+                source = value.detach()
+                moved = source.to(device)
+                copies[key] = moved.clone() if moved is source else moved
             return copies[key]
         if isinstance(value, Mapping):
             return type(value)({name: copy(each) for name, each in value.items()})  # type: ignore[call-arg]
@@ -96,26 +96,26 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str], tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """The weights of a checkpoint in fp32, under all of the model's own names: tied ones are one tensor. In one process.
+    """Load a checkpoint's weights in fp32, in one process, under all names in the model; tied weights share a tensor.
 
-    `lazy_mode` has no effect: what is returned are tensors already.
+    `lazy_mode` has no effect: the values are always tensors.
     """
     if exclude_frozen_parameters:
         raise ValueError(
-            "exclude_frozen_parameters=True: a checkpoint does not say what was frozen; save it with "
-            "save_checkpoint(exclude_frozen_parameters=True), or drop their names from what this returns"
+            "exclude_frozen_parameters=True: a checkpoint does not record which parameters were frozen; save it with "
+            "save_checkpoint(exclude_frozen_parameters=True), or drop their names from the returned dictionary"
         )
     tag = checkpoint.latest_tag(checkpoint_dir) if tag is None else str(tag)
     if tag is None:
-        raise ValueError(f"there is no {Path(checkpoint_dir) / 'latest'}; give the checkpoint's name as tag=")
+        raise ValueError(f"there is no {Path(checkpoint_dir) / 'latest'}; pass the checkpoint's name as tag=")
     kinds = ("model.", "buffer.")
-    found = checkpoint.load_metadata(checkpoint_dir, tag)
-    known = {name: info for name, info in found.tensors.items() if name.startswith(kinds)}
+    metadata = checkpoint.load_metadata(checkpoint_dir, tag)
+    known = {name: info for name, info in metadata.tensors.items() if name.startswith(kinds)}
     tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in known.items()}
-    checkpoint.load(checkpoint_dir, tag, tensors=tensors, metadata=found)
+    checkpoint.load(checkpoint_dir, tag, tensors=tensors, metadata=metadata)
     state = {name.partition(".")[2]: _fp32(tensor) for name, tensor in tensors.items()}
-    for alias, name in found.shared.get("aliases", {}).items():
-        if name in state:  # it may have been saved without what is frozen
+    for alias, name in metadata.shared.get("aliases", {}).items():
+        if name in state:  # it may have been saved without frozen parameters
             state.setdefault(alias, state[name])
     return state
 
@@ -133,7 +133,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write the weights of a checkpoint into `output_dir`: pytorch_model.bin or model.safetensors, or files of at most
-    `max_shard_size` (None: however large) with an index."""
+    `max_shard_size` (None: unlimited) with an index."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     once = _once(state)
     sizes = {name: state[name].nbytes for name in once.values()}
@@ -153,18 +153,18 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def write_weights(state: Mapping[str, Any], path: Path) -> None:
-    """One file for `torch.load`, or of safetensors where the name says so; whole and on disk, or as it was before."""
+    """Write one file atomically, for `torch.load`, or as safetensors if the name ends in .safetensors."""
     if path.suffix != ".safetensors":
-        replace_file(path, lambda half: torch.save(state, half))
+        replace_file(path, lambda temporary: torch.save(state, temporary))
         return
     from safetensors.torch import save_file
 
     kept = {name: state[name].contiguous() for name in _once(state).values()}
-    replace_file(path, lambda half: save_file(kept, str(half), metadata={"format": "pt"}))
+    replace_file(path, lambda temporary: save_file(kept, str(temporary), metadata={"format": "pt"}))
 
 
 def _once(state: Mapping[str, Any]) -> dict[int, str]:
-    """Tied weights under their first names, by their ids."""
+    """Each tensor's id -> its first name; tied weights occur once."""
     names: dict[int, str] = {}
     for name, value in state.items():
         names.setdefault(id(value), name)
@@ -174,7 +174,7 @@ def _once(state: Mapping[str, Any]) -> dict[int, str]:
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Put a checkpoint's weights into an ordinary model on the CPU."""
+    """Move `model` to the CPU, load a checkpoint's weights into it and return it."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model

@@ -1,10 +1,10 @@
-"""`deepspeed.zero`: models built in shards before there is an engine, and parameters shown whole.
+"""`deepspeed.zero`: sharded construction of models (`Init`) and gathered access to parameters (`GatheredParameters`).
 
-A parameter that `Init` has built is *held*: each rank keeps one range of it (`param.ds_tensor`), and what the parameter shows is
-its shape, dtype and device over a single NaN. `GatheredParameters` shows it whole; `initialize` takes the ranges, block by block.
+A parameter built inside `Init` is *held*: each rank stores one flat range of it (`param.ds_tensor`), and the parameter itself has
+its shape, dtype and device over a single NaN. `initialize` moves the ranges into the engine block by block.
 
-[Note: Held, not on meta] DeepSpeed's clients ask a parameter for its device, put new modules beside it and write values before
-there is an engine (`from_pretrained`, PEFT's adapters, resized embeddings). On meta such values would be lost; here they stay.
+[Note: Held, not on meta] Clients of DeepSpeed read a parameter's device, add modules next to it and write values before the engine
+exists (`from_pretrained`, PEFT's adapters, resized embeddings). On the meta device these values would be lost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
@@ -55,14 +55,14 @@ _MARKS = ("tensor", "persist", "process_group", "id", "shape", "numel", "status"
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16"})
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_", "__get__"})
 _TRANSPOSED = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH"))  # attributes that are views
-_FACTS = frozenset(  # what is asked of a parameter that needs none of its values; `__get__` and `__set__` are of attributes
+_FACTS = frozenset(  # functions that do not read the values; `__get__` and `__set__` access attributes
     """__get__ __set__ __hash__ __len__ __reduce_ex__ __repr__ dim element_size get_device is_complex is_contiguous
     is_floating_point ndimension nelement numel register_hook register_post_accumulate_grad_hook requires_grad_ size stride
     type""".split()  # noqa: SIM905
 )
 
 
-# -- ranges of a parameter over the ranks of a group --
+# -- flat ranges of a parameter, one per rank of a group --
 
 
 def _group_rank(group: Any) -> tuple[int, int]:
@@ -70,7 +70,7 @@ def _group_rank(group: Any) -> tuple[int, int]:
 
 
 def _wire(tensor: Tensor, group: Any) -> Tensor:
-    """The tensor's bytes where the group's backend can send them from."""
+    """The tensor's bytes on a device that the group's backend can send from."""
     on_cuda = dist.get_backend(group) == "nccl"
     return (tensor.cuda() if on_cuda else tensor).contiguous().view(torch.uint8)
 
@@ -80,7 +80,7 @@ def _chunk(param: nn.Parameter, size: int) -> int:
 
 
 def _deal(param: nn.Parameter, values: Tensor | None, group: Any, source: int) -> Tensor:
-    """This rank's range of the values that rank `source` of the group has, padded to the same length on all. Collective."""
+    """Scatter the values of the group's rank `source`; returns this rank's 1D range, zero-padded to equal lengths. Collective."""
     rank, size = _group_rank(group)
     mine = torch.zeros(_chunk(param, size), dtype=param.dtype)
     if size == 1:
@@ -98,19 +98,19 @@ def _deal(param: nn.Parameter, values: Tensor | None, group: Any, source: int) -
 
 
 def _whole(param: Any) -> Tensor:
-    """All values of a held parameter, in its shape, memory of this rank's own. Collective."""
+    """All-gather a held parameter into a new CPU tensor of its shape. Collective."""
     group = param.ds_process_group
     _, size = _group_rank(group)
     if size == 1:
         return param.ds_tensor.clone().view(param.ds_shape)
     mine = _wire(param.ds_tensor, group)
-    everything = torch.empty(size * mine.numel(), dtype=torch.uint8, device=mine.device)
-    dist.all_gather(list(everything.chunk(size)), mine, group=group)
-    return everything.cpu().view(param.dtype)[: param.ds_numel].view(param.ds_shape)
+    gathered = torch.empty(size * mine.numel(), dtype=torch.uint8, device=mine.device)
+    dist.all_gather(list(gathered.chunk(size)), mine, group=group)
+    return gathered.cpu().view(param.dtype)[: param.ds_numel].view(param.ds_shape)
 
 
 class HeldParameter(nn.Parameter):
-    """A parameter of which this rank keeps a range. Writes inside `Init` go to all ranges; anywhere else they are refused."""
+    """A parameter of which this rank stores one range. In-place writes inside `Init` update all ranges; elsewhere they raise."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
@@ -133,16 +133,16 @@ class HeldParameter(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter with all values; where copies of layers are made, `initialize` shards them."""
+        """Return an ordinary parameter with all values; `initialize` shards copies of layers."""
         copy = nn.Parameter(_whole(self), requires_grad=self.requires_grad)
         memo[id(self)] = copy
         return copy
 
 
 class _HeldView(Tensor):
-    """A view of a held parameter's whole values, inside `Init`: what is written to it goes to all ranges."""
+    """A view of a held parameter's gathered values inside `Init`; a write to it updates all ranges."""
 
-    held: tuple[HeldParameter, Tensor]  # and its whole values, that this views
+    held: tuple[HeldParameter, Tensor]  # the parameter and the gathered values that this tensor views
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
@@ -155,7 +155,7 @@ class _HeldView(Tensor):
 
 
 def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """A function of held parameters inside `Init`, from their whole values. Collective: all ranks run the same constructor."""
+    """Call `func` on gathered values of held parameters, inside `Init`. Collective: all ranks run the same constructor."""
     held: dict[int, tuple[HeldParameter, Tensor]] = {}
 
     def whole(value: Any) -> Any:
@@ -184,7 +184,7 @@ def _is_write(func: Any, name: str) -> bool:
 
 
 class _StandIn(Tensor):
-    """What converting a held parameter gives: `module.to(device)` and `module.bfloat16()` set it as the parameter's data."""
+    """The result of converting a held parameter; `module.to(device)` and `module.bfloat16()` assign it to `param.data`."""
 
 
 def _stand_in(param: Any, dtype: torch.dtype) -> Tensor:
@@ -193,7 +193,7 @@ def _stand_in(param: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _convert(param: Any, dtype: torch.dtype) -> None:
-    """The ranges in another dtype. They stay where they are: on which device the engine has them is the config's to say."""
+    """Convert this rank's range to `dtype`. It stays in host memory: the config chooses the engine's device."""
     if dtype is not param.dtype:
         param.ds_tensor = param.ds_tensor.to(dtype)
         param.__class__ = nn.Parameter
@@ -203,14 +203,14 @@ def _convert(param: Any, dtype: torch.dtype) -> None:
 def _write(param: HeldParameter, func: Any, args: Any, kwargs: Mapping[str, Any]) -> HeldParameter:
     if not Init.is_open():
         raise RuntimeError(
-            f"a parameter of shape {tuple(param.shape)} is in ranges over the ranks since zero.Init; write it inside "
+            f"a parameter of shape {tuple(param.shape)} was sharded by zero.Init and cannot be written here; write it inside "
             f"`with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`"
         )
-    whole = {id(each): _whole(each) for each in (*args, *kwargs.values()) if isinstance(each, HeldParameter)}
+    values = {id(arg): _whole(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, HeldParameter)}
     with torch._C.DisableTorchFunctionSubclass():
-        func(*(whole.get(id(each), each) for each in args), **{key: whole.get(id(each), each) for key, each in kwargs.items()})
+        func(*(values.get(id(arg), arg) for arg in args), **{key: values.get(id(arg), arg) for key, arg in kwargs.items()})
     held: Any = param
-    held.ds_tensor = _deal(param, whole[id(param)], held.ds_process_group, 0)
+    held.ds_tensor = _deal(param, values[id(param)], held.ds_process_group, 0)
     return param
 
 
@@ -219,7 +219,7 @@ def is_held(param: Any) -> bool:
 
 
 def _hold(param: Any, group: Any, source: int = 0) -> None:
-    """Keep this rank's range of what rank `source` has in the parameter. Collective."""
+    """Shard a parameter: store this rank's range of rank `source`'s values. Collective."""
     if param.numel() == 0 or param.is_meta:
         return
     param.ds_tensor = _deal(param, param.data, group, source)
@@ -236,15 +236,15 @@ def _hide(param: Any, dtype: torch.dtype | None = None) -> None:
 
 
 class Init:
-    """`with deepspeed.zero.Init(...):` parameters built inside are in ranges over the ranks as soon as their module is complete.
+    """`with deepspeed.zero.Init(...):` shards the parameters of each module as soon as it is complete.
 
-    module            one that has been built: the first rank's values are dealt out
-    data_parallel_group, mpu   whose ranks share the parameters; all by default
-    dtype             the default dtype inside. In which precision the engine computes is the config's to say
-    enabled           False does nothing
+    module            an existing module to shard
+    data_parallel_group, mpu   the ranks to shard over; all by default
+    dtype             the default dtype inside the context. The config sets the engine's precision
+    enabled           False makes the context a no-op
 
-    Buffers are ordinary ones. The other arguments are accepted and have no effect: ranges are kept in host memory until
-    `initialize` puts them where its config says. Collective: all ranks build the same model; the first one's values count.
+    Buffers are not sharded. The other arguments have no effect: ranges stay in host memory until `initialize` places them as its
+    config says. Collective: all ranks build the same model, and rank 0's values are used.
     """
 
     _open: Init | None = None
@@ -269,10 +269,12 @@ class Init:
         tensor_overrides: Any = None,
     ) -> None:
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
-            raise ValueError("zero.Init(zero_quantized_weights=True): quantized communication (ZeRO++) is not built yet; drop it")
+            raise ValueError(
+                "zero.Init(zero_quantized_weights=True): quantized communication (ZeRO++) is not built yet; drop the argument"
+            )
         self.enabled, self.dtype = enabled, dtype
         self.group = mpu.get_data_parallel_group() if mpu is not None else data_parallel_group
-        self._fresh: dict[int, nn.Parameter] = {}  # built inside, not held yet
+        self._fresh: dict[int, nn.Parameter] = {}  # built inside the context, not sharded yet
         self._stack = ExitStack()
         if enabled:
             init_distributed()
@@ -285,7 +287,7 @@ class Init:
         return cls._open is not None
 
     def __enter__(self) -> Init:
-        if self.enabled and not Init.is_open():  # inside another one, that one acts
+        if self.enabled and not Init.is_open():  # nested contexts: the outer one shards
             Init._open = self
             stack = self._stack
             stack.callback(self._close)
@@ -319,15 +321,15 @@ class Init:
                 _hold(param, self.group)
 
 
-MiCS_Init = Init  # over how many ranks a parameter is sharded is the config's mics_shard_size, at initialize
+MiCS_Init = Init  # mics_shard_size in the config sets the number of ranks per shard group, at initialize
 
 
 class GatheredParameters:
-    """`with deepspeed.zero.GatheredParameters(params, modifier_rank=0):` parameters whole, before and after `initialize`.
+    """`with deepspeed.zero.GatheredParameters(params, modifier_rank=0):` gathers parameters, before and after `initialize`.
 
-    With `modifier_rank` what that rank (of all ranks) writes counts on all. Without it parameters are to be read: the exit raises
-    RuntimeError on all ranks where some rank has changed one, and nothing of that is kept. In a constructor inside `Init` what the
-    first rank writes counts then, as everywhere in `Init`. Collective. `fwd_module` has no effect: a forward gathers what it reads.
+    With `modifier_rank` (a global rank), that rank's writes are kept on all ranks. Without it parameters are read-only: if a rank
+    has changed one, the exit discards the changes and raises RuntimeError on all ranks. Inside `Init`, rank 0's writes are kept.
+    Collective. `fwd_module` has no effect: a forward gathers the parameters that it reads.
     """
 
     def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True) -> None:
@@ -360,7 +362,9 @@ class GatheredParameters:
             self._stack.enter_context(access.gathered_units(chosen, rank, write=rank is not None))
         if self.modifier_rank is None:
             self._read = [_Read(param, None, 0) for param in self.held if not Init.is_open()]
-            self._read += [_Read(unit.params[i], unit, i) for unit, i in shown]  # not what a context around this one shows
+            self._read += [
+                _Read(unit.params[i], unit, i) for unit, i in shown
+            ]  # without parameters that an outer context has gathered
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         changed = _first_changed(self._read) if kind is None else ""
@@ -374,13 +378,13 @@ class GatheredParameters:
         self._stack.__exit__(kind, error, traceback)
         if changed:
             raise RuntimeError(
-                f"{changed} was changed inside GatheredParameters(modifier_rank=None), so nothing of it was kept: with "
-                f"modifier_rank=0, what rank 0 writes is kept on all ranks"
+                f"{changed} was changed inside GatheredParameters(modifier_rank=None), and the change is discarded; pass "
+                f"modifier_rank=0 to keep what rank 0 writes"
             )
 
 
 class _Read:
-    """A parameter that is shown to be read: as it is when the context begins. unit: None for one that is held."""
+    """A parameter gathered for reading, with its version when the context begins. unit: None if the parameter is held."""
 
     def __init__(self, param: Any, unit: Unit | None, i: int) -> None:
         self.param, self.unit, self.i = param, unit, i
@@ -390,24 +394,24 @@ class _Read:
         return f"a parameter of shape {tuple(self.param.shape)}" if self.unit is None else f"parameter {self.unit.names[self.i]!r}"
 
     def was_changed(self) -> bool:
-        """Written in place, or in this rank's range other than where it rests (a write to `.data` leaves no other trace)."""
+        """Whether the version or this rank's range differs from the stored one (a write to `.data` does not change the version)."""
         if self.param._version != self.version:
             return True
         if self.unit is None:
             rank, size = _group_rank(self.param.ds_process_group)
             start = min(rank * _chunk(self.param, size), self.param.ds_numel)
-            at_rest = self.param.ds_tensor[: self.param.ds_numel - start]
+            stored = self.param.ds_tensor[: self.param.ds_numel - start]
         else:
             slot, base = self.unit.layout.slots[self.i], self.unit.span[0]
             first, last = overlap(slot.span, self.unit.span)
-            start, at_rest = first - slot.offset, self.unit.weights.get(first - base, last - base) if last > first else None
-        if at_rest is None or not at_rest.numel():
+            start, stored = first - slot.offset, self.unit.weights.get(first - base, last - base) if last > first else None
+        if stored is None or not stored.numel():
             return False
-        return _differ(at_rest, self.param.data.reshape(-1)[start : start + at_rest.numel()])
+        return _differ(stored, self.param.data.reshape(-1)[start : start + stored.numel()])
 
 
 def _differ(before: Tensor, after: Tensor) -> bool:
-    """By more than the rounding of a change that was taken back, such as an adapter that was merged and unmerged."""
+    """Whether two tensors differ by more than the rounding error of a reverted change, such as merging and unmerging an adapter."""
     if before.shape != after.shape or before.dtype != after.dtype:
         return True
     if not before.is_floating_point():
@@ -419,27 +423,27 @@ def _differ(before: Tensor, after: Tensor) -> bool:
 
 
 def _first_changed(read: Sequence[_Read]) -> str:
-    """Which of them some rank has changed, in words; "" for none. Collective."""
-    together: dict[Comm | None, list[_Read]] = {}  # by who decides
-    for each in read:
-        together.setdefault(None if each.unit is None else each.unit.comms.data, []).append(each)
-    for data, mine in together.items():
-        first = next((float(k) for k, each in enumerate(mine) if each.was_changed()), float("inf"))
+    """Describe the first parameter that any rank has changed; "" if there is none. Collective."""
+    by_comm: dict[Comm | None, list[_Read]] = {}
+    for shown in read:
+        by_comm.setdefault(None if shown.unit is None else shown.unit.comms.data, []).append(shown)
+    for data, group_read in by_comm.items():
+        first = next((float(k) for k, shown in enumerate(group_read) if shown.was_changed()), float("inf"))
         if data is not None:
             first = float(data.exchange(torch.tensor([first], dtype=torch.float64)).min())
         elif dist.is_initialized():
-            group = mine[0].param.ds_process_group
+            group = group_read[0].param.ds_process_group
             least = torch.tensor([first], device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
             dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
             first = float(least)
-        if first < len(mine):
-            return str(mine[int(first)])
+        if first < len(group_read):
+            return str(group_read[int(first)])
     return ""
 
 
 def _is_computing(unit: Unit) -> bool:
-    """Whether the unit's parameters are whole for its engine's forward or backward. To read them there needs no copy, and a
-    function that saves one has the parameter itself in its backward, marks and all (TRL's losses)."""
+    """Whether the unit is gathered for a running forward or backward of its engine. Reading it then needs no copy, and autograd
+    functions save the parameter itself, with its `ds_` attributes (TRL's losses)."""
     whole = bool(unit.placement.weights) and unit.state is State.GATHERED
     return whole and any(engine.hooks.phase is not Phase.IDLE for engine in _engines if unit in engine.units)
 
@@ -459,21 +463,20 @@ def _shown(params: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def unwrap_model_for_generation(engine: Engine) -> Iterator[nn.Module]:
-    """The engine's model with all its parameters whole."""
+    """Yield the engine's model with all parameters gathered."""
     with GatheredParameters(engine.module):
         yield engine.module
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """No effect: a parameter that is read in a forward outside its own module is gathered there."""
+    """A no-op: a forward gathers every parameter that it reads, also outside the parameter's module."""
 
 
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """No effect."""
+unregister_external_parameter = register_external_parameter
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch's constructors are left alone; transformers exchanges this for the time of an `Init`, to have `arange` left alone."""
+    """Return `fn`: Slipstream does not wrap torch's constructors. transformers patches this function to exempt `arange`."""
     return fn
 
 
@@ -481,13 +484,13 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Any, *args: Any, **kwargs: Any) -
 
 
 class _Held:
-    """A Reader (zero/materialize.py) of held parameters: each block's are gathered before they are read, and their ranges given
-    back after that, so that no rank keeps the model's shards twice."""
+    """A Reader (zero/materialize.py) of held parameters. It gathers one block at a time and frees the block's ranges afterwards, so
+    that no rank stores the model's shards twice."""
 
     def __init__(self, named: Mapping[str, Any]) -> None:
         self.named = named
-        self._there: dict[str, Tensor] = {}
-        self.spent: set[int] = set()  # parameters whose values are the engine's alone
+        self._values: dict[str, Tensor] = {}
+        self.spent: set[int] = set()  # ids of parameters whose ranges are freed
 
     def __contains__(self, name: str) -> bool:
         return name in self.named
@@ -496,21 +499,21 @@ class _Held:
         return self.named[name].dtype
 
     def fetch(self, names: Sequence[str]) -> None:
-        self._there = {name: _whole(self.named[name]).reshape(-1) for name in names}
+        self._values = {name: _whole(self.named[name]).reshape(-1) for name in names}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        return self._there[name][start:stop]
+        return self._values[name][start:stop]
 
     def close(self) -> None:
-        for name in self._there:
+        for name in self._values:
             self.named[name].ds_tensor = None
             self.spent.add(id(self.named[name]))
-        self._there = {}
+        self._values = {}
 
 
 @contextmanager
 def held_values(model: nn.Module | None) -> Iterator[None]:
-    """Inside, `slipstream.initialize` finds the held parameters' values. Where it fails, they are held again."""
+    """A context in which `slipstream.initialize` can read held parameters. If it fails, they are held again."""
     named: dict[str, Any] = {}
     if model is not None:
         named = {name: param for name, param in model.named_parameters(remove_duplicate=False) if is_held(param)}
@@ -530,13 +533,13 @@ def held_values(model: nn.Module | None) -> Iterator[None]:
             if id(param) not in reader.spent:
                 param.__class__ = HeldParameter
         if reader.spent:
-            error.add_note(f"{len(reader.spent)} parameters of the model had been given to the engine: build the model again")
+            error.add_note(f"{len(reader.spent)} parameters of the model were already moved to the engine: build the model again")
         raise
     unmark(named.values())
 
 
 def make_whole(model: nn.Module) -> None:
-    """Parameters that are held, for an engine that is there, are ordinary ones with their values. Collective."""
+    """Turn the model's held parameters into ordinary ones with all values. Collective."""
     for param in [param for param in model.parameters() if is_held(param)]:
         values = _whole(param)
         param.__class__ = nn.Parameter
@@ -545,20 +548,20 @@ def make_whole(model: nn.Module) -> None:
 
 
 def adopt(engine: Any) -> None:
-    """Know a new engine, and give its parameters their marks."""
+    """Register a new engine and set the `ds_` attributes of its parameters."""
     _engines.add(engine)
-    if engine.optimizer is not None:  # where OpenRLHF and others look for them
+    if engine.optimizer is not None:  # OpenRLHF and others call them on the optimizer
         engine.optimizer.offload_states, engine.optimizer.reload_states = engine.offload_states, engine.reload_states
     mark(engine, [])
 
 
 def parameters_of(engine: Engine) -> list[nn.Parameter]:
-    """As the model has them: a quantized one once, whatever it consists of."""
+    """The model's parameters; a quantized one counts once, not per inner tensor."""
     return list({id(whole): whole for unit in engine.units for whole in unit.wholes}.values())
 
 
 def mark(engine: Any, before: Iterable[nn.Parameter]) -> None:
-    """Let those of the engine's parameters have the attributes that are in shards; of `before`, which it had, no others."""
+    """Set the `ds_` attributes of the engine's sharded parameters, and remove them from the other parameters of `before`."""
     now = parameters_of(engine) if engine.plan.zero.stage == 3 else []
     unmark(before, now)
     for param in now:
@@ -577,9 +580,9 @@ def mark(engine: Any, before: Iterable[nn.Parameter]) -> None:
 
 
 def show_ranges(engine: Engine) -> None:
-    """Let `ds_tensor` be the elements of a parameter that this rank keeps, 1D and in place; empty where they rest on disk.
+    """Set `ds_tensor` to a 1D view of the elements that this rank stores; it is empty if they are on disk.
 
-    A quantized parameter, which is several tensors, has none, nor has one whose weights are away.
+    Quantized parameters (several tensors) and those of a sleeping engine have no `ds_tensor`.
     """
     for unit in (unit for unit in engine.units if not unit.asleep):
         for i, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True)):
@@ -592,14 +595,14 @@ def show_ranges(engine: Engine) -> None:
 
 
 def hide_ranges(engine: Engine) -> None:
-    """No `ds_tensor` keeps memory that the engine gives back."""
+    """Remove every `ds_tensor`, so that none keeps memory alive that the engine frees."""
     for unit in engine.units:
         for param in unit.params:
             vars(param).pop("ds_tensor", None)
 
 
 def unmark(params: Iterable[nn.Parameter], but: Iterable[nn.Parameter] = ()) -> None:
-    """They are ordinary ones."""
+    """Remove the `ds_` attributes of `params`, except of those in `but`."""
     kept = set(map(id, but))
     for param in params:
         for name in _MARKS if id(param) not in kept else ():
@@ -607,11 +610,11 @@ def unmark(params: Iterable[nn.Parameter], but: Iterable[nn.Parameter] = ()) -> 
 
 
 def _spare_others(module: Any) -> None:
-    """accelerate's recipe gives a model's `save_pretrained` the whole state on the first rank, and None with
-    `is_main_process=False` on others, which would read parameters that are in shards, and write nothing."""
+    """Make `save_pretrained` a no-op on ranks that pass no state. accelerate's recipe passes the full state on rank 0 and, on the
+    others, None with `is_main_process=False`. There it would read sharded parameters and write nothing."""
     save: Any = getattr(module, "save_pretrained", None)
     if save is not None and getattr(save, "func", None) is not _save_some:
-        module.save_pretrained = partial(_save_some, save)  # a partial, unlike a closure, is bound to the copy in a copied model
+        module.save_pretrained = partial(_save_some, save)  # deepcopy rebinds a partial, but not a closure, to the copied model
 
 
 def _save_some(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -621,7 +624,7 @@ def _save_some(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def engine_of(param: nn.Parameter) -> tuple[Any, str]:
-    """The DeepSpeedEngine that a parameter belongs to, and its name there. Raises ValueError where there is none."""
+    """The DeepSpeedEngine of a parameter, and its name there. Raises ValueError if it belongs to none."""
     for unit, indices in access.units_of([param]).items():
         for engine in _engines:
             if unit in engine.units:
@@ -632,28 +635,17 @@ def engine_of(param: nn.Parameter) -> tuple[Any, str]:
 
 
 class ParameterOffload:
-    """What clients that take DeepSpeed's hooks off an engine before they generate, and put them on again, hold on to.
+    """`optimizer.parameter_offload`, for clients that remove DeepSpeed's hooks before they generate and add them again afterwards.
 
-    There is nothing to take off: inside `GatheredParameters` the engine's hooks see the whole parameters.
+    It has no hooks to remove: inside `GatheredParameters` the engine's hooks find the parameters gathered.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.module = _Parameters(model)
+        self.module = SimpleNamespace(named_parameters=model.named_parameters, ds_external_parameters=lambda: iter(()))
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
 
     def _register_deepspeed_module(self, module: Any) -> None:
-        """Nothing to put on."""
+        """A no-op: there are no hooks to add."""
 
     _register_hooks_recursively = _register_deepspeed_module
-
-
-class _Parameters:
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.model.named_parameters(recurse=recurse)
-
-    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(())
