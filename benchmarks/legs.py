@@ -71,12 +71,12 @@ def _serve(name: str, level: int, minutes: float, question: str, needs: str = "m
 
 
 LEGS = (
-    *_step("step", 1, 4.5, "moving", "seconds per training step over the floor: Slipstream, DeepSpeed, FSDP2 and DDP"),
-    Leg("memory", 1, 3, "bytes per parameter over the formula of each ZeRO stage, and DeepSpeed's", "memory:run", "deepspeed"),
+    *_step("step", 1, 3.5, "moving", "seconds per training step over the floor: Slipstream, DeepSpeed, FSDP2 and DDP"),
+    Leg("memory", 1, 4.5, "bytes per parameter over the formula of each ZeRO stage, and DeepSpeed's", "memory:run", "deepspeed"),
     Leg("wire", 1, 2, "bytes that a rank sends per step, over the formula", "wire:run", "deepspeed"),
     Leg("optimizer", 1, 1, "seconds per AdamW step, over its bytes at the rate of a stream", "optimizer:run", "deepspeed"),
-    _offload("offload", 1, 4, 1, 2, "offload"),
-    _serve("solo", 1, 6, "tokens per second of one stream, 16 streams, a prompt and a mixed batch: vLLM and llama.cpp"),
+    _offload("offload", 1, 5, 1, 3, "offload"),
+    _serve("solo", 1, 5, "tokens per second of one stream, 16 streams, a prompt and a mixed batch: vLLM and llama.cpp"),
     *_step("transports", 2, 12, "moving", "the same over gloo, without native kernels, at stage 0, and DeepSpeed's two reductions"),
     *_step("computing", 2, 8, "computing", "the same with more work per byte"),
     _offload("accumulation", 2, 8, 8, 1, "offload, 8 micro-batches"),

@@ -158,7 +158,7 @@ def test_quick_runs_leave_the_results_alone(
     written = default if default.exists() else other
     if written.exists():
         assert list(sections(written.read_text())) == ["wire", "optimizer"]
-    assert re.search(r"\| memory \| 0\.0 \| 3 \| failed \|", capsys.readouterr().out)
+    assert re.search(r"\| memory \| 0\.0 \| [\d.]+ \| failed \|", capsys.readouterr().out)
 
 
 def test_a_whole_level_writes_its_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

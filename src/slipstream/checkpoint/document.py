@@ -137,8 +137,8 @@ def render(document: Document) -> bytes:
     nbytes = sum(document.files.values())
     if len(raw) > size_limit(nbytes):
         raise CheckpointError(
-            f"the metadata has {len(raw):,} bytes; for {nbytes:,} bytes of tensors the limit is {size_limit(nbytes):,}: keep long lists "
-            f"of numbers in tensors"
+            f"the metadata has {len(raw):,} bytes; for {nbytes:,} bytes of tensors the limit is {size_limit(nbytes):,}: keep long "
+            f"lists of numbers in tensors"
         )
     return raw
 
