@@ -3,10 +3,10 @@
     make train-big                                     # a budget of 1 GiB, states in runs/train-big
     make train-big ARGS="--budget 800 --layers 30"     # MiB; a smaller one
 
-A memory cgroup limits the training to the memory of a process that has imported torch, plus the budget; swap is forbidden. (`ulimit`
-does not count shared mappings.) It prints the kernel's counters next to the formulas, and draws memory and traffic over time in
-memory.png. Then it runs the same script under DistributedDataParallel, in the same limits. It takes 9.4 minutes on two cores, without
-the set-up.
+A memory cgroup limits the training to the memory of a process that has imported torch, plus the budget; swap is forbidden.
+(`ulimit` does not count shared mappings.) It prints the kernel's counters next to the formulas, and draws memory and traffic over
+time in memory.png. Then it runs the same script under DistributedDataParallel, in the same limits. It takes 9.4 minutes on two
+cores, without the set-up.
 
 The run does not show learning. The model sees four different windows of 128 tokens, at the full learning rate from the first step:
 the loss begins at ln(8192) = 9.0 and goes up and down by some tenths (a model of the same width with 20 layers, under plain AdamW:
