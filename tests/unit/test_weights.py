@@ -54,15 +54,9 @@ def test_what_does_not_fit_is_named(tensors: dict[str, Tensor], message: str, tm
         ({"model.safetensors": b"\x80\x02}q\x00.........."}, r"no whole safetensors file \(pickled weights are never read\)"),
         ({"model.safetensors.index.json": b"[]"}, "index.json holds a list, not an object"),
         ({"model.safetensors.index.json": b"{}"}, "index.json has no weight_map"),
-        (
-            {"model.safetensors.index.json": b'{"weight_map": null}'},
-            "weight_map is null; it must be an object, each value a text",
-        ),
+        ({"model.safetensors.index.json": b'{"weight_map": null}'}, "weight_map is null; it must be an object, each value a text"),
         ({"model.safetensors.index.json": b'{"weight_map": {"w": 3}}'}, 'weight_map is {"w": 3}; it must be an object'),
-        (
-            {"model.safetensors.index.json": b'{"weight_map": {"w": "../a"}}'},
-            "weight_map names '../a'; it must name files in this",
-        ),
+        ({"model.safetensors.index.json": b'{"weight_map": {"w": "../a"}}'}, "weight_map names '../a'; it must name files in this"),
         ({"model.safetensors.index.json": json.dumps({"weight_map": {"a": "gone"}}).encode()}, "there is no .*gone"),
     ],
 )
