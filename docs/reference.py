@@ -50,7 +50,7 @@ def page() -> str:
         documented(slipstream.InferenceEngine),
         *members("inference_engine", slipstream.InferenceEngine),
         "## Keys",
-        "The honored keys of the JSON; [COMING_FROM_DEEPSPEED.md](COMING_FROM_DEEPSPEED.md) says what becomes of the others.\n"
+        "The honored keys of the JSON; [DEEPSPEED_KEYS.md](DEEPSPEED_KEYS.md) lists the others.\n"
         'Where a default is "-", the key is not set. Sizes may be written as floats, and `"auto"` asks for the derived value.',
         *tables(),
     ]
