@@ -51,6 +51,10 @@ class Written(nn.Module):
             self.default.bias[2:4] = 7
             self.default.bias.mul_(3)
             nn.init.uniform_(self.zeroed.bias, generator=torch.Generator().manual_seed(5))
+        self.scaled = nn.Linear(8, 8)
+        self.scaled.weight.data.div_(self.scaled.weight.abs().max().item())  # the constructor reads values
+        if self.scaled.bias.mean() > 0 or not torch.equal(self.scaled.weight, self.scaled.weight.detach().clone()):
+            self.scaled.bias.data.neg_()
         torch.manual_seed(11)  # in the middle
         self.after = nn.Linear(8, 8)
         self.tied = nn.Linear(8, 9, bias=False)

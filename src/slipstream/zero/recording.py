@@ -33,6 +33,7 @@ _MARK = "_slipstream_tape"  # attribute of a tensor registered inside `Init`: (i
 _OVERWRITES = "fill zero copy normal uniform exponential cauchy log_normal geometric bernoulli random"
 _OVERWRITING = frozenset(f"aten::{name}_" for name in _OVERWRITES.split())
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_QUESTIONS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)  # whose answers are no tensors
 _FROM_VALUES = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor})
 
 
@@ -61,6 +62,7 @@ class Step:
     writes: frozenset[int]
     overwrites: frozenset[int]  # storages whose old content is gone
     is_random: bool
+    generator: torch.Generator | None = None  # of a random step
     reseeded: Tensor | None = None  # the generator's state, if an operation outside the tape has changed it
     state: Tensor | None = None  # the generator's state at replay
 
@@ -71,7 +73,7 @@ class Tape:
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     empty: set[int] = field(default_factory=set)  # storages allocated without values
     _writers: dict[int, list[int]] = field(default_factory=dict)  # storage -> the steps that write to it
-    _seen: Tensor | None = None  # the generator's state at the last random step
+    _seen: dict[torch.Generator, Tensor] = field(default_factory=dict)  # each generator's state at its last random step
     _has_states: bool = False
 
     def record(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -124,9 +126,11 @@ class Tape:
 
     def _add(self, step: Step, generator: torch.Generator | None) -> None:
         if step.is_random:
-            now = (generator or torch.default_generator).get_state()
-            if self._seen is None or not now.equal(self._seen):
-                step.reseeded = self._seen = now
+            self._has_states = False
+            step.generator = generator or torch.default_generator
+            now, seen = step.generator.get_state(), self._seen.get(step.generator)
+            if seen is None or not now.equal(seen):
+                step.reseeded = self._seen[step.generator] = now
         for key in step.writes:
             self._writers.setdefault(key, []).append(len(self.steps))
         self.steps.append(step)
@@ -141,16 +145,14 @@ class Tape:
         return self._view(tensor).of(self._replay({_key(tensor)})[_key(tensor)])
 
     def _find_states(self) -> None:
-        state: Tensor | None = None
+        states: dict[torch.Generator, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
             for step in self.steps:
-                if step.is_random:
-                    state = step.reseeded if step.reseeded is not None else state
-                    assert state is not None, "the first random step has the generator's state"
-                    step.state = state
+                if step.generator is not None:
+                    step.state = step.reseeded if step.reseeded is not None else states[step.generator]
                     storages = self._replay(step.reads)
                     self._run(step, storages)
-                    state = torch.get_rng_state()
+                    states[step.generator] = torch.get_rng_state()
         self._has_states = True
 
     def _replay(self, keys: Collection[int]) -> dict[int, torch.UntypedStorage]:
@@ -226,6 +228,8 @@ class _Record(TorchDispatchMode):
         self._tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _QUESTIONS:  # a constructor branches on values, which a replay computes
+            args = tree_map_only(Tensor, lambda tensor: self._tape.values(tensor) if tensor.is_meta else tensor, args)
         result = func(*args, **(kwargs or {}))
         self._tape.record(func, args, kwargs or {}, result)
         return result
