@@ -165,7 +165,7 @@ def test_refused_in_one_sentence(tmp_path: Path) -> None:
     refused("pytorch_model.bin is not a model: give", tmp_path / "pytorch_model.bin")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
-    refused("weight_map names '../a.safetensors'; it has to name files in this folder")
+    refused("weight_map names '../a.safetensors'; it must name files in this folder")
     index.unlink()
     model.save_pretrained(tmp_path)
     whole = (tmp_path / "model.safetensors").read_bytes()
