@@ -1,10 +1,10 @@
-"""What is learnt, and what the three versions share: the data, the model with or without adapters, a folder that appears whole.
+"""The task, and the code that the three versions share: data, the model with or without adapters, an atomically written folder.
 
-The lesson: a wish in words -> the JSON for it. "AdamW at 2e-4, ZeRO-3 and bf16" is
+The task: a request in words -> the JSON for it. "AdamW at 2e-4, ZeRO-3 and bf16" is
 `{"optimizer": {"params": {"lr": 2e-4}, "type": "AdamW"}, "zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}`.
-Wishes are drawn from phrasings, values and orders of six settings, always the same ones. Some pairs of settings are never seen
-together, and some values never at all: the wishes that are held out have such a pair each, and such a value where they can, so they
-are answered rightly only by a model that composes and copies. A few everyday questions in between keep it from forgetting the rest.
+Requests combine phrasings, values and orders of six settings, from a fixed seed. Training never sees some pairs of settings,
+and some values at all. Each held-out request has such a pair and, if possible, such a value, so that only a model that composes and
+copies answers it. A few everyday questions in between keep the model from forgetting.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """Its ways to be wished for, and its JSON; `@` is the value."""
+    """The phrasings of a setting and its JSON; `@` is the value."""
 
     wishes: tuple[str, ...]
     json: str

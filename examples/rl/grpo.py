@@ -4,8 +4,8 @@
     slipstream run --nproc 2 examples/rl/grpo.py --steps 200 --kl 0.1
 
 Each step: the trainer hands its weights to the inference engine, unit by unit; that answers every prompt `--group` times; a rule
-gives each answer its reward; and the trainer learns from how an answer's reward differs from its group's mean. What the server said
-of a token's probability and what the trainer computes are the same bits, so the ratio of the two policies is exactly 1, and the
+gives each answer its reward; and the trainer learns from how an answer's reward differs from its group's mean. The server's
+log-probability of a token and the trainer's are bit-identical, so the ratio of the two policies is exactly 1, and the
 script stops where it is not. A frozen copy of the first model, sharded as well, holds the policy near where it began.
 
 The task, so that it needs no data: count upwards from the prompt's last token, modulo the vocabulary.
@@ -60,15 +60,15 @@ def reward(prompt: list[int], answer: list[int]) -> float:
 
 
 def batch_of(prompts: list[list[int]], answers: list[Completion]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of prompt and answer, padded on the right; of their tokens but the first, which were generated, what the server said."""
+    """Rows of prompt and answer, padded on the right; for each token but the first: was it generated, the server's logprob."""
     rows = [torch.tensor(prompt + answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    generated, said = torch.zeros(ids.shape, dtype=torch.bool), torch.zeros(ids.shape)
+    generated, sampled = torch.zeros(ids.shape, dtype=torch.bool), torch.zeros(ids.shape)
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         part = slice(len(prompt), len(rows[i]))
         generated[i, part] = True
-        said[i, part] = torch.tensor([each.logprob for each in answer.logprobs or ()])
-    return ids, generated[:, 1:], said[:, 1:]
+        sampled[i, part] = torch.tensor([each.logprob for each in answer.logprobs or ()])
+    return ids, generated[:, 1:], sampled[:, 1:]
 
 
 def logprobs_of(engine: Any, served: ServedForward, ids: Tensor) -> Tensor:
@@ -104,13 +104,13 @@ def main() -> None:
         groups = rewards.view(options.prompts, options.group)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1, 1)
 
-        ids, generated, said = batch_of(asked, answers)
+        ids, generated, sampled = batch_of(asked, answers)
         with served_reference, torch.no_grad():
             before = logprobs_of(reference, served_reference, ids)
         with served:
             logprobs = logprobs_of(engine, served, ids)
-            assert logprobs[generated].equal(said[generated]), "the trainer and the server are not the same policy"
-            ratio = (logprobs - said).exp()  # 1 in value; its gradient is the policy's
+            assert logprobs[generated].equal(sampled[generated]), "the trainer and the server are not the same policy"
+            ratio = (logprobs - sampled).exp()  # 1 in value; its gradient is the policy's
             away = (before - logprobs).exp() - (before - logprobs) - 1  # an estimate of the KL divergence, never below 0
             losses = options.kl * away - advantages * ratio
             engine.backward(losses[generated].mean())

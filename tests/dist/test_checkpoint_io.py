@@ -224,7 +224,7 @@ def test_damage_that_one_rank_finds_changes_nothing_on_any(tmp_path: Path) -> No
     assert bool((part.data == -1).all())
     wrong = part if rank == 0 else FlatSlice(torch.zeros(4), (4,), 0)
     message = fails_everywhere(load, tmp_path, "good", tensors={"w": wrong}, group=dist.group.WORLD)
-    assert "rank 1 of 2: tensor 'w' has shape (100000,) in it and (4,) here" in message
+    assert "rank 1 of 2: tensor 'w' has shape (100000,) in the checkpoint and (4,) in the model" in message
     elsewhere = tmp_path if rank == 0 else tmp_path / "elsewhere"
     message = fails_everywhere(load_metadata, elsewhere, "good", group=dist.group.WORLD)
     assert "rank 1 of 2: checkpoint directory" in message and message.endswith("elsewhere does not exist")

@@ -177,8 +177,8 @@ def test_files_are_refused_on_all_ranks_alike(tmp_path: Path) -> None:
         save_file(dict(list(state.items())[2::2]), mine / "a.safetensors")
     model = on_meta()
     for path, message in (
-        (mine, r"rank 1 of 2: the weights in .* are not of this Reaching: they do not hold 'blocks.0"),
-        (mine / "b.safetensors", r"they do not hold .* and \d+ more. Give rename= .* strict=False"),
+        (mine, r"rank 1 of 2: the weights in .* do not fit this Reaching: they lack 'blocks.0"),
+        (mine / "b.safetensors", r"they lack .* and \d+ more. Give rename= .* strict=False"),
         (tmp_path / "nothing", r"there is no .*nothing"),
     ):
         slipstream.zero.load(model, path)

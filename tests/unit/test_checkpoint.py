@@ -230,7 +230,9 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_dtypes_are_converted_only_when_asked(tmp_path: Path) -> None:
     tensors = saved(tmp_path)
     for target in (torch.ones(700_000).bfloat16(), torch.ones(1_400_000).bfloat16()[::2]):
-        with pytest.raises(CheckpointError, match=r"'big' is torch\.float32 in it and torch\.bfloat16 here; pass convert"):
+        with pytest.raises(
+            CheckpointError, match=r"'big' is torch\.float32 in the checkpoint and torch\.bfloat16 in the model; pass convert"
+        ):
             load(tmp_path, "a", tensors={"big": target})
         assert bool((target == 1).all())
         load(tmp_path, "a", tensors={"big": target}, convert=True)
@@ -425,8 +427,8 @@ def test_nothing_is_left_when_the_disk_is_full(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("target", "match"),
     [
-        ({"w": torch.ones(3, 5, 7)}, r"'w' has shape \(5, 3, 7\) in it and \(3, 5, 7\) here"),
-        ({"w": FlatSlice(torch.ones(10), (105,), 0)}, r"'w' has shape \(5, 3, 7\) in it and \(105,\) here"),
+        ({"w": torch.ones(3, 5, 7)}, r"'w' has shape \(5, 3, 7\) in the checkpoint and \(3, 5, 7\) in the model"),
+        ({"w": FlatSlice(torch.ones(10), (105,), 0)}, r"'w' has shape \(5, 3, 7\) in the checkpoint and \(105,\) in the model"),
         ({"W": torch.ones(5, 3, 7)}, "it has no tensor 'W'"),
         ({"bug": torch.ones(700_000)}, "no tensor 'bug'; the nearest of its 7 names is 'big'"),
         ({"$shared/0": torch.ones(5)}, r"does not begin with '\$'"),

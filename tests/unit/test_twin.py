@@ -1,4 +1,4 @@
-"""The twin against the plainest loops there are: what parity is measured with has to be right itself."""
+"""The twin against the plainest loops there are: what parity is measured with must itself be right."""
 
 import subprocess
 import sys

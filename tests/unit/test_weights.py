@@ -32,12 +32,12 @@ def state(**changes: Tensor | None) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (state(mask=None), r"not of this Model: they do not hold 'mask'. Give rename= .*strict=False"),
-        (state(derived=torch.ones(2)), "they hold 'derived', which the model does not have"),
+        (state(mask=None), r"do not fit this Model: they lack 'mask'. Give rename= .*strict=False"),
+        (state(derived=torch.ones(2)), "they have 'derived', which the model does not"),
         ({f"x.y.{name}": value for name, value in state().items()}, r'rename=lambda name: name.removeprefix\("x.y."\)'),
         ({name.removeprefix("body."): value for name, value in state(mask=None).items()}, r'rename=lambda name: "body." \+ name'),
-        (state(body__a__weight=torch.ones(2, 4)), r"'body.a.weight' has shape \(2, 4\) there and \(2, 3\) in the model"),
-        (state(mask=torch.ones(2)), r"'mask' is F32 there and torch.int64 in the model, which no cast"),
+        (state(body__a__weight=torch.ones(2, 4)), r"'body.a.weight' has shape \(2, 4\) in the files and \(2, 3\) in the model"),
+        (state(mask=torch.ones(2)), r"'mask' is F32 in the files and torch.int64 in the model, and no cast"),
         (state(body__b__bias=torch.ones(2).to(torch.float8_e4m3fn)), r"'body.b.bias' is F8_E4M3 there.*save it as BF16"),
     ],
 )
@@ -76,7 +76,7 @@ def test_files_are_one(tmp_path: Path) -> None:
         open_weights([tmp_path / "whole.safetensors", tmp_path / "some.safetensors"], Model())
     one = open_weights(tmp_path / "whole.safetensors", Model())
     other = open_weights(str(tmp_path / "some.safetensors"), Model(), strict=False)
-    assert not one.left_out and other.left_out.startswith("they do not hold 'body.")
+    assert not one.left_out and other.left_out.startswith("they lack 'body.")
     with pytest.raises(ValueError, match="different weights"):
         check_same([one.fingerprint, other.fingerprint])
 

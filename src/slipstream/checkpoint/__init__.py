@@ -5,7 +5,7 @@ plain value. `save` and `load` are collective over a group. storage.py reads and
 metadata.json, directory.py handles tags and atomic renames, values.py lists the types a value may have.
 """
 
-from slipstream.checkpoint.background import Saving, Staging
+from slipstream.checkpoint.background import AsyncSave, Staging
 from slipstream.checkpoint.conversion import convert
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import Box, FlatSlice, boxes
@@ -13,12 +13,12 @@ from slipstream.checkpoint.load import Loaded, Metadata, TensorInfo, latest_tag,
 from slipstream.checkpoint.save import save, save_async
 
 __all__ = [
+    "AsyncSave",
     "Box",
     "CheckpointError",
     "FlatSlice",
     "Loaded",
     "Metadata",
-    "Saving",
     "Staging",
     "TensorInfo",
     "boxes",

@@ -4,7 +4,7 @@
     in the thread:  each rank writes its file from that copy, then its checksums (`rank_00001.bin.crc`); rank 0 waits for
                     those of all ranks, then commits. No collectives: the process groups are in use by training
 
-One save is in flight at a time; `Saving.result` waits for it and raises its error. A rank that fails deletes its data file, which
+One save is in flight at a time; `AsyncSave.result` waits for it and raises its error. A rank that fails deletes its file, which
 frees space for the reason (`rank_00001.bin.failed`), and rank 0 discards the draft. If a rank dies, the modification time of its
 file stops changing (data_file.py) and rank 0 gives up after `patience_s`. A failure is logged when it happens and raised by the
 next call. A process that exits normally finishes its save first; a killed one leaves a draft, which no load accepts.
@@ -107,7 +107,7 @@ def _pinned(nbytes: int) -> Tensor:
     return memory[start : start + nbytes]
 
 
-class Saving:
+class AsyncSave:
     """One asynchronous save, on one rank. Only rank 0 calls `commit`, and then `tidy`."""
 
     def __init__(

@@ -118,7 +118,7 @@ def _entries(file: Path) -> Iterator[tuple[str, Entry]]:
         piece = Piece(box=Box((0,) * len(shape), shape), file=file.name, at=first + int(start), crc32=())
         entry = Entry(dtype=DTYPES[fields["dtype"]], shape=shape, pieces=(piece,))
         if min(shape, default=0) < 0 or start < 0 or stop - start != entry.nbytes(piece) or first + stop > size:
-            raise ValueError(f"{name!r} of shape {shape} is said to be in bytes [{start}, {stop}) of {file.name}, which has {size}")
+            raise ValueError(f"{name!r} of shape {shape} claims bytes [{start}, {stop}) of {file.name}, which has {size}")
         yield name, entry
 
 

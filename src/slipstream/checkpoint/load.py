@@ -233,10 +233,12 @@ def _check_target(name: str, held: FlatSlice | Tensor, document: Document, conve
             + (f"the nearest of its {len(names)} names is {near[0]!r}" if near else f"it has {len(names)} others")
         )
     if tuple(held.shape) != entry.shape:
-        raise CheckpointError(f"tensor {name!r} has shape {entry.shape} in it and {tuple(held.shape)} here")
+        raise CheckpointError(f"tensor {name!r} has shape {entry.shape} in the checkpoint and {tuple(held.shape)} in the model")
     dtype = held.data.dtype if isinstance(held, FlatSlice) else held.dtype
     if dtype is not entry.dtype and not convert:
-        raise CheckpointError(f"tensor {name!r} is {entry.dtype} in it and {dtype} here; pass convert=True to round it")
+        raise CheckpointError(
+            f"tensor {name!r} is {entry.dtype} in the checkpoint and {dtype} in the model; pass convert=True to round it"
+        )
 
 
 def _check_complete(path: Path, document: Document, save_ids: list[str]) -> None:

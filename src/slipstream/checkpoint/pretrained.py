@@ -207,7 +207,7 @@ def _own_names(ranks: Ranks, step: str, tensors: Mapping[str, Out]) -> list[str]
                 holders.setdefault(rank_ranges[name], []).append(rank)
             parts = sorted(span for span in holders if span[0] < span[1])
             if sum(stop - start for start, stop in parts) != math.prod(out.held.shape):
-                raise CheckpointError(f"{name!r} of shape {tuple(out.held.shape)} is there as {parts} only")
+                raise CheckpointError(f"{name!r} of shape {tuple(out.held.shape)} is incomplete: the ranks hold the ranges {parts}")
             owners = holders[ranges[name]]
             if owners[i % len(owners)] == ranks.rank:
                 chosen.append(name)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.checkpoint.background import PATIENCE_S, Saving, Staging
+from slipstream.checkpoint.background import PATIENCE_S, AsyncSave, Staging
 from slipstream.checkpoint.directory import Draft, check_tag, retain
 from slipstream.checkpoint.document import BLOCK, DTYPES, Document
 from slipstream.checkpoint.errors import CheckpointError, Ranks, describe
@@ -83,7 +83,7 @@ def save_async(
     tag_validation: TagValidation = "Warn",
     keep: int | None = None,
     patience_s: float = PATIENCE_S,
-) -> Saving:
+) -> AsyncSave:
     """Asynchronous `save`: returns once the state is copied into `staging`, which serves one save at a time."""
     pending = _begin(Path(directory), tag, tensors, shared, per_rank, Ranks(group), tag_validation, keep, staging)
 
@@ -92,7 +92,7 @@ def save_async(
             retain(pending.path.parent, keep, pending.path.name)
 
     commit = partial(pending.commit, save_latest=save_latest) if pending.ranks.rank == 0 else None
-    return Saving(pending.path, pending.writer, commit, tidy, pending.discard, patience_s)
+    return AsyncSave(pending.path, pending.writer, commit, tidy, pending.discard, patience_s)
 
 
 @dataclass(slots=True, kw_only=True)

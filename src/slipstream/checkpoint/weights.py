@@ -136,11 +136,11 @@ def open_weights(
             wrong += _misfit(names[0], tensor, held)
     known = {name for names, _ in wanted for name in names}
     surplus = [name for name in stored if name not in known]
-    said = [f"they do not hold {_some(missing)}"] if missing else []
-    said += [f"they hold {_some(surplus)}, which the model does not have"] if surplus else []
+    said = [f"they lack {_some(missing)}"] if missing else []
+    said += [f"they have {_some(surplus)}, which the model does not"] if surplus else []
     if wrong or (strict and said):
         remedy = _remedy(missing, surplus) if strict and said else ""
-        raise ValueError(f"the weights in {path} are not of this {type(model).__name__}: {'; '.join(wrong[:5] + said)}{remedy}")
+        raise ValueError(f"the weights in {path} do not fit this {type(model).__name__}: {'; '.join(wrong[:5] + said)}{remedy}")
     return WeightFiles(taken, f"{'; '.join(said)} ({path})" if said else "", forms or {})
 
 
@@ -196,12 +196,12 @@ def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 def _misfit(name: str, tensor: Tensor, held: Stored) -> list[str]:
     if held.shape != tuple(tensor.shape):
-        return [f"{name!r} has shape {held.shape} there and {tuple(tensor.shape)} in the model"]
+        return [f"{name!r} has shape {held.shape} in the files and {tuple(tensor.shape)} in the model"]
     dtype = DTYPES.get(held.dtype)
     if dtype is None:
-        return [f"{name!r} is {held.dtype} there, which needs more than a cast; save it as BF16 or F32"]
+        return [f"{name!r} is {held.dtype} in the files, which needs more than a cast; save it as BF16 or F32"]
     if dtype is not tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
-        return [f"{name!r} is {held.dtype} there and {tensor.dtype} in the model, which no cast turns into each other"]
+        return [f"{name!r} is {held.dtype} in the files and {tensor.dtype} in the model, and no cast converts one to the other"]
     return []
 
 

@@ -44,7 +44,7 @@ from slipstream.zero.unit import Comms, Unit
 from slipstream.zero.watch import PeerError, Watch
 
 if TYPE_CHECKING:
-    from slipstream.checkpoint import Saving, Staging
+    from slipstream.checkpoint import AsyncSave, Staging
     from slipstream.train import entries
     from slipstream.train.persist import Contents
     from slipstream.train.sleep import Asleep
@@ -123,7 +123,7 @@ class Engine(nn.Module):
         self.updater = window.Updater(parts.units, parts.steps) if parts.steps is not None else None
         self.asleep: Asleep | None = None  # the states that sleep() moved away
         self.average: weakref.ref[entries.Average] | None = None  # the slipstream.ema.Ema of this engine; the user owns it
-        self.saving: Saving | None = None  # the asynchronous checkpoint in flight
+        self.saving: AsyncSave | None = None  # the asynchronous checkpoint in flight
         self.staging: Staging | None = parts.staging  # host memory that asynchronous checkpoints are written from
         self.gate = Gate()
         self.operation: Surgery | None = None  # the open surgery
