@@ -88,8 +88,8 @@ LEGS = (
     Leg("clients", 2, 3, "seconds per step through accelerate and transformers' Trainer, over the native loop", "clients:run"),
     _serve("shared", 2, 6, "seconds for prompts with 90 % in common: without the prefix cache, vLLM and llama.cpp"),
     _serve("poisson", 2, 23, "requests per second within one latency target, at rising arrival rates: vLLM and llama.cpp"),
-    _serve("load", 2, 2, "seconds from the start of a process to its first token, and of `slipstream serve` to its first answer"),
-    _serve("stall", 2, 6, "the longest gap in a stream while others send requests that are expensive to prepare", needs=""),
+    _serve("load", 2, 5, "seconds from the start of a process to its first token, and of `slipstream serve` to its first answer"),
+    _serve("stall", 2, 2, "the longest gap in a stream while others send requests that are expensive to prepare", needs=""),
     Leg("cuda", 0, 60, "on a GPU: training with states in host memory, and serving a Llama of 1.2 billion weights", "cuda:run"),
 )
 MINUTES = ("minutes, level 1", "minutes, level 2")
