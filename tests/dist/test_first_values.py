@@ -198,7 +198,7 @@ def test_what_the_files_lack_is_initialized(tmp_path: Path, caplog: pytest.LogCa
     slipstream.zero.load(model, [tmp_path / "some.safetensors"], strict=False)
     with caplog.at_level(logging.WARNING):
         engine = toy.make(model, 3, **settings(3, tmp_path))
-    assert "do not hold 'blocks.1.up.weight'" in caplog.text and "hold 'scale'" in caplog.text
+    assert "lack 'blocks.1.up.weight'" in caplog.text and "have 'scale'" in caplog.text
     found = engine.state_dict()
     assert found["blocks.1.up.weight"].std() > 0.4 and found["blocks.2.gain"].eq(2).all()
     assert found["blocks.1.norm.running_var"].eq(1).all()

@@ -208,7 +208,7 @@ def test_an_exit_is_named_with_its_code() -> None:
 @linux
 def test_children_of_a_hanging_rank_are_killed_with_it(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="hung first"):
-        run(2, start_a_child, tmp_path, timeout=1)
+        run(2, start_a_child, tmp_path, timeout=3)  # on a loaded machine ranks need a second to begin
     assert all(gone(int((tmp_path / str(rank)).read_text())) for rank in range(2))
 
 

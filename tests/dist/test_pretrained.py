@@ -336,7 +336,7 @@ def test_a_hugging_face_folder_becomes_a_checkpoint(tmp_path: Path, monkeypatch:
     assert all(value.equal(there[name]) for name, value in content(tmp_path / "back").items())
     shard = next((tmp_path / "hf").glob("model-00001-*"))
     shard.write_bytes(shard.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"no whole Hugging Face folder: .* is said to be in bytes"):
+    with pytest.raises(CheckpointError, match=r"no whole Hugging Face folder: .* claims bytes"):
         convert(tmp_path / "hf", tmp_path / "other", "slipstream")
     shard.write_bytes(b"\xff" * 100)
     with pytest.raises(CheckpointError, match="is no safetensors file, or cut off"):

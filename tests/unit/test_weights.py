@@ -38,7 +38,7 @@ def state(**changes: Tensor | None) -> dict[str, Tensor]:
         ({name.removeprefix("body."): value for name, value in state(mask=None).items()}, r'rename=lambda name: "body." \+ name'),
         (state(body__a__weight=torch.ones(2, 4)), r"'body.a.weight' has shape \(2, 4\) in the files and \(2, 3\) in the model"),
         (state(mask=torch.ones(2)), r"'mask' is F32 in the files and torch.int64 in the model, and no cast"),
-        (state(body__b__bias=torch.ones(2).to(torch.float8_e4m3fn)), r"'body.b.bias' is F8_E4M3 there.*save it as BF16"),
+        (state(body__b__bias=torch.ones(2).to(torch.float8_e4m3fn)), r"'body.b.bias' is F8_E4M3 in the files.*save it as BF16"),
     ],
 )
 def test_what_does_not_fit_is_named(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
