@@ -134,7 +134,7 @@ class Monitor:
                 self.store.compare_set("failure", "", json.dumps((time.time(), True, text)))
                 if watch.rank == 0:  # the store may end with this process
                     time.sleep(1.5 * watch.beat_s)
-        except (RuntimeError, ValueError, OSError):
+        except (RuntimeError, ValueError, OSError, KeyboardInterrupt):
             return
 
     def _blocked(self) -> FrameType | None:
