@@ -18,7 +18,7 @@ from typing import Any, Literal
 from benchmarks.workloads import Workload, build_batch, build_model
 
 import slipstream
-from slipstream.train import explain
+from slipstream.train.planning import explain
 
 MODEL = Workload(name="forecast", width=512, depth=12, heads=8, vocab=8192, batch=2, length=128)
 ONE_BLOCK = dataclasses.replace(MODEL, depth=1, vocab=64)  # the same width, so that the scratch memory of products is there

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice
-from slipstream.train import entries
 from slipstream.train.gate import Block
-from slipstream.train.restore import spread_weights
+from slipstream.train.saving import entries
+from slipstream.train.saving.load import spread_weights
 from slipstream.zero.layout import overlap
-from slipstream.zero.store import Store, copy_store
+from slipstream.zero.storage.store import Store, copy_store
 from slipstream.zero.unit import Unit
 
 if TYPE_CHECKING:

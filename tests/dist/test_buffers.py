@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from slipstream.world.watch import PeerError
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.watch import PeerError
 from tests import cases, toy
 from tests.pool import distributed, run
 

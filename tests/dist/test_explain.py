@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from slipstream.train import explain
+from slipstream.train.planning import explain
 from tests import cases, probe, toy
 from tests.pool import distributed
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.compression import QuantizedLinear
 from slipstream.inference import SamplingParams, ServedForward, token_logprobs
 from slipstream.inference.engine import ClosedError
+from slipstream.quantized import QuantizedLinear
 from tests import probe, toy
 from tests.pool import distributed, run
 

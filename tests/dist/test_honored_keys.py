@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.checkpoint import CheckpointError
-from slipstream.train.step import UnusedParameterError
+from slipstream.train.window import UnusedParameterError
+from slipstream.world.watch import PeerError
 from slipstream.zero import build
 from slipstream.zero.shared import SharedComm
-from slipstream.zero.watch import PeerError
 from tests import cases, probe, toy
 from tests.pool import distributed
 from tests.unit.test_honored_keys import Dot, sgd

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import slipstream
 from slipstream import checkpoint
 from slipstream.compat.weights import clone_tensors_for_torch_save, consolidated
-from slipstream.compression import QuantizedLinear
-from slipstream.train import explain
+from slipstream.quantized import QuantizedLinear
+from slipstream.train.planning import explain
 from tests import cases, probe, toy, twin
 from tests.dist.test_events import wire
 from tests.pool import distributed, run

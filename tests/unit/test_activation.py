@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.checkpointing import HostMemory
+from slipstream.activations import blocks as activation
+from slipstream.activations.recompute import HostMemory
 from slipstream.config.plan import ActivationPlan
-from slipstream.train import activation
 from tests import probe, toy
 from tests.unit.test_checkpointing import Fake
 
@@ -206,7 +206,7 @@ def test_a_model_that_checkpoints_its_blocks_is_left_to_it(cls: type[Net], caplo
 
 def test_a_model_without_repeated_blocks_is_told(caplog: pytest.LogCaptureFixture) -> None:
     toy.make(nn.Linear(2, 2), 0, **RECOMPUTE)
-    assert any("0 of 0 repeated blocks" in message and "checkpointing.checkpoint" in message for message in caplog.messages)
+    assert any("0 of 0 repeated blocks" in message and "activations.checkpoint" in message for message in caplog.messages)
 
 
 @pytest.fixture

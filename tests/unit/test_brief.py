@@ -8,9 +8,9 @@ import pytest
 
 from slipstream import brief
 from slipstream.launch.worker import Place, describe
-from slipstream.zero.watch import PeerLostError, Watch
+from slipstream.world.watch import PeerLostError, Watch
 
-WORDS = "slipstream.zero.watch.PeerLostError: rank 1 has ended its script\nrank 0 waited in a collective of torch's"
+WORDS = "slipstream.world.watch.PeerLostError: rank 1 has ended its script\nrank 0 waited in a collective of torch's"
 
 
 def lost(tmp_path: Path) -> PeerLostError:

@@ -1,4 +1,4 @@
-"""`slipstream.checkpointing`: recomputing is torch's, and what waits in host memory comes back bit for bit, in time."""
+"""`slipstream.activations.recompute`: recomputing is torch's, and what waits in host memory comes back bit for bit, in time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from slipstream import checkpointing
-from slipstream.checkpointing import Arrival, HostMemory, checkpoint
+from slipstream.activations import recompute as checkpointing
+from slipstream.activations.recompute import Arrival, HostMemory, checkpoint
 
 
 class Fake:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.discover import Node, discover, node, slurm_hosts
+from slipstream.world.discover import Node, discover, node, slurm_hosts
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {
@@ -111,7 +111,7 @@ def test_one_launcher_per_node() -> None:
 def test_init_distributed_takes_deepspeeds_keywords_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
-    from slipstream import distributed
+    from slipstream.world import join as distributed
 
     def met(**env: str) -> str | None:
         monkeypatch.setattr(os, "environ", dict(env))

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 import slipstream
-from slipstream.train import explain
+from slipstream.train.planning import explain
 from tests import probe, toy
 from tests.pool import distributed
 

@@ -47,7 +47,7 @@ def test_consequences_and_those_we_stopped_are_not_first() -> None:
 
 def test_consequences_are_known() -> None:
     assert is_consequence("RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:3277")
-    assert is_consequence("slipstream.zero.watch.PeerLostError: rank 1 has ended")
+    assert is_consequence("slipstream.world.watch.PeerLostError: rank 1 has ended")
     assert is_consequence("torch.distributed.DistNetworkError: failed to recv, got 0 bytes")
     assert is_consequence("torch.distributed.DistBackendError: NCCL error in: x.cpp:3\nremote process exited")
     assert not is_consequence("ValueError: bad shape")

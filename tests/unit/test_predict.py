@@ -14,8 +14,8 @@ from torch import Tensor
 
 from slipstream.config import DataWorld, ModelFacts, Plan, resolve
 from slipstream.launch.cli import main
-from slipstream.train import predict, propose
-from slipstream.train.dry_run import DryRunError, dry_run, profiles
+from slipstream.train.planning import predict, propose
+from slipstream.train.planning.dry_run import DryRunError, dry_run, profiles
 from tests import forecast, toy
 from tests.ranks import SpawnRanks
 

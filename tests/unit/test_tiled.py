@@ -1,4 +1,4 @@
-"""`slipstream.tiled`: the same numbers as in one piece, and never the piece."""
+"""`slipstream.activations.tiled`: the same numbers as in one piece, and never the piece."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.tiled import TiledLinear, fused_linear_cross_entropy, tiled_mlp
+from slipstream.activations.tiled import TiledLinear, fused_linear_cross_entropy, tiled_mlp
 
 N, H, V = 24, 8, 40
 

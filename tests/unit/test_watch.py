@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from slipstream.launch.watch import GRACE_S
 from slipstream.launch.worker import EXIT_S
-from slipstream.mesh import Axis
-from slipstream.zero.monitor import Monitor
-from slipstream.zero.peers import Peer, Peers, _host
-from slipstream.zero.watch import Ledger, PeerError, PeerLostError, Watch
+from slipstream.world.mesh import Axis
+from slipstream.world.monitor import Monitor
+from slipstream.world.peers import Peer, Peers, _host
+from slipstream.world.watch import Ledger, PeerError, PeerLostError, Watch
 
 BOOK = "dp (0, 1)"
 
@@ -115,7 +115,7 @@ class Clock:
 def test_the_default_times_are_the_promised_ones(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A standstill ends within 30 s; a busy rank is named every 30 s and not stopped; a death is known within 5 s."""
     clock = Clock()
-    monkeypatch.setattr("slipstream.zero.monitor.time", clock)
+    monkeypatch.setattr("slipstream.world.monitor.time", clock)
 
     def seconds_until_failure(ranks: Ranks, most: float) -> float:
         began = clock.now

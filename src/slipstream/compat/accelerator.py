@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.distributed import local_world_size
+from slipstream.world.join import local_world_size
 
 SUPPORTED = ("cuda", "cpu")
 

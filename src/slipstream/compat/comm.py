@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.distributed import init_distributed as _init_distributed
-from slipstream.distributed import local_rank
+from slipstream.world.join import init_distributed as _init_distributed
+from slipstream.world.join import local_rank
 
 get_local_rank = local_rank
 

@@ -28,10 +28,10 @@ from slipstream.compat.schedules import serve_schedule, with_known_warmup
 from slipstream.compat.weights import consolidated, write_weights
 from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
-from slipstream.distributed import local_rank
 from slipstream.train.data import distributed_loader
 from slipstream.train.engine import Engine
-from slipstream.train.step import UnusedParameterError
+from slipstream.train.window import UnusedParameterError
+from slipstream.world.join import local_rank
 from slipstream.zero.comm import gather_objects
 
 T = TypeVar("T")

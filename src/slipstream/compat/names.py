@@ -61,7 +61,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.zero": {
         "slipstream.compat.zero": "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "
         "unregister_external_parameter unwrap_model_for_generation",
-        "slipstream.tiled": "TiledLinear",
+        "slipstream.activations.tiled": "TiledLinear",
     },
     "deepspeed.runtime.zero.partition_parameters": {
         "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "

@@ -26,8 +26,8 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.utils._pytree import tree_map
 
 from slipstream.compat.utils import z3_leaf_module
-from slipstream.distributed import init_distributed
 from slipstream.train.engine import Engine
+from slipstream.world.join import init_distributed
 from slipstream.zero import access
 from slipstream.zero.comm import Comm
 from slipstream.zero.hooks import Phase

@@ -1,7 +1,7 @@
 """`slipstream plan`: print the resolved configuration with the source of each value, and estimate its memory and time.
 
-For a model (`--model`): peak memory, traffic and time per step (train/predict.py), and the configurations that fit a memory budget
-(train/propose.py). For a number of parameters (`--num-params`): only the model states (weights, gradients, optimizer), per stage:
+For a model (`--model`): peak memory, traffic and time per step (predict.py), and the configurations that fit a memory budget
+(propose.py). For a number of parameters (`--num-params`): only the model states (weights, gradients, optimizer), per stage:
 
     stage 0   (w + g + o) P
     stage 1   (w + g) P + o P/N
@@ -57,7 +57,7 @@ def per_parameter(plan: Plan) -> StateBytes:
     """Bytes per parameter of each unsharded state. Assumes AdamW if the config has no optimizer."""
     import torch
 
-    from slipstream.train import explain
+    from slipstream.train.planning import explain
 
     precision = plan.precision
     grad_dtype = precision.grad_accum_dtype
@@ -237,7 +237,7 @@ def execute(options: argparse.Namespace) -> int:
 
 def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     """Print the forecast of a model and, with a memory budget, the configurations that fit it."""
-    from slipstream.train import calibrate, explain, propose
+    from slipstream.train.planning import calibrate, explain, propose
 
     model = build_on_meta(options.model)
     device = options.device or facts(None).device_type
@@ -280,12 +280,12 @@ def _profiles(
 ) -> Callable[[bool, int], Any] | None:
     """Return the function (recompute, micro-batch size) -> profile, from the example batch or --activations; None without both."""
     if options.activations:
-        from slipstream.train import predict
+        from slipstream.train.planning import predict
 
         return lambda recompute, size: predict.stated(parts, options.activations * size // plan.batch.micro_batch_size)
     batch = batch_of(options, plan)
     if batch is None:
         return None
-    from slipstream.train import dry_run
+    from slipstream.train.planning import dry_run
 
     return dry_run.profiles(model, plan, options.world, batch.args, batch.kwargs)

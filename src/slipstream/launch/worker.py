@@ -31,9 +31,9 @@ from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from slipstream import brief
-from slipstream import discover as places
 from slipstream.launch.environment import FAILURES
 from slipstream.launch.failure import Failure, decode, encode, first, is_consequence, shorten, summary_of
+from slipstream.world import discover as places
 
 __all__ = ["EXIT_S", "main", "read_records", "read_stack"]
 

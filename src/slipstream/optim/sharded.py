@@ -21,8 +21,8 @@ from torch import Tensor
 
 from slipstream.optim import rules
 from slipstream.zero.layout import overlap
-from slipstream.zero.store import Section
-from slipstream.zero.stream import Chunk, Ring
+from slipstream.zero.storage.store import Section
+from slipstream.zero.storage.stream import Chunk, Ring
 from slipstream.zero.unit import Unit
 
 

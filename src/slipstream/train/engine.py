@@ -23,30 +23,30 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from slipstream.activations import blocks as activation
 from slipstream.config.plan import Plan
-from slipstream.mesh import Mesh
 from slipstream.ops.disk import DiskError
 from slipstream.optim.sharded import ShardedSteps
-from slipstream.train import activation, compiled
-from slipstream.train import step as window
+from slipstream.train import compiled, window
 from slipstream.train.gate import IGNORED_BLOCKS, Block, Gate
 from slipstream.train.precision import Precision
 from slipstream.train.progress import Progress
+from slipstream.world.mesh import Mesh
+from slipstream.world.watch import PeerError, Watch
 from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import Recipe, unfreeze
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.homes import Homes
 from slipstream.zero.hooks import Hooks, Phase, Reducer, Slots
 from slipstream.zero.leaves import identity
-from slipstream.zero.store import DiskStore, Needs, Spaces
+from slipstream.zero.storage.homes import Homes
+from slipstream.zero.storage.store import DiskStore, Needs, Spaces
 from slipstream.zero.unit import Comms, Unit
-from slipstream.zero.watch import PeerError, Watch
 
 if TYPE_CHECKING:
     from slipstream.checkpoint import AsyncSave, Staging
-    from slipstream.train import entries
-    from slipstream.train.persist import Contents
+    from slipstream.train.saving import entries
+    from slipstream.train.saving.save import Contents
     from slipstream.train.sleep import Asleep
     from slipstream.train.surgery import Surgery
 
@@ -220,7 +220,7 @@ class Engine(nn.Module):
         if self.updater.is_done:
             self._settle_disk()
         if self.staging is not None and self.step_applied and not self.staging.prepared:
-            from slipstream.train import persist
+            from slipstream.train.saving import save as persist
 
             persist.fill_staging(self)
         self.progress.step_done(self)
@@ -397,7 +397,7 @@ class Engine(nn.Module):
 
         Every rank holds the whole model, twice during the call; `save_checkpoint` never gathers it.
         """
-        from slipstream.train import entries
+        from slipstream.train.saving import entries
 
         with access.gathered_units(self._all_params(), None, write=False):
             state = self.module.state_dict(*args, **kwargs)
@@ -475,7 +475,7 @@ class Engine(nn.Module):
         trainable parameters only. With `checkpoint.writer.decoupled` the checkpoint is asynchronous: states are copied now and
         written while training continues. The next save, load, `finish_save` or `destroy` waits for it and raises its error.
         """
-        from slipstream.train import persist
+        from slipstream.train.saving import save as persist
 
         if contents not in ("all", "without_optimizer", "weights", "adapters"):
             raise ValueError(f"save_checkpoint(contents={contents!r}): use all, without_optimizer, weights or adapters")
@@ -487,7 +487,7 @@ class Engine(nn.Module):
 
     def finish_save(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises CheckpointError if it could not be written."""
-        from slipstream.train import persist
+        from slipstream.train.saving import save as persist
 
         with self.together("finish_save"):
             persist.finish(self)
@@ -506,7 +506,7 @@ class Engine(nn.Module):
         the adapters merged, as in `named_weights`; with only_trainable it is a PEFT adapter folder.
         """
         from slipstream.checkpoint.pretrained import dtype_of, num_bytes
-        from slipstream.train import folder
+        from slipstream.train.saving import hugging_face as folder
 
         file_dtype, nbytes = dtype_of(dtype), num_bytes(max_shard_size)
         path = _folder("save_pretrained(save_directory=)", save_directory)
@@ -529,7 +529,7 @@ class Engine(nn.Module):
         load_module_strict=False loads the names that model and checkpoint share. exclude: patterns ("head.*") of parameters and
         buffers that keep their current values and optimizer states, for a model that has changed. A failed load changes nothing.
         """
-        from slipstream.train import restore
+        from slipstream.train.saving import load as restore
 
         folder = _folder("load_checkpoint(load_dir=)", load_dir)
         with self.together("load_checkpoint"):
@@ -583,7 +583,7 @@ class Engine(nn.Module):
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """Return a table of bytes per rank: memory by state, traffic by link; given a batch (arguments of `forward`), the peak."""
-        from slipstream.train import explain
+        from slipstream.train.planning import explain
 
         return explain.table(explain.of_engine(self, *args, **kwargs))
 

@@ -18,8 +18,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.checkpoint.flat_slice import Shape
-from slipstream.compression import row_forms
 from slipstream.ops.rows import RowForm, dequantize_rows
+from slipstream.quantized import row_forms
 from slipstream.zero import access
 from slipstream.zero.unit import State, Unit
 

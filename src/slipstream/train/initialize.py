@@ -14,24 +14,25 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
-from slipstream.compression import row_forms
 from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
 from slipstream.config.arguments import read_config
-from slipstream.distributed import init_distributed, local_device, local_world_size
-from slipstream.mesh import Mesh, data_mesh
 from slipstream.optim import Resolved, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import ShardedSteps, TorchSteps
+from slipstream.quantized import row_forms
 from slipstream.train import compiled
 from slipstream.train.agreement import check_alike, fact_of_refusal, facts_of_optimizer, facts_of_run
 from slipstream.train.data import StatefulLoader, distributed_loader
+from slipstream.train.disk_space import open_spaces, tiers_of, warn_of_resident_weights
 from slipstream.train.engine import Engine, Parts
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.precision import Precision
 from slipstream.train.progress import log_plan
 from slipstream.train.schedules import build_scheduler, check_steps_alone
-from slipstream.train.tiers import open_spaces, tiers_of, warn_of_resident_weights
+from slipstream.world.join import init_distributed, local_device, local_world_size
+from slipstream.world.mesh import Mesh, data_mesh
+from slipstream.world.watch import Watch
 from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import Recipe, build_units, connect, convert_buffers
@@ -39,7 +40,6 @@ from slipstream.zero.init import Load, asked, forget
 from slipstream.zero.leaves import refuse_sparse
 from slipstream.zero.materialize import FirstValues, Reader
 from slipstream.zero.placement import Tier, Tiers, stage_placement
-from slipstream.zero.watch import Watch
 
 if TYPE_CHECKING:
     from slipstream.checkpoint import Staging
@@ -321,9 +321,11 @@ def _check_states(inner: torch.optim.Optimizer, rule: Rule | None, plan: Plan, t
 def _staging(plan: Plan, device: torch.device) -> Staging | None:
     if not plan.checkpoint.asynchronous:
         return None
-    from slipstream.train import persist  # imports torch.distributed.checkpoint now, so that the first save does not wait for it
+    from slipstream.train.saving import (
+        save,
+    )  # imports torch.distributed.checkpoint now, so that the first save does not wait for it
 
-    return persist.open_staging(device)
+    return save.open_staging(device)
 
 
 def _transport(plan: Plan, device: torch.device) -> str:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from slipstream.ops.disk import Disk, DiskError
 from slipstream.optim.native import NativeSteps
-from slipstream.train import entries
 from slipstream.train.gate import Block
+from slipstream.train.saving import entries
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.placement import Tier
 from slipstream.zero.shared import free_pages
-from slipstream.zero.store import HostStore, MemoryStore, Space, Store, range_nbytes
+from slipstream.zero.storage.store import HostStore, MemoryStore, Space, Store, range_nbytes
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine

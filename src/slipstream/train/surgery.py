@@ -26,6 +26,7 @@ from slipstream.train import schedules
 from slipstream.train.agreement import options
 from slipstream.train.gate import Block
 from slipstream.train.origins import Carried, Origin, carry_states
+from slipstream.world.watch import PeerError
 from slipstream.zero import access
 from slipstream.zero.build import Plot, Site, allocate, build_block, convert_buffers, disk_needs, longest_on_wire, ring_of, survey
 from slipstream.zero.comm import gather_objects
@@ -33,7 +34,6 @@ from slipstream.zero.hooks import Slots
 from slipstream.zero.leaves import named_leaves, open_up
 from slipstream.zero.materialize import FirstValues
 from slipstream.zero.unit import Unit
-from slipstream.zero.watch import PeerError
 from slipstream.zero.wrap import Group, wrap
 
 if TYPE_CHECKING:

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
-from slipstream.mesh import Axis, Mesh
+from slipstream.world.mesh import Axis, Mesh
+from slipstream.world.watch import Watch
 from slipstream.zero import access
 from slipstream.zero.comm import Buffer, Comm, LocalComm, ProcessGroupComm
-from slipstream.zero.homes import Homes
 from slipstream.zero.hooks import Slots
-from slipstream.zero.lane import lane_of
 from slipstream.zero.layout import Layout, flat_layout, whole_layout
 from slipstream.zero.leaves import Leaf, named_leaves, open_up
 from slipstream.zero.materialize import FirstValues
 from slipstream.zero.placement import Placement, Tier, Tiers
 from slipstream.zero.shared import SharedComm, hosts_agree
-from slipstream.zero.store import Needs, Spaces, disk_nbytes
+from slipstream.zero.storage.homes import Homes
+from slipstream.zero.storage.lane import lane_of
+from slipstream.zero.storage.store import Needs, Spaces, disk_nbytes
 from slipstream.zero.unit import Comms, Dtypes, Memory, Unit
-from slipstream.zero.watch import Watch
 from slipstream.zero.wrap import Group, wrap
 
 _NUM_SLOTS = 2  # one gradient buffer is filled while the other is reduced

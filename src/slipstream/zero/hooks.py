@@ -28,12 +28,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from slipstream.world.watch import Watch
 from slipstream.zero import transforms
 from slipstream.zero.comm import Buffer, Pending
 from slipstream.zero.leaves import sparse_error, trainable_error
 from slipstream.zero.parameter import raw_grad
 from slipstream.zero.unit import State, Unit
-from slipstream.zero.watch import Watch
 
 _compiler: Any = torch._C._dynamo.eval_frame
 _NEVER = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.SKIP)

@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from slipstream.brief import tell
-from slipstream.mesh import Axis
-from slipstream.zero.watch import PeerLostError, Watch, living
+from slipstream.world.mesh import Axis
+from slipstream.world.watch import PeerLostError, Watch, living
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.buffers import first_values
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.layout import overlap
-from slipstream.zero.store import Store, section
+from slipstream.zero.storage.store import Store, section
 from slipstream.zero.unit import Unit
 
 if TYPE_CHECKING:

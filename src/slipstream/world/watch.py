@@ -36,11 +36,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from slipstream.brief import BriefError
-from slipstream.mesh import Axis
-from slipstream.zero.peers import Peers, meet
+from slipstream.world.mesh import Axis
+from slipstream.world.peers import Peers, meet
 
 if TYPE_CHECKING:
-    from slipstream.zero.monitor import Monitor
+    from slipstream.world.monitor import Monitor
 
 _STORE_PATIENCE = timedelta(seconds=5)  # the store's server may have gone with its process
 
@@ -183,7 +183,7 @@ class Watch:
         """Start watching the ranks of `axis`. Collective."""
         if axis.size < 2:
             return
-        from slipstream.zero.monitor import Monitor
+        from slipstream.world.monitor import Monitor
 
         self.rank = axis.ranks[axis.index]
         self.peers = Peers(meet(axis))

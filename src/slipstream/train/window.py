@@ -24,7 +24,7 @@ from slipstream.optim.sharded import ShardedSteps
 from slipstream.zero.comm import Pending, gather_objects
 from slipstream.zero.hooks import Hooks, Slots
 from slipstream.zero.layout import overlap
-from slipstream.zero.stream import stream
+from slipstream.zero.storage.stream import stream
 from slipstream.zero.unit import Comms, Unit
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slipstream.train import entries
+from slipstream.train.saving import entries
 from slipstream.zero import access
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.unit import Unit

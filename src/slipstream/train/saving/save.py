@@ -17,8 +17,8 @@ import torch.distributed as dist
 from slipstream import checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice
 from slipstream.checkpoint.errors import Ranks
-from slipstream.train import entries
 from slipstream.train.data import StatefulLoader
+from slipstream.train.saving import entries
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine

@@ -1,6 +1,6 @@
 """Activation checkpointing (recompute activations in the backward) and activation offload (save them in host memory).
 
-    from slipstream.checkpointing import HostMemory, checkpoint
+    from slipstream.activations.recompute import HostMemory, checkpoint
 
     h = checkpoint(block, h, mask=mask)        # saves the inputs, and runs the block again in the backward
     host = HostMemory(keep=model.parameters())
@@ -8,7 +8,7 @@
     with host.saving():                        # no recompute: saves all activations in host memory
         h = block(h)
 
-The config does the same to a model's repeated blocks (`train/activation.py`). There is no `configure()`, which would need
+The config does the same to a model's repeated blocks (`activations/blocks.py`). There is no `configure()`, which would need
 globals: its settings are arguments here.
 
 A `HostMemory` copies each storage once, however many views of it are saved, and views keep their strides. `_Parcel` is one such

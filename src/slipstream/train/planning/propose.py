@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch.nn as nn
 
 from slipstream.config.plan import Plan
-from slipstream.train.explain import Forecast, optimizer_of, parts_of, seconds, setting_of, size
-from slipstream.train.predict import Part, Peak, Profile, Rates
+from slipstream.train.planning.explain import Forecast, optimizer_of, parts_of, seconds, setting_of, size
+from slipstream.train.planning.predict import Part, Peak, Profile, Rates
 from slipstream.zero.placement import Tier
 
 _SHARES = (1.0, 0.75, 0.5, 0.25)  # on disk

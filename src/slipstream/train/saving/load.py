@@ -20,10 +20,10 @@ from torch import Tensor
 
 from slipstream import checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice
-from slipstream.train import entries
 from slipstream.train.data import OtherDataError
-from slipstream.train.persist import agree, finish
-from slipstream.zero.store import copy_store
+from slipstream.train.saving import entries
+from slipstream.train.saving.save import agree, finish
+from slipstream.zero.storage.store import copy_store
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice, pretrained
-from slipstream.compression import Numbers, head_of, row_forms
-from slipstream.train import adapters, entries, handover
-from slipstream.train.persist import agree
+from slipstream.quantized import Numbers, head_of, row_forms
+from slipstream.train import handover
+from slipstream.train.saving import entries
+from slipstream.train.saving import peft as adapters
+from slipstream.train.saving.save import agree
 from slipstream.zero.comm import gather_objects
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from slipstream.ops.disk import preflight
-from slipstream.train.predict import Rates
+from slipstream.train.planning.predict import Rates
 
 _SECONDS = 0.1
 _PROBE = 64 << 20  # bytes, more than caches hold

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from slipstream.ops.disk import Disk, Transfer, aligned
-from slipstream.zero.lane import Event, Lane
-from slipstream.zero.store import GRAIN, DiskStore, MemoryStore, Store, range_nbytes, round_up
+from slipstream.zero.storage.lane import Event, Lane
+from slipstream.zero.storage.store import GRAIN, DiskStore, MemoryStore, Store, range_nbytes, round_up
 
 Parts = list[tuple[int, Tensor]]  # (byte offset in the file, memory)
 

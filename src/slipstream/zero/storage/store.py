@@ -3,7 +3,7 @@
 A state (weights, gradients, master, a moment) of one unit is one flat array over this rank's span, kept in a `Store`:
 
 MemoryStore  device memory: the tensor itself
-HostStore    host memory of a device with memory of its own, with copies in and out (zero/lane.py)
+HostStore    host memory of a device with memory of its own, with copies in and out (zero/storage/lane.py)
 DiskStore    a range of an anonymous file, after `head` elements that stay in memory (partial offload is a cut in the flat range)
 Section      a part of a store, as a checkpoint reads and fills it
 Space        a rank's files, allocated in ranges
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.disk import Disk, aligned
-from slipstream.zero.lane import Event
+from slipstream.zero.storage.lane import Event
 
 PAGE = 4096  # bytes
 GRAIN = 4096  # elements: a page of the narrowest dtype

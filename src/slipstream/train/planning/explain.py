@@ -1,4 +1,4 @@
-"""The inputs of train/predict.py, for an engine or for a plan and a model on meta, and its results as a table.
+"""The inputs of train/planning/predict.py, for an engine or for a plan and a model on meta, and its results as a table.
 
 `of_engine` reads an engine's units; `parts_of` derives them from a plan before anything is allocated. A test compares both.
 """
@@ -17,9 +17,9 @@ from slipstream.config.plan import Plan
 from slipstream.optim import is_elementwise
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.sharded import ShardedSteps
-from slipstream.train import predict
-from slipstream.train.predict import Flow, Line, Part, Peak, Profile, Rates, Setting, Times
-from slipstream.train.tiers import tiers_of
+from slipstream.train.disk_space import tiers_of
+from slipstream.train.planning import predict
+from slipstream.train.planning.predict import Flow, Line, Part, Peak, Profile, Rates, Setting, Times
 from slipstream.zero.layout import flat_layout, whole_layout
 from slipstream.zero.leaves import named_leaves
 from slipstream.zero.placement import Tier, stage_placement
@@ -165,7 +165,7 @@ def of_engine(engine: Engine, *args: Any, **kwargs: Any) -> Forecast:
     setting = setting_of(plan, world, engine.device.type, transport=transport, optimizer=optimizer)
     profile = None
     if args or kwargs:
-        from slipstream.train.dry_run import dry_run  # torch's fake tensors are slow to import
+        from slipstream.train.planning.dry_run import dry_run  # torch's fake tensors are slow to import
 
         profile = dry_run(engine.module, plan, args, kwargs, micro_batch_size=plan.batch.micro_batch_size)
     return Forecast(parts=[part_of(unit) for unit in engine.units], setting=setting, profile=profile, rates=None)

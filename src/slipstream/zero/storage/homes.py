@@ -20,10 +20,10 @@ from torch import Tensor
 
 from slipstream.ops.disk import DiskError, Transfer, aligned
 from slipstream.zero.comm import Comm, Pending
-from slipstream.zero.lane import Event, Lane
 from slipstream.zero.placement import Tier, Tiers
-from slipstream.zero.store import PAGE, DiskStore, HostStore, MemoryStore, Space, Spaces, Store, range_nbytes, round_up
-from slipstream.zero.stream import Ring, Slot
+from slipstream.zero.storage.lane import Event, Lane
+from slipstream.zero.storage.store import PAGE, DiskStore, HostStore, MemoryStore, Space, Spaces, Store, range_nbytes, round_up
+from slipstream.zero.storage.stream import Ring, Slot
 
 _GRADIENT_BUFFERS = 2  # one is filled while the other is written to disk
 

@@ -1,7 +1,7 @@
 """Predict a configuration's needs before it runs: peak memory, traffic per step, step time and its bottleneck.
 
-Pure functions of plain numbers; bytes are per rank. `train/explain.py` provides the sizes (of an engine, or of a model on meta),
-`train/dry_run.py` measures a micro-batch's activations and compute.
+Pure functions of plain numbers; bytes are per rank. `explain.py` provides the sizes (of an engine, or of a model on meta),
+`train/planning/dry_run.py` measures a micro-batch's activations and compute.
 
 part     a unit (zero/unit.py): parameters that are gathered together
 state    one flat array of a part: its weights, gradients, master, or a moment of the optimizer
@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from slipstream.zero.placement import Placement, Tier, Tiers
-from slipstream.zero.store import disk_nbytes, range_nbytes
+from slipstream.zero.storage.store import disk_nbytes, range_nbytes
 
-_GRADIENT_BUFFERS = 2  # of each ring of gradients: one fills while the other is summed (zero/build.py) or written (zero/homes.py)
+_GRADIENT_BUFFERS = (
+    2  # of each ring of gradients: one fills while the other is summed (zero/build.py) or written (zero/storage/homes.py)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,7 @@ def states_of(parts: Sequence[Part], setting: Setting) -> list[dict[str, State]]
     def state(tier: Tier, numel: int, itemsize: int, kept: int = 0) -> State:
         tier = setting.tier(tier)
         if tier is Tier.DISK and kept < numel:
-            return State(numel, itemsize, tier, head=min(range_nbytes(kept, 1), numel))  # in grains, as zero/stream.py cuts
+            return State(numel, itemsize, tier, head=min(range_nbytes(kept, 1), numel))  # in grains, as zero/storage/stream.py cuts
         return State(numel, itemsize, setting.tier(Tier.HOST) if tier is Tier.DISK else tier)
 
     for part in parts:
@@ -182,7 +184,7 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(part: Part, states: Mapping[str, State], setting: Setting) -> Iterator[Chunk]:
-    """The chunks of a part, cut like zero/stream.py: also at each head; none if every state is where the optimizer steps."""
+    """The chunks of a part, cut like stream.py: also at each head; none if every state is where the optimizer steps."""
     owned = part.span if setting.placement.optim else part.numel
     # the optimizer writes its share of replicated weights in place
     weights = states["weights"] if setting.placement.weights else State(owned, part.weights, Tier.DEVICE)
@@ -422,7 +424,7 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
     """Predict the time of a step and the busy time of each resource.
 
     Disk and host links overlap compute, and reads overlap writes; collectives do not overlap (gloo's use the CPU). If weights are
-    sharded and states stream from disk or are on the host, the update also overlaps the next forward (train/step.py:
+    sharded and states stream from disk or are on the host, the update also overlaps the next forward (train/window.py:
     Updater). If both run on the CPU, only the update's waiting time is hidden.
     """
     flows, k = traffic(parts, setting), setting.accumulation

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from slipstream.mesh import Axis
+from slipstream.world.mesh import Axis
 
 
 class Peer(NamedTuple):

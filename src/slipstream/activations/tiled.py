@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.checkpointing import checkpoint
+from slipstream.activations.recompute import checkpoint
 from slipstream.zero import gathered
 
 

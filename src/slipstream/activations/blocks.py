@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slipstream.checkpointing import HostMemory, checkpoint, inside_checkpoint
+from slipstream.activations.recompute import HostMemory, checkpoint, inside_checkpoint
 from slipstream.config.plan import ActivationPlan
 from slipstream.zero.wrap import repeated_blocks
 
@@ -46,7 +46,7 @@ def apply(
                 logging.WARNING,
                 (
                     ": repeated blocks are children of one ModuleList or Sequential that share a class. For other modules, call "
-                    "slipstream.checkpointing.checkpoint in their forward"
+                    "slipstream.activations.checkpoint in their forward"
                 ),
             )
         logger.log(level, "activations: %s for %d of %d repeated blocks%s", plan.way, len(chosen), len(names), hint)

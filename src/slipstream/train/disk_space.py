@@ -13,7 +13,7 @@ from slipstream.config.plan import OffloadPlan
 from slipstream.ops.disk import Disk, DiskFacts, preflight
 from slipstream.zero.comm import Comm, gather_objects
 from slipstream.zero.placement import Tier, Tiers
-from slipstream.zero.store import PAGE, Needs, Space, Spaces
+from slipstream.zero.storage.store import PAGE, Needs, Space, Spaces
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ def init_distributed(
     """
     if dist.is_initialized() or dist_init_required is False:
         return dist.is_initialized()
-    from slipstream.discover import discover
+    from slipstream.world.discover import discover
 
     port = {} if distributed_port is None else {"MASTER_PORT": str(distributed_port)}
     from_environment = rank < 0 and (auto_mpi_discovery or "RANK" in os.environ)

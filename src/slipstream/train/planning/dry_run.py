@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from slipstream.config.plan import Plan
+from slipstream.train.planning.predict import Moment, Profile, Work
 from slipstream.train.precision import Precision, map_tensors
-from slipstream.train.predict import Moment, Profile, Work
 from slipstream.zero.build import buffer_dtypes
 from slipstream.zero.hooks import tensors_in
 from slipstream.zero.leaves import named_leaves
