@@ -82,35 +82,35 @@ def owner_of(edge: str) -> type:
 
 def pieces(engine: Any, unit: View) -> Any:
     """The parts of a unit's parameters that this rank's optimizer owns."""
-    return engine.steps.pieces[unit.index]
+    return engine.single.steps.pieces[unit.index]
 
 
 def moments(engine: Any, unit: View, piece: Any) -> Any:
     """The moments of a piece, by name."""
-    return engine.steps.states(unit._unit, piece)
+    return engine.single.steps.states(unit._unit, piece)
 
 
 def stores(engine: Any, unit: View | None = None) -> Any:
     """The stores of a unit's moments, by name; without `unit`, of all units, by index."""
-    return engine.steps.stores if unit is None else engine.steps.stores[unit.index]
+    return engine.single.steps.stores if unit is None else engine.single.steps.stores[unit.index]
 
 
 def state_nbytes(engine: Any, unit: View) -> int:
-    return int(engine.steps.state_nbytes(unit._unit))
+    return int(engine.single.steps.state_nbytes(unit._unit))
 
 
 def chunks(engine: Any) -> int:
     """The number of chunks in one step."""
-    return sum(len(engine.steps.chunks(unit)) for unit in engine.units)
+    return sum(len(engine.single.steps.chunks(unit)) for unit in engine.units)
 
 
 def ring(engine: Any) -> Any:
     """The buffers that chunks stream through."""
-    return engine.steps.ring
+    return engine.single.steps.ring
 
 
 def updater(engine: Any) -> Any:
-    return engine.updater
+    return engine.single.updater
 
 
 # -- other parts --
@@ -118,13 +118,13 @@ def updater(engine: Any) -> Any:
 
 def transport(engine: Any) -> Any:
     """The transport of reductions and agreements over the data ranks."""
-    return engine.comms.data
+    return engine.single.comms.data
 
 
 def hooks(engine: Any) -> Any:
-    return engine.hooks
+    return engine.single.hooks
 
 
 def homes(engine: Any) -> Any:
     """The files and memory in which the engine stores its states."""
-    return engine.homes
+    return engine.single.homes

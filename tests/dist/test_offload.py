@@ -513,7 +513,7 @@ def test_a_folder_that_one_rank_lacks(tmp_path: Path) -> None:
 def test_a_disk_is_introduced_beside_what_a_step_needs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw = toy.settings(3, zero_optimization={"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}})
     plan = resolve(raw, world=DataWorld(data_parallel=1), facts=ModelFacts(device_type="cpu", supports_bf16=True))
-    axis = Axis("data", None, (0,), 0)
+    axis = Axis("data", None, (0,), 0, 1)
     with caplog.at_level("INFO"):
         open_ = open_spaces(plan.offload, LocalComm(axis, torch.device("cpu")))
         spaces = open_(Needs(optim=8 << 20))

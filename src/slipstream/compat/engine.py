@@ -120,11 +120,11 @@ class DeepSpeedEngine(Engine):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the number of micro-batches from the next accumulation window on."""
         batch = self.plan.batch
-        per_pass = batch.micro_batch_size * self.world_size
+        per_pass = batch.micro_batch_size * self.mesh.batch.size
         if train_batch_size < per_pass or train_batch_size % per_pass:
             raise ValueError(
                 f"set_train_batch_size({train_batch_size}): not a multiple of micro batch ({batch.micro_batch_size}) x data "
-                f"parallel ({self.world_size}) = {per_pass}"
+                f"parallel ({self.mesh.batch.size}) = {per_pass}"
             )
         if self.hooks.backwards:
             raise RuntimeError(f"set_train_batch_size() after {self.hooks.backwards} backward passes of a window; call it before")
@@ -143,7 +143,7 @@ class DeepSpeedEngine(Engine):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Set the batch size of the caller's loader; the number of micro-batches does not change."""
         batch = self.plan.batch
-        total = micro_batch_size * batch.accumulation * self.world_size
+        total = micro_batch_size * batch.accumulation * self.mesh.batch.size
         new = dataclasses.replace(batch, micro_batch_size=micro_batch_size, train_batch_size=total)
         self.plan = dataclasses.replace(self.plan, batch=new)
 
@@ -224,9 +224,9 @@ class DeepSpeedEngine(Engine):
 
     global_rank = property(lambda self: dist.get_rank() if dist.is_initialized() else 0)
     local_rank = property(lambda self: local_rank())
-    dp_world_size = property(lambda self: self.world_size)
+    dp_world_size = property(lambda self: self.mesh.batch.size)
     mp_world_size = property(lambda self: 1)
-    data_parallel_group = property(lambda self: self.mesh.data.group)
+    data_parallel_group = property(lambda self: self.mesh.batch.group)
     get_tensor_parallel_rank = get_model_parallel_rank = _of(lambda plan: 0)
     get_data_parallel_rank = _attribute("rank")
     get_sequence_parallel_group = _of(lambda plan: None)
@@ -259,7 +259,7 @@ class DeepSpeedEngine(Engine):
         name = None if tag is None else str(tag)
         if save_dir and self.plan.checkpoint.tag_validation == "fail":
             with self.together("save_checkpoint"), _asserting(CheckpointError):
-                agree_on_tag(gather_objects(name or "", self.mesh.data), "Fail")
+                agree_on_tag(gather_objects(name or "", self.mesh.world), "Fail")
         return super().save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters, contents)
 
     def load_checkpoint(
@@ -309,7 +309,7 @@ class DeepSpeedEngine(Engine):
             if state is not None:
                 write_weights(state, path)
 
-        Ranks(self.mesh.data.group).gather(f"{path} was not written", write)
+        Ranks(self.mesh.world.group).gather(f"{path} was not written", write)
         return True
 
     save_fp16_model = save_16bit_model
@@ -351,8 +351,8 @@ class DeepSpeedEngine(Engine):
         return distributed_loader(
             dataset,
             batch_size=batch_size or self.plan.batch.micro_batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=self.mesh.batch.index,
+            world_size=self.mesh.batch.size,
             collate_fn=collate_fn,
             drop_last=self.plan.data.drop_last,
             seed=self.plan.seed,
@@ -439,7 +439,7 @@ def initialize(
     engine.__class__ = DeepSpeedEngine
     assert isinstance(engine, DeepSpeedEngine)
     engine.config = raw
-    if engine.rank == 0:
+    if engine.mesh.is_first:
         keys.say(loaded.notes)
     if lr_scheduler is None and scheduler is not None:
         scheduler.optimizer = handle  # a scheduler of the config refers to the returned optimizer, a caller's to its own

@@ -49,7 +49,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     engine, name = engine_of(param)
     if engine.coalesces:
         return _unreduced(engine, param)
-    return engine.gradient(name) if param.requires_grad and engine.hooks.backwards else None
+    return engine.gradient(name) if param.requires_grad and engine.backwards else None
 
 
 def _unreduced(engine: Any, param: nn.Parameter) -> Tensor | None:
@@ -110,7 +110,7 @@ def _joined(param: nn.Parameter, value: Tensor) -> Tensor:
     """Concatenate all ranks' parts into one tensor. Collective."""
     engine, _ = engine_of(param)
     whole = torch.zeros(param.numel(), dtype=torch.float32)
-    for start, part in gather_objects((_range(param)[0], value.reshape(-1).float().cpu()), engine.mesh.data):
+    for start, part in gather_objects((_range(param)[0], value.reshape(-1).float().cpu()), engine.mesh.world):
         whole[start : start + part.numel()] = part
     return whole.view(param.shape)
 

@@ -30,7 +30,7 @@ def consolidated(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, A
     """
     copies: dict[Unit, dict[int, Tensor]] = {}
     state: dict[str, Any] = {}
-    first = engine.rank == 0
+    first = engine.mesh.is_first
 
     def collect() -> None:  # runs the model's code; an error is raised on all ranks
         with access.shown_as(copies):
@@ -42,7 +42,7 @@ def consolidated(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, A
             if first:
                 copies[unit] = dict(_copies(unit, flat, exclude_frozen))
             del flat
-        Ranks(engine.mesh.data.group).gather("the model's state_dict() failed", collect if first else lambda: None)
+        Ranks(engine.mesh.world.group).gather("the model's state_dict() failed", collect if first else lambda: None)
     return state if first else None
 
 

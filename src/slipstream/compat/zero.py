@@ -445,7 +445,7 @@ def _is_computing(unit: Unit) -> bool:
     """Whether the unit is gathered for a running forward or backward of its engine. Reading it then needs no copy, and autograd
     functions save the parameter itself, with its `ds_` attributes (TRL's losses)."""
     whole = bool(unit.placement.weights) and unit.state is State.GATHERED
-    return whole and any(engine.hooks.phase is not Phase.IDLE for engine in _engines if unit in engine.units)
+    return whole and any(engine.single.hooks.phase is not Phase.IDLE for engine in _engines if unit in engine.units)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,15 @@ def pieces_of(unit: Unit, group_of: dict[int, int]) -> list[Piece]:
     return sorted(pieces, key=lambda piece: piece.start)
 
 
+class NoOptimizer(torch.optim.Optimizer):
+    """The optimizer of an engine without one: no groups, no state."""
+
+    def __init__(self) -> None:
+        # No Optimizer.__init__, which raises for an empty list of parameters.
+        self.defaults, self.param_groups, self.state = {}, [], {}  # type: ignore[assignment]
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+
 class ShardedSteps(ABC):
     """One optimizer over the spans of all units. The engine calls `begin`, then `step` for each chunk, in unit order.
 
@@ -70,6 +80,10 @@ class ShardedSteps(ABC):
         self._initial: dict[Tensor, dict[str, Any]] = dict(inner.state)
         inner.state.clear()
         self.add(units)
+
+    @property
+    def has_optimizer(self) -> bool:
+        return not isinstance(self.inner, NoOptimizer)
 
     def add(self, units: Iterable[Unit]) -> None:
         """Also step these units, with fresh states."""

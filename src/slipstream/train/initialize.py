@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,18 @@ from slipstream.config.arguments import read_config
 from slipstream.optim import Resolved, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.rules import Rule
-from slipstream.optim.sharded import ShardedSteps, TorchSteps
+from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
 from slipstream.quantized import row_forms
 from slipstream.train import compiled
 from slipstream.train.agreement import check_alike, fact_of_refusal, facts_of_optimizer, facts_of_run
 from slipstream.train.data import StatefulLoader, distributed_loader
 from slipstream.train.disk_space import open_spaces, tiers_of, warn_of_resident_weights
-from slipstream.train.engine import Engine, Parts
+from slipstream.train.engine import Engine
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.precision import Precision
 from slipstream.train.progress import log_plan
 from slipstream.train.schedules import build_scheduler, check_steps_alone
+from slipstream.train.states import States
 from slipstream.world.join import init_distributed, local_device, local_world_size
 from slipstream.world.mesh import Mesh, data_mesh
 from slipstream.world.watch import Watch
@@ -40,9 +41,7 @@ from slipstream.zero.init import Load, asked, forget
 from slipstream.zero.leaves import refuse_sparse
 from slipstream.zero.materialize import FirstValues, Reader
 from slipstream.zero.placement import Tier, Tiers, stage_placement
-
-if TYPE_CHECKING:
-    from slipstream.checkpoint import Staging
+from slipstream.zero.unit import Unit
 
 logger = logging.getLogger(__name__)
 
@@ -116,14 +115,14 @@ def initialize(
             logger.info("no optimizer: offload_param applies at any configured stage, as in stage 3 with one rank per shard group")
     mesh = data_mesh(plan.zero.shard_size, group)
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
-    if optimizer is not None and plan.optimizer and mesh.data.index == 0:
+    if optimizer is not None and plan.optimizer and mesh.is_first:
         logger.warning("initialize(optimizer=) overrides the config's optimizer block (%s)", plan.optimizer.type)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = FirstValues(model, device, weights := _weights(model, mesh))
     if weights is None and not any(param.is_meta for param in model.parameters()):
         model.to(device)
     inner, rule = _optimizer(named, model, optimizer, model_parameters)
-    if inner is not None and mesh.data.index == 0:
+    if inner is not None and mesh.is_first:
         _warn_of_frozen(inner)
     scheduler = _scheduler(plan, lr_scheduler, inner)
     check_alike(facts_of_optimizer(model, inner, scheduler), group)
@@ -180,8 +179,8 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
     return distributed_loader(
         data,
         batch_size=plan.batch.micro_batch_size,
-        rank=mesh.data.index,
-        world_size=mesh.data.size,
+        rank=mesh.batch.index,
+        world_size=mesh.batch.size,
         collate_fn=collate_fn,
         drop_last=drop_last,
         seed=plan.seed,
@@ -201,7 +200,7 @@ def _weights(model: nn.Module, mesh: Mesh) -> Reader | None:
         files.append(open_weights(load.path, model, rename=load.rename, strict=load.strict, forms=row_forms(model)))
         return files[0].fingerprint
 
-    ranks, step = Ranks(mesh.data.group), "slipstream.zero.load: nothing was loaded"
+    ranks, step = Ranks(mesh.world.group), "slipstream.zero.load: nothing was loaded"
     prints = ranks.gather(step, open_files)
     ranks.decide(step, lambda: check_same(prints))
     if ranks.rank == 0 and files[0].left_out:
@@ -249,7 +248,7 @@ def _engine(
         state_itemsizes=() if rule is None else (precision.state_dtype.itemsize,) * len(rule.states),
     )
     transport, watch = _transport(plan, device), Watch(plan.debug.timeout_s)
-    watch.start(mesh.data)
+    watch.start(mesh.world)
     with ExitStack() as failed, watch.guard("initialize"):
         failed.callback(watch.stop)
         comms = connect(mesh, device, transport, watch)
@@ -259,33 +258,34 @@ def _engine(
         units, slots, homes = build_units(model, recipe, comms, device, open_space, values)
         spread_first([b for name, b in model.named_buffers() if values.reader is None or name not in values.reader], comms.data)
         failed.pop_all()
-    if tiers.weights is Tier.DISK and comms.data.rank == 0:
+    if tiers.weights is Tier.DISK and mesh.is_first:
         kept = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)
         warn_of_resident_weights(plan.offload, plan.sources, sum(unit.weights.numel for unit in units), kept)
     convert_buffers(model, recipe.weights_dtype, precision.buffer_dtype)
-    steps: ShardedSteps | None = None
-    if inner is not None and rule is not None:
-        steps = NativeSteps(inner, units, rule, form, chunk_numel=plan.offload.chunk_numel, num_buffers=plan.offload.num_buffers)
-    elif inner is not None:
-        steps = TorchSteps(inner, units, whole=whole, state_dtype=precision.state_dtype)
-    return Engine(
-        Parts(
-            model=model,
-            plan=plan,
-            mesh=mesh,
-            comms=comms,
-            units=units,
-            slots=slots,
-            homes=homes,
-            recipe=recipe,
-            open_space=open_space,
-            precision=Precision(precision, device),
-            steps=steps,
-            watch=watch,
-            staging=_staging(plan, device),
-            device=device,
-        )
+    states = States(
+        model=model,
+        plan=plan,
+        mesh=mesh,
+        world=comms.data,
+        comms=comms,
+        units=units,
+        slots=slots,
+        homes=homes,
+        recipe=recipe,
+        open_space=open_space,
+        steps=_steps(plan, units, inner, rule, form, whole=whole),
+        watch=watch,
+        device=device,
     )
+    return Engine(states, Precision(precision, device))
+
+
+def _steps(
+    plan: Plan, units: list[Unit], inner: torch.optim.Optimizer | None, rule: Rule | None, form: Form, *, whole: bool
+) -> ShardedSteps:
+    if inner is not None and rule is not None:
+        return NativeSteps(inner, units, rule, form, chunk_numel=plan.offload.chunk_numel, num_buffers=plan.offload.num_buffers)
+    return TorchSteps(inner or NoOptimizer(), units, whole=whole, state_dtype=plan.precision.state_dtype)
 
 
 def _check_states(inner: torch.optim.Optimizer, rule: Rule | None, plan: Plan, tiers: Tiers, *, coded: bool) -> None:
@@ -316,16 +316,6 @@ def _check_states(inner: torch.optim.Optimizer, rule: Rule | None, plan: Plan, t
             f'"slipstream": {{"stochastic_rounding": true}} needs an optimizer with a native kernel (AdamW, Adam, Lion, Adagrad, '
             f"SGD), and {name} with these options has none"
         )
-
-
-def _staging(plan: Plan, device: torch.device) -> Staging | None:
-    if not plan.checkpoint.asynchronous:
-        return None
-    from slipstream.train.saving import (
-        save,
-    )  # imports torch.distributed.checkpoint now, so that the first save does not wait for it
-
-    return save.open_staging(device)
 
 
 def _transport(plan: Plan, device: torch.device) -> str:

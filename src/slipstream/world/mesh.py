@@ -22,27 +22,28 @@ class Axis:
     name: str
     group: ProcessGroup | None
     ranks: tuple[int, ...]
-    index: int  # this rank's coordinate
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+    index: int  # this rank's place on the axis
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The data axes of one engine."""
+    """The axes of one engine. `rank` is global; a place on an axis is an `index`."""
 
+    rank: int
+    world: Axis  # all ranks of the engine: they agree on verdicts, checkpoints, disk space and errors
+    batch: Axis  # the ranks among which a batch is split, in (dp_replicate, dp) order
     dp_replicate: Axis
     dp: Axis
-    data: Axis  # both together, in (dp_replicate, dp) order: the ranks among which a batch is split
 
-    def axis(self, name: str) -> Axis:
-        return {"dp_replicate": self.dp_replicate, "dp": self.dp}[name]
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank logs for the engine."""
+        return self.world.index == 0
 
 
 def _axis(name: str, group: ProcessGroup | None, ranks: list[int], rank: int) -> Axis:
-    return Axis(name, group if len(ranks) > 1 else None, tuple(ranks), ranks.index(rank))
+    return Axis(name, group if len(ranks) > 1 else None, tuple(ranks), ranks.index(rank), len(ranks))
 
 
 def data_mesh(shard_size: int | None = None, group: Any = None) -> Mesh:
@@ -54,13 +55,13 @@ def data_mesh(shard_size: int | None = None, group: Any = None) -> Mesh:
     if not dist.is_initialized():
         if shard_size not in (None, 1):
             raise ValueError(f"mics_shard_size is {shard_size}, but there is one process; start with `slipstream run`")
-        one = Axis("dp", None, (0,), 0)
-        return Mesh(Axis("dp_replicate", None, (0,), 0), one, one)
+        one = _axis("dp", None, [0], 0)
+        return Mesh(0, one, one, _axis("dp_replicate", None, [0], 0), one)
     group = group if group is not None else dist.group.WORLD
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
     data = _axis("data", group, ranks, rank)
     if shard_size is None or shard_size == len(ranks):
-        return Mesh(_axis("dp_replicate", None, [rank], rank), _axis("dp", group, ranks, rank), data)
+        return Mesh(rank, data, data, _axis("dp_replicate", None, [rank], rank), _axis("dp", group, ranks, rank))
     if len(ranks) % shard_size:
         raise ValueError(f"zero_optimization.mics_shard_size ({shard_size}) does not divide the data-parallel size ({len(ranks)})")
     rows = [ranks[i : i + shard_size] for i in range(0, len(ranks), shard_size)]
@@ -69,4 +70,4 @@ def data_mesh(shard_size: int | None = None, group: Any = None) -> Mesh:
     replica_group, _ = dist.new_subgroups_by_enumeration(columns)
     row = next(row for row in rows if rank in row)
     column = next(column for column in columns if rank in column)
-    return Mesh(_axis("dp_replicate", replica_group, column, rank), _axis("dp", shard_group, row, rank), data)
+    return Mesh(rank, data, data, _axis("dp_replicate", replica_group, column, rank), _axis("dp", shard_group, row, rank))

@@ -69,7 +69,7 @@ def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> C
 
     dp = comm(mesh.dp)
     replicate = comm(mesh.dp_replicate)
-    return Comms(dp=dp, dp_replicate=replicate, data=dp if mesh.dp.ranks == mesh.data.ranks else comm(mesh.data))
+    return Comms(dp=dp, dp_replicate=replicate, data=dp if mesh.dp.ranks == mesh.batch.ranks else comm(mesh.batch))
 
 
 def _dtypes(group: Group, recipe: Recipe, comms: Comms) -> Dtypes:

@@ -1,6 +1,6 @@
 """The inputs of train/planning/predict.py, for an engine or for a plan and a model on meta, and its results as a table.
 
-`of_engine` reads an engine's units; `parts_of` derives them from a plan before anything is allocated. A test compares both.
+`of_states` reads an engine's units; `parts_of` derives them from a plan before anything is allocated. A test compares both.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -20,6 +20,7 @@ from slipstream.optim.sharded import ShardedSteps
 from slipstream.train.disk_space import tiers_of
 from slipstream.train.planning import predict
 from slipstream.train.planning.predict import Flow, Line, Part, Peak, Profile, Rates, Setting, Times
+from slipstream.train.states import States
 from slipstream.zero.layout import flat_layout, whole_layout
 from slipstream.zero.leaves import named_leaves
 from slipstream.zero.placement import Tier, stage_placement
@@ -27,11 +28,8 @@ from slipstream.zero.shared import SharedComm
 from slipstream.zero.unit import Unit
 from slipstream.zero.wrap import wrap
 
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
-
 # The number of full-size moments by lower-case optimizer name; all others have two, like Adam.
-_MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1, "muon": 1, "rmsprop": 1, "adafactor": 0, "rprop": 2}
+_MOMENTS = {"nooptimizer": 0, "sgd": 0, "lion": 1, "adagrad": 1, "muon": 1, "rmsprop": 1, "adafactor": 0, "rprop": 2}
 
 
 def moments_of(optimizer: str, options: Mapping[str, Any]) -> int:
@@ -157,18 +155,18 @@ class Forecast:
 # -- of an engine --
 
 
-def of_engine(engine: Engine, *args: Any, **kwargs: Any) -> Forecast:
+def of_states(states: States, *args: Any, **kwargs: Any) -> Forecast:
     """The forecast of an engine; with a batch (the model's arguments), including its peak."""
-    plan, world, steps = engine.plan, engine.mesh.data.size, engine.steps
-    transport = "shared" if isinstance(engine.comms.data, SharedComm) else "gloo"
+    plan, world, steps = states.plan, states.mesh.batch.size, states.steps
+    transport = "shared" if isinstance(states.comms.data, SharedComm) else "gloo"
     optimizer = Optimizer(_num_moments(steps), streams=isinstance(steps, NativeSteps), whole=False)  # units are cut already
-    setting = setting_of(plan, world, engine.device.type, transport=transport, optimizer=optimizer)
+    setting = setting_of(plan, world, states.device.type, transport=transport, optimizer=optimizer)
     profile = None
     if args or kwargs:
         from slipstream.train.planning.dry_run import dry_run  # torch's fake tensors are slow to import
 
-        profile = dry_run(engine.module, plan, args, kwargs, micro_batch_size=plan.batch.micro_batch_size)
-    return Forecast(parts=[part_of(unit) for unit in engine.units], setting=setting, profile=profile, rates=None)
+        profile = dry_run(states.model, plan, args, kwargs, micro_batch_size=plan.batch.micro_batch_size)
+    return Forecast(parts=[part_of(unit) for unit in states.units], setting=setting, profile=profile, rates=None)
 
 
 def part_of(unit: Unit) -> Part:
@@ -189,11 +187,11 @@ def part_of(unit: Unit) -> Part:
     )
 
 
-def _num_moments(steps: ShardedSteps | None) -> int:
+def _num_moments(steps: ShardedSteps) -> int:
     """Moments of a native rule, or of a torch optimizer by its class."""
     if isinstance(steps, NativeSteps):
         return len(steps.rule.states)
-    return 0 if steps is None else moments_of(type(steps.inner).__name__, steps.inner.defaults)
+    return moments_of(type(steps.inner).__name__, steps.inner.defaults)
 
 
 # -- as text --

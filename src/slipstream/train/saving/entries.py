@@ -9,8 +9,8 @@ from __future__ import annotations
 import fnmatch
 import json
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn as nn
@@ -18,25 +18,24 @@ from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice
 from slipstream.optim.sharded import Piece, ShardedSteps
+from slipstream.train.precision import Precision
+from slipstream.train.states import States
 from slipstream.zero.buffers import first_values
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.layout import overlap
 from slipstream.zero.storage.store import Store, section
 from slipstream.zero.unit import Unit
 
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
-
-
+T = TypeVar("T")
 AVERAGE = "ema."
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 
 
-def weights(engine: Engine, exclude_frozen: bool = False) -> dict[str, FlatSlice | Tensor]:
+def weights(states: States, exclude_frozen: bool = False) -> dict[str, FlatSlice | Tensor]:
     """The ranges of the masters that this rank owns."""
     return {
         f"model.{name}": part
-        for unit in engine.units
+        for unit in states.units
         for name, param, part in slices(unit, unit.master)
         if param.requires_grad or not exclude_frozen
     }
@@ -49,6 +48,17 @@ def slices(unit: Unit, store: Store) -> Iterator[tuple[str, nn.Parameter, FlatSl
         start, stop = overlap(slot.span, span)
         data = section(store, start - span[0], stop - span[0])
         yield name, param, FlatSlice(data, slot.shape, min(max(start - slot.offset, 0), slot.numel))
+
+
+class Loop(Protocol):
+    """The values of a training loop that a checkpoint holds; an engine has them."""
+
+    global_steps: int
+    skipped_steps: int
+    global_samples: int
+    lr_scheduler: Any
+    training_dataloader: Any
+    precision: Precision
 
 
 class Average(Protocol):
@@ -66,13 +76,36 @@ class Average(Protocol):
         """Restart the averages of these parameters from their current values."""
 
 
-def average_of(engine: Engine) -> Average | None:
-    return engine.average() if engine.average is not None else None
+def saved_tensors(states: States, contents: str, *, exclude_frozen: bool) -> dict[str, FlatSlice | Tensor]:
+    """The tensors of a checkpoint with these contents. Collective."""
+    tensors = weights(states, exclude_frozen=exclude_frozen or contents == "adapters")
+    if contents != "adapters":
+        tensors |= first_buffers(states)
+    if contents in ("all", "without_optimizer"):
+        tensors |= averages(states)
+    if contents == "all":
+        tensors |= optimizer_tensors(states)
+    return tensors
 
 
-def averages(engine: Engine) -> dict[str, FlatSlice | Tensor]:
+def over(parts: Sequence[States], function: Callable[[States], Mapping[str, T]]) -> dict[str, T]:
+    """The entries of all parts."""
+    return {name: value for states in parts for name, value in function(states).items()}
+
+
+def average_values(parts: Sequence[States]) -> dict[str, Any] | None:
+    """The values of the moving averages that are not tensors; None without averages."""
+    averages = [average for average in map(average_of, parts) if average is not None]
+    return {"num_updates": averages[0].num_updates} if averages else None
+
+
+def average_of(states: States) -> Average | None:
+    return states.average() if states.average is not None else None
+
+
+def averages(states: States) -> dict[str, FlatSlice | Tensor]:
     """The ranges of the moving averages that this rank owns, if any."""
-    average = average_of(engine)
+    average = average_of(states)
     return dict(average.tensors()) if average is not None else {}
 
 
@@ -84,51 +117,53 @@ def aliases(module: torch.nn.Module) -> dict[str, str]:
     return {name: other for name, other in named if name != other}
 
 
-def buffers(engine: Engine) -> dict[str, Tensor]:
+def buffers(states: States) -> dict[str, Tensor]:
     """The model's persistent buffers, with this rank's values."""
     saved: dict[str, Tensor] = {}
-    for prefix, module in engine.module.named_modules():
+    for prefix, module in states.model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 saved[f"buffer.{prefix}.{name}" if prefix else f"buffer.{name}"] = buffer
     return saved
 
 
-def first_buffers(engine: Engine) -> dict[str, Tensor]:
+def first_buffers(states: States) -> dict[str, Tensor]:
     """Copies of the persistent buffers with rank 0's values. Collective."""
-    own = buffers(engine)
-    return dict(zip(own, first_values(list(own.values()), engine.comms.data), strict=True))
+    own = buffers(states)
+    return dict(zip(own, first_values(list(own.values()), states.world), strict=True))
 
 
-def pieces(engine: Engine, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, Unit, Piece]]:
+def pieces(states: States, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, Unit, Piece]]:
     """The pieces of parameters that this rank's optimizer may hold state for, except those that patterns exclude."""
-    if engine.steps is not None:
-        for unit in engine.units:
-            if unit.grads is not None:
-                for piece in engine.steps.pieces[unit.index]:
-                    if not is_excluded(f"model.{piece.name}", exclude):
-                        yield engine.steps, unit, piece
+    for unit in states.units:
+        if unit.grads is not None:
+            for piece in states.steps.pieces[unit.index]:
+                if not is_excluded(f"model.{piece.name}", exclude):
+                    yield states.steps, unit, piece
 
 
-def optimizer_tensors(engine: Engine) -> dict[str, FlatSlice | Tensor]:
+def optimizer_tensors(states: States) -> dict[str, FlatSlice | Tensor]:
     entries: dict[str, FlatSlice | Tensor] = {}
-    for steps, unit, piece in pieces(engine):
+    for steps, unit, piece in pieces(states):
         for state, values in steps.states(unit, piece).items():
             entries[f"optim.{state}.{piece.name}"] = FlatSlice(values, piece.shape, piece.offset)
     return entries
 
 
-def optimizer_scalars(engine: Engine) -> dict[str, Any] | None:
-    if engine.steps is None:
+def optimizer_scalars(parts: Sequence[States]) -> dict[str, Any] | None:
+    """The optimizer's classes, scalars by parameter, and groups; None without an optimizer. Collective."""
+    steps = parts[0].steps  # all parts have the same optimizer
+    if not steps.has_optimizer:
         return None
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in engine.steps.inner.param_groups]
-    return {"classes": optimizer_classes(engine.steps), "params": all_scalars(engine), "groups": groups}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in steps.inner.param_groups]
+    params = {name: values for states in parts for name, values in all_scalars(states).items()}
+    return {"classes": optimizer_classes(steps), "params": params, "groups": groups}
 
 
-def all_scalars(engine: Engine) -> dict[str, Any]:
+def all_scalars(states: States) -> dict[str, Any]:
     """The optimizer's values that are not per element, by the parameter's name, of all ranks. Collective."""
-    own = {piece.name: steps.scalars(unit, piece) for steps, unit, piece in pieces(engine)}
-    return {name: values for scalars in gather_objects(own, engine.mesh.data) for name, values in scalars.items()}
+    own = {piece.name: steps.scalars(unit, piece) for steps, unit, piece in pieces(states)}
+    return {name: values for scalars in gather_objects(own, states.mesh.world) for name, values in scalars.items()}
 
 
 def optimizer_classes(steps: ShardedSteps) -> list[str]:

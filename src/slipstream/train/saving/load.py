@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,9 @@ from slipstream import checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice
 from slipstream.train.data import OtherDataError
 from slipstream.train.saving import entries
-from slipstream.train.saving.save import agree, finish
+from slipstream.train.saving.save import agree
+from slipstream.train.states import States
 from slipstream.zero.storage.store import copy_store
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,8 @@ _OWN_SCHEDULER = "load_lr_scheduler_states=False skips it and keeps this engine'
 
 
 def load(
-    engine: Engine,
+    parts: Sequence[States],
+    loop: entries.Loop,
     directory: str,
     tag: str | None,
     *,
@@ -45,11 +44,11 @@ def load(
     module_only: bool,
     exclude: Sequence[str] = (),
 ) -> tuple[str | None, dict[str, Any]]:
-    """Read a checkpoint into the engine; returns (folder, client_state), or (None, {}) if `latest` is missing.
+    """Read a checkpoint into the states and the loop; returns (folder, client_state), or (None, {}) if `latest` is missing.
 
     Collective. Raises CheckpointError on every rank, with nothing changed, if anything in it is wrong.
     """
-    finish(engine)
+    world = parts[0].mesh.world
     arguments = {
         "tag": tag,
         "load_module_strict": strict,
@@ -58,7 +57,7 @@ def load(
         "load_module_only": module_only,
         "exclude": list(exclude),
     }
-    agree(engine, f"checkpoint {'latest' if tag is None else tag} of {directory} was not loaded", arguments)
+    agree(world, f"checkpoint {'latest' if tag is None else tag} of {directory} was not loaded", arguments)
     options: dict[str, Any] = {
         "strict": strict,
         "optimizer": optimizer,
@@ -66,12 +65,13 @@ def load(
         "module_only": module_only,
         "exclude": exclude,
     }
-    work = partial(_load, engine, directory, tag, **options)
-    return checkpoint.retry_if_replaced(directory, tag, work, group=engine.mesh.data.group)
+    work = partial(_load, parts, loop, directory, tag, **options)
+    return checkpoint.retry_if_replaced(directory, tag, work, group=world.group)
 
 
 def _load(
-    engine: Engine,
+    parts: Sequence[States],
+    loop: entries.Loop,
     directory: str,
     tag: str | None,
     *,
@@ -81,15 +81,16 @@ def _load(
     module_only: bool,
     exclude: Sequence[str],
 ) -> tuple[str | None, dict[str, Any]]:
+    group = parts[0].mesh.world.group
     if tag is None:
-        tag = checkpoint.latest_tag(directory, group=engine.mesh.data.group, universal=engine.plan.checkpoint.universal)
+        tag = checkpoint.latest_tag(directory, group=group, universal=parts[0].plan.checkpoint.universal)
     if tag is None:
         logger.warning("no checkpoint was loaded: %s/latest does not exist; training starts from the beginning", directory)
         return None, {}
-    metadata = checkpoint.load_metadata(directory, tag, group=engine.mesh.data.group)
+    metadata = checkpoint.load_metadata(directory, tag, group=group)
     contents = metadata.shared.get("contents", "all")
     module_only = module_only or contents in ("weights", "adapters")
-    present: dict[str, FlatSlice | Tensor] = {**entries.weights(engine), **entries.buffers(engine)}
+    present = entries.over(parts, lambda states: {**entries.weights(states), **entries.buffers(states)})
     saved = [name for name in metadata.tensors if name.startswith(("model.", "buffer."))]
     for pattern in exclude:
         if not any(entries.is_excluded(name, [pattern]) for name in (*present, *saved)):
@@ -99,15 +100,15 @@ def _load(
         return {name: tensor for name, tensor in tensors.items() if not entries.is_excluded(name, exclude)}
 
     wanted = included(present)
-    needed = entries.weights(engine, exclude_frozen=True) if contents == "adapters" else wanted
+    needed = entries.over(parts, partial(entries.weights, exclude_frozen=True)) if contents == "adapters" else wanted
     missing = [name for name in needed if name in wanted and name not in metadata.tensors]
     surplus = [name for name in saved if name not in present and not entries.is_excluded(name, exclude)]
-    optimizer = optimizer and not module_only and engine.steps is not None
-    undo: list[Callable[[], None]] = _prepare_optimizer(engine, metadata, exclude) if optimizer else []
+    optimizer = optimizer and not module_only and parts[0].steps.has_optimizer
+    undo: list[Callable[[], None]] = _prepare_optimizer(parts, metadata, exclude) if optimizer else []
     if optimizer:
-        wanted |= included(entries.optimizer_tensors(engine))
+        wanted |= included(entries.over(parts, entries.optimizer_tensors))
     if not module_only:
-        wanted |= included(entries.averages(engine))
+        wanted |= included(entries.over(parts, entries.averages))
     lacking = [name for name in wanted if name.startswith("optim.") and name not in metadata.tensors]
     wanted = {name: tensor for name, tensor in wanted.items() if name in metadata.tensors}
     shapes = {name: (metadata.tensors[name].shape, tuple(tensor.shape)) for name, tensor in wanted.items()}
@@ -123,7 +124,7 @@ def _load(
             raise CheckpointError("it is damaged or hostile: its client_state is not a dict")
         if not module_only:
             try:
-                _take_values(engine, loaded, undo, lacking, exclude, optimizer=optimizer, scheduler=scheduler)
+                _take_values(parts, loop, loaded, undo, lacking, exclude, optimizer=optimizer, scheduler=scheduler)
             except CheckpointError:
                 raise
             except Exception as error:
@@ -131,16 +132,14 @@ def _load(
 
     try:
         _check_shapes(f"checkpoint {metadata.path} was not loaded", shapes)
-        loaded = checkpoint.load(
-            directory, tag, tensors=wanted, group=engine.mesh.data.group, convert=True, accept=accept, metadata=metadata
-        )
+        loaded = checkpoint.load(directory, tag, tensors=wanted, group=group, convert=True, accept=accept, metadata=metadata)
     except BaseException:
         for restore in reversed(undo):
             restore()
         raise
-    spread_weights(engine)
-    _restart_averages(engine, metadata, wanted.keys(), exclude)
-    _begin_window(engine)
+    for states in parts:
+        spread_weights(states)
+        _restart_averages(states, metadata, wanted.keys(), exclude)
     return str(metadata.path), loaded.shared["client"]
 
 
@@ -157,14 +156,14 @@ def _check_shapes(step: str, shapes: Mapping[str, tuple[tuple[int, ...], tuple[i
         )
 
 
-def _restart_averages(engine: Engine, metadata: checkpoint.Metadata, loaded: AbstractSet[str], exclude: Sequence[str]) -> None:
+def _restart_averages(states: States, metadata: checkpoint.Metadata, loaded: AbstractSet[str], exclude: Sequence[str]) -> None:
     """Restart averages that were not loaded from the loaded weights: the old averages are of other weights."""
-    average = entries.average_of(engine)
+    average = entries.average_of(states)
     names = {name for name in average.tensors().keys() - loaded if not entries.is_excluded(name, exclude)} if average else set()
     if average is not None and names:
         average.restart({name.removeprefix(entries.AVERAGE) for name in names})
         average.num_updates = average.num_updates if loaded & average.tensors().keys() else 0
-    if engine.rank != 0:
+    if not states.mesh.is_first:
         return
     if names:
         logger.warning("%d moving averages were not loaded and restart from the loaded weights, e.g. %r", len(names), min(names))
@@ -174,15 +173,9 @@ def _restart_averages(engine: Engine, metadata: checkpoint.Metadata, loaded: Abs
         )
 
 
-def _begin_window(engine: Engine) -> None:
-    """Drop all gradients and begin an accumulation window of the current plan, whatever the saved accumulation was."""
-    engine.zero_grad()
-    engine.micro_steps = engine.global_steps * (engine.plan.batch.accumulation if engine.plan.batch.managed else 1)
-    engine._divide(None)
-
-
 def _take_values(
-    engine: Engine,
+    parts: Sequence[States],
+    loop: entries.Loop,
     loaded: checkpoint.Loaded,
     undo: list[Callable[[], None]],
     lacking: list[str],
@@ -193,30 +186,30 @@ def _take_values(
 ) -> None:
     """Apply the values that are not tensors of the model or optimizer; append functions that restore the current ones to `undo`."""
     shared = loaded.shared
-    if engine.steps is not None:  # a schedule writes to the groups, too
-        undo += [_restoring_group(group) for group in engine.steps.inner.param_groups]
-    counters, scale = {name: getattr(engine, name) for name in entries.COUNTERS}, engine.precision.scaler.state_dict()
-    undo.append(lambda: vars(engine).update(counters))
-    undo.append(lambda: engine.precision.scaler.load_state_dict(scale))
+    undo += [_restoring_group(group) for group in parts[0].steps.inner.param_groups]  # a schedule writes to the groups, too
+    scaler = loop.precision.scaler
+    scale = scaler.state_dict()
+    undo.append(lambda: scaler.load_state_dict(scale))
     for name in entries.COUNTERS:
-        setattr(engine, name, _whole(shared["counters"][name], name))
+        undo.append(partial(setattr, loop, name, getattr(loop, name)))
+        setattr(loop, name, _whole(shared["counters"][name], name))
     _check_like(shared["loss_scale"], scale, "loss_scale")
     if not 0 < shared["loss_scale"]["scale"] < math.inf:
         raise CheckpointError(f"its loss scale is {shared['loss_scale']['scale']}; it must be a number above 0")
-    engine.precision.scaler.load_state_dict(shared["loss_scale"])
+    scaler.load_state_dict(shared["loss_scale"])
     if optimizer:
-        _take_scalars(engine, shared["optimizer"], undo, lacking, exclude)
-    if scheduler and hasattr(engine.lr_scheduler, "load_state_dict"):
-        _take_schedule(engine.lr_scheduler, shared["scheduler"], undo)
-    average = entries.average_of(engine)
-    if average is not None and shared.get("average") is not None:
+        _take_scalars(parts, shared["optimizer"], undo, lacking, exclude)
+    if scheduler and hasattr(loop.lr_scheduler, "load_state_dict"):
+        _take_schedule(loop.lr_scheduler, shared["scheduler"], undo)
+    for average in filter(None, map(entries.average_of, parts) if shared.get("average") is not None else ()):
         undo.append(partial(setattr, average, "num_updates", average.num_updates))
         average.num_updates = _whole(shared["average"]["num_updates"], "number of averages")
-    _take_position(engine, loaded, undo)
+    _take_position(parts[0], loop, loaded, undo)
+    device = parts[0].device
     if loaded.per_rank:
-        present = entries.random_state(engine.device)
-        undo.append(lambda: _restore_random(present, engine.device))
-        _restore_random(loaded.per_rank["random"], engine.device)
+        present = entries.random_state(device)
+        undo.append(lambda: _restore_random(present, device))
+        _restore_random(loaded.per_rank["random"], device)
     else:
         logger.info("random states were not restored: the checkpoint has none for this number of ranks")
 
@@ -248,9 +241,9 @@ def _common(one: Any, other: Any) -> Any:
     return one
 
 
-def _take_position(engine: Engine, loaded: checkpoint.Loaded, undo: list[Callable[[], None]]) -> None:
+def _take_position(states: States, loop: entries.Loop, loaded: checkpoint.Loaded, undo: list[Callable[[], None]]) -> None:
     """Restore the data position. One that does not fit is skipped, so that a run can continue on other data."""
-    loader = engine.training_dataloader
+    loader = loop.training_dataloader
     if not hasattr(loader, "load_state_dict"):
         return
     state = loaded.shared["data"]
@@ -267,7 +260,7 @@ def _take_position(engine: Engine, loaded: checkpoint.Loaded, undo: list[Callabl
             return
         except OtherDataError as error:
             why = str(error)
-    if engine.rank == 0:
+    if states.mesh.is_first:
         logger.warning("the checkpoint's data position was not restored, and the data start with a new epoch: %s", why)
 
 
@@ -319,23 +312,24 @@ def _check_like(saved: Any, present: Any, name: str, remedy: str = "it is damage
         _check_like(*part, remedy)
 
 
-def _prepare_optimizer(engine: Engine, metadata: checkpoint.Metadata, exclude: Sequence[str]) -> list[Any]:
+def _prepare_optimizer(parts: Sequence[States], metadata: checkpoint.Metadata, exclude: Sequence[str]) -> list[Any]:
     """Allocate the optimizer states that the checkpoint holds; returns functions that undo it."""
-    states: dict[str, dict[str, torch.dtype]] = {}
+    dtypes: dict[str, dict[str, torch.dtype]] = {}
     for key, info in metadata.tensors.items():
         kind, _, entry = key.partition(".")
         if kind == "optim":
             state, _, name = entry.partition(".")
-            states.setdefault(name, {})[state] = info.dtype
-    return [steps.make_states(unit, piece, states.get(piece.name, {})) for steps, unit, piece in entries.pieces(engine, exclude)]
+            dtypes.setdefault(name, {})[state] = info.dtype
+    pieces = (each for part in parts for each in entries.pieces(part, exclude))
+    return [steps.make_states(unit, piece, dtypes.get(piece.name, {})) for steps, unit, piece in pieces]
 
 
-def spread_weights(engine: Engine) -> None:
+def spread_weights(states: States) -> None:
     """Round changed masters into the weights and publish these to the other ranks. Collective."""
-    engine.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
+    states.fence()
     with torch.no_grad():
         pending = []
-        for unit in engine.units:
+        for unit in states.units:
             if unit.out is not None:
                 copy_store(unit.out, unit.master)
             unit.expire_graphs()
@@ -344,9 +338,10 @@ def spread_weights(engine: Engine) -> None:
             each.wait()
 
 
-def _take_scalars(engine: Engine, saved: Any, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str]) -> None:
-    steps = engine.steps
-    assert steps is not None, "load() asks for optimizer states only if the engine has an optimizer"
+def _take_scalars(
+    parts: Sequence[States], saved: Any, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str]
+) -> None:
+    steps = parts[0].steps
     if saved is None:
         raise CheckpointError(f"it was saved without an optimizer, and this engine has one; {_OWN_OPTIMIZER}")
     classes, groups = entries.optimizer_classes(steps), steps.inner.param_groups
@@ -367,7 +362,7 @@ def _take_scalars(engine: Engine, saved: Any, undo: list[Callable[[], None]], la
     if why := steps.unsupported_option(groups):
         raise CheckpointError(f"its {why}; {_OWN_OPTIMIZER}")
     steps.groups_loaded()
-    for steps, unit, piece in entries.pieces(engine, exclude):
+    for steps, unit, piece in (each for states in parts for each in entries.pieces(states, exclude)):
         if piece.name in saved["params"]:
             present = copy.deepcopy(steps.scalars(unit, piece))
             undo.append(partial(steps.load_scalars, unit, piece, present))

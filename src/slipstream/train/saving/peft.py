@@ -12,15 +12,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
 from slipstream.train.handover import PREFIX
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
+from slipstream.train.states import States
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -33,11 +31,11 @@ class Adapter(NamedTuple):
     config: str  # the text of adapter_config.json
 
 
-def of(engine: Engine, buffers: Mapping[str, Any]) -> list[Adapter]:
+def of(states: States, buffers: Mapping[str, Any]) -> list[Adapter]:
     """All adapters of the model. Raises ValueError if the folders would lack trained parameters or hold other values."""
-    module: Any = engine.module
-    shapes = {id(whole): slot.shape for unit in engine.units for whole, slot in zip(unit.wholes, unit.layout.slots, strict=True)}
-    known = {id(whole): name for unit in engine.units for whole, name in zip(unit.wholes, unit.names, strict=True)}
+    module: Any = states.model
+    shapes = {id(whole): slot.shape for unit in states.units for whole, slot in zip(unit.wholes, unit.layout.slots, strict=True)}
+    known = {id(whole): name for unit in states.units for whole, name in zip(unit.wholes, unit.names, strict=True)}
     names = {name: known[id(param)] for name, param in module.named_parameters(remove_duplicate=False) if id(param) in known}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     stand_ins = {name: torch.empty(shapes[id(parameters[name])], device="meta") for name in names}
@@ -48,7 +46,7 @@ def of(engine: Engine, buffers: Mapping[str, Any]) -> list[Adapter]:
         configs = getattr(module, "peft_config", {})
         adapters = [_of_one(module, name, config, stand_ins, meant) for name, config in configs.items()]
     written = {name for adapter in adapters for name in adapter.tensors.values()}
-    trained = [name for unit in engine.units for name, param in zip(unit.names, unit.params, strict=True) if param.requires_grad]
+    trained = [name for unit in states.units for name, param in zip(unit.names, unit.params, strict=True) if param.requires_grad]
     if lost := [name for name in trained if name not in written]:
         raise ValueError(
             f"{lost[0]!r}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''} are trained but belong to no adapter in "
