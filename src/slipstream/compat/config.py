@@ -271,7 +271,7 @@ class DtypeEnum(Enum):
     @classmethod
     def _missing_(cls, value: object) -> Any:
         short = {"half": "float16", "float": "float32"}.get(str(value), str(value).removeprefix("torch."))
-        return next((each for each in cls if short in (each.name, str(each.value).removeprefix("torch."))), None)
+        return next((member for member in cls if short in (member.name, str(member.value).removeprefix("torch."))), None)
 
 
 # -- the full config --
