@@ -551,7 +551,7 @@ def test_a_last_answer_may_be_read_slowly_but_not_never() -> None:
         held.transport = SimpleNamespace(
             get_write_buffer_size=partial(next, sizes), is_closing=lambda: False, abort=partial(aborted.append, True)
         )
-        held._begin()
+        held._start_timer()
         for look in timers:
             look()
         assert (len(timers), aborted) == (looks, [True])
