@@ -26,7 +26,7 @@ from slipstream.inference.text import BYTE_OF, SLICE, Tokenizer, TooLongError
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.test_server import CHAT, COMPLETIONS, USER, call, post, serving, until
 from tests.inference.test_server_engine import served
-from tests.unit.test_inference_engine import ask, byte_tokenizer, done, running
+from tests.unit.test_inference_engine import ask, byte_tokenizer, running, wait
 
 
 class Counting:
@@ -151,7 +151,7 @@ def test_the_vocabulary_of_schemas_is_made_before_the_first_request(monkeypatch:
     with running() as engine:
         engine.prepare()
         assert len(made) == 1
-        done(ask(engine, "x", SamplingParams(max_tokens=3, json_schema='{"type": "integer"}')))
+        wait(ask(engine, "x", SamplingParams(max_tokens=3, json_schema='{"type": "integer"}')))
         assert len(made) == 1
 
 

@@ -28,7 +28,7 @@ class Clock:
 
 
 def outcome(prompts: Sequence[int], arrived: Sequence[float], times: Sequence[Sequence[float]]) -> Outcome:
-    return Outcome(prompts=[*prompts], arrived=[*arrived], times=[[*each] for each in times], first=[0] * len(prompts), cpu=0.0)
+    return Outcome(prompts=[*prompts], arrived=[*arrived], times=[[*row] for row in times], first=[0] * len(prompts), cpu=0.0)
 
 
 def test_traces_are_the_same_for_all_and_other_ones_in_each_round() -> None:

@@ -70,8 +70,8 @@ constants TORCH_DISTRIBUTED_DEFAULT_PORT 29500
 @pytest.mark.parametrize("line", CONSTANTS)
 def test_a_constant(line: str) -> None:
     module, name, value = line.split(" ", 2)
-    found = getattr(load(module), name)
-    assert (list(found) if isinstance(found, tuple) else found) == json.loads(value)
+    constant = getattr(load(module), name)
+    assert (list(constant) if isinstance(constant, tuple) else constant) == json.loads(value)
 
 
 def test_defaults_are_those_of_the_schema() -> None:
@@ -82,8 +82,8 @@ def test_defaults_are_those_of_the_schema() -> None:
     for name, key in table.items():
         block = next((path for prefix, path in blocks.items() if name.startswith(f"{prefix}_")), "")
         if f"{name}_DEFAULT" in table and f"{block}{key}" in keys:
-            ours, theirs = keys[f"{block}{key}"], table[f"{name}_DEFAULT"]
-            same = str(ours).lower() == str(theirs).lower() or ours == theirs
+            default, deepspeed_default = keys[f"{block}{key}"], table[f"{name}_DEFAULT"]
+            same = str(default).lower() == str(deepspeed_default).lower() or default == deepspeed_default
             assert same is not (name in ("BFLOAT16_IMMEDIATE_GRAD_UPDATE", "KEEP_IN_FP32_MODULES")), name
             compared += 1
     assert compared > 35
@@ -150,12 +150,12 @@ def test_versions() -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch.compile imports it
 def test_hooks_of_torch() -> None:
-    tools, weight, seen = load("utils.torch"), torch.nn.Parameter(torch.ones(2)), []
-    handle = tools.register_grad_hook(weight, lambda param: seen.append(param.grad.clone()))
+    tools, weight, grads = load("utils.torch"), torch.nn.Parameter(torch.ones(2)), []
+    handle = tools.register_grad_hook(weight, lambda param: grads.append(param.grad.clone()))
     (weight * 3).sum().backward()
     handle.remove()
     weight.sum().backward()
-    assert len(seen) == 1 and seen[0].tolist() == [3.0, 3.0]
+    assert len(grads) == 1 and grads[0].tolist() == [3.0, 3.0]
     inside = []
     torch.func.grad(lambda x: inside.append(tools.is_functorch_transforming()) or x)(torch.tensor(1.0))
     double = lambda x: x * 2  # noqa: E731
@@ -195,19 +195,19 @@ def test_loaded_steps_are_torchs(decoupled: bool) -> None:
         return param.detach()
 
     adam, adagrad, fused = (module.CPUAdamBuilder().load(), module.CPUAdagradBuilder().load(), module.FusedAdamBuilder().load())
-    mine, lists, squares = weights[0].clone(), weights[0].clone(), weights[0].clone()
+    weight, lists, squares = weights[0].clone(), weights[0].clone(), weights[0].clone()
     states, more, total = torch.zeros(2, 3, 5), torch.zeros(2, 3, 5), torch.zeros(3, 5)
     adam.create_adam(0, 0.1, 0.9, 0.999, 1e-8, 0.1, decoupled, False)
     for step, grad in enumerate(grads, 1):
-        adam.adam_update(0, step, 0.1, 0.9, 0.999, 1e-8, 0.1, True, mine, grad, *states)
+        adam.adam_update(0, step, 0.1, 0.9, 0.999, 1e-8, 0.1, True, weight, grad, *states)
         tensors = [[grad], [lists], [more[0]], [more[1]]]
         fused.multi_tensor_adam(2048, torch.zeros(1), tensors, 0.1, 0.9, 0.999, 1e-8, step, decoupled, True, 0.1)
         adagrad.adagrad_update(0, step, 0.1, 1e-8, 0.1, squares, grad, total)
-    torch.testing.assert_close(mine, expected(torch.optim.AdamW if decoupled else torch.optim.Adam))
+    torch.testing.assert_close(weight, expected(torch.optim.AdamW if decoupled else torch.optim.Adam))
     torch.testing.assert_close(squares, expected(torch.optim.Adagrad))
-    assert torch.equal(lists, mine)
+    assert torch.equal(lists, weight)
     fused.multi_tensor_adam(2048, torch.ones(1), tensors, 0.1, 0.9, 0.999, 1e-8, 3, decoupled, True, 0.1)
-    assert torch.equal(lists, mine)  # an overflow was found before
+    assert torch.equal(lists, weight)  # an overflow was found before
 
 
 def test_loaded_lion_and_utils() -> None:
@@ -516,9 +516,9 @@ def test_schedules_from_flags() -> None:
         ("warmupLR", "warmup_type"),
         ("warmupCosineLR", "cos_min_ratio"),
     ):
-        taken: dict[str, Any] = {}
-        getattr(module, f"override_{name}_params")(argparse.Namespace(**{argument: 2, "unheard": 3}), taken)
-        assert taken == {argument: 2}
+        target: dict[str, Any] = {}
+        getattr(module, f"override_{name}_params")(argparse.Namespace(**{argument: 2, "unheard": 3}), target)
+        assert target == {argument: 2}
     groups = [{"lr": 1.0}, {"lr": torch.tensor(1.0)}]
     tensor = groups[1]["lr"]
     module.update_lr(groups, [0.5, 0.25])
@@ -642,11 +642,11 @@ def test_memory_is_told_where_it_is_forced(caplog: pytest.LogCaptureFixture) -> 
 def test_a_partitioned_tensor_of_one_rank() -> None:
     import torch.distributed as dist
 
-    whole = torch.arange(6.0).view(2, 3)
-    made = load("runtime.utils").PartitionedTensor(whole, dist.group.WORLD)
+    values = torch.arange(6.0).view(2, 3)
+    made = load("runtime.utils").PartitionedTensor(values, dist.group.WORLD)
     assert made.full_size() == [2, 3] and made.to_meta().tolist() == [2, 2, 3, 1, 0, 0, 6] and made.local_size() == (6,)
     again = made.from_meta(made.to_meta(), made.data(), dist.group.WORLD)
-    assert torch.equal(again.full(), whole)
+    assert torch.equal(again.full(), values)
     meta = made.to_meta()
     meta[3] = 2
     with pytest.raises(ValueError, match="part 0 of 2"):

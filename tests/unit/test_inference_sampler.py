@@ -97,8 +97,8 @@ def generate(table: Tensor, seeds: range, num_guesses: int, **params: Any) -> li
             rows += [Row(made, tuple(guesses[:n])) for n in range(num_guesses + 1)]
         sampled = sampler.sample(chain_logits(table, [[*row.request.tokens, *row.draft] for row in rows]), rows)
         for i, made in enumerate(unfinished):
-            mine = slice(i * (num_guesses + 1), (i + 1) * (num_guesses + 1))
-            made.tokens += accept(rows[mine][-1].draft, [one.token for one in sampled[mine]])
+            part = slice(i * (num_guesses + 1), (i + 1) * (num_guesses + 1))
+            made.tokens += accept(rows[part][-1].draft, [one.token for one in sampled[part]])
     return [tuple(made.tokens[1:4]) for made in requests]
 
 
@@ -112,16 +112,16 @@ def test_text_with_guesses_has_the_models_distribution() -> None:
     for text in texts:
         counts[text] += 1
     statistic = sum((counts[cell] - expected[cell]) ** 2 / expected[cell] for cell in cells)
-    rest = 20_000 - sum(expected[cell] for cell in cells)
-    if rest > 5:
-        statistic += (20_000 - sum(counts[cell] for cell in cells) - rest) ** 2 / rest
-    freedom = len(cells) - (rest <= 5)
+    remainder = 20_000 - sum(expected[cell] for cell in cells)
+    if remainder > 5:
+        statistic += (20_000 - sum(counts[cell] for cell in cells) - remainder) ** 2 / remainder
+    freedom = len(cells) - (remainder <= 5)
     assert len(cells) > 40
     assert statistic < freedom + 3 * math.sqrt(2 * freedom), (statistic, freedom)  # 99.8 % of the time, for any seed
     assert texts[:2000] == generate(table, range(2000), 0, temperature=0.8), "guesses change no text"
 
 
-def kept(logits: Tensor, **params: Any) -> list[int]:
+def filtered_ids(logits: Tensor, **params: Any) -> list[int]:
     made = SamplingParams(**params)
     weights = torch.exp((logits - logits.max()) / made.temperature).numpy()
     ids = module._filtered(weights, made)
@@ -148,16 +148,16 @@ def test_filters_keep_what_transformers_keeps(spread: float) -> None:
             scores = warpers.TopPLogitsWarper(made.top_p)(None, scores.double())
         if made.min_p:
             scores = warpers.MinPLogitsWarper(made.min_p)(None, scores)
-        assert kept(logits[0], **params) == scores[0].isfinite().nonzero().flatten().tolist(), params
+        assert filtered_ids(logits[0], **params) == scores[0].isfinite().nonzero().flatten().tolist(), params
 
 
 def test_top_p_keeps_the_first_of_equal_ones_and_top_k_all() -> None:
     logits = torch.zeros(100)
-    assert kept(logits, top_p=0.25) == list(range(25))
-    assert kept(logits, top_k=3) == list(range(100))
+    assert filtered_ids(logits, top_p=0.25) == list(range(25))
+    assert filtered_ids(logits, top_k=3) == list(range(100))
     logits[50] = 1.0
-    assert kept(logits, top_p=0.03) == [0, 50]  # e / (99 + e) = 0.027
-    assert kept(logits, top_p=1e-9) == [50]
+    assert filtered_ids(logits, top_p=0.03) == [0, 50]  # e / (99 + e) = 0.027
+    assert filtered_ids(logits, top_p=1e-9) == [50]
 
 
 def test_penalties_are_those_of_transformers_and_openai() -> None:
@@ -165,14 +165,14 @@ def test_penalties_are_those_of_transformers_and_openai() -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
     made = request(output=(3, 5, 5), repetition_penalty=1.4)
     sampler = Sampler(VOCAB)
-    ours = sampler._edited(logits[0].numpy(), Row(made, draft=(8,)))
-    theirs = processors.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[*made.tokens, 8]]), logits.clone())
-    assert torch.equal(torch.from_numpy(ours), theirs[0])
+    actual = sampler._edited(logits[0].numpy(), Row(made, draft=(8,)))
+    reference = processors.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[*made.tokens, 8]]), logits.clone())
+    assert torch.equal(torch.from_numpy(actual), reference[0])
     made = request(output=(3, 5, 5), presence_penalty=0.5, frequency_penalty=0.25, logit_bias={6: -100.0})
     expected = logits[0].clone()
     expected[[3, 5, 1, 6]] -= torch.tensor([0.5 + 0.25, 0.5 + 3 * 0.25, 0.5 + 0.25, 100.0])
-    ours = sampler._edited(logits[0].numpy(), Row(made, (5, 1)))
-    torch.testing.assert_close(torch.from_numpy(ours), expected)
+    actual = sampler._edited(logits[0].numpy(), Row(made, (5, 1)))
+    torch.testing.assert_close(torch.from_numpy(actual), expected)
 
 
 @pytest.mark.parametrize("penalties", [{"repetition_penalty": 1.4}, {"frequency_penalty": 0.5}, {"presence_penalty": 0.7}])
@@ -303,9 +303,9 @@ def test_the_kernel_draws_what_its_twin_draws(isa: str, spread: float) -> None:
                 logits = torch.randn(100, vocab, generator=generator) * spread
                 logits[:, 1::3] = -torch.inf  # forbidden ones
                 rows = [Row(request(seed=seed, **params)) for seed in range(100)]
-                ours, theirs = ([one.token for one in way.sample(logits, rows)] for way in (kernel, twin))
-                differing = [row for row in range(100) if ours[row] != theirs[row]]
+                actual, reference = ([one.token for one in way.sample(logits, rows)] for way in (kernel, twin))
+                differing = [row for row in range(100) if actual[row] != reference[row]]
                 assert len(differing) <= 1, (vocab, params, differing)  # rounding decides seldom
-                assert all(logits[row, ours[row]] > -torch.inf for row in range(100))
+                assert all(logits[row, actual[row]] > -torch.inf for row in range(100))
     finally:
         assert cpu.use_isa(used)

@@ -27,9 +27,9 @@ def check_slots(layout: Layout, given_shapes: Shapes) -> None:
     assert [(slot.name, slot.shape) for slot in layout.slots] == given_shapes
     assert [slot.numel for slot in layout.slots] == [math.prod(s) for _, s in given_shapes]
     assert all(slot.offset % ALIGN == 0 for slot in layout.slots)
-    taken = sorted(slot.span for slot in layout.slots if slot.numel)
-    assert all(a[1] <= b[0] for a, b in itertools.pairwise(taken))
-    assert all(start >= 0 and stop <= layout.numel for start, stop in taken)
+    spans = sorted(slot.span for slot in layout.slots if slot.numel)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    assert all(start >= 0 and stop <= layout.numel for start, stop in spans)
 
 
 def check_cuts(layout: Layout, world: int) -> None:

@@ -152,14 +152,14 @@ def in_recipe(recipe: str) -> list[Tensor]:
     numel, (master, states, kind, weights) = 1003, RECIPES[recipe]
     p = torch.randn(numel, generator=generator).to(master)
     m, v = (Blocks.zeros(numel, codes) if states is None else torch.zeros(numel, dtype=states) for codes in (SIGNED, UNSIGNED))
-    out, found = None if weights is None else torch.zeros(numel, dtype=weights), []
+    out, results = None if weights is None else torch.zeros(numel, dtype=weights), []
     for count in range(3):
         grad = (torch.randn(numel, generator=generator) * 2.0 ** torch.randint(-30, 9, (numel,), generator=generator)).to(kind)
         if count == 2:
             grad[300:302] = torch.tensor([math.nan, math.inf])
         step("adamw", p, grad, m, v, out, Stochastic(3, count, (1 << 36) + 48) if master is BF16 else None, flag=True)
-        found += [clone(part) for part in flat(p, m, v, out)] if count else []
-    return found
+        results += [clone(part) for part in flat(p, m, v, out)] if count else []
+    return results
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -180,7 +180,7 @@ def test_neither_threads_nor_shards_change_a_bit(run: Callable[..., Any], rule: 
     coded = rule in CODED_RULES
     made = [Blocks.of(x, kind) if coded else x for x, kind in zip(states, (SIGNED, UNSIGNED), strict=True)]
 
-    def whole() -> tuple[Any, list[Tensor]]:
+    def in_one() -> tuple[Any, list[Tensor]]:
         p, m, v = clone(master), *map(clone, made)
         sums = step(rule, p, grad, m, v, None, Stochastic(1, 2, 1 << 40))
         return sums, flat(p, m, v)
@@ -192,10 +192,10 @@ def test_neither_threads_nor_shards_change_a_bit(run: Callable[..., Any], rule: 
             step(rule, p[start:stop], grad[start:stop], *part, None, Stochastic(1, 2, (1 << 40) + start))
         return flat(p, m, v)
 
-    alone = run(whole)
+    alone = run(in_one)
     assert all(map(equal_bits, run(cut), alone[1]))
     torch.set_num_threads(3)
-    together = run(whole)
+    together = run(in_one)
     assert together[0] == alone[0]
     assert all(map(equal_bits, together[1], alone[1]))
 
@@ -253,9 +253,9 @@ def test_the_formulas_are_the_peers(run: Callable[..., Any], peer: str) -> None:
         assert equal_bits(out, master.to(BF16))
     names = ("exp_avg", "exp_avg_sq") if "lamb" in peer else ("momentum_buffer",)
     names = {"lion": ("exp_avg",), "adagrad": ("", "sum")}.get(peer, names)
-    for name, ours in zip(names, state, strict=False):
+    for name, actual in zip(names, state, strict=False):
         if name and group.get("momentum") != 0:
-            assert torch.allclose(ours, optimizer.state[param][name], rtol=2e-6, atol=1e-7)
+            assert torch.allclose(actual, optimizer.state[param][name], rtol=2e-6, atol=1e-7)
 
 
 def test_codes_are_near_and_no_sum_of_squares_is_lost() -> None:
