@@ -84,13 +84,13 @@ def test_linear(kind: str, dtype: torch.dtype) -> None:
     x, bias, w = noise(130, features, dtype=dtype), noise(columns), noise(columns, features)
     matrix = {"plain": w.to(dtype), "int8": to_int8(w), "int4": to_int4(w), "int4 of 128": to_int4(w, 128)}[kind]
     tensors: Any = (*matrix, *(None,) * (3 - len(matrix))) if isinstance(matrix, (Int8, Int4)) else (matrix, None, None)
-    whole = torch.full((1, 130, columns), torch.nan, device=DEVICE)
-    linear(x, *tensors, bias, whole, slices)
-    close(whole[0], x.float() @ dequantize(matrix).float().T + bias, dtype)
-    for some, num_planes in ((slice(129, 130), 1), (slice(129, 130), slices), (slice(50, 69), slices)):
-        planes = torch.full((num_planes, len(x[some]), columns), torch.nan, device=DEVICE)
-        linear(x[some].contiguous(), *tensors, bias, planes, slices)
-        assert planes.sum(0).equal(whole[0, some]), f"{num_planes} planes of rows {some}"
+    full = torch.full((1, 130, columns), torch.nan, device=DEVICE)
+    linear(x, *tensors, bias, full, slices)
+    close(full[0], x.float() @ dequantize(matrix).float().T + bias, dtype)
+    for part, num_planes in ((slice(129, 130), 1), (slice(129, 130), slices), (slice(50, 69), slices)):
+        planes = torch.full((num_planes, len(x[part]), columns), torch.nan, device=DEVICE)
+        linear(x[part].contiguous(), *tensors, bias, planes, slices)
+        assert planes.sum(0).equal(full[0, part]), f"{num_planes} planes of rows {part}"
 
 
 def test_slices_follow_from_the_matrix() -> None:
@@ -106,8 +106,8 @@ def test_add_norm(planes: int, post: bool) -> None:
     def norm(y: Tensor, w: Tensor) -> Tensor:
         return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * w
 
-    whole = added.sum(0)
-    wanted = x + (norm(whole, post_weight) if post_weight is not None else whole) if planes else x.clone()
+    total = added.sum(0)
+    wanted = x + (norm(total, post_weight) if post_weight is not None else total) if planes else x.clone()
     got = rows.add_norm(x, added if planes else None, post_weight, weight, 1e-5, torch.float32)
     close(x, wanted, torch.float32)
     close(got, norm(wanted, weight), torch.float32)
@@ -159,7 +159,7 @@ def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
     keys, values = (torch.full((99, block_size, kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
     order, tables, at, wanted = torch.randperm(99).tolist(), [], [], []
     q = noise(sum(lengths), heads, dim, dtype=dtype)
-    for start, length, mine in zip(starts, lengths, q.split(lengths), strict=True):
+    for start, length, queries in zip(starts, lengths, q.split(lengths), strict=True):
         stop = start + length
         at.append(len(tables))
         blocks = [order.pop() for _ in range(-(-stop // block_size))]
@@ -168,7 +168,7 @@ def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
         k, v = (noise(stop, kv_heads, dim, dtype=dtype) for _ in range(2))
         keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = k, v
         mask = decoder.visible(start, length, 0, window, q.device)
-        wanted.append(decoder.attend(mine.float(), k.float(), v.float(), mask, scale=0.3, cap=cap))
+        wanted.append(decoder.attend(queries.float(), k.float(), v.float(), mask, scale=0.3, cap=cap))
     ints = {
         "positions": [p for start, length in zip(starts, lengths, strict=True) for p in range(start, start + length)],
         "row": [0, 16, 21],
@@ -201,9 +201,9 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), APART])},
     )
     assert not done.returncode, done.stderr[-4000:]
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(told) == 10
-    for kernel in told:
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kernels) == 10
+    for kernel in kernels:
         assert kernel["wgmma"] == (kernel["kernel"] in ("_linear", "_attend")), kernel
         assert not kernel["mma"] and not kernel["fused"] and kernel["shared"] <= 99 << 10, kernel
 
@@ -311,13 +311,13 @@ def test_forward_as_the_torch_decoder(model: str) -> None:
         Requests(runner_of(CudaDecoder, config, weights, torch.float32, max_batch=4), 0),
     )
     tokens = [[i * i % 113 for i in range(14)], [3, 1, 4]]
-    both = [[each.request(t) for t in tokens] for each in (wanted, got)]
+    both = [[side.request(t) for t in tokens] for side in (wanted, got)]
     for chunks in ([(0, 0, 8), (1, 0, 2)], [(1, 2, 3), (0, 8, 13)], [(0, 13, 14), (1, 2, 3)]):
-        ours, theirs = (
-            torch.stack(each.run([(requests[r], start, stop) for r, start, stop in chunks]))
-            for each, requests in ((got, both[1]), (wanted, both[0]))
+        actual, reference = (
+            torch.stack(side.run([(requests[r], start, stop) for r, start, stop in chunks]))
+            for side, requests in ((got, both[1]), (wanted, both[0]))
         )
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("model", "kind"), [("gemma", ""), ("experts", ""), ("biases, tied", "int8")])
@@ -332,8 +332,8 @@ def test_new_weights_take_the_place_of_old_ones(model: str, kind: str) -> None:
     old, new = (runner_of(CudaDecoder, config, made(scale), torch.float32, max_batch=4) for scale in (0.5, 1.0))
     for role, weight in leaves(made(1.0)):
         old.put(role, weight)
-    ours, theirs = (each.run([(each.request([3, 1, 4]), 0, 3)])[0] for each in (Requests(old, 0), Requests(new, 0)))
-    assert ours.equal(theirs)
+    actual, reference = (side.run([(side.request([3, 1, 4]), 0, 3)])[0] for side in (Requests(old, 0), Requests(new, 0)))
+    assert actual.equal(reference)
 
 
 @pytest.mark.parametrize(
@@ -349,14 +349,14 @@ def test_forward_in_few_bits(kind: str, dtype: torch.dtype) -> None:
         weights.layers[1].v = dequantize(weights.layers[1].v).to(dtype)
     wide = _each(weights, lambda m: dequantize(m).float())  # the twin in fp32, of the very same weights
     tokens = [i * i % 113 for i in range(12)]
-    ours, theirs = (
-        each.run([(each.request(tokens), 0, 12)])[0]
-        for each in (
+    actual, reference = (
+        side.run([(side.request(tokens), 0, 12)])[0]
+        for side in (
             Requests(runner_of(CudaDecoder, config, weights, dtype, max_batch=0), 0),
             Requests(runner_of(Decoder, config, wide, torch.float32), 0),
         )
     )
-    close(ours, theirs, torch.bfloat16)
+    close(actual, reference, torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int4"])  # the output matrix is int8 in int4
@@ -418,9 +418,9 @@ def test_what_is_static_around_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     for request, prompt in zip(made, prompts, strict=True):
         wanted += requests.run([(request, 0, len(prompt))])
     computed.clear()
-    for some in ([0], [2, 0], [1, 2, 0]):
-        got = requests.run([(made[i], len(prompts[i]) - 1, len(prompts[i])) for i in some])
-        assert all(logits.equal(wanted[i]) for logits, i in zip(got, some, strict=True)), some
+    for chosen in ([0], [2, 0], [1, 2, 0]):
+        got = requests.run([(made[i], len(prompts[i]) - 1, len(prompts[i])) for i in chosen])
+        assert all(logits.equal(wanted[i]) for logits, i in zip(got, chosen, strict=True)), chosen
     assert not computed, "a forward went past the graphs"
 
 
