@@ -44,6 +44,8 @@ def same(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
     if isinstance(a, numpy.ndarray | numpy.generic):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, set):
+        return a == b  # its order depends on the process's hash seed
     return repr(a) == repr(b)  # tells -0.0 from 0.0, and nan is nan
 
 
