@@ -172,7 +172,7 @@ def evaluate(folder: Path, pairs: list[Pair]) -> Result:
             tokens += count
     with slipstream.init_inference(str(folder)) as engine:
         prompts = [engine.chat_prompt(lesson.turns(pair)) for pair in [*pairs, FOREIGN]]
-        return Result(nats / tokens, [each.text.strip() for each in engine.generate(prompts, max_new_tokens=LONGEST)])
+        return Result(nats / tokens, [completion.text.strip() for completion in engine.generate(prompts, max_new_tokens=LONGEST)])
 
 
 def summary(result: Result, pairs: list[Pair]) -> str:

@@ -199,22 +199,22 @@ def two_that_train() -> None:
             else Accelerator()
             for i, name in enumerate(names)
         }
-        made = {}
+        prepared = {}
         for name in names:
             accelerators[names[0]].state.select_deepspeed_plugin(name)
             model = toy.seeded(toy.Lm, seed=5 if name == "second" else 4)
             optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
             loader = DataLoader(data(1), batch_size=MICRO)
-            made[name] = accelerators[name].prepare(model, optimizer, loader)
-        for batches in zip(*(made[name][2] for name in names), strict=True):
+            prepared[name] = accelerators[name].prepare(model, optimizer, loader)
+        for batches in zip(*(prepared[name][2] for name in names), strict=True):
             for name, batch in zip(names, batches, strict=True):
-                model, optimizer, _ = made[name]
+                model, optimizer, _ = prepared[name]
                 accelerators[name].backward(model(batch))
                 optimizer.step()
                 optimizer.zero_grad()
-        ends.append([made[name][0].state_dict() for name in names])
+        ends.append([prepared[name][0].state_dict() for name in names])
         for name in names:
-            made[name][0].destroy()
+            prepared[name][0].destroy()
     for alone, together in zip((*ends[0], *ends[1]), ends[2], strict=True):
         assert all(torch.equal(together[name], value) for name, value in alone.items())
 

@@ -35,13 +35,13 @@ SIZES = {
 
 def sentences(count: int, seed: int) -> list[dict[str, Any]]:
     """Of 5 to 15 words, of which about four in five are of the kind that is the sentence's class."""
-    generator, made = torch.Generator().manual_seed(seed), []
+    generator, samples = torch.Generator().manual_seed(seed), []
     for i in range(count):
         label, length = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((0, 2), (5, 16)))
         is_own = torch.rand(length, generator=generator) < 0.8
         words = torch.randint(4, 34, (length,), generator=generator) + 30 * (is_own == bool(label))
-        made.append({"ids": [1, *words.tolist(), 2], "label": label, "index": i})
-    return made
+        samples.append({"ids": [1, *words.tolist(), 2], "label": label, "index": i})
+    return samples
 
 
 def together(samples: list[dict[str, Any]]) -> dict[str, Tensor]:

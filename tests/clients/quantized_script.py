@@ -36,7 +36,7 @@ def int4(folder: str) -> Any:
 
 
 def bitsandbytes(bits: int) -> Callable[[str], Any]:
-    wanted: dict[str, Any] = (
+    options: dict[str, Any] = (
         {"load_in_8bit": True}
         if bits == 8
         else {
@@ -46,7 +46,7 @@ def bitsandbytes(bits: int) -> Callable[[str], Any]:
             "bnb_4bit_compute_dtype": torch.bfloat16,
         }
     )
-    config = transformers.BitsAndBytesConfig(**wanted)
+    config = transformers.BitsAndBytesConfig(**options)
     return lambda folder: transformers.LlamaForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, quantization_config=config, device_map={"": "cpu"}
     )

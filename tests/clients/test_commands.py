@@ -52,8 +52,8 @@ def test_deepspeed_starts_a_script_with_its_flags(tmp_path: Path) -> None:
 @needs("accelerate", "transformers")
 def test_deepspeed_starts_a_trainer(tmp_path: Path) -> None:
     """Nothing in the script or in its flags says that there is no GPU."""
-    made = "from tests.clients.transformers_script import *; llama().save_pretrained('model'); print(json.dumps(config_of(3)))"
-    config = json.loads(start(tmp_path, sys.executable, "-c", f"import json; {made}").splitlines()[-1])
+    script = "from tests.clients.transformers_script import *; llama().save_pretrained('model'); print(json.dumps(config_of(3)))"
+    config = json.loads(start(tmp_path, sys.executable, "-c", f"import json; {script}").splitlines()[-1])
     config["zero_optimization"] |= {kind: {"device": "cpu", "pin_memory": True} for kind in ("offload_optimizer", "offload_param")}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     flags = (

@@ -49,9 +49,9 @@ def main() -> None:
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
         options = {name: value for name, value in settings.items() if name not in names}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"enable_fp_fusion": False})
-        code = made.asm["ptx"]
-        report = {"kernel": kernel.__name__, "shared": made.metadata.shared, "fused": "fma.rn.f32" in code}
+        kernel_code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"enable_fp_fusion": False})
+        code = kernel_code.asm["ptx"]
+        report = {"kernel": kernel.__name__, "shared": kernel_code.metadata.shared, "fused": "fma.rn.f32" in code}
         print(json.dumps(report | {"wgmma": "wgmma.mma_async" in code, "mma": "mma.sync" in code}), flush=True)
 
 

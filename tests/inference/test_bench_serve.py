@@ -44,9 +44,9 @@ def asks(*arguments: str) -> list[Ask]:
 def test_what_is_counted_is_what_was_asked_for(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, result = bench(capsys, address, "--api-key=secret", "--rate=200", "--first-within=30", "--wait-within=30", *SMALL)
     assert (code, result["requests"], result["failed"]) == (0, 12, {})
-    wanted = asks("--rate=200", *SMALL)
-    assert result["prompt_tokens_per_second"] * result["seconds"] == pytest.approx(sum(len(ask.prompt) for ask in wanted))
-    assert result["output_tokens_per_second"] * result["seconds"] == pytest.approx(sum(ask.outputs for ask in wanted))
+    requests = asks("--rate=200", *SMALL)
+    assert result["prompt_tokens_per_second"] * result["seconds"] == pytest.approx(sum(len(ask.prompt) for ask in requests))
+    assert result["output_tokens_per_second"] * result["seconds"] == pytest.approx(sum(ask.outputs for ask in requests))
     assert result["within_target"] == 12
     assert 0 < result["first_token"]["p50"] <= result["first_token"]["p99"] <= result["whole"]["p99"] <= result["seconds"]
 

@@ -118,9 +118,9 @@ def test_serves_as_the_model_it_was_written_from(case: str, tmp_path: Path) -> N
     with slipstream.init_inference(path, dtype="fp32", device="cpu") as engine:
         assert engine.engine.max_context == (48 if case == "phi3" else 64)
         for prompt in PROMPTS:
-            wanted = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, len(prompt) :]
+            expected = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, len(prompt) :]
             completion = engine.generate(prompt, max_new_tokens=NEW)
-            assert completion.token_ids == wanted.tolist()
+            assert completion.token_ids == expected.tolist()
         answer = engine.generate("ab a", max_new_tokens=2)
         assert answer.token_ids == engine.generate([TOKENS.index(one) for one in ("ab", "Ġ", "a")], max_new_tokens=2).token_ids
         assert "Ġ" not in answer.text

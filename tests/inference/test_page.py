@@ -209,8 +209,8 @@ def test_charts_live(page: Any) -> None:
     write(page, "forever" + Keys.ENTER)
     until(page, "Number(document.getElementById('speed').textContent) > 0")
     for name in ("speed", "cache"):
-        drawn = "(c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v))"
-        until(page, f"{drawn}(document.getElementById('{name}-chart'))")
+        has_pixels = "(c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v))"
+        until(page, f"{has_pixels}(document.getElementById('{name}-chart'))")
     write(page, Keys.ESCAPE)
 
 

@@ -188,14 +188,14 @@ def test_tokens_in_logprobs_are_told_apart() -> None:
     chosen = [(300, -3.0), (0xE2, -1.0), (0x82, -1.0), (0xAC, -1.0), (66, -1.0)]  # another A, the three bytes of an euro sign, B
     entries = [Logprob(token, value, ((65, -0.5), (0xE2, -1.0), (0x82, -2.0))) for token, value in chosen]
     pieces = [form.pieces(join(0, [Output(0, "", logprobs=(entry,))]))[0]["logprobs"] for entry in entries]
-    made = {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]}
-    assert made["tokens"] == ["A", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "B"]
-    assert made["token_logprobs"] == [-3.0, -1.0, -1.0, -1.0, -1.0]
+    joined = {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]}
+    assert joined["tokens"] == ["A", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "B"]
+    assert joined["token_logprobs"] == [-3.0, -1.0, -1.0, -1.0, -1.0]
     others = {"A": -0.5, r"bytes:\xe2": -1.0, r"bytes:\x82": -2.0}
-    assert made["top_logprobs"] == [others, others, others, others | {r"bytes:\xac": -1.0}, others | {"B": -1.0}]
-    assert made["text_offset"] == [0, 1, 1, 1, 2]
+    assert joined["top_logprobs"] == [others, others, others, others | {r"bytes:\xac": -1.0}, others | {"B": -1.0}]
+    assert joined["text_offset"] == [0, 1, 1, 1, 2]
     formatter = CompletionFormat("fake/model", tokenizer, logprobs=True)
-    assert formatter.choice(join(0, [Output(0, "", logprobs=tuple(entries))]))["logprobs"] == made
+    assert formatter.choice(join(0, [Output(0, "", logprobs=tuple(entries))]))["logprobs"] == joined
 
 
 def test_parameters_reach_the_engine(ai: Any, engine: FakeEngine) -> None:
@@ -234,8 +234,9 @@ def test_json_and_tools(ai: Any, engine: FakeEngine) -> None:
             for part in choice.delta.tool_calls or ():
                 name, arguments = name + (part.function.name or ""), arguments + part.function.arguments
         assert (choice.finish_reason, text) == (full.finish_reason, full.message.content or "")
-        for made in full.message.tool_calls or ():
-            assert (made.type, made.function.name, json.loads(made.function.arguments)) == ("function", name, json.loads(arguments))
+        for tool in full.message.tool_calls or ():
+            assert (tool.type, tool.function.name) == ("function", name)
+            assert json.loads(tool.function.arguments) == json.loads(arguments)
         return full
 
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}

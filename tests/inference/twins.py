@@ -90,11 +90,11 @@ def check_against_generate(model: Any, runner: Runner, *, tolerance: float = 2e-
     expected = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist() for prompt in PROMPTS]
     for seed in (1, 2):
         tokens, chosen_from = serve(runner, expected, seed)
-        for tokens_out, wanted, logits in zip(tokens, expected, chosen_from, strict=True):
+        for tokens_out, reference_ids, logits in zip(tokens, expected, chosen_from, strict=True):
             begin = len(tokens_out) - NEW
             reference = model(torch.tensor([tokens_out])).logits[0, begin - 1 : -1].float()
             torch.testing.assert_close(logits, reference, rtol=tolerance, atol=tolerance)
-            if tokens_out != wanted:
-                first = next(i for i in range(NEW) if tokens_out[begin + i] != wanted[begin + i])
+            if tokens_out != reference_ids:
+                first = next(i for i in range(NEW) if tokens_out[begin + i] != reference_ids[begin + i])
                 top = reference[first].topk(2).values
-                assert top[0] - top[1] < 1e-4, (tokens_out[begin:], wanted[begin:])
+                assert top[0] - top[1] < 1e-4, (tokens_out[begin:], reference_ids[begin:])

@@ -202,16 +202,16 @@ def test_on_the_host_nothing_moves() -> None:
 
 
 def test_inside_checkpoint() -> None:
-    seen: list[bool] = []
+    inside: list[bool] = []
 
     def fn(x: Tensor) -> Tensor:
-        seen.append(checkpointing.inside_checkpoint())
+        inside.append(checkpointing.inside_checkpoint())
         return x.exp()
 
     x = torch.ones(2, requires_grad=True)
     torch.autograd.backward(fn(x).sum())
-    assert seen == [False]
+    assert inside == [False]
     torch.autograd.backward(torch_checkpoint(fn, x, use_reentrant=False).sum())
-    assert seen == [False, True, True]
+    assert inside == [False, True, True]
     torch.autograd.backward(torch_checkpoint(fn, x, use_reentrant=True).sum())
-    assert seen == [False, True, True, False, True]  # the reentrant forward runs without gradients: nothing to keep
+    assert inside == [False, True, True, False, True]  # the reentrant forward runs without gradients: nothing to keep

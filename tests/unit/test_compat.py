@@ -276,10 +276,10 @@ def test_the_loss_scale_falls_after_two_overflows_and_ends_at_the_lowest(deepspe
 @pytest.mark.usefixtures("group")
 def test_which_optimizer_a_schedule_gets(deepspeed: Any) -> None:
     """The config's the one that is returned, a callable the one that it stands for."""
-    seen: list[Any] = []
+    optimizers: list[Any] = []
 
     def make_schedule(optimizer: Any) -> Any:
-        seen.append(optimizer)
+        optimizers.append(optimizer)
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (i + 1))
 
     config = toy.settings(1)
@@ -289,7 +289,7 @@ def test_which_optimizer_a_schedule_gets(deepspeed: Any) -> None:
         engine, handle, _, schedule = deepspeed.initialize(
             model=toy.seeded(toy.Lm), config=config, lr_scheduler=scheduler, dist_init_required=False
         )
-        assert schedule.optimizer is (seen[0] if scheduler else handle) and type(seen[0]) is torch.optim.AdamW
+        assert schedule.optimizer is (optimizers[0] if scheduler else handle) and type(optimizers[0]) is torch.optim.AdamW
         rates = [*engine.get_lr()]
         step(engine)
         step(engine) if scheduler is None else None
@@ -692,10 +692,10 @@ def test_optimizers_are_those_that_have_kernels(deepspeed: Any, mode: bool) -> N
 
     param = torch.nn.Parameter(torch.zeros(3))
     groups = torch.optim.Adam([param]).param_groups  # as accelerate hands them over
-    made = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.1, weight_decay=0.0, adamw_mode=mode)
-    assert made.param_groups[0] is groups[0]  # whose rates a schedule of the other optimizer sets
-    assert isinstance(made, torch.optim.AdamW) is mode and isinstance(made, deepspeed.ops.adam.DeepSpeedCPUAdam)
-    assert rule_of(made) is not None and made.param_groups[0]["decoupled_weight_decay"] is mode
+    adam = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.1, weight_decay=0.0, adamw_mode=mode)
+    assert adam.param_groups[0] is groups[0]  # whose rates a schedule of the other optimizer sets
+    assert isinstance(adam, torch.optim.AdamW) is mode and isinstance(adam, deepspeed.ops.adam.DeepSpeedCPUAdam)
+    assert rule_of(adam) is not None and adam.param_groups[0]["decoupled_weight_decay"] is mode
     for kind in (deepspeed.ops.adagrad.DeepSpeedCPUAdagrad, deepspeed.ops.lion.FusedLion, deepspeed.ops.lamb.FusedLamb):
         assert kind([param]).param_groups[0]["params"] == [param]
     ops = deepspeed.ops
@@ -727,12 +727,12 @@ def test_leaf_modules_are_marked_and_returned(deepspeed: Any) -> None:
     assert utils.set_z3_leaf_modules(model, [toy.Block]) == list(model.blocks) == utils.get_z3_leaf_modules(model)
     assert utils.set_z3_leaf_modules_by_name(model, ["head"]) == ([model.head], [])
     assert utils.unset_z3_leaf_modules(model, ["Block"]) and utils.get_z3_leaf_modules(model) == [model.head]
-    for mark, wanted in ((utils.set_z3_leaf_modules_by_name, "blocks.1.up"), (utils.set_z3_leaf_modules_by_suffix, "s.1.up")):
+    for mark, name in ((utils.set_z3_leaf_modules_by_name, "blocks.1.up"), (utils.set_z3_leaf_modules_by_suffix, "s.1.up")):
         up = model.blocks[1].up
-        assert mark(model, [wanted, "none", wanted], raise_if_not_found=False) == ([up], ["none"]) and utils.z3_leaf_module(up)
-        assert mark(model, [wanted], flag=False)[0] == [up] and not utils.z3_leaf_module(up)
+        assert mark(model, [name, "none", name], raise_if_not_found=False) == ([up], ["none"]) and utils.z3_leaf_module(up)
+        assert mark(model, [name], flag=False)[0] == [up] and not utils.z3_leaf_module(up)
         with pytest.raises(ValueError, match=r"no module of Lm is .* 'none'"):
-            mark(model, [wanted, "none"])
+            mark(model, [name, "none"])
     with pytest.raises(ValueError, match="no module of Lm is of class"):
         utils.set_z3_leaf_modules(model, ["Experts"])
     assert utils.set_z3_leaf_modules(model, ["Experts"], raise_if_not_found=False) == []

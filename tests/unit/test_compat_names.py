@@ -170,13 +170,13 @@ def test_a_builder_loads_or_says_what_to_use() -> None:
     ]
     assert len({builder.NAME for builder in builders}) == len(builders) == len(compatible) >= 26
     for builder in builders:
-        made = builder()
-        assert compatible[builder.NAME] is made.is_compatible() and isinstance(made, module.OpBuilder)
-        if made.is_compatible():
-            assert all(map(callable, vars(made.load()).values()))
+        op = builder()
+        assert compatible[builder.NAME] is op.is_compatible() and isinstance(op, module.OpBuilder)
+        if op.is_compatible():
+            assert all(map(callable, vars(op.load()).values()))
         else:
-            with pytest.raises(ImportError, match=rf"{builder.__name__}.load\(\): Slipstream has no '{made.name}' op; \w"):
-                made.load()
+            with pytest.raises(ImportError, match=rf"{builder.__name__}.load\(\): Slipstream has no '{op.name}' op; \w"):
+                op.load()
     assert compatible["cpu_adam"] and not compatible["deepspeed_not_implemented"]
     assert load("ops.op_builder.all_ops").ALL_OPS["cpu_lion"].NAME == "cpu_lion"
 
@@ -533,10 +533,10 @@ def test_schedules_from_flags() -> None:
 
 
 def params(*grads: list[float]) -> list[torch.nn.Parameter]:
-    made = [torch.nn.Parameter(torch.ones(len(grad))) for grad in grads]
-    for param, grad in zip(made, grads, strict=True):
+    weights = [torch.nn.Parameter(torch.ones(len(grad))) for grad in grads]
+    for param, grad in zip(weights, grads, strict=True):
         param.grad = torch.tensor(grad)
-    return made
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -600,9 +600,9 @@ def test_a_utility(call: str, expected: Any) -> None:
 
 def test_utilities_that_change_what_they_get(tmp_path: Path) -> None:
     module = load("runtime.utils")
-    made = params([3.0], [4.0])
-    assert float(module.clip_grad_norm_(made, 1.0)) == 5.0
-    assert [float(param.grad) for param in made] == pytest.approx([0.6, 0.8])
+    weights = params([3.0], [4.0])
+    assert float(module.clip_grad_norm_(weights, 1.0)) == 5.0
+    assert [float(param.grad) for param in weights] == pytest.approx([0.6, 0.8])
     assert float(module.clip_grad_norm_(params([3.0, -8.0]), 1.0, norm_type=INF)) == 8.0
     tensors = [torch.tensor([3.0]), torch.tensor([4.0])]
     assert float(module.clip_tensors_by_global_norm(tensors, 10.0)) == 5.0 and tensors[0].tolist() == [3.0]
@@ -643,14 +643,14 @@ def test_a_partitioned_tensor_of_one_rank() -> None:
     import torch.distributed as dist
 
     values = torch.arange(6.0).view(2, 3)
-    made = load("runtime.utils").PartitionedTensor(values, dist.group.WORLD)
-    assert made.full_size() == [2, 3] and made.to_meta().tolist() == [2, 2, 3, 1, 0, 0, 6] and made.local_size() == (6,)
-    again = made.from_meta(made.to_meta(), made.data(), dist.group.WORLD)
+    part = load("runtime.utils").PartitionedTensor(values, dist.group.WORLD)
+    assert part.full_size() == [2, 3] and part.to_meta().tolist() == [2, 2, 3, 1, 0, 0, 6] and part.local_size() == (6,)
+    again = part.from_meta(part.to_meta(), part.data(), dist.group.WORLD)
     assert torch.equal(again.full(), values)
-    meta = made.to_meta()
+    meta = part.to_meta()
     meta[3] = 2
     with pytest.raises(ValueError, match="part 0 of 2"):
-        made.from_meta(meta, made.data(), dist.group.WORLD)
+        part.from_meta(meta, part.data(), dist.group.WORLD)
 
 
 # -- the optimizer --

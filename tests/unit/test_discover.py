@@ -113,7 +113,7 @@ def test_init_distributed_takes_deepspeeds_keywords_and_no_others(monkeypatch: p
 
     from slipstream import distributed
 
-    def met(**env: str) -> str | None:
+    def port_with(**env: str) -> str | None:
         monkeypatch.setattr(os, "environ", dict(env))
         options = {"auto_mpi_discovery": False, "distributed_port": 1234, "verbose": False, "config": None}
         return os.environ.get("MASTER_PORT") if distributed.init_distributed(**options) else None  # type: ignore[arg-type]
@@ -121,10 +121,10 @@ def test_init_distributed_takes_deepspeeds_keywords_and_no_others(monkeypatch: p
     monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(distributed.dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(distributed, "_backend", lambda: "gloo")
-    assert met() is None
-    assert met(RANK="0", WORLD_SIZE="2") == "1234"
-    assert met(RANK="0", WORLD_SIZE="2", MASTER_PORT="99") == "99"
-    assert met(**OPENMPI) is None, "auto_mpi_discovery=False"
+    assert port_with() is None
+    assert port_with(RANK="0", WORLD_SIZE="2") == "1234"
+    assert port_with(RANK="0", WORLD_SIZE="2", MASTER_PORT="99") == "99"
+    assert port_with(**OPENMPI) is None, "auto_mpi_discovery=False"
     assert distributed.init_distributed(dist_init_required=False) is False
     with pytest.raises(TypeError, match="timeot"):
         distributed.init_distributed(timeot=None)  # type: ignore[call-arg]

@@ -275,27 +275,27 @@ def test_requests_that_fail_alone_in_a_row_end_nobody_else(ever: bool) -> None:
 
     runner.before = fail
     with running(max_running=1) as engine:
-        wanted = wait(ask(engine, "fine")).ids()
+        expected = wait(ask(engine, "fine")).ids()
     with running(runner, max_running=1) as engine:
         first = [ask(engine, "fine")] * ever
         fatal = [ask(engine, "fatal") for _ in range(3 * MAX_FAILURES)]
         bystanders = [*first, *(ask(engine, "fine") for _ in range(9))]
         assert {wait(answer).last().error for answer in fatal} == {"the forward failed: RuntimeError: out of memory"}
-        assert all(wait(answer).ids() == wanted for answer in bystanders)
+        assert all(wait(answer).ids() == expected for answer in bystanders)
         assert engine.healthy
 
 
 def test_a_failure_that_does_not_come_again_ends_nobody() -> None:
     runner, failures = HashRunner(), iter([True, False, True])
     with running(runner) as engine:
-        wanted = wait(ask(engine, "x")).text()
+        expected = wait(ask(engine, "x")).text()
 
         def fail(batch: Batch) -> None:
             if next(failures, False):
                 raise RuntimeError("out of memory")
 
         runner.before = fail
-        assert wait(ask(engine, "x")).text() == wanted
+        assert wait(ask(engine, "x")).text() == expected
 
 
 class Failing(HashRunner):
@@ -349,15 +349,15 @@ def test_a_forward_that_fails_ends_only_requests_that_fail_alone(
     assert engine.healthy and engine.stats().blocks_used == 0
     for number, (n, answer) in enumerate(zip(sizes, answers, strict=True)):
         for index in range(n):
-            got, wanted = answer.ids(index), alone(number, n)[index]
+            actual, expected = answer.ids(index), alone(number, n)[index]
             if answer.last(index).finish is Finish.ERROR:
                 first = fatal == (number, 0) and after == 0  # then nobody computes its siblings' prompt
                 assert first or fatal == (number, index), "another one's failure"
-                assert got == wanted[: len(got)]
+                assert actual == expected[: len(actual)]
             else:
-                assert got == wanted
+                assert actual == expected
                 # A sibling's first token is drawn from the first's rows, and guesses may jump over the fatal one.
-                assert fatal != (number, index) or num_draft or len(got) <= max(after, index > 0), "it should have failed"
+                assert fatal != (number, index) or num_draft or len(actual) <= max(after, index > 0), "it should have failed"
 
 
 def test_an_error_of_one_request_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
@@ -793,8 +793,8 @@ class Poisoned(FewTokens):
 def test_a_wrong_guess_ends_no_request() -> None:
     prompt, params = "again and again and again and again and", SamplingParams(max_tokens=40, temperature=0)
     with running(FewTokens()) as engine:
-        wanted = wait(ask(engine, prompt, params)).ids()
+        expected = wait(ask(engine, prompt, params)).ids()
     runner = Poisoned()
     with running(runner, num_draft=4) as engine:
-        assert wait(ask(engine, prompt, params)).ids() == wanted
+        assert wait(ask(engine, prompt, params)).ids() == expected
     assert runner.poisoned

@@ -178,15 +178,15 @@ def test_neither_threads_nor_shards_change_a_bit(run: Callable[..., Any], rule: 
     master, grad = torch.randn(numel).to(BF16), torch.randn(numel).to(BF16)
     states = [torch.randn(numel), torch.rand(numel)]
     coded = rule in CODED_RULES
-    made = [Blocks.of(x, kind) if coded else x for x, kind in zip(states, (SIGNED, UNSIGNED), strict=True)]
+    stored = [Blocks.of(x, kind) if coded else x for x, kind in zip(states, (SIGNED, UNSIGNED), strict=True)]
 
     def in_one() -> tuple[Any, list[Tensor]]:
-        p, m, v = clone(master), *map(clone, made)
+        p, m, v = clone(master), *map(clone, stored)
         sums = step(rule, p, grad, m, v, None, Stochastic(1, 2, 1 << 40))
         return sums, flat(p, m, v)
 
     def cut() -> list[Tensor]:
-        p, m, v = clone(master), *map(clone, made)
+        p, m, v = clone(master), *map(clone, stored)
         for start, stop in ((0, 512), (512, 300_032), (300_032, numel)):
             part = [x.span(start, stop) if isinstance(x, Blocks) else x[start:stop] for x in (m, v)]
             step(rule, p[start:stop], grad[start:stop], *part, None, Stochastic(1, 2, (1 << 40) + start))
@@ -288,9 +288,9 @@ def test_rounding_is_right_on_average(run: Callable[..., Any]) -> None:  # noqa:
     for exact in (1.001, -0.7123):
         master, grad, buffer = torch.full((numel,), value, dtype=BF16), torch.full((numel,), exact), torch.zeros(numel, dtype=BF16)
         run(lambda p=master, g=grad, m=buffer: ops.sgd(p, g, m, None, first=True, rounding=Stochastic(3, 1, 0), **kind))
-        for tensor, wanted in ((master, value - lr * exact), (buffer, exact)):
+        for tensor, mean in ((master, value - lr * exact), (buffer, exact)):
             assert len(tensor.unique()) == 2
-            assert abs(float(tensor.double().mean()) - wanted) < 5 * float(tensor.double().std()) / math.sqrt(numel)
+            assert abs(float(tensor.double().mean()) - mean) < 5 * float(tensor.double().std()) / math.sqrt(numel)
     exact, codes = 0.3017, Blocks.zeros(numel, UNSIGNED)
     grad = torch.full((numel,), exact)
     grad[::256] = 1.0  # makes every block's scale 1
@@ -300,8 +300,8 @@ def test_rounding_is_right_on_average(run: Callable[..., Any]) -> None:  # noqa:
         run(lambda m=momentum: ops.adamw(grad.clone(), grad, m, codes, None, scale=1.0, rounding=Stochastic(3, 1, 0), **adam))
         roots = first.codes[grad < 1].double().abs()
         assert len(roots.unique()) == 2
-        wanted = exact * (127 if first is not codes else 255)
-        assert abs(float(roots.mean()) - wanted) < 5 * float(roots.std()) / math.sqrt(numel) + 1e-4
+        mean = exact * (127 if first is not codes else 255)
+        assert abs(float(roots.mean()) - mean) < 5 * float(roots.std()) / math.sqrt(numel) + 1e-4
 
 
 def test_tiny_updates_arrive(run: Callable[..., Any]) -> None:  # noqa: F811

@@ -148,12 +148,12 @@ _OPS: Mapping[str, tuple[str, Callable[[], dict[str, Any]] | str]] = {
 }
 
 
-def _made(builder: str, name: str, served: Callable[[], dict[str, Any]] | str) -> type[OpBuilder]:
+def _class_of(builder: str, name: str, served: Callable[[], dict[str, Any]] | str) -> type[OpBuilder]:
     fields = {"reason": served} if isinstance(served, str) else {"functions": staticmethod(served)}
     return type(builder, (OpBuilder,), {"NAME": name, "__module__": "deepspeed.ops.op_builder", **fields})
 
 
-BUILDERS: Mapping[str, type[OpBuilder]] = {builder: _made(builder, *op) for builder, op in _OPS.items()}
+BUILDERS: Mapping[str, type[OpBuilder]] = {builder: _class_of(builder, *op) for builder, op in _OPS.items()}
 ALL_OPS: Mapping[str, OpBuilder] = {builder.NAME: builder() for builder in BUILDERS.values()}
 CUDAOpBuilder = OpBuilder
 
