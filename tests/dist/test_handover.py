@@ -233,10 +233,10 @@ def test_at_most_one_unit_is_complete_at_a_time(transport: str) -> None:
         assert all(unit.is_released for unit in probe.units(engine))
 
     server.update_weights(watched())
-    places = [tensor.data_ptr() for tensor in server.engine.runner._kept]
+    places = [tensor.data_ptr() for tensor in server.engine.runner._tensors]
     expected = answers(server)
     server.update_weights(watched())
-    assert [tensor.data_ptr() for tensor in server.engine.runner._kept] == places
+    assert [tensor.data_ptr() for tensor in server.engine.runner._tensors] == places
     before = resident()
     server.sleep()
     assert resident() < before - 0.9 * nbytes

@@ -26,17 +26,17 @@ def lost(tmp_path: Path) -> PeerLostError:
 
 def test_words_and_the_scripts_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(brief.SWITCH, raising=False)
-    told = brief.describe(lost(tmp_path))
-    assert told.startswith(f"{WORDS} (step 0, idle, unit -)\n")
-    assert told.splitlines()[2:] == [
+    text = brief.describe(lost(tmp_path))
+    assert text.startswith(f"{WORDS} (step 0, idle, unit -)\n")
+    assert text.splitlines()[2:] == [
         f'  File "{tmp_path}/train.py", line 2, in step',
         "    wait(0.0)",
         "SLIPSTREAM_TRACEBACK=1 shows the whole traceback",
     ]
     monkeypatch.setenv(brief.SWITCH, "1")
-    whole = brief.describe(lost(tmp_path))
-    assert whole.startswith(f"{WORDS} ") and "Traceback (most" in whole and "watch.py" in whole
-    assert whole.splitlines()[-2:] == whole.splitlines()[:2]
+    full = brief.describe(lost(tmp_path))
+    assert full.startswith(f"{WORDS} ") and "Traceback (most" in full and "watch.py" in full
+    assert full.splitlines()[-2:] == full.splitlines()[:2]
 
 
 def test_the_launchers_record_has_no_frames_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,9 +50,9 @@ def test_a_refusal_is_one_sentence_with_a_remedy(name: str) -> None:
     text, named = REFUSED[name]
     with pytest.raises(ValueError) as error:
         planned(text)
-    said = str(error.value)
-    assert named in said and REMEDY.search(said) and "\n" not in said and len(said) < 400, said
-    assert len(re.findall(r"\.\s+[A-Z]", said)) == 0, f"more than one sentence: {said}"
+    message = str(error.value)
+    assert named in message and REMEDY.search(message) and "\n" not in message and len(message) < 400, message
+    assert len(re.findall(r"\.\s+[A-Z]", message)) == 0, f"more than one sentence: {message}"
 
 
 def test_what_does_nothing_is_said() -> None:

@@ -42,12 +42,12 @@ def test_every_key_has_exactly_one_class() -> None:
 
 
 def test_no_class_is_stale() -> None:
-    known = set(schema_keys())
-    assert not (set(HONORED) | set(NO_EFFECT)) - known
+    keys = set(schema_keys())
+    assert not (set(HONORED) | set(NO_EFFECT)) - keys
     for feature in FEATURES:
-        assert not set(feature.switches) - known, feature.what
+        assert not set(feature.switches) - keys, feature.what
         for block in feature.blocks:
-            assert any(key.startswith(f"{block}.") for key in known), f"{feature.what}: {block}"
+            assert any(key.startswith(f"{block}.") for key in keys), f"{feature.what}: {block}"
 
 
 def test_a_key_is_refused_by_one_feature_only() -> None:

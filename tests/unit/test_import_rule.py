@@ -81,14 +81,14 @@ def room_of(source: Path, target: tuple[str, ...]) -> str:
 
 
 def violations(source: Path) -> list[str]:
-    found = []
+    errors = []
     for user, used, inside, where in edges(source):
         if user == used:
             continue
         if used not in SEES.get(user, ()):
-            found.append(f"{where}: {user} may not see {used}")
+            errors.append(f"{where}: {user} may not see {used}")
         elif user in OUTSIDE and inside and used not in (*BASE, *OUTSIDE):
-            found.append(f"{where}: {user} sees public surfaces only, and this reaches inside {used}")
+            errors.append(f"{where}: {user} sees public surfaces only, and this reaches inside {used}")
     graph: dict[str, set[str]] = {}
     for user, used, *_ in edges(source):
         if user != used and user not in OUTSIDE:
@@ -96,13 +96,13 @@ def violations(source: Path) -> list[str]:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        found.append("rooms in a circle: " + " <- ".join(error.args[1]))
-    return found
+        errors.append("rooms in a circle: " + " <- ".join(error.args[1]))
+    return errors
 
 
 def test_imports_go_one_way() -> None:
     assert (SOURCE / "__init__.py").is_file()
-    assert not (found := violations(SOURCE)), "\n".join(found)
+    assert not (errors := violations(SOURCE)), "\n".join(errors)
 
 
 def test_every_room_has_a_place_in_the_rule() -> None:
@@ -182,8 +182,8 @@ def import_slipstream(note: Path) -> tuple[list[str], list[str]]:
         [sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    said, added = note.read_text().splitlines()
-    return said.split(), added.split()
+    output, added = note.read_text().splitlines()
+    return output.split(), added.split()
 
 
 def test_import_is_cheap_silent_and_starts_nothing(tmp_path: Path) -> None:

@@ -177,19 +177,19 @@ def test_wrong_arguments_are_one_line_and_exit_2(
         code = main(shlex.split(line))
     except SystemExit as stop:
         code = stop.code  # type: ignore[assignment]
-    told = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert code == 2
-    assert told.startswith(says)
-    assert told.count("\n") == 1
+    assert error.startswith(says)
+    assert error.count("\n") == 1
 
 
 def test_dry_run_prints_and_starts_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = tmp_path / "t.py"
     script.write_text("raise SystemExit(1)")
     assert main(["run", "--dry_run", "--nproc", "2", "--master_port", "1234", str(script), "--deepspeed_config", "x"]) == 0
-    told = capsys.readouterr()
-    assert told.out.rstrip().endswith(f"--master-port=1234 --module slipstream.launch.worker {script} --deepspeed_config x")
-    assert "2 ranks on this host" in told.err
+    output = capsys.readouterr()
+    assert output.out.rstrip().endswith(f"--master-port=1234 --module slipstream.launch.worker {script} --deepspeed_config x")
+    assert "2 ranks on this host" in output.err
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_plan_refuses_what_initialize_would(blocks: str, message: str, tmp_path:
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
         assert main(["serve", "smollm2", "--port", port]) == 2
     assert capsys.readouterr().err.startswith(f"slipstream serve: cannot listen on 127.0.0.1, port {port}: Address already in use")
 
@@ -226,8 +226,8 @@ def test_every_long_option_has_two_spellings_and_help_one(capsys: pytest.Capture
         assert build_parser().parse_args(["chat", "smollm2", spelling, "1.5G"]).kv_cache_bytes == 3 << 29
     with pytest.raises(SystemExit):
         main(["chat", "--help"])
-    told = capsys.readouterr().out
-    assert "--max-tokens N" in told and "default 256" in told and "--max_tokens" not in told
+    output = capsys.readouterr().out
+    assert "--max-tokens N" in output and "default 256" in output and "--max_tokens" not in output
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])

@@ -131,7 +131,7 @@ def test_records_are_taken_out_of_a_stream_however_it_is_cut(cuts: list[int], be
     before, after = before.replace("\x1e", ""), after.replace("\x1e", "")
     data = before.encode() + encode(failure).encode() + after.encode()
     extract = Extract()
-    passed = b"".join(extract.feed(piece) for piece in pieces(data, cuts)) + extract.rest()
+    passed = b"".join(extract.feed(piece) for piece in pieces(data, cuts)) + extract.flush()
     assert passed == before.encode() + after.encode()
     assert extract.failures == [failure]
 
@@ -139,5 +139,5 @@ def test_records_are_taken_out_of_a_stream_however_it_is_cut(cuts: list[int], be
 def test_what_only_looks_like_a_record_is_passed_on() -> None:
     extract = Extract()
     for text in (b"50%\r", b"\x1e other\n", MARK.encode() + b"no json\n", b"\x1eslip"):
-        assert extract.feed(text) + extract.rest() == text
+        assert extract.feed(text) + extract.flush() == text
     assert extract.failures == []

@@ -71,7 +71,7 @@ def test_waits_for_each_other_on_shared_memory_are_a_standstill(caplog: pytest.L
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "ends"),
+    ("first", "second", "ends"),
     [
         (("all-gather", 5, 5), ("all-gather", 5, 5), True),  # a slow transfer
         (("all-gather", 5, 6), ("reduce-scatter", 6, 6), True),  # the other's part of 5 is done
@@ -80,10 +80,10 @@ def test_waits_for_each_other_on_shared_memory_are_a_standstill(caplog: pytest.L
         (("agreement on all-gather", 5, 5), ("reduce-scatter", 5, 5), False),
     ],
 )
-def test_on_a_process_group_only_what_cannot_end_is(mine: tuple[str, int, int], theirs: tuple[str, int, int], ends: bool) -> None:
+def test_on_a_process_group_only_what_cannot_end_is(first: tuple[str, int, int], second: tuple[str, int, int], ends: bool) -> None:
     ranks = Ranks()
-    ranks.wait(0, *mine)
-    ranks.wait(1, *theirs)
+    ranks.wait(0, *first)
+    ranks.wait(1, *second)
     assert (ranks.beat() == [None, None]) == ends
 
 
@@ -187,8 +187,8 @@ def test_a_process_that_ends_is_seen_without_its_help(pidfds: bool, monkeypatch:
     if not pidfds:
         monkeypatch.delattr(os, "pidfd_open")
     children = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
-    everyone = [Peer(rank, _host(), child.pid) for rank, child in enumerate(children)]
-    peers = Peers([*everyone, Peer(2, "another host", 1), Peer(3, _host(), os.getpid())])
+    local_peers = [Peer(rank, _host(), child.pid) for rank, child in enumerate(children)]
+    peers = Peers([*local_peers, Peer(2, "another host", 1), Peer(3, _host(), os.getpid())])
     assert peers.gone() == {}
     for rank in (1, 0):
         children[rank].kill()

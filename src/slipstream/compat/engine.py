@@ -238,13 +238,13 @@ class DeepSpeedEngine(Engine):
         before = zero.parameters_of(self)
         with super().surgery(group):
             yield
-            zero.make_whole(self.module)
-        zero.mark(self, before)
+            zero.materialize(self.module)
+        zero.set_attributes(self, before)
 
     def destroy(self) -> None:
         params = zero.parameters_of(self)
         super().destroy()
-        zero.unmark(params)
+        zero.remove_attributes(params)
 
     def save_checkpoint(
         self,
@@ -445,7 +445,7 @@ def initialize(
         scheduler.optimizer = handle  # a scheduler of the config refers to the returned optimizer, a caller's to its own
     serve_schedule(scheduler)
     serve_optimizer(handle)
-    zero.adopt(engine)
+    zero.register_engine(engine)
     return engine, handle, loader, scheduler
 
 

@@ -101,18 +101,18 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     safe_set_full_grad(param, _joined(param, value))
 
 
-def _local(param: nn.Parameter, whole: Tensor | None) -> Any:
+def _local(param: nn.Parameter, values: Tensor | None) -> Any:
     start, stop = _range(param)
-    return None if whole is None else whole.reshape(-1)[start:stop]
+    return None if values is None else values.reshape(-1)[start:stop]
 
 
 def _joined(param: nn.Parameter, value: Tensor) -> Tensor:
     """Concatenate all ranks' parts into one tensor. Collective."""
     engine, _ = engine_of(param)
-    whole = torch.zeros(param.numel(), dtype=torch.float32)
+    values = torch.zeros(param.numel(), dtype=torch.float32)
     for start, part in gather_objects((_range(param)[0], value.reshape(-1).float().cpu()), engine.mesh.world):
-        whole[start : start + part.numel()] = part
-    return whole.view(param.shape)
+        values[start : start + part.numel()] = part
+    return values.view(param.shape)
 
 
 def _range(param: nn.Parameter) -> tuple[int, int]:

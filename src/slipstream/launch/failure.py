@@ -102,16 +102,16 @@ def decode(text: str) -> Failure | None:
 class Extract:
     """Removes marked lines from a byte stream. Unmarked bytes pass immediately, so that progress bars keep updating."""
 
-    __slots__ = ("_held", "failures")
+    __slots__ = ("_pending", "failures")
 
     def __init__(self) -> None:
         self.failures: list[Failure] = []
-        self._held = b""  # a possible record: begins with the mark's first byte, and its newline has not arrived
+        self._pending = b""  # a possible record: begins with the mark's first byte, and its newline has not arrived
 
     def feed(self, data: bytes) -> bytes:
         """Add `data`; return the bytes to pass on."""
         mark = MARK.encode()
-        data, self._held = self._held + data, b""
+        data, self._pending = self._pending + data, b""
         passed = b""
         while True:
             start = data.find(mark[:1])
@@ -123,7 +123,7 @@ class Extract:
                 continue
             end = data.find(b"\n")
             if end < 0:
-                self._held = data
+                self._pending = data
                 return passed
             failure = decode(data[len(mark) : end].decode(errors="replace"))
             if failure is None:
@@ -132,10 +132,10 @@ class Extract:
                 self.failures.append(failure)
             data = data[end + 1 :]
 
-    def rest(self) -> bytes:
+    def flush(self) -> bytes:
         """At the end of the stream, return the bytes that were held back."""
-        held, self._held = self._held, b""
-        return held
+        pending, self._pending = self._pending, b""
+        return pending
 
 
 def shell_code(exit_code: int) -> int:

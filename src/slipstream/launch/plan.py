@@ -69,10 +69,10 @@ def per_parameter(plan: Plan) -> StateBytes:
     return StateBytes(precision.param_dtype.itemsize, grad_dtype.itemsize, master + states)
 
 
-def per_rank(stage: int, each: StateBytes, num_params: int, num_shards: int) -> StateBytes:
+def per_rank(stage: int, per_param: StateBytes, num_params: int, num_shards: int) -> StateBytes:
     """Bytes of each state on one rank; stage s shards the last s of (weights, grads, optim)."""
     fractions = [1 / num_shards if stage > 2 - index else 1.0 for index in range(3)]
-    return StateBytes(*(size * num_params * fraction for size, fraction in zip(each, fractions, strict=True)))
+    return StateBytes(*(size * num_params * fraction for size, fraction in zip(per_param, fractions, strict=True)))
 
 
 def _size(nbytes: float) -> str:
@@ -84,17 +84,17 @@ def _size(nbytes: float) -> str:
 
 def sizes_text(plan: Plan, num_params: int, world: int) -> str:
     """A table of the model states at all four stages, with the configured one marked."""
-    each = per_parameter(plan)
+    nbytes = per_parameter(plan)
     shards = plan.zero.shard_size or world
     optimizer = plan.optimizer.type if plan.optimizer else "AdamW, since the config has no optimizer"
     lines = [
         f"model states per rank: {num_params:,} parameters, sharded over {shards} ranks",
-        f"bytes per parameter: weights {each.weights:g}, gradients {each.grads:g}, optimizer {each.optim:g} ({optimizer})",
+        f"bytes per parameter: weights {nbytes.weights:g}, gradients {nbytes.grads:g}, optimizer {nbytes.optim:g} ({optimizer})",
         "",
         f"  {'stage':<8}{'weights':>12}{'gradients':>12}{'optimizer':>12}{'total':>12}",
     ]
     for stage in range(4):
-        sizes = per_rank(stage, each, num_params, shards)
+        sizes = per_rank(stage, nbytes, num_params, shards)
         mark = "->" if stage == plan.zero.stage else "  "
         cells = "".join(f"{_size(size):>12}" for size in (*sizes, sizes.total))
         lines.append(f"{mark}{stage:<8}{cells}")
@@ -262,7 +262,7 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
                 {
                     "parameters": num_params,
                     **explain.as_dict(forecast),
-                    "proposals": [{"changes": each.changes, **explain.as_dict(each.forecast)} for each in fitting],
+                    "proposals": [{"changes": proposal.changes, **explain.as_dict(proposal.forecast)} for proposal in fitting],
                 }
             )
         )

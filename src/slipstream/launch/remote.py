@@ -52,7 +52,7 @@ class _Running:
     def _forward(self, stream: IO[bytes]) -> None:
         while data := os.read(stream.fileno(), 65536):
             _write(self.extract.feed(data))
-        _write(self.extract.rest())
+        _write(self.extract.flush())
 
     def request_stop(self) -> None:
         if self.process.stdin is not None:

@@ -80,8 +80,8 @@ def read_stack(folder: Path, attempt: int, rank: int) -> str:
     """Python's stack at the fatal signal of a rank, without our frames; empty if there is none."""
     path = _file(folder, attempt, rank, ".stack")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    ours = (f'File "{__file__}"', 'File "<frozen runpy>"', "Extension modules:")
-    return shorten("\n".join(line for line in lines if not line.strip().startswith(ours)).strip())
+    skipped = (f'File "{__file__}"', 'File "<frozen runpy>"', "Extension modules:")
+    return shorten("\n".join(line for line in lines if not line.strip().startswith(skipped)).strip())
 
 
 def read_records(folder: Path, attempt: int) -> list[Failure]:
@@ -142,8 +142,8 @@ def _announce_restart(place: Place) -> None:
     if place.attempt == 0 or place.local_rank != 0 or place.folder is None:
         return
     records = read_records(place.folder, place.attempt - 1)
-    known = {record.rank for record in records}
-    failures = records + [death for death in read_deaths(place.folder, place.attempt - 1) if death.rank not in known]
+    ranks = {record.rank for record in records}
+    failures = records + [death for death in read_deaths(place.folder, place.attempt - 1) if death.rank not in ranks]
     reason = "a rank ended without a failure record"
     if failures and not first(failures).stopped:
         reason = summary_of(first(failures))

@@ -1,4 +1,4 @@
-"""A memory cgroup of one's own: what is started in it can have so much memory, shared mappings counted, and no swap."""
+"""A memory cgroup that limits a command's memory, shared mappings included, and forbids swap."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Group(ABC):
 
     @abstractmethod
     def limit(self, nbytes: int | None) -> None:
-        """Hold what runs from now on to so much; start the high-water mark again."""
+        """Limit the group to `nbytes` (None: no limit) and reset the peak."""
 
     @abstractmethod
     def usage(self) -> int:
-        """Bytes now, without page cache."""
+        """Current bytes, without page cache."""
 
     @abstractmethod
     def peak(self) -> int | None:
-        """The most since `limit`, by the kernel's own mark where that can be started again."""
+        """Peak bytes since `limit`: the kernel's counter if it can be reset, else the largest `usage`; None if unknown."""
 
     def close(self) -> None:  # noqa: B027
-        """Remove what was made."""
+        """Remove the cgroup."""
 
 
 class _V1(Group):
@@ -65,7 +65,7 @@ class _V2(Group):
     def __init__(self) -> None:
         self.path = _ROOT / _NAME
         self.path.mkdir()
-        self._most = 0
+        self._peak = 0
         if not (self.path / "memory.max").exists():
             self.path.rmdir()
             raise OSError("the memory controller is not delegated here")
@@ -74,40 +74,40 @@ class _V2(Group):
         (self.path / "cgroup.procs").write_text("0")
 
     def limit(self, nbytes: int | None) -> None:
-        self._most = 0
+        self._peak = 0
         with contextlib.suppress(OSError):
             (self.path / "memory.swap.max").write_text("0")
         (self.path / "memory.max").write_text("max" if nbytes is None else str(nbytes))
 
     def usage(self) -> int:
         stat = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
-        now = int(stat["anon"]) + int(stat["shmem"])
-        self._most = max(self._most, now)
-        return now
+        nbytes = int(stat["anon"]) + int(stat["shmem"])
+        self._peak = max(self._peak, nbytes)
+        return nbytes
 
     def peak(self) -> int | None:
-        return self._most or None
+        return self._peak or None
 
     def close(self) -> None:
         _remove(self.path)
 
 
-class Unheld(Group):
-    """Where no cgroup can be made: memory of the machine that is in use, and no limit."""
+class Unlimited(Group):
+    """No limit, and the memory in use on the machine: the fallback if no cgroup can be created."""
 
     def enter(self) -> None:
         pass
 
     def limit(self, nbytes: int | None) -> None:
-        self._before, self._most = _in_use(), 0
+        self._before, self._peak = _in_use(), 0
 
     def usage(self) -> int:
-        now = max(_in_use() - self._before, 0)
-        self._most = max(self._most, now)
-        return now
+        nbytes = max(_in_use() - self._before, 0)
+        self._peak = max(self._peak, nbytes)
+        return nbytes
 
     def peak(self) -> int | None:
-        return self._most or None
+        return self._peak or None
 
 
 def _in_use() -> int:
@@ -117,7 +117,7 @@ def _in_use() -> int:
 
 @contextlib.contextmanager
 def open_group() -> Iterator[Group]:
-    """The best that this machine allows."""
+    """Create a cgroup of version 1 or 2, or the fallback, and remove it afterwards."""
     group: Group | None = None
     for kind in (_V1, _V2):
         try:
@@ -125,7 +125,7 @@ def open_group() -> Iterator[Group]:
             break
         except OSError:
             continue
-    group = group or Unheld()
+    group = group or Unlimited()
     try:
         yield group
     finally:
@@ -133,7 +133,7 @@ def open_group() -> Iterator[Group]:
 
 
 def _remove(path: Path) -> None:
-    for _ in range(100):  # the last process leaves a moment after it was reaped
+    for _ in range(100):  # the kernel removes the last process a moment after it is reaped
         with contextlib.suppress(OSError):
             path.rmdir()
             return
