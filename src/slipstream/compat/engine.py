@@ -30,6 +30,7 @@ from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
 from slipstream.distributed import local_rank
 from slipstream.train.data import distributed_loader
+from slipstream.train.deepspeed_names import RENAMED
 from slipstream.train.engine import Engine
 from slipstream.train.step import UnusedParameterError
 from slipstream.zero.comm import gather_objects
@@ -72,11 +73,6 @@ class DeepSpeedEngine(Engine):
         return DeepSpeedConfig.of_engine(self)
 
     # -- the loop --
-
-    is_gradient_accumulation_boundary = _attribute("at_boundary")
-    was_step_applied = _attribute("step_applied")
-    get_global_grad_norm = _attribute("global_grad_norm")
-    loss_scale = _attribute("precision.loss_scale")
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the fp16 loss scale. A loss of the engine's outputs is unchanged: their backward scales it."""
@@ -149,13 +145,7 @@ class DeepSpeedEngine(Engine):
 
     # -- config values --
 
-    train_batch_size = _of(lambda plan: plan.batch.train_batch_size)
-    train_micro_batch_size_per_gpu = _of(lambda plan: plan.batch.micro_batch_size)
-    gradient_accumulation_steps = _of(lambda plan: plan.batch.accumulation)
-    managed_gradient_accumulation = _of(lambda plan: plan.batch.managed)
-    gradient_clipping = _of(lambda plan: plan.gradient_clipping)
     zero_optimization = _of(lambda plan: plan.zero.stage > 0)
-    zero_optimization_stage = _of(lambda plan: plan.zero.stage)
     zero_optimization_partition_gradients = _of(lambda plan: plan.zero.stage >= 2)
     zero_optimization_partition_weights = _of(lambda plan: plan.zero.stage == 3)
     zero_cpu_offload = _of(lambda plan: plan.offload.optimizer == "cpu")
@@ -164,19 +154,13 @@ class DeepSpeedEngine(Engine):
     zero_gather_16bit_weights_on_model_save = _of(lambda plan: True)  # state_dict() is complete at every stage
     fp16_enabled = _of(lambda plan: plan.precision.param_dtype is torch.float16)
     bfloat16_enabled = _of(lambda plan: plan.precision.param_dtype is torch.bfloat16)
-    fp16_auto_cast = _of(lambda plan: plan.precision.auto_cast_inputs)
     torch_autocast_enabled = _of(lambda plan: plan.precision.autocast_dtype is not None)
-    torch_autocast_dtype = _of(lambda plan: plan.precision.autocast_dtype)
     communication_data_type = property(_of(lambda plan: plan.precision.comm_dtype))
     dynamic_loss_scale = _of(lambda plan: plan.precision.loss_scale is not None and plan.precision.loss_scale.static is None)
     optimizer_name = _of(lambda plan: plan.optimizer.type.lower() if plan.optimizer else None)
     optimizer_params = _of(lambda plan: plan.optimizer.params if plan.optimizer else None)
     scheduler_name = _of(lambda plan: plan.scheduler.type if plan.scheduler else None)
     scheduler_params = _of(lambda plan: plan.scheduler.params if plan.scheduler else None)
-    steps_per_print = _of(lambda plan: plan.steps_per_print)
-    wall_clock_breakdown = _of(lambda plan: plan.wall_clock_breakdown)
-    dump_state = _of(lambda plan: plan.dump_state)
-    dataloader_drop_last = _of(lambda plan: plan.data.drop_last)
     mics_shard_size = property(_of(lambda plan: plan.zero.shard_size or -1))
     # a config that enables one of these raises an error
     elasticity_enabled = pld_enabled = sparse_gradients_enabled = _of(lambda plan: False)
@@ -228,7 +212,6 @@ class DeepSpeedEngine(Engine):
     mp_world_size = property(lambda self: 1)
     data_parallel_group = property(lambda self: self.mesh.data.group)
     get_tensor_parallel_rank = get_model_parallel_rank = _of(lambda plan: 0)
-    get_data_parallel_rank = _attribute("rank")
     get_sequence_parallel_group = _of(lambda plan: None)
 
     # -- weights and states --
@@ -369,7 +352,7 @@ class DeepSpeedEngine(Engine):
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)
+            return nn.Module.__getattr__(self, name)
         except AttributeError:
             if name in MISSING_METHODS:
                 raise AttributeError(f"engine.{name} is not built yet: {MISSING_METHODS[name]}") from None
@@ -392,6 +375,8 @@ def _getter(key: str) -> Callable[[DeepSpeedEngine], Any]:
     return lambda self: self._config._read.value(key)
 
 
+for _name, _path in RENAMED.items():
+    setattr(DeepSpeedEngine, _name, _attribute(_path))
 for _name, _key in CONFIG_GETTERS.items():
     setattr(DeepSpeedEngine, _name, _getter(_key))
 

@@ -29,6 +29,7 @@ from slipstream.ops.disk import DiskError
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.train import activation, compiled
 from slipstream.train import step as window
+from slipstream.train.deepspeed_names import explain_missing
 from slipstream.train.gate import IGNORED_BLOCKS, Block, Gate
 from slipstream.train.precision import Precision
 from slipstream.train.progress import Progress
@@ -589,6 +590,14 @@ class Engine(nn.Module):
         import difflib
 
         raise KeyError(f"no parameter {name!r}; the nearest are {difflib.get_close_matches(name, list(places))}")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name.startswith("_"):  # a protocol of Python or a library, which asks for what may be missing
+                raise
+            raise AttributeError(f"{error}: {explain_missing(name)}", name=name, obj=self) from None
 
     def _all_params(self) -> dict[Unit, list[int]]:
         return {unit: list(range(len(unit.params))) for unit in self.units}
