@@ -214,6 +214,27 @@ def test_plan_refuses_what_initialize_would(blocks: str, message: str, tmp_path:
     assert re.search(message, printed, re.DOTALL) and "Traceback" not in printed, printed
 
 
+@pytest.mark.parametrize(
+    ("world", "says"),
+    [
+        (1, r"pass --world 2, which fits the config: train_batch_size \(16\) != micro batch \(4\) x accumulation \(2\) x data"),
+        (3, r"pass --world 2, which fits the config: train_batch_size"),
+        (2, ""),
+    ],
+)
+def test_plan_names_the_world_that_the_batch_sizes_fit(
+    world: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}')
+    assert main(["plan", str(path), "--world", str(world)]) == (2 if says else 0)
+    printed = capsys.readouterr().err
+    assert "Check batch" not in printed and re.match(f"slipstream plan: {says}" if says else "$", printed), printed
+    path.write_text('{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}')
+    assert main(["plan", str(path), "--world", str(world)]) == 2
+    assert capsys.readouterr().err.startswith("slipstream plan: train_batch_size (16) != micro batch (3)")  # no world fits
+
+
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
