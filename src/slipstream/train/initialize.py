@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from slipstream import brief
 from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.compression import row_forms
@@ -92,6 +93,7 @@ def initialize(
         raise ValueError(f"parameter {unit.names[0]!r} already belongs to an engine; call that engine's destroy() first")
     if mpu is not None:
         _refuse_model_parallel(mpu)
+    brief.install_hook()
     loaded = read_config(config=config, config_params=config_params, args=args)
     if dist_init_required is not False:
         port: dict[str, Any] = {} if distributed_port is None else {"distributed_port": distributed_port}

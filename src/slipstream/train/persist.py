@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from slipstream import checkpoint
+from slipstream import brief, checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice
 from slipstream.checkpoint.errors import Ranks
 from slipstream.train import entries
@@ -86,6 +86,8 @@ def save(
         "tag_validation": plan.tag_validation.capitalize(),
         "keep": plan.keep,
     }
+    if engine.rank == 0:
+        brief.note_save(f"{directory}/{tag}")
     if plan.asynchronous:
         assert engine.staging is not None, "initialize() calls open_staging() if saves are asynchronous"
         engine.saving = checkpoint.save_async(directory, tag, engine.staging, **options)
