@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,7 +86,10 @@ def _load(
     if tag is None:
         tag = checkpoint.latest_tag(directory, group=engine.mesh.data.group, universal=engine.plan.checkpoint.universal)
     if tag is None:
-        logger.warning("no checkpoint was loaded: %s/latest does not exist; training starts from the beginning", directory)
+        if engine.rank == 0:
+            folder = Path(os.path.abspath(directory))
+            missing = f"{folder / 'latest'} does not exist" if folder.is_dir() else f"folder {folder} does not exist"
+            logger.warning("no checkpoint was loaded: %s; training starts from the beginning", missing)
         return None, {}
     metadata = checkpoint.load_metadata(directory, tag, group=engine.mesh.data.group)
     contents = metadata.shared.get("contents", "all")
@@ -123,7 +128,7 @@ def _load(
             raise CheckpointError("it is damaged or hostile: its client_state is not a dict")
         if not module_only:
             try:
-                _take_values(engine, loaded, undo, lacking, exclude, optimizer=optimizer, scheduler=scheduler)
+                _take_values(engine, loaded, metadata.world_size, undo, lacking, exclude, optimizer=optimizer, scheduler=scheduler)
             except CheckpointError:
                 raise
             except Exception as error:
@@ -184,6 +189,7 @@ def _begin_window(engine: Engine) -> None:
 def _take_values(
     engine: Engine,
     loaded: checkpoint.Loaded,
+    num_saved: int,
     undo: list[Callable[[], None]],
     lacking: list[str],
     exclude: Sequence[str],
@@ -191,7 +197,10 @@ def _take_values(
     optimizer: bool,
     scheduler: bool,
 ) -> None:
-    """Apply the values that are not tensors of the model or optimizer; append functions that restore the current ones to `undo`."""
+    """Apply the values that are not tensors of the model or optimizer; append functions that restore the current ones to `undo`.
+
+    num_saved: the ranks of the run that saved the checkpoint.
+    """
     shared = loaded.shared
     if engine.steps is not None:  # a schedule writes to the groups, too
         undo += [_restoring_group(group) for group in engine.steps.inner.param_groups]
@@ -212,13 +221,16 @@ def _take_values(
     if average is not None and shared.get("average") is not None:
         undo.append(partial(setattr, average, "num_updates", average.num_updates))
         average.num_updates = _whole(shared["average"]["num_updates"], "number of averages")
-    _take_position(engine, loaded, undo)
+    ranks = ""
+    if num_saved != engine.world_size:
+        ranks = f"the number of ranks was {num_saved} when the checkpoint was saved and is {engine.world_size} now"
+    _take_position(engine, loaded, ranks, undo)
     if loaded.per_rank:
         present = entries.random_state(engine.device)
         undo.append(lambda: _restore_random(present, engine.device))
         _restore_random(loaded.per_rank["random"], engine.device)
     else:
-        logger.info("random states were not restored: the checkpoint has none for this number of ranks")
+        logger.info("random states were not restored: %s", ranks or "the checkpoint has none")
 
 
 def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> None:
@@ -248,18 +260,20 @@ def _common(one: Any, other: Any) -> Any:
     return one
 
 
-def _take_position(engine: Engine, loaded: checkpoint.Loaded, undo: list[Callable[[], None]]) -> None:
-    """Restore the data position. One that does not fit is skipped, so that a run can continue on other data."""
+def _take_position(engine: Engine, loaded: checkpoint.Loaded, ranks: str, undo: list[Callable[[], None]]) -> None:
+    """Restore the data position. One that does not fit is skipped, so that a run can continue on other data.
+
+    ranks: how the numbers of ranks that saved and that load differ; empty if they do not.
+    """
     loader = engine.training_dataloader
     if not hasattr(loader, "load_state_dict"):
         return
     state = loaded.shared["data"]
     if state is None and loaded.per_rank:
         state = loaded.per_rank["data"]
-    why = (
-        "the checkpoint has none for this number of ranks (per-rank positions, of a sharded dataset or a custom loader, need the "
-        "number of ranks that saved)"
-    )
+    why = "the checkpoint has none"
+    if ranks:
+        why = f"{ranks} (per-rank positions, of a sharded dataset or a custom loader, need the same number)"
     if state is not None:
         undo.append(_restoring(loader))
         try:
