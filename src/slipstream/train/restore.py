@@ -87,9 +87,9 @@ def _load(
         tag = checkpoint.latest_tag(directory, group=engine.mesh.data.group, universal=engine.plan.checkpoint.universal)
     if tag is None:
         if engine.rank == 0:
-            folder = Path(os.path.abspath(directory))
-            missing = f"{folder / 'latest'} does not exist" if folder.is_dir() else f"folder {folder} does not exist"
-            logger.warning("no checkpoint was loaded: %s; training starts from the beginning", missing)
+            looked_in = Path(os.path.abspath(directory))
+            lacks = f"{looked_in / 'latest'} does not exist" if looked_in.is_dir() else f"folder {looked_in} does not exist"
+            logger.warning("no checkpoint was loaded: %s; training starts from the beginning", lacks)
         return None, {}
     metadata = checkpoint.load_metadata(directory, tag, group=engine.mesh.data.group)
     contents = metadata.shared.get("contents", "all")
