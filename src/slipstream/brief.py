@@ -20,7 +20,7 @@ _SAVES = "saves"  # a file in it, of the first rank's saves
 _saves: list[str] = []  # the same, of this process
 
 
-class BriefError(RuntimeError):
+class BriefError(Exception):
     """An error that is printed briefly if it is uncaught. The first instance in a process installs a `sys.excepthook`."""
 
     def __init__(self, *args: object) -> None:

@@ -32,6 +32,7 @@ from slipstream.distributed import local_rank
 from slipstream.train.data import distributed_loader
 from slipstream.train.deepspeed_names import RENAMED
 from slipstream.train.engine import Engine
+from slipstream.train.initialize import read_together
 from slipstream.train.step import UnusedParameterError
 from slipstream.zero.comm import gather_objects
 
@@ -401,25 +402,33 @@ def initialize(
     config   a path, a dictionary or base64 of JSON. A top-level key "zero_optimization.x" sets x in the block if it is unset there.
              Unknown top-level keys are logged and ignored, as in DeepSpeed. One that resembles a known key raises ValueError.
     """
-    loaded = arguments.read_config(config=_decode(config), config_params=_decode(config_params), args=args)
+    loaded = read_together(
+        lambda: arguments.read_config(config=_decode(config), config_params=_decode(config_params), args=args),
+        distributed_port,
+        mpu,
+        dist_init_required,
+    )
     raw = _unfold(loaded.raw)
     used = tolerant(with_known_warmup(raw))
     if optimizer is None and "optimizer" not in raw:  # as DeepSpeed, create no schedule; Trainer evaluates this way
         used, lr_scheduler = {name: value for name, value in used.items() if name != "scheduler"}, None
-    with zero.held_values(model):
-        engine, handle, loader, scheduler = slipstream.initialize(
-            model=model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port,
-            mpu=mpu,
-            dist_init_required=dist_init_required,
-            collate_fn=collate_fn,
-            config=used,
-            mesh_param=mesh_param,
-        )
+    try:
+        with zero.held_values(model):
+            engine, handle, loader, scheduler = slipstream.initialize(
+                model=model,
+                optimizer=optimizer,
+                model_parameters=model_parameters,
+                training_data=training_data,
+                lr_scheduler=lr_scheduler,
+                distributed_port=distributed_port,
+                mpu=mpu,
+                dist_init_required=dist_init_required,
+                collate_fn=collate_fn,
+                config=used,
+                mesh_param=mesh_param,
+            )
+    except arguments.ConfigError as error:
+        raise loaded.refusal(error) from None
     # DeepSpeedEngine adds only methods, so changing the class is enough.
     engine.__class__ = DeepSpeedEngine
     assert isinstance(engine, DeepSpeedEngine)
