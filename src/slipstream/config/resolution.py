@@ -127,7 +127,8 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
         log_level=values.take("log_level"),
         seed=values.take("slipstream.seed"),
         debug=DebugPlan(timeout_s=values.take("slipstream.timeout_s"), poison_released=values.take("slipstream.poison_released")),
-        notes=(*parsed.notes, *keys.without_effect(parsed.leaves.values()), *values.notes),
+        idle=keys.without_effect(parsed.leaves.values()),
+        notes=(*parsed.notes, *values.notes),
         sources=dict(sorted(values.sources.items())),
     )
 
