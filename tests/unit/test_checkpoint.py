@@ -417,8 +417,11 @@ def test_nothing_is_left_when_the_disk_is_full(tmp_path: Path, monkeypatch: pyte
     for name in (".bin", "metadata.json", "latest"):  # in the order of their writing
         failing[0] = name
         for tag in ("a", "b"):
-            with pytest.raises(CheckpointError, match=r"was not saved: .*No space left on device"):
+            with pytest.raises(CheckpointError, match=r"was not saved: .*No space left on device") as raised:
                 save(tmp_path, tag, tensors={"w": torch.ones(4)}, shared={"step": 9}, per_rank={})
+            if name == ".bin":
+                sizes = rf"device: it needs 16 bytes, and {tmp_path}/{tag}\.tmp-\w+ had [1-9]\d+ free"
+                assert re.search(sizes, str(raised.value)) and raised.value.__cause__ is None and raised.value.__context__ is None
             assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
             assert load(tmp_path, latest_tag(tmp_path) or "", tensors={}).shared["step"] == 3
 

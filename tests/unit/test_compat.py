@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import operator
 import os
 import re
 import subprocess
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from slipstream import initialize
 from slipstream.compat import launcher, modules, names
 from slipstream.compat.__main__ import differences, tables
+from slipstream.train import deepspeed_names
 from tests import deepspeed_checkpoints as ds
 from tests import probe, toy
 
@@ -617,6 +619,23 @@ def test_the_engine_says_what_the_config_says(deepspeed: Any) -> None:
             getattr(engine, name)
     engine.destroy()
     bare.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_slipstreams_engine_names_what_replaces_a_method_of_deepspeeds(deepspeed: Any) -> None:
+    engine, *_ = initialize(model=toy.seeded(toy.Lm), config=toy.settings(3), dist_init_required=False)
+    for name in (*deepspeed_names.RENAMED, *deepspeed_names._INSTEAD):
+        assert hasattr(deepspeed.DeepSpeedEngine, name) or name == "config"
+        assert not hasattr(engine, name) and getattr(engine, name, None) is None
+    for name, path in deepspeed_names.RENAMED.items():
+        operator.attrgetter(path)(engine)
+        with pytest.raises(AttributeError, match=re.escape(f"no attribute '{name}': use engine.{path}. DeepSpeed's methods")):
+            getattr(engine, name)
+    with pytest.raises(AttributeError, match=re.escape("'dump_state_of_zero': DeepSpeed's methods exist on the engine of")):
+        engine.dump_state_of_zero  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute '__deepcopy__'$"):
+        engine.__deepcopy__  # noqa: B018
+    engine.destroy()
 
 
 @pytest.mark.usefixtures("group")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from slipstream.config import DataWorld, ModelFacts, Plan, describe, resolve
 from slipstream.config.keys import HONORED
-from slipstream.config.plan import plan_values
+from slipstream.config.plan import plan_values, sentences
 from slipstream.config.resolution import AUTO, triad
 from slipstream.optim import resolve_optimizer
 from slipstream.train import compiled, rehearse
@@ -460,7 +460,8 @@ def test_describe_shows_every_value_with_its_source(raw: dict[str, Any]) -> None
         assert key in plan.sources, key
         (line,) = [line for line in lines if line.split()[0] == key]
         assert line.endswith(plan.sources[key])
-    assert [line for line in lines if line.startswith("note: ")] == [f"note: {note}" for note in plan.notes]
+    notes = [f"note: {note}" for note in (*sentences(plan.idle), *plan.notes)]
+    assert [line for line in lines if line.startswith("note: ")] == notes
 
 
 def test_describe_begins_with_what_the_config_sets() -> None:

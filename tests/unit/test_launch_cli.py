@@ -153,10 +153,12 @@ def test_refused_with_hosts() -> None:
         ("servee", "slipstream: invalid choice: 'servee'"),
         ("serve smollm2 --max_num_seqs 4", "slipstream serve: unknown option --max_num_seqs; did you mean --max-running?"),
         ("generate smollm2 x --max_token 4", "slipstream generate: unknown option --max_token; did you mean --max-tokens?"),
+        ("generate none x", "slipstream generate: argument MODEL: none is not a path or smollm2; see slipstream generate --help\n"),
         (
-            "generate no-such-model x",
-            "slipstream generate: argument MODEL: no-such-model does not exist; give a Hugging Face folder",
+            "generate smollm3 x",
+            "slipstream generate: argument MODEL: smollm3 is not a path; did you mean smollm2? see slipstream g",
         ),
+        ("chat src/slipsteam", "slipstream chat: argument MODEL: src/slipsteam is not a path; did you mean src/slipstream? see "),
         ("generate smollm2 x --system y", "slipstream generate: --system needs --chat; add it"),
         ("generate smollm2 x ''", "slipstream generate: prompt 2 of 2 is empty"),
         ("chat smollm2 --temperature -1", "slipstream chat: temperature is -1.0; it must be between 0 and 100"),
@@ -212,6 +214,27 @@ def test_plan_refuses_what_initialize_would(blocks: str, message: str, tmp_path:
     assert main(["plan", str(path)]) == 2
     printed = capsys.readouterr().err
     assert re.search(message, printed, re.DOTALL) and "Traceback" not in printed, printed
+
+
+@pytest.mark.parametrize(
+    ("world", "says"),
+    [
+        (1, r"pass --world 2, which fits the config: train_batch_size \(16\) != micro batch \(4\) x accumulation \(2\) x data"),
+        (3, r"pass --world 2, which fits the config: train_batch_size"),
+        (2, ""),
+    ],
+)
+def test_plan_names_the_world_that_the_batch_sizes_fit(
+    world: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}')
+    assert main(["plan", str(path), "--world", str(world)]) == (2 if says else 0)
+    printed = capsys.readouterr().err
+    assert "Check batch" not in printed and re.match(f"slipstream plan: {says}" if says else "$", printed), printed
+    path.write_text('{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}')
+    assert main(["plan", str(path), "--world", str(world)]) == 2
+    assert capsys.readouterr().err.startswith("slipstream plan: train_batch_size (16) != micro batch (3)")  # no world fits
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,9 @@ from slipstream.compat.weights import consolidated, write_weights
 from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
 from slipstream.train.data import distributed_loader
+from slipstream.train.deepspeed_names import RENAMED
 from slipstream.train.engine import Engine
+from slipstream.train.initialize import read_together
 from slipstream.train.window import UnusedParameterError
 from slipstream.world.join import local_rank
 from slipstream.zero.comm import gather_objects
@@ -72,11 +74,6 @@ class DeepSpeedEngine(Engine):
         return DeepSpeedConfig.of_engine(self)
 
     # -- the loop --
-
-    is_gradient_accumulation_boundary = _attribute("at_boundary")
-    was_step_applied = _attribute("step_applied")
-    get_global_grad_norm = _attribute("global_grad_norm")
-    loss_scale = _attribute("precision.loss_scale")
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the fp16 loss scale. A loss of the engine's outputs is unchanged: their backward scales it."""
@@ -149,13 +146,7 @@ class DeepSpeedEngine(Engine):
 
     # -- config values --
 
-    train_batch_size = _of(lambda plan: plan.batch.train_batch_size)
-    train_micro_batch_size_per_gpu = _of(lambda plan: plan.batch.micro_batch_size)
-    gradient_accumulation_steps = _of(lambda plan: plan.batch.accumulation)
-    managed_gradient_accumulation = _of(lambda plan: plan.batch.managed)
-    gradient_clipping = _of(lambda plan: plan.gradient_clipping)
     zero_optimization = _of(lambda plan: plan.zero.stage > 0)
-    zero_optimization_stage = _of(lambda plan: plan.zero.stage)
     zero_optimization_partition_gradients = _of(lambda plan: plan.zero.stage >= 2)
     zero_optimization_partition_weights = _of(lambda plan: plan.zero.stage == 3)
     zero_cpu_offload = _of(lambda plan: plan.offload.optimizer == "cpu")
@@ -164,19 +155,13 @@ class DeepSpeedEngine(Engine):
     zero_gather_16bit_weights_on_model_save = _of(lambda plan: True)  # state_dict() is complete at every stage
     fp16_enabled = _of(lambda plan: plan.precision.param_dtype is torch.float16)
     bfloat16_enabled = _of(lambda plan: plan.precision.param_dtype is torch.bfloat16)
-    fp16_auto_cast = _of(lambda plan: plan.precision.auto_cast_inputs)
     torch_autocast_enabled = _of(lambda plan: plan.precision.autocast_dtype is not None)
-    torch_autocast_dtype = _of(lambda plan: plan.precision.autocast_dtype)
     communication_data_type = property(_of(lambda plan: plan.precision.comm_dtype))
     dynamic_loss_scale = _of(lambda plan: plan.precision.loss_scale is not None and plan.precision.loss_scale.static is None)
     optimizer_name = _of(lambda plan: plan.optimizer.type.lower() if plan.optimizer else None)
     optimizer_params = _of(lambda plan: plan.optimizer.params if plan.optimizer else None)
     scheduler_name = _of(lambda plan: plan.scheduler.type if plan.scheduler else None)
     scheduler_params = _of(lambda plan: plan.scheduler.params if plan.scheduler else None)
-    steps_per_print = _of(lambda plan: plan.steps_per_print)
-    wall_clock_breakdown = _of(lambda plan: plan.wall_clock_breakdown)
-    dump_state = _of(lambda plan: plan.dump_state)
-    dataloader_drop_last = _of(lambda plan: plan.data.drop_last)
     mics_shard_size = property(_of(lambda plan: plan.zero.shard_size or -1))
     # a config that enables one of these raises an error
     elasticity_enabled = pld_enabled = sparse_gradients_enabled = _of(lambda plan: False)
@@ -228,7 +213,6 @@ class DeepSpeedEngine(Engine):
     mp_world_size = property(lambda self: 1)
     data_parallel_group = property(lambda self: self.mesh.batch.group)
     get_tensor_parallel_rank = get_model_parallel_rank = _of(lambda plan: 0)
-    get_data_parallel_rank = _attribute("rank")
     get_sequence_parallel_group = _of(lambda plan: None)
 
     # -- weights and states --
@@ -369,7 +353,7 @@ class DeepSpeedEngine(Engine):
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)
+            return nn.Module.__getattr__(self, name)
         except AttributeError:
             if name in MISSING_METHODS:
                 raise AttributeError(f"engine.{name} is not built yet: {MISSING_METHODS[name]}") from None
@@ -392,6 +376,8 @@ def _getter(key: str) -> Callable[[DeepSpeedEngine], Any]:
     return lambda self: self._config._read.value(key)
 
 
+for _name, _path in RENAMED.items():
+    setattr(DeepSpeedEngine, _name, _attribute(_path))
 for _name, _key in CONFIG_GETTERS.items():
     setattr(DeepSpeedEngine, _name, _getter(_key))
 
@@ -416,25 +402,33 @@ def initialize(
     config   a path, a dictionary or base64 of JSON. A top-level key "zero_optimization.x" sets x in the block if it is unset there.
              Unknown top-level keys are logged and ignored, as in DeepSpeed. One that resembles a known key raises ValueError.
     """
-    loaded = arguments.read_config(config=_decode(config), config_params=_decode(config_params), args=args)
+    loaded = read_together(
+        lambda: arguments.read_config(config=_decode(config), config_params=_decode(config_params), args=args),
+        distributed_port,
+        mpu,
+        dist_init_required,
+    )
     raw = _unfold(loaded.raw)
     used = tolerant(with_known_warmup(raw))
     if optimizer is None and "optimizer" not in raw:  # as DeepSpeed, create no schedule; Trainer evaluates this way
         used, lr_scheduler = {name: value for name, value in used.items() if name != "scheduler"}, None
-    with zero.held_values(model):
-        engine, handle, loader, scheduler = slipstream.initialize(
-            model=model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port,
-            mpu=mpu,
-            dist_init_required=dist_init_required,
-            collate_fn=collate_fn,
-            config=used,
-            mesh_param=mesh_param,
-        )
+    try:
+        with zero.held_values(model):
+            engine, handle, loader, scheduler = slipstream.initialize(
+                model=model,
+                optimizer=optimizer,
+                model_parameters=model_parameters,
+                training_data=training_data,
+                lr_scheduler=lr_scheduler,
+                distributed_port=distributed_port,
+                mpu=mpu,
+                dist_init_required=dist_init_required,
+                collate_fn=collate_fn,
+                config=used,
+                mesh_param=mesh_param,
+            )
+    except arguments.ConfigError as error:
+        raise loaded.refusal(error) from None
     # DeepSpeedEngine adds only methods, so changing the class is enough.
     engine.__class__ = DeepSpeedEngine
     assert isinstance(engine, DeepSpeedEngine)

@@ -245,7 +245,7 @@ REFUSED_THERE: Mapping[str, str] = {
     "`torch.func.grad`, `vjp`, `jacrev` and `vmap(grad)` through the engine in stage 3": "work at every stage, also for "
     "parameters (`functional_call`), but not inside `GatheredParameters` with gradients enabled",
     "nested GatheredParameters contexts over the same parameter": "the inner one uses the outer one's tensors",
-    "a ZeRO checkpoint at another number of ranks": "loads, at any stage",
+    "a ZeRO checkpoint on a different number of ranks": "loads, at any stage",
 }
 
 _EXPERTS = "expert parallelism; experts are trained as ordinary parameters at every ZeRO stage"

@@ -65,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(command[2], choices, n=1)
             message = f"{command[1]}; " + (f"did you mean {near[0]}?" if near else f"run a script with {self.prog} run SCRIPT")
         else:
-            message = f"{message}; see {self.prog} --help"
+            message = f"{message}{'' if message.endswith('?') else ';'} see {self.prog} --help"
         self.exit(2, f"{self.prog}: {message}\n")
 
 
@@ -122,7 +122,11 @@ def _key(text: str) -> str:
 
 def _model(text: str) -> str:
     if text != "smollm2" and not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"{text} does not exist; give {_MODELS}; nothing is downloaded")
+        folder = Path(text).parent
+        known = ["smollm2", *(entry.name for entry in folder.iterdir())] if folder.is_dir() else ["smollm2"]
+        near = difflib.get_close_matches(Path(text).name, known, n=1)
+        hint = f"; did you mean {near[0] if near[0] == 'smollm2' else folder / near[0]}?" if near else " or smollm2"
+        raise argparse.ArgumentTypeError(f"{text} is not a path{hint}")
     return text
 
 

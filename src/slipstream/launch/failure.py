@@ -49,9 +49,9 @@ _PEER_GONE = re.compile(
 _EXPLANATIONS: dict[int, str] = {
     signal.SIGSEGV: "segmentation fault (SIGSEGV): native code accessed invalid memory",
     signal.SIGABRT: "aborted (SIGABRT) by native code; its message is above",
-    signal.SIGILL: "illegal instruction (SIGILL): a library was built for a newer processor than this host's",
-    signal.SIGFPE: "arithmetic exception (SIGFPE) in native code, usually an integer division by zero",
-    signal.SIGTERM: "terminated (SIGTERM), not by slipstream: by the scheduler or another user",
+    signal.SIGILL: "illegal instruction (SIGILL); possible cause: a library built for a newer processor than this host's",
+    signal.SIGFPE: "arithmetic exception (SIGFPE) in native code; possible cause: an integer division by zero",
+    signal.SIGTERM: "terminated (SIGTERM), not by slipstream; possible causes: the scheduler, a time limit, another user",
 }
 
 
@@ -156,19 +156,22 @@ def _explain_kill(before: Pressure, after: Pressure) -> str:
         )
     if (after.host_kills or 0) > (before.host_kills or 0):
         return (
-            "the kernel's out-of-memory killer ran on this host during the run: the host ran out of memory; "
+            "killed (SIGKILL); the kernel's out-of-memory killer ran on this host during the run: if the host ran out of memory, "
             "use fewer ranks per host, a smaller micro-batch or a higher ZeRO stage"
         )
     if before.cgroup_kills is None and before.host_kills is None:
-        return "killed (SIGKILL), probably by the out-of-memory killer, whose counters are not readable here; check `dmesg` there"
-    return "killed (SIGKILL), not by the out-of-memory killer: the scheduler, another user or a time limit ended it"
+        return (
+            "killed (SIGKILL); possible causes: the out-of-memory killer, whose counters are not readable here (see `dmesg` on its "
+            "host), the scheduler, a time limit, another user"
+        )
+    return "killed (SIGKILL), not by the out-of-memory killer; possible causes: the scheduler, a time limit, another user"
 
 
 def _explain_bus(after: Pressure) -> str:
     shm = f" (/dev/shm has {_gib(after.shm.free)} of {_gib(after.shm.total)} free)" if after.shm else ""
     return (
-        f"bus error (SIGBUS): a page of a shared or file mapping could not be allocated{shm}; data loader workers filled "
-        "/dev/shm (raise the container's --shm-size or lower num_workers), or a mapped file was truncated"
+        f"bus error (SIGBUS): a page of a shared or file mapping could not be allocated{shm}; possible causes: data loader "
+        "workers filled /dev/shm (raise the container's --shm-size or lower num_workers), a mapped file was truncated"
     )
 
 
@@ -216,7 +219,7 @@ def render(failures: Sequence[Failure]) -> str:
     """The summary at the end of a failed run: the first failure, and the ranks that failed after it."""
     shown = first(failures)
     name = f", {_signal_name(-shown.exit_code)}" if shown.exit_code < 0 else ""
-    lines = [f"slipstream run: rank {shown.rank} on {shown.host} failed first (exit code {shown.exit_code}{name})"]
+    lines = [f"slipstream run: rank {shown.rank} on host {shown.host} failed first (exit code {shown.exit_code}{name})"]
     if shown.traceback:
         lines += ["", shown.traceback.rstrip("\n"), ""]
     elif shown.message:

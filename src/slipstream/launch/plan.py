@@ -211,11 +211,16 @@ def rates_of(stated: Sequence[str]) -> dict[str, float]:
 def execute(options: argparse.Namespace) -> int:
     from slipstream.config import DataWorld, describe, resolve
     from slipstream.config.arguments import read_config
+    from slipstream.config.resolution import DEEPSPEEDS, WorldError
     from slipstream.train import rehearse
 
     loaded = read_config(options.config)
     rows = shapes_of(options.batch_shape)[0][0] if options.batch_shape else None
-    plan = resolve(loaded.raw, world=DataWorld(data_parallel=options.world), facts=facts(options.device, rows))
+    try:
+        plan = resolve(loaded.raw, world=DataWorld(data_parallel=options.world), facts=facts(options.device, rows))
+    except WorldError as error:
+        hint = f"pass --world {error.fits}, which fits the config: " if error.fits else ""
+        raise ValueError(f"{hint}{str(error).removeprefix(DEEPSPEEDS)}") from None
     rehearse(plan)
     if not options.json:
         print(describe(plan, defaults=options.all))

@@ -127,6 +127,8 @@ def run_commands(commands: Sequence[Command]) -> int:
         raise ValueError(f"{error.filename} is not installed on this host; install it or choose another --launcher") from None
     except _Stopped as stop:
         _stop(running)
+        name = signal.Signals(stop.number).name
+        print(f"slipstream run: stopped by {name}, and the ranks on all hosts have stopped", file=sys.stderr, flush=True)
         return 128 + stop.number
     finally:
         for number, handler in handlers.items():

@@ -31,7 +31,6 @@ from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from slipstream import brief
-from slipstream.launch.environment import FAILURES
 from slipstream.launch.failure import Failure, decode, encode, first, is_consequence, shorten, summary_of
 from slipstream.world import discover as places
 
@@ -163,7 +162,7 @@ def _find_place(report: bool) -> Place:
     if variables is None:
         raise ValueError("no rank in the environment; start scripts with `slipstream run`, which starts this module")
     os.environ.update(variables)
-    folder = os.environ.get(FAILURES)
+    folder = os.environ.get(brief.RECORDS)
     return Place(
         rank=int(variables["RANK"]),
         local_rank=int(variables.get("LOCAL_RANK", "0")),

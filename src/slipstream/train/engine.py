@@ -25,6 +25,7 @@ from torch import Tensor
 from slipstream.activations import blocks
 from slipstream.ops.disk import DiskError
 from slipstream.train import compiled, window
+from slipstream.train.deepspeed_names import explain_missing
 from slipstream.train.gate import IGNORED_BLOCKS, Block
 from slipstream.train.precision import Precision
 from slipstream.train.progress import Progress
@@ -504,6 +505,14 @@ class Engine(nn.Module):
         import difflib
 
         raise KeyError(f"no parameter {name!r}; the nearest are {difflib.get_close_matches(name, list(places))}")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name.startswith("_"):  # a protocol of Python or a library, which asks for what may be missing
+                raise
+            raise AttributeError(f"{error}: {explain_missing(name)}", name=name, obj=self) from None
 
     def _all_params(self) -> dict[Unit, list[int]]:
         return {unit: list(range(len(unit.params))) for unit in self.units}

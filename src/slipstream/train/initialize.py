@@ -12,10 +12,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from slipstream import brief
 from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
-from slipstream.config.arguments import read_config
+from slipstream.config.arguments import ConfigError, Loaded, read_config
 from slipstream.optim import Resolved, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.rules import Rule
@@ -91,22 +92,23 @@ def initialize(
         raise ValueError(f"parameter {unit.names[0]!r} already belongs to an engine; call that engine's destroy() first")
     if mpu is not None:
         _refuse_model_parallel(mpu)
-    loaded = read_config(config=config, config_params=config_params, args=args)
-    if dist_init_required is not False:
-        port: dict[str, Any] = {} if distributed_port is None else {"distributed_port": distributed_port}
-        init_distributed(**port)
+    brief.install_hook()
+    loaded = read_together(
+        lambda: read_config(config=config, config_params=config_params, args=args), distributed_port, mpu, dist_init_required
+    )
     device = local_device()
     group = mpu.get_data_parallel_group() if mpu is not None else None
     size = dist.get_world_size(group) if dist.is_initialized() else 1
-    overrides = {} if optimizer is not None or loaded.raw.get("optimizer") else for_inference(loaded.raw)
     try:
+        overrides = {} if optimizer is not None or loaded.raw.get("optimizer") else for_inference(loaded.raw)
         world = DataWorld(data_parallel=size, one_host=size <= local_world_size())
         facts = _facts(model, device, optimizer, training_data, lr_scheduler)
         plan = resolve(loaded.raw, world=world, facts=facts, overrides=overrides)
         compiled.check(plan.compile)
     except ValueError as error:
-        check_alike(fact_of_refusal(error), group)
-        raise
+        refusal = loaded.refusal(error)
+        check_alike(fact_of_refusal(refusal), group)
+        raise refusal from None
     check_alike(facts_of_run(plan, model, device), group)
     if size == 1 or dist.get_rank(group) == 0:
         keys.say(loaded.notes)
@@ -132,6 +134,24 @@ def initialize(
     engine.optimizer = handle
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader
     return engine, handle, loader, scheduler
+
+
+def read_together(
+    read: Callable[[], Loaded], distributed_port: int | None = None, mpu: Any = None, dist_init_required: bool | None = None
+) -> Loaded:
+    """Read a config and join the process group. Collective: if a rank cannot read its config, all raise and name that rank."""
+    refusal: ConfigError | None = None
+    try:
+        loaded = read()
+    except ValueError as error:
+        refusal = ConfigError(str(error))
+    if dist_init_required is not False:
+        port: dict[str, Any] = {} if distributed_port is None else {"distributed_port": distributed_port}
+        init_distributed(**port)
+    if refusal is not None:
+        check_alike(fact_of_refusal(refusal), mpu.get_data_parallel_group() if mpu is not None else None)
+        raise refusal
+    return loaded
 
 
 def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:

@@ -29,6 +29,7 @@ def log_plan(plan: Plan) -> None:
         package.setLevel(plan.log_level.upper())
     elif logs and package.level == logging.NOTSET:
         package.setLevel(logging.INFO)
+    keys.say_idle(plan.idle)
     keys.say(plan.notes)
     if plan.dump_state:
         logger.info("%s", describe(plan, defaults=True))

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _STORE_PATIENCE = timedelta(seconds=5)  # the store's server may have gone with its process
 
 
-class PeerError(BriefError):
+class PeerError(BriefError, RuntimeError):
     """A wait for other ranks failed: they will never join it, have exceeded the timeout, or (PeerLostError) have ended."""
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from slipstream.train.data import OtherDataError
 from slipstream.train.saving import entries
 from slipstream.train.saving.save import agree
 from slipstream.train.states import States
+from slipstream.world.mesh import Mesh
 from slipstream.zero.storage.store import copy_store
 
 logger = logging.getLogger(__name__)
@@ -85,7 +88,10 @@ def _load(
     if tag is None:
         tag = checkpoint.latest_tag(directory, group=group, universal=parts[0].plan.checkpoint.universal)
     if tag is None:
-        logger.warning("no checkpoint was loaded: %s/latest does not exist; training starts from the beginning", directory)
+        if parts[0].mesh.is_first:
+            looked_in = Path(os.path.abspath(directory))
+            lacks = f"{looked_in / 'latest'} does not exist" if looked_in.is_dir() else f"folder {looked_in} does not exist"
+            logger.warning("no checkpoint was loaded: %s; training starts from the beginning", lacks)
         return None, {}
     metadata = checkpoint.load_metadata(directory, tag, group=group)
     contents = metadata.shared.get("contents", "all")
@@ -124,7 +130,9 @@ def _load(
             raise CheckpointError("it is damaged or hostile: its client_state is not a dict")
         if not module_only:
             try:
-                _take_values(parts, loop, loaded, undo, lacking, exclude, optimizer=optimizer, scheduler=scheduler)
+                _take_values(
+                    parts, loop, loaded, metadata.world_size, undo, lacking, exclude, optimizer=optimizer, scheduler=scheduler
+                )
             except CheckpointError:
                 raise
             except Exception as error:
@@ -177,6 +185,7 @@ def _take_values(
     parts: Sequence[States],
     loop: entries.Loop,
     loaded: checkpoint.Loaded,
+    num_saved: int,
     undo: list[Callable[[], None]],
     lacking: list[str],
     exclude: Sequence[str],
@@ -184,7 +193,10 @@ def _take_values(
     optimizer: bool,
     scheduler: bool,
 ) -> None:
-    """Apply the values that are not tensors of the model or optimizer; append functions that restore the current ones to `undo`."""
+    """Apply the values that are not tensors of the model or optimizer; append functions that restore the current ones to `undo`.
+
+    num_saved: the ranks of the run that saved the checkpoint.
+    """
     shared = loaded.shared
     undo += [_restoring_group(group) for group in parts[0].steps.inner.param_groups]  # a schedule writes to the groups, too
     scaler = loop.precision.scaler
@@ -204,14 +216,16 @@ def _take_values(
     for average in filter(None, map(entries.average_of, parts) if shared.get("average") is not None else ()):
         undo.append(partial(setattr, average, "num_updates", average.num_updates))
         average.num_updates = _whole(shared["average"]["num_updates"], "number of averages")
-    _take_position(parts[0], loop, loaded, undo)
-    device = parts[0].device
+    ranks, mesh, device = "", parts[0].mesh, parts[0].device
+    if num_saved != mesh.world.size:
+        ranks = f"the number of ranks was {num_saved} when the checkpoint was saved and is {mesh.world.size} now"
+    _take_position(mesh, loop, loaded, ranks, undo)
     if loaded.per_rank:
         present = entries.random_state(device)
         undo.append(lambda: _restore_random(present, device))
         _restore_random(loaded.per_rank["random"], device)
     else:
-        logger.info("random states were not restored: the checkpoint has none for this number of ranks")
+        logger.info("random states were not restored: %s", ranks or "the checkpoint has none")
 
 
 def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> None:
@@ -241,18 +255,20 @@ def _common(one: Any, other: Any) -> Any:
     return one
 
 
-def _take_position(states: States, loop: entries.Loop, loaded: checkpoint.Loaded, undo: list[Callable[[], None]]) -> None:
-    """Restore the data position. One that does not fit is skipped, so that a run can continue on other data."""
+def _take_position(mesh: Mesh, loop: entries.Loop, loaded: checkpoint.Loaded, ranks: str, undo: list[Callable[[], None]]) -> None:
+    """Restore the data position. One that does not fit is skipped, so that a run can continue on other data.
+
+    ranks: how the numbers of ranks that saved and that load differ; empty if they do not.
+    """
     loader = loop.training_dataloader
     if not hasattr(loader, "load_state_dict"):
         return
     state = loaded.shared["data"]
     if state is None and loaded.per_rank:
         state = loaded.per_rank["data"]
-    why = (
-        "the checkpoint has none for this number of ranks (per-rank positions, of a sharded dataset or a custom loader, need the "
-        "number of ranks that saved)"
-    )
+    why = "the checkpoint has none"
+    if ranks:
+        why = f"{ranks} (per-rank positions, of a sharded dataset or a custom loader, need the same number)"
     if state is not None:
         undo.append(_restoring(loader))
         try:
@@ -260,7 +276,7 @@ def _take_position(states: States, loop: entries.Loop, loaded: checkpoint.Loaded
             return
         except OtherDataError as error:
             why = str(error)
-    if states.mesh.is_first:
+    if mesh.is_first:
         logger.warning("the checkpoint's data position was not restored, and the data start with a new epoch: %s", why)
 
 

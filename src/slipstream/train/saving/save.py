@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from slipstream import checkpoint
+from slipstream import brief, checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice
 from slipstream.checkpoint.errors import Ranks
 from slipstream.config.plan import CheckpointPlan
@@ -93,6 +93,8 @@ class Saves:
             "tag_validation": self.plan.tag_validation.capitalize(),
             "keep": self.plan.keep,
         }
+        if self.mesh.is_first:
+            brief.note_save(f"{directory}/{tag}")
         if self.staging is not None:
             self._in_flight = checkpoint.save_async(directory, tag, self.staging, **options)
         else:
