@@ -106,7 +106,9 @@ class DeepSpeedEngine(Engine):
 
         Inside, `safe_get_full_grad` returns this rank's sum. Raises AssertionError for `step()`, `no_sync()` or a nested context.
         """
-        assert self.hooks.sync, "coalesce_grad_reduction() cannot be nested inside no_sync() or another one: use one of them"
+        assert all(states.hooks.sync for states in self.states), (
+            "coalesce_grad_reduction() cannot be nested inside no_sync() or another one: use one of them"
+        )
         self.coalesces = True
         try:
             with super().no_sync():
@@ -123,26 +125,25 @@ class DeepSpeedEngine(Engine):
                 f"set_train_batch_size({train_batch_size}): not a multiple of micro batch ({batch.micro_batch_size}) x data "
                 f"parallel ({self.mesh.batch.size}) = {per_pass}"
             )
-        if self.hooks.backwards:
-            raise RuntimeError(f"set_train_batch_size() after {self.hooks.backwards} backward passes of a window; call it before")
+        if self.backwards:
+            raise RuntimeError(f"set_train_batch_size() after {self.backwards} backward passes of a window; call it before")
         narrow = {unit.grads.dtype for unit in self.units if unit.grads is not None and unit.grads.dtype.itemsize < 4}
-        if train_batch_size > per_pass and narrow and not self.recipe.accumulates and self.recipe.grads_dtype is None:
+        if train_batch_size > per_pass and narrow and not self.single.recipe.accumulates and self.single.recipe.grads_dtype is None:
             raise ValueError(
                 f"set_train_batch_size({train_batch_size}): the engine was created for one micro-batch and would accumulate "
                 f"{train_batch_size // per_pass} in {narrow.pop()}; set "
                 f'"data_types": {{"grad_accum_dtype": "fp32"}}, or gradient_accumulation_steps above 1, in the config'
             )
         new = dataclasses.replace(batch, train_batch_size=train_batch_size, accumulation=train_batch_size // per_pass)
-        self.plan = dataclasses.replace(self.plan, batch=new)
+        self.set_batch(new)
         self.micro_steps = self.global_steps * new.accumulation
-        self._divide(None)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Set the batch size of the caller's loader; the number of micro-batches does not change."""
         batch = self.plan.batch
         total = micro_batch_size * batch.accumulation * self.mesh.batch.size
         new = dataclasses.replace(batch, micro_batch_size=micro_batch_size, train_batch_size=total)
-        self.plan = dataclasses.replace(self.plan, batch=new)
+        self.set_batch(new)
 
     # -- config values --
 

@@ -39,7 +39,7 @@ _PHRASES = "|".join(
     )
 )
 _PEER_GONE = re.compile(
-    r"slipstream\.zero\.watch\.PeerLostError"
+    r"slipstream\.world\.watch\.PeerLostError"
     r"|torch\.distributed\.DistNetworkError"
     rf"|(torch\.distributed\.Dist\w*Error: |\w\.(cc|cpp|hpp):\d+\] ).*({_PHRASES})",
     re.DOTALL,

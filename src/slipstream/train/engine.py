@@ -15,6 +15,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.activations import blocks
+from slipstream.config.plan import BatchPlan
 from slipstream.ops.disk import DiskError
 from slipstream.train import compiled, window
 from slipstream.train.deepspeed_names import explain_missing
@@ -275,6 +277,12 @@ class Engine(nn.Module):
     def _set_alpha(self) -> None:
         for states in self.states:
             states.hooks.reducer.alpha = self.alpha
+
+    def set_batch(self, batch: BatchPlan) -> None:
+        """Change the batch sizes from the next accumulation window on."""
+        self.plan = self.window.plan = replace(self.plan, batch=batch)
+        self.window.divides = None
+        self._set_alpha()
 
     def set_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the next `step()` applies the update; None returns to counting micro-batches."""

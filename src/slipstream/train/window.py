@@ -22,7 +22,7 @@ class Window:
     """The current accumulation window of one engine."""
 
     def __init__(self, plan: Plan, num_ranks: int) -> None:
-        self.batch, self.num_ranks = plan.batch, num_ranks if plan.zero.reduce_op == "mean" else 1
+        self.plan, self.num_ranks = plan, num_ranks if plan.zero.reduce_op == "mean" else 1
         self.forced: bool | None = None  # whether the next step() ends the window (accelerate); None: count micro-batches
         self.divides: bool | None = None  # whether backward() divides the losses by the accumulation; None: no backward yet
         self._warned = False
@@ -31,12 +31,12 @@ class Window:
         """Whether the window ends with the step after `micro_steps` others."""
         if self.forced is not None:
             return self.forced
-        return not self.batch.managed or (micro_steps + 1) % self.batch.accumulation == 0
+        return not self.plan.batch.managed or (micro_steps + 1) % self.plan.batch.accumulation == 0
 
     @property
     def averaged_over(self) -> int:
         """The number of micro-batches that gradients are averaged over; 1 if the caller divides the losses."""
-        return 1 if self.divides is False or not self.batch.managed else self.batch.accumulation
+        return 1 if self.divides is False or not self.plan.batch.managed else self.plan.batch.accumulation
 
     @property
     def alpha(self) -> float:
@@ -51,7 +51,7 @@ class Window:
 
     def check_loop(self, backwards: int, logs: bool) -> None:
         """Warn once about a loop written for another engine: it runs, but trains differently than its author expects."""
-        batch, warning = self.batch, ""
+        batch, warning = self.plan.batch, ""
         if backwards == 0:
             warning = (
                 "engine.step() without a backward since the last one: gradients are zero, but momentum and weight decay may "
