@@ -38,8 +38,9 @@ from slipstream.world.watch import PeerError
 from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import unfreeze
+from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import Hooks, Reducer
-from slipstream.zero.leaves import identity
+from slipstream.zero.leaves import identity, part_of
 from slipstream.zero.storage.store import DiskStore
 from slipstream.zero.unit import Unit
 
@@ -327,7 +328,7 @@ class Engine(nn.Module):
 
         with access.gathered_units(self._all_params(), None, write=False):
             state = self.module.state_dict(*args, **kwargs)
-        copies: dict[tuple[Any, ...], Any] = {}
+        copies = self._joined_parts(state)
         if Block.DESTROYED not in self.gate:
             for states in self.states:
                 firsts = entries.first_buffers(states)
@@ -340,6 +341,16 @@ class Engine(nn.Module):
                 state[name] = copies[key]
         return state
 
+    def _joined_parts(self, state: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
+        """The wholes of the parameters of which this rank has a part, by the identity of that. Collective."""
+        joined: dict[tuple[Any, ...], Any] = {}
+        for unit in self.units:
+            for name, param in zip(unit.names, unit.params, strict=True):
+                if (part := part_of(param)) is not None and isinstance(value := state.get(name), Tensor):
+                    pieces = gather_objects(value.detach().cpu(), unit.comms.family.parts_of(part.split))
+                    joined[identity(value)] = torch.cat(pieces, part.dim).to(value.device)
+        return joined
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a complete `state_dict` into the shards and masters. Collective; all ranks pass the same values.
 
@@ -347,8 +358,13 @@ class Engine(nn.Module):
         """
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the engine's parameters; use assign=False")
+        own = dict(state_dict)
+        for unit in self.units:
+            for name, param in zip(unit.names, unit.params, strict=True):
+                if (part := part_of(param)) is not None and name in own:
+                    own[name] = own[name].chunk(part.split.size, part.dim)[unit.comms.family.parts_of(part.split).index]
         with access.gathered_units(self._all_params(), None):
-            return self.module.load_state_dict(state_dict, strict=strict)
+            return self.module.load_state_dict(own, strict=strict)
 
     def gradient(self, name: str) -> Tensor:
         """Return the mean gradient so far of parameter `name`, full shape, unscaled, in fp32. Collective.

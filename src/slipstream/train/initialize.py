@@ -33,13 +33,13 @@ from slipstream.train.progress import log_plan
 from slipstream.train.schedules import build_scheduler, check_steps_alone
 from slipstream.train.states import States
 from slipstream.world.join import init_distributed, local_device, local_world_size
-from slipstream.world.mesh import Mesh, data_mesh
+from slipstream.world.mesh import Mesh, build_mesh
 from slipstream.world.watch import Watch
 from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import Recipe, build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
-from slipstream.zero.leaves import refuse_sparse
+from slipstream.zero.leaves import differs_of, refuse_sparse
 from slipstream.zero.materialize import FirstValues, Reader
 from slipstream.zero.placement import Tier, Tiers, stage_placement
 from slipstream.zero.unit import Unit
@@ -115,7 +115,7 @@ def initialize(
         log_plan(plan)
         if overrides:
             logger.info("no optimizer: offload_param applies at any configured stage, as in stage 3 with one rank per shard group")
-    mesh = data_mesh(plan.zero.shard_size, group)
+    mesh = build_mesh(plan.zero.shard_size, group, map(differs_of, model.parameters()))
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     if optimizer is not None and plan.optimizer and mesh.is_first:
         logger.warning("initialize(optimizer=) overrides the config's optimizer block (%s)", plan.optimizer.type)
@@ -271,11 +271,13 @@ def _engine(
     watch.start(mesh.world)
     with ExitStack() as failed, watch.guard("initialize"):
         failed.callback(watch.stop)
-        comms = connect(mesh, device, transport, watch)
-        for comm in (comms.dp, comms.dp_replicate, comms.data):
-            failed.callback(comm.close)
+        families = connect(mesh, device, transport, watch)
+        comms = families[()]
+        for family in families.values():
+            for comm in (family.dp, family.dp_replicate, family.data):
+                failed.callback(comm.close)
         open_space = open_spaces(plan.offload, comms.data)
-        units, slots, homes = build_units(model, recipe, comms, device, open_space, values)
+        units, slots, homes = build_units(model, recipe, families, device, open_space, values)
         spread_first([b for name, b in model.named_buffers() if values.reader is None or name not in values.reader], comms.data)
         failed.pop_all()
     if tiers.weights is Tier.DISK and mesh.is_first:
@@ -287,7 +289,7 @@ def _engine(
         plan=plan,
         mesh=mesh,
         world=comms.data,
-        comms=comms,
+        families=families,
         units=units,
         slots=slots,
         homes=homes,

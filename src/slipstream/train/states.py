@@ -7,7 +7,7 @@ forecasts take `States`, not the engine.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from slipstream.ops.disk import DiskError
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.train.gate import Block, Gate
 from slipstream.train.updater import Updater
-from slipstream.world.mesh import Mesh
+from slipstream.world.mesh import Differs, Mesh
 from slipstream.world.watch import Watch
 from slipstream.zero.build import Recipe
 from slipstream.zero.comm import Comm, gather_objects
@@ -43,7 +43,7 @@ class States:
     plan: Plan
     mesh: Mesh
     world: Comm  # all ranks of the engine: agreements go over it
-    comms: Comms
+    families: Mapping[Differs, Comms]
     device: torch.device
     units: list[Unit]
     slots: Slots  # buffers of gradients on the wire
@@ -116,6 +116,12 @@ class States:
         """Wait until all ranks of the engine are here."""
         self.world.exchange(torch.zeros(1, dtype=torch.float64))
 
+    @property
+    def comms(self) -> Comms:
+        """The transports of the dense family."""
+        return self.families[()]
+
     def transports(self) -> Iterable[Comm]:
-        """Each transport once."""
-        return {id(comm): comm for comm in (self.comms.data, self.comms.dp_replicate, self.comms.dp, self.world)}.values()
+        """Each transport once, the widest first."""
+        comms = [comm for family in self.families.values() for comm in (family.data, family.dp_replicate, family.dp)]
+        return {id(comm): comm for comm in (*comms, self.world)}.values()

@@ -29,7 +29,7 @@ from slipstream.train.origins import Carried, Origin, carry_states
 from slipstream.train.states import States
 from slipstream.world.watch import PeerError
 from slipstream.zero import access
-from slipstream.zero.build import Plot, Site, allocate, build_block, convert_buffers, disk_needs, longest_on_wire, ring_of, survey
+from slipstream.zero.build import Plot, Site, allocate, build_block, convert_buffers, disk_needs, longest_on_wire, survey
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import Slots
 from slipstream.zero.leaves import named_leaves, open_up
@@ -236,9 +236,9 @@ class Change:
         aliases = {name: firsts.get(id(param), name) for name, param in others} | {name: name for name in self.params}
         self.reader = Carried(self.origins, aliases, states.world)
         self.values = FirstValues(model, states.device, self.reader)
-        self.site = Site(states.recipe, states.comms, states.homes)
+        self.site = Site(states.recipe, states.homes)
         new = [i for i in range(len(self.groups)) if i not in self.kept]
-        self.plots = dict(zip(new, survey([self.groups[i] for i in new], model, states.recipe, states.comms), strict=True))
+        self.plots = dict(zip(new, survey([self.groups[i] for i in new], model, states.recipe, states.families), strict=True))
         self._open_files()
 
     def _find_origins(self) -> dict[str, Origin]:
@@ -366,7 +366,7 @@ class Change:
         """Open files for the new units' states on disk. Collective; all ranks raise ValueError if one lacks disk space."""
         states, homes = self.states, self.states.homes
         if homes.on_disk and self.plots:
-            needs = disk_needs(list(self.plots.values()), states.recipe, states.comms, homes.to_keep, on_host=homes.lane is None)
+            needs = disk_needs(list(self.plots.values()), states.recipe, homes.to_keep, on_host=homes.lane is None)
             homes.extend(states.open_space(needs))
 
     def make(self) -> None:
@@ -470,10 +470,11 @@ class Change:
     def _refit_ring(self) -> None:
         """Resize the ring of gradient buffers to the longest unit."""
         states = self.states
-        longest = longest_on_wire([(unit.layout, unit.dtypes) for unit in states.units if unit.grads is not None], states.recipe)
-        if longest != states.slots.longest:
+        trained = [(unit.comms.dp, unit.layout, unit.dtypes) for unit in states.units if unit.grads is not None]
+        longest = longest_on_wire(trained, states.recipe)
+        if longest != states.slots.numels:
             states.slots = Slots({})
-            states.slots = Slots(ring_of(states.comms.dp, longest))
+            states.slots = Slots(longest)
 
 
 def _default_group(groups: Sequence[Mapping[str, Any]], name: str, param: nn.Parameter) -> int:

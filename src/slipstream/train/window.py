@@ -133,6 +133,6 @@ def settle(states: States, alpha: float) -> None:
         through = unit.memory.local is not None and unit.dtypes.wire != unit.dtypes.local
         if through and len(in_flight) >= len(slots) - 1:
             in_flight.pop(0).wait()
-        in_flight.append(unit.settle(alpha, slots.next(unit.dtypes.wire) if through else None))
+        in_flight.append(unit.settle(alpha, slots.next(unit) if through else None))
     for pending in in_flight:
         pending.wait()

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from slipstream.ops import Partial
 from slipstream.ops.disk import DiskError
+from slipstream.world.mesh import Family
 from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from
 from slipstream.zero.layout import Layout, Span
 from slipstream.zero.leaves import Leaf
@@ -56,8 +57,9 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comms:
-    """The transport of each mesh axis."""
+    """The transports of one family of parameters."""
 
+    family: Family
     dp: Comm  # shards
     dp_replicate: Comm  # replicas of the shards
     data: Comm  # both

@@ -17,12 +17,14 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice
+from slipstream.checkpoint.flat_slice import Box, Shape
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.train.precision import Precision
 from slipstream.train.states import States
 from slipstream.zero.buffers import first_values
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.layout import overlap
+from slipstream.zero.leaves import part_of
 from slipstream.zero.storage.store import Store, section
 from slipstream.zero.unit import Unit
 
@@ -47,7 +49,18 @@ def slices(unit: Unit, store: Store) -> Iterator[tuple[str, nn.Parameter, FlatSl
     for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
         start, stop = overlap(slot.span, span)
         data = section(store, start - span[0], stop - span[0])
-        yield name, param, FlatSlice(data, slot.shape, min(max(start - slot.offset, 0), slot.numel))
+        shape, box = place_of(unit, param, slot.shape)
+        yield name, param, FlatSlice(data, shape, min(max(start - slot.offset, 0), slot.numel), box)
+
+
+def place_of(unit: Unit, param: nn.Parameter, shape: Shape) -> tuple[Shape, Box | None]:
+    """The shape of the whole of which this rank's parameter of `shape` is a part, and the box that it fills; None: all of it."""
+    part = part_of(param)
+    if part is None:
+        return shape, None
+    index = unit.comms.family.parts_of(part.split).index
+    whole = tuple(size * part.split.size if dim == part.dim else size for dim, size in enumerate(shape))
+    return whole, Box(tuple(index * size if dim == part.dim else 0 for dim, size in enumerate(shape)), shape)
 
 
 class Loop(Protocol):
@@ -146,7 +159,8 @@ def optimizer_tensors(states: States) -> dict[str, FlatSlice | Tensor]:
     entries: dict[str, FlatSlice | Tensor] = {}
     for steps, unit, piece in pieces(states):
         for state, values in steps.states(unit, piece).items():
-            entries[f"optim.{state}.{piece.name}"] = FlatSlice(values, piece.shape, piece.offset)
+            shape, box = place_of(unit, piece.param, piece.shape)
+            entries[f"optim.{state}.{piece.name}"] = FlatSlice(values, shape, piece.offset, box)
     return entries
 
 
