@@ -6,7 +6,6 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from benchmarks.legs import Options
