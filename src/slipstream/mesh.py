@@ -6,7 +6,7 @@ Later axes (pp, ep, sp, tp) will be added here. Nothing is global: a mesh is an 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -23,10 +23,10 @@ class Axis:
     group: ProcessGroup | None
     ranks: tuple[int, ...]
     index: int  # this rank's coordinate
+    size: int = field(init=False)  # an attribute, not a property: a step reads it hundreds of times
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
 
 
 @dataclass(frozen=True, slots=True)
