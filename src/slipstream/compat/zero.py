@@ -358,7 +358,7 @@ class GatheredParameters:
             self._stack.enter_context(_shown([unit.params[i] for unit, which in chosen.items() for i in which]))
             if rank is None:
                 chosen = {unit: which for unit, which in chosen.items() if not _is_computing(unit)}
-                shown = [(unit, i) for unit, which in chosen.items() for i in which if i not in unit.lent]
+                shown = [(unit, i) for unit, which in chosen.items() for i in which if i not in unit.shown.copies]
             self._stack.enter_context(access.gathered_units(chosen, rank, write=rank is not None))
         if self.modifier_rank is None:
             self._read = [_Read(param, None, 0) for param in self.held if not Init.is_open()]
@@ -557,7 +557,7 @@ def adopt(engine: Any) -> None:
 
 def parameters_of(engine: Engine) -> list[nn.Parameter]:
     """The model's parameters; a quantized one counts once, not per inner tensor."""
-    return list({id(whole): whole for unit in engine.units for whole in unit.wholes}.values())
+    return list({id(whole): whole for unit in engine.units for whole in unit.model_params}.values())
 
 
 def mark(engine: Any, before: Iterable[nn.Parameter]) -> None:
@@ -584,9 +584,9 @@ def show_ranges(engine: Engine) -> None:
 
     Quantized parameters (several tensors) and those of a sleeping engine have no `ds_tensor`.
     """
-    for unit in (unit for unit in engine.units if not unit.asleep):
+    for unit in (unit for unit in engine.units if unit.state is not State.ASLEEP):
         for i, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True)):
-            if unit.placement.weights and unit.wholes[i] is param:
+            if unit.placement.weights and unit.model_params[i] is param:
                 start, stop = overlap(slot.span, unit.span)
                 own = unit.weights.view(start - unit.span[0], stop - unit.span[0]) if stop > start else None
                 marked: Any = param

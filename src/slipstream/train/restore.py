@@ -338,7 +338,7 @@ def spread_weights(engine: Engine) -> None:
         for unit in engine.units:
             if unit.out is not None:
                 copy_store(unit.out, unit.master)
-            unit.expire_graphs()
+            unit.shown.expire_graphs()
             pending.append(unit.publish())
         for each in pending:
             each.wait()

@@ -67,10 +67,10 @@ def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
     engine.gate.shut(Block.ASLEEP, f"the engine sleeps ({', '.join(sorted(kinds))} are away); call engine.wake() first")
     if "weights" in kinds:
         for unit in engine.units:
-            unit.fall_asleep()
+            unit.sleep()
     for unit in engine.units:
         stays = isinstance(unit.master, HostStore) or (folder is None and engine.homes.tiers.optim is not Tier.DEVICE)
-        unit.master_is_away = "optimizer" in kinds and not stays
+        unit.shown.lock_writes("optimizer" in kinds and not stays)
     if "gradients" in kinds:
         engine.hooks.refusal = "the engine's gradients are away: call engine.wake() first, or compute under torch.no_grad()"
         engine.homes.close_landings()
@@ -87,7 +87,7 @@ def wake(engine: Engine) -> None:
     errors = gather_objects(asleep.bring_back(), engine.mesh.data)  # after it, all ranks' parts of shared memory are back
     engine.hooks.refusal = ""
     for unit in engine.units:
-        unit.master_is_away = False
+        unit.shown.lock_writes(False)
     if "weights" in asleep.kinds:
         for unit in engine.units:
             unit.wake_up()
@@ -218,7 +218,7 @@ def _weights(engine: Engine, add: Any) -> None:
 
 def _gradients(engine: Engine, add: Any) -> None:
     for unit in engine.units:
-        holds = unit.has_gradient
+        holds = unit.window.has_gradient
         add(unit.memory.local.tensor if unit.memory.local else None, holds)
         add(unit.memory.replica.tensor if unit.memory.replica else None, holds)
         add(_whole(unit.grads) if unit.grads is not None and unit.memory.local is None else None, holds)

@@ -113,7 +113,7 @@ def judge(units: Sequence[Unit], comms: Comms, backwards: int, loss_scale: float
 
 def _squares(units: Sequence[Unit]) -> list[float]:
     """Each unit's sum of squares on this rank, with one device synchronization."""
-    squares = [unit.partial.sumsq for unit in units]
+    squares = [unit.window.partial.sumsq for unit in units]
     if any(isinstance(square, Tensor) for square in squares):
         device = units[0].full.device
         return torch.stack([torch.as_tensor(square, dtype=torch.float64, device=device) for square in squares]).tolist()
@@ -124,7 +124,7 @@ def _find_culprit(units: Sequence[Unit], comms: Comms) -> str:
     """The first parameter, in model order, whose gradient is not finite on some rank; "" for none. Collective, rare."""
     first: tuple[int, int, str] | None = None
     for unit in units:
-        if first is not None or math.isfinite(float(unit.partial.sumsq)) or unit.grads is None:
+        if first is not None or math.isfinite(float(unit.window.partial.sumsq)) or unit.grads is None:
             continue
         base = unit.optim_span[0]
         for i, slot in enumerate(unit.layout.slots):
@@ -158,7 +158,7 @@ class Ahead:
         assert unit.grads is not None
         moving = unit.homes.writes_in_flight(unit.grads)
         with self._lock:
-            self.revisions[unit.index] = unit.revision
+            self.revisions[unit.index] = unit.window.revision
             self._waiting.extend((unit, chunk, moving) for chunk in chunks)
             begins, self._runs = not self._runs, True
             return begins
@@ -286,10 +286,10 @@ class Updater:
             ahead.close()
             if ahead.scale != scale or ahead.inputs != self.steps.prepare(trainable):
                 ahead.revisions.clear()
-            ahead.revisions = {unit.index: 0 for unit in trainable if ahead.revisions.get(unit.index) == unit.revision}
+            ahead.revisions = {unit.index: 0 for unit in trainable if ahead.revisions.get(unit.index) == unit.window.revision}
         self.steps.begin(trainable)
         for unit in trainable:
-            unit.expire_graphs()
+            unit.shown.expire_graphs()
         if not (self.steps.streams or self.steps.steps_on_host) or not all(unit.placement.weights for unit in trainable):
             self._run(trainable[::-1] if self.steps.steps_on_host else trainable, scale, {}, None)
             return

@@ -150,7 +150,7 @@ def build_units(
 def allocate(site: Site, plots: Sequence[Plot]) -> list[Memory]:
     """Allocate the communication buffers of all units. Collective."""
     recipe, comms, place = site.recipe, site.comms, site.recipe.placement
-    memories = [Memory(full=None, common=None, local=None, replica=None) for _ in plots]
+    memories = [Memory(poison=recipe.poison) for _ in plots]
 
     def assign(name: str, indices: list[int], buffers: list[Buffer] | None) -> None:
         for i, buffer in zip(indices, buffers or [], strict=False):
@@ -184,7 +184,6 @@ def build_block(site: Site, values: FirstValues, block: str, parts: Sequence[tup
         module = values.modules[block] if block else None
         leaves = [values.leaves[name] for name in group.param_names]
         unit = Unit(group.name, i, module, leaves, plot.layout, place, plot.dtypes, site.comms, memory, site.homes, first)
-        unit.poison = site.recipe.poison
         if group.trainable:
             unit.start_training(plot.dtypes)
         unit.release()  # the initial values are in the shards, not in the gathered memory
