@@ -33,7 +33,7 @@ from slipstream.train.precision import Precision
 from slipstream.train.progress import Progress
 from slipstream.train.states import States
 from slipstream.train.verdict import Verdict, judge
-from slipstream.train.window import Window
+from slipstream.train.window import AccumulationWindow
 from slipstream.world.watch import PeerError
 from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
@@ -110,7 +110,7 @@ class Engine(nn.Module):
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.global_grad_norm: float | None = None
         self.progress = Progress(self.plan, logs=self.mesh.is_first)
-        self.window = Window(self.plan, self.mesh.batch.size)
+        self.window = AccumulationWindow(self.plan, self.mesh.batch.size)
         self.step_applied = False
         self.overflow = False
         self.nonfinite_steps = 0
