@@ -33,7 +33,7 @@ from slipstream.checkpoint.errors import CheckpointError, describe
 from slipstream.ops.disk import ALIGNMENT, aligned
 
 if TYPE_CHECKING:
-    from slipstream.checkpoint.storage import Writer
+    from slipstream.checkpoint.writer import Writer
 
 PATIENCE_S = 60.0
 _POLL_S = 0.02  # between two checks for another rank's checksums: each check takes the GIL from training

@@ -18,12 +18,12 @@ from typing import Any, Literal
 import torch
 
 from slipstream.checkpoint import pretrained
+from slipstream.checkpoint.box_reader import BoxReader
 from slipstream.checkpoint.directory import LATEST, LATEST_UNIVERSAL, is_deepspeed, locate, read_document, read_latest, sync_folder
 from slipstream.checkpoint.document import BLOCK, METADATA, SIZE_LIMIT, Document, Entry, Piece
 from slipstream.checkpoint.errors import CheckpointError
-from slipstream.checkpoint.flat_slice import Box
+from slipstream.checkpoint.flat_slice import whole_box
 from slipstream.checkpoint.load import retry_if_replaced
-from slipstream.checkpoint.ranges import Folder
 from slipstream.checkpoint.save import save
 from slipstream.checkpoint.values import decode, encode
 from slipstream.checkpoint.weights import DTYPES, INDEX, SINGLE, files_of
@@ -115,7 +115,7 @@ def _entries(file: Path) -> Iterator[tuple[str, Entry]]:
         shape, (start, stop) = tuple(map(int, fields["shape"])), fields["data_offsets"]
         if fields["dtype"] not in DTYPES:
             raise ValueError(f"{name!r} is {fields['dtype']}, which needs more than a cast")
-        piece = Piece(box=Box((0,) * len(shape), shape), file=file.name, at=first + int(start), crc32=())
+        piece = Piece(box=whole_box(shape), file=file.name, at=first + int(start), crc32=())
         entry = Entry(dtype=DTYPES[fields["dtype"]], shape=shape, pieces=(piece,))
         if min(shape, default=0) < 0 or start < 0 or stop - start != entry.nbytes(piece) or first + stop > size:
             raise ValueError(f"{name!r} of shape {shape} claims bytes [{start}, {stop}) of {file.name}, which has {size}")
@@ -123,26 +123,26 @@ def _entries(file: Path) -> Iterator[tuple[str, Entry]]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Folder]:
-    folder = Folder(path, _of_hf(path) if _is_hf(path) else read_document(path))
+def _opened(path: Path) -> Iterator[BoxReader]:
+    folder = BoxReader(path, _of_hf(path) if _is_hf(path) else read_document(path))
     try:
         yield folder
     finally:
         folder.close()
 
 
-def _shared(folder: Folder) -> dict[str, Any]:
-    shared = decode(folder.document.shared, folder.tensor, f"{folder.path}: shared")
+def _shared(folder: BoxReader) -> dict[str, Any]:
+    shared = decode(folder.document.shared, folder.tensor, f"{folder.folder}: shared")
     assert isinstance(shared, dict), "train/saving/entries.py writes a dict, deepspeed.py makes one"
     return shared
 
 
-def _named(folder: Folder, kind: str) -> dict[str, str]:
+def _named(folder: BoxReader, kind: str) -> dict[str, str]:
     """Names without the prefix `kind` -> names in the checkpoint."""
     return {name.partition(".")[2]: name for name in folder.document.tensors if name.startswith(f"{kind}.")}
 
 
-def _to_hf(folder: Folder, target: Path, dtype: torch.dtype | None, shard_nbytes: int, like: Path | None) -> None:
+def _to_hf(folder: BoxReader, target: Path, dtype: torch.dtype | None, shard_nbytes: int, like: Path | None) -> None:
     _check_complete_weights(folder)
     tensors = {}
     for kind in ("model", "buffer"):
@@ -151,7 +151,7 @@ def _to_hf(folder: Folder, target: Path, dtype: torch.dtype | None, shard_nbytes
             cast = dtype if kind == "model" and dtype is not None and stored.is_floating_point else stored
             tensors[name] = pretrained.Out(folder.slice(key), cast)
     if not tensors:
-        raise CheckpointError(f"{folder.path} has no parameters")
+        raise CheckpointError(f"{folder.folder} has no parameters")
     config, texts = _shared(folder).get("model_config"), dict[str, str | bytes]()
     if config is not None:
         texts |= pretrained.describe(config, None, dtype or next(iter(tensors.values())).dtype)
@@ -161,9 +161,9 @@ def _to_hf(folder: Folder, target: Path, dtype: torch.dtype | None, shard_nbytes
     pretrained.write(target, tensors, texts=texts, group=None, shard_nbytes=shard_nbytes)
 
 
-def _check_complete_weights(folder: Folder) -> None:
+def _check_complete_weights(folder: BoxReader) -> None:
     """Raise CheckpointError for a run's adapters or quantized codes: loaders of Hugging Face folders do not combine them."""
-    if not folder.document.world_size and _is_hf(folder.path):
+    if not folder.document.world_size and _is_hf(folder.folder):
         return
     for name, key in _named(folder, "model").items():
         if name.startswith("base_model.model.") or ".base_layer." in name:
@@ -173,17 +173,17 @@ def _check_complete_weights(folder: Folder) -> None:
         else:
             continue
         raise CheckpointError(
-            f"{folder.path}: {what}: load it into its engine, and engine.save_pretrained() writes the folder (only_trainable=True: "
-            f"the adapters)"
+            f"{folder.folder}: {what}: load it into its engine, and engine.save_pretrained() writes the folder "
+            f"(only_trainable=True: the adapters)"
         )
 
 
-def _to_slipstream(folder: Folder, target: Path) -> Path:
+def _to_slipstream(folder: BoxReader, target: Path) -> Path:
     tensors = {name: folder.slice(name) for name in folder.document.tensors if not name.startswith("$")}
-    return save(target, folder.path.name, tensors=tensors, shared=_shared(folder), per_rank={})
+    return save(target, folder.folder.name, tensors=tensors, shared=_shared(folder), per_rank={})
 
 
-def _to_deepspeed(folder: Folder, target: Path) -> Path:
+def _to_deepspeed(folder: BoxReader, target: Path) -> Path:
     """The universal format, which DeepSpeed loads at any world and stage with `"checkpoint": {"load_universal": true}`.
 
     The loss scale is reset, since DeepSpeed stores it as an object of its own class. Parameters without optimizer state (frozen
@@ -191,8 +191,10 @@ def _to_deepspeed(folder: Folder, target: Path) -> Path:
     """
     shared, states = _shared(folder), _states(folder)
     if shared.get("optimizer") is None:
-        raise CheckpointError(f"{folder.path} has no optimizer state; write a Hugging Face folder of it, which DeepSpeed loads too")
-    tag = f"{folder.path.name}_universal"
+        raise CheckpointError(
+            f"{folder.folder} has no optimizer state; write a Hugging Face folder of it, which DeepSpeed loads too"
+        )
+    tag = f"{folder.folder.name}_universal"
     draft, result = target / f"{tag}.tmp", target / tag
     if result.exists():
         raise CheckpointError(f"{result} exists already; remove it or choose another directory")
@@ -213,7 +215,7 @@ def _to_deepspeed(folder: Folder, target: Path) -> Path:
     return result
 
 
-def _states(folder: Folder) -> dict[str, dict[str, str]]:
+def _states(folder: BoxReader) -> dict[str, dict[str, str]]:
     """Parameter -> stem of DeepSpeed's file -> tensor of the checkpoint."""
     states: dict[str, dict[str, str]] = {}
     for state, key in _named(folder, "optim").items():
@@ -222,7 +224,7 @@ def _states(folder: Folder) -> dict[str, dict[str, str]]:
     return states
 
 
-def _write_states(folder: Folder, zero: Path, optimizer: dict[str, Any], states: Mapping[str, Mapping[str, str]]) -> None:
+def _write_states(folder: BoxReader, zero: Path, optimizer: dict[str, Any], states: Mapping[str, Mapping[str, str]]) -> None:
     step: Any = None
     for name, files in states.items():
         if any(part == ".." or Path(part).name != part for part in (name, *files)):  # a path outside the folder
@@ -241,7 +243,7 @@ def _write_states(folder: Folder, zero: Path, optimizer: dict[str, Any], states:
     torch.save(common | {"optimizer_state_dict": stage_3}, zero / "optimizer_state.pt")
 
 
-def _model_file(folder: Folder, shared: dict[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
+def _model_file(folder: BoxReader, shared: dict[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
     frozen = {name: key for name, key in _named(folder, "model").items() if name not in states}
     buffers = _named(folder, "buffer")
     shapes = OrderedDict((name, torch.Size(folder.document.tensors[f"model.{name}"].shape)) for name in states)

@@ -10,7 +10,7 @@ ZeRO-3     the same files, with ceil(numel / world) elements of every parameter 
            such fragments in zero_pp_rank_R_mp_rank_00_model_states.pt
 universal  zero/NAME/{fp32,exp_avg,...}.pt: whole parameters, flat or in their shape, alone or as "param" of a dictionary
 
-Each zip record has a CRC-32, which load.py and ranges.py verify. The files hold no random states.
+Each zip record has a CRC-32, which box_reader.py verifies. The files hold no random states.
 """
 
 from __future__ import annotations

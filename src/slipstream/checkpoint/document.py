@@ -9,7 +9,7 @@ edited or damaged file is detected before its content is parsed. No pickle is re
 - `shared` and `per_rank`: skeletons of `values.encode`. Their tensors are entries whose names begin with "$".
 
 Invariants that `parse` enforces on any input: pieces cover each tensor exactly once; byte ranges are inside their files and never
-overlap, so that the bytes on disk bound allocations; every number is an int in range. storage.py checks the sizes of the real
+overlap, so that the bytes on disk bound allocations; every number is an int in range. box_reader.py checks the sizes of the real
 files and the checksums when it reads the bytes.
 """
 

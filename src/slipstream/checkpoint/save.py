@@ -1,6 +1,6 @@
 """Save: every rank writes its pieces, and rank 0 commits them atomically.
 
-    agree (inputs, tag) -> draft folder -> DCP: plan, write, gather -> commit (rename, `latest`) -> retention
+    agree (inputs, tag) -> draft folder -> plan -> write -> gather entries -> commit (rename, `latest`) -> retention
 
 An asynchronous save plans, copies and gathers in the call; background.py does the rest.
 
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,12 +25,11 @@ from torch import Tensor
 from slipstream.checkpoint.background import PATIENCE_S, AsyncSave, Staging
 from slipstream.checkpoint.directory import Draft, check_tag, retain
 from slipstream.checkpoint.document import BLOCK, DTYPES, Document
-from slipstream.checkpoint.errors import CheckpointError, Ranks, describe
+from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import FlatSlice
+from slipstream.checkpoint.plan import own_shares
 from slipstream.checkpoint.values import encode
-
-if TYPE_CHECKING:
-    from slipstream.checkpoint.storage import Writer
+from slipstream.checkpoint.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +135,7 @@ def _begin(
     staging: Staging | None,
 ) -> _Pending:
     step = ranks.first(f"checkpoint {parent / str(tag)} was not saved")
-    state: dict[str, Any] = dict(tensors)
+    state = dict(tensors)
     common: Any = None
 
     def prepare() -> tuple[str, Any]:
@@ -145,8 +143,8 @@ def _begin(
         check_tag(tag)
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep={keep} must be at least 1: the new checkpoint is kept")
-        for name, held in tensors.items():
-            check_entry(name, held)
+        for name, tensor in tensors.items():
+            check_entry(name, tensor)
         own, values = encode(dict(per_rank), "per_rank", f"$rank/{ranks.rank}")
         state.update(values)
         if ranks.rank == 0:
@@ -164,7 +162,9 @@ def _begin(
 
     try:
         tag, folder = ranks.decide(step, begin)
-        writer = _write(ranks, step, parent / folder, state, staging)
+        writer = Writer(parent / folder, ranks.rank, staging)
+        shares = own_shares(ranks, step, state)
+        writer.collect(ranks.gather(step, lambda: writer.write(shares)))
     except BaseException:
         if draft is not None:
             draft.discard()
@@ -173,34 +173,13 @@ def _begin(
     return _Pending(ranks=ranks, step=step, path=parent / tag, writer=writer, draft=draft, shared=common, per_rank=own_values)
 
 
-def _write(ranks: Ranks, step: str, folder: Path, state: dict[str, Any], staging: Staging | None) -> Writer:
-    """Write every rank's pieces into `folder` through DCP; rank 0's writer then lists them all."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-
-    from slipstream.checkpoint.storage import FlatSavePlanner, Writer
-
-    writer = Writer(folder, ranks.rank, staging)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # group=None says so
-            dcp_save(
-                state, storage_writer=writer, planner=FlatSavePlanner(), process_group=ranks.group, no_dist=ranks.group is None
-            )
-    except CheckpointException as error:
-        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-    else:
-        return writer
-    raise ranks.failure(step, {rank: describe(e) for rank, e in causes.items()}, causes.get(ranks.rank))
-
-
-def check_entry(name: str, held: FlatSlice | Tensor) -> None:
-    """Raise CheckpointError unless `held` can be saved or filled under `name`."""
+def check_entry(name: str, tensor: FlatSlice | Tensor) -> None:
+    """Raise CheckpointError unless `tensor` can be saved or filled under `name`."""
     if not isinstance(name, str) or not name or name.startswith("$"):
         raise CheckpointError(f"a tensor named {name!r}; a name is a string that does not begin with '$'")
-    if not isinstance(held, FlatSlice | Tensor):
-        raise CheckpointError(f"tensor {name!r} is a {type(held).__name__}; pass a FlatSlice or a Tensor")
-    data = held.data if isinstance(held, FlatSlice) else held
+    if not isinstance(tensor, FlatSlice | Tensor):
+        raise CheckpointError(f"tensor {name!r} is a {type(tensor).__name__}; pass a FlatSlice or a Tensor")
+    data = tensor.data if isinstance(tensor, FlatSlice) else tensor
     if not isinstance(data, Tensor):
         return
     if data.dtype not in DTYPES.values() or data.is_meta or data.layout is not torch.strided:
