@@ -203,6 +203,7 @@ def _load(
     try:
         _verify_records(ranks, step, files, [*shared, *tensors])
         _read(ranks, step, files, {**shared, **own})
+        files.close()  # opened again for the tensors: if the checkpoint has been replaced by then, the load fails and is retried
         values = _values(document.shared, shared, f"{path}: shared")
         per_rank = _values(document.per_rank[ranks.rank], own, f"{path}: per_rank[{ranks.rank}]") if same_size else None
         loaded = Loaded(values, per_rank)
