@@ -149,10 +149,10 @@ class BoxReader:
             if name not in self._handles:
                 self._handles[name] = open_data(path, self.document.files[name])
             while len(into):
-                got = os.preadv(self._handles[name], [into], at)
-                if got == 0:
+                count = os.preadv(self._handles[name], [into], at)
+                if count == 0:
                     raise CheckpointError(f"{path} is truncated at byte {at}")
-                into, at = into[got:], at + got
+                into, at = into[count:], at + count
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 

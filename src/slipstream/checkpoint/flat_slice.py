@@ -153,9 +153,9 @@ def _check_disjoint(name: str, shape: Shape, parts: Sequence[Box]) -> None:
     ranges = [flat_range(shape, box) for box in parts]
     if all(span is not None for span in ranges):  # the common case: compare neighbors
         ordered = sorted(zip([span for span in ranges if span is not None], parts, strict=True))
-        for ((_, stop), one), ((start, _), other) in pairwise(ordered):
+        for ((_, stop), box), ((start, _), next_box) in pairwise(ordered):
             if start < stop:
-                raise ValueError(f"tensor {name!r} of shape {shape}: {_words(one)} and {_words(other)} overlap")
+                raise ValueError(f"tensor {name!r} of shape {shape}: {_words(box)} and {_words(next_box)} overlap")
         return
     # Sweep along the dim with the most distinct offsets; only boxes that overlap there are compared.
     dim = max(range(len(shape)), key=lambda d: len({box.offsets[d] for box in parts}))
@@ -163,9 +163,12 @@ def _check_disjoint(name: str, shape: Shape, parts: Sequence[Box]) -> None:
     for box in sorted(parts, key=lambda b: b.offsets[dim]):
         while active and active[0][0] <= box.offsets[dim]:
             active.pop(0)
-        for _, other in active:
-            if all(a < b + n and b < a + m for a, m, b, n in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)):
-                raise ValueError(f"tensor {name!r} of shape {shape}: {_words(other)} and {_words(box)} overlap")
+        for _, active_box in active:
+            if all(
+                a < b + n and b < a + m
+                for a, m, b, n in zip(box.offsets, box.sizes, active_box.offsets, active_box.sizes, strict=True)
+            ):
+                raise ValueError(f"tensor {name!r} of shape {shape}: {_words(active_box)} and {_words(box)} overlap")
         insort(active, (box.offsets[dim] + box.sizes[dim], box))
 
 

@@ -15,6 +15,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -128,8 +129,8 @@ def _load_metadata(directory: str | os.PathLike[str], tag: str, group: dist.Proc
 
 def _check_same(save_ids: list[str]) -> None:
     if len(set(save_ids)) > 1:
-        other = next(rank for rank, save_id in enumerate(save_ids) if save_id != save_ids[0])
-        raise CheckpointError(f"ranks 0 and {other} see different checkpoints there; was it just replaced?")
+        rank = next(rank for rank, save_id in enumerate(save_ids) if save_id != save_ids[0])
+        raise CheckpointError(f"ranks 0 and {rank} see different checkpoints there; was it just replaced?")
 
 
 def _deepspeed_document(path: Path) -> Document | None:
@@ -199,8 +200,7 @@ def _load(
     same_size = document.world_size == ranks.size
     shared = _stand_ins(document, "$shared/", "cpu")
     own = _stand_ins(document, f"$rank/{ranks.rank}/", "cpu") if same_size else {}
-    files = BoxReader(path, document)
-    try:
+    with closing(BoxReader(path, document)) as files:
         _verify_records(ranks, step, files, [*shared, *tensors])
         _read(ranks, step, files, {**shared, **own})
         files.close()  # opened again for the tensors: if the checkpoint has been replaced by then, the load fails and is retried
@@ -210,8 +210,6 @@ def _load(
         if accept is not None:
             ranks.gather(step, lambda: accept(loaded))
         _read(ranks, step, files, tensors)
-    finally:
-        files.close()
     for tensor in tensors.values():
         data = tensor.data if isinstance(tensor, FlatSlice) else tensor
         if isinstance(data, Tensor):
@@ -230,7 +228,7 @@ def reader(directory: str | os.PathLike[str], tag: str) -> TorchReader:
 def _check_target(name: str, tensor: FlatSlice | Tensor, document: Document, convert: bool) -> None:
     entry = document.tensors.get(name)
     if entry is None:
-        names = [known for known in document.tensors if not known.startswith("$")]
+        names = [stored for stored in document.tensors if not stored.startswith("$")]
         near = difflib.get_close_matches(name, names, 1)
         raise CheckpointError(
             f"it has no tensor {name!r}; "
@@ -275,10 +273,10 @@ def _verify_records(ranks: Ranks, step: str, files: BoxReader, names: Iterable[s
             heapq.heappush(loads, (nbytes + record.nbytes, rank))
         return shares
 
-    own = ranks.decide(step, divide)[ranks.rank]
+    share = ranks.decide(step, divide)[ranks.rank]
 
     def verify() -> None:
-        for record in sorted(own, key=lambda each: (each.file, each.at)):
+        for record in sorted(share, key=lambda each: (each.file, each.at)):
             files.verify_record(record)
 
     ranks.gather(step, verify)

@@ -235,8 +235,8 @@ def _fill(
 
 def _pwrite(handle: int, raw: memoryview, at: int) -> None:
     while len(raw):
-        done = os.pwrite(handle, raw, at)
-        raw, at = raw[done:], at + done
+        written = os.pwrite(handle, raw, at)
+        raw, at = raw[written:], at + written
 
 
 def _draft(target: Path, mark: str) -> Path:
@@ -247,8 +247,8 @@ def _draft(target: Path, mark: str) -> Path:
 def _stem(target: Path, mark: str) -> str:
     """The prefix of the shards' names, unlike those in the folder. Also removes the drafts of killed saves."""
     sweep_drafts(target)
-    taken = target.is_dir() and any(path.name.startswith("model-0") for path in target.iterdir())
-    return f"model-{mark[:8]}" if taken else "model"
+    has_shards = target.is_dir() and any(path.name.startswith("model-0") for path in target.iterdir())
+    return f"model-{mark[:8]}" if has_shards else "model"
 
 
 def _finish(

@@ -55,9 +55,9 @@ class TorchReader(StorageReader):
                 self._reader.fill_box(name, box, target)
                 planner.commit_tensor(item, target)
         self._reader.close()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        result: Future[None] = Future()
+        result.set_result(None)
+        return result
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -49,8 +49,8 @@ class Writer:
         entries: dict[str, Entry] = {}
         for share, place, crcs in zip(shares, self._places, sums, strict=True):
             piece = Piece(box=share.box, file=self.file, at=place.at, crc32=tuple(crcs))
-            known = entries.get(share.name) or Entry(dtype=share.values.dtype, shape=share.shape, pieces=())
-            entries[share.name] = replace(known, pieces=(*known.pieces, piece))
+            entry = entries.get(share.name) or Entry(dtype=share.values.dtype, shape=share.shape, pieces=())
+            entries[share.name] = replace(entry, pieces=(*entry.pieces, piece))
         return entries
 
     def collect(self, entries_by_rank: Iterable[Mapping[str, Entry]]) -> None:
