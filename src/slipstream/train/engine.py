@@ -211,7 +211,10 @@ class Engine(nn.Module):
                 states.settle()
         if self.step_applied:
             self.saves.prepare()
-        self.progress.step_done(self)
+        rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
+        self.progress.step_done(
+            self.global_steps, self.skipped_steps, rates, verdict.norm, self.precision.loss_scale, self.plan.batch.train_batch_size
+        )
         self.watch.phase = "idle"
 
     def _finish_window(self) -> Verdict:
