@@ -48,7 +48,6 @@ class Contender:
     zero: dict[str, Any]
     optimizer_on_disk: bool = False
     weights_on_disk: bool = False
-    ahead: bool = False  # updates begin in the backward
 
     def disk_bytes(self, micros: int) -> int:
         """Per parameter and step, read and written. Gradients are bf16, or fp32 if micro-batches accumulate."""
@@ -60,7 +59,6 @@ class Contender:
 
 
 RESIDENT, OPTIMIZER, EVERYTHING = "resident", "optimizer on disk", "everything on disk"
-AHEAD = "optimizer on disk, updates ahead"
 THEIRS = "DeepSpeed, "
 
 
@@ -70,7 +68,6 @@ def contenders(folder: str, *, deepspeed: bool) -> list[Contender]:
     found = [
         Contender(RESIDENT, "slipstream", {"stage": 3}),
         Contender(OPTIMIZER, "slipstream", {"stage": 3, "offload_optimizer": disk}, optimizer_on_disk=True),
-        Contender(AHEAD, "slipstream", {"stage": 3, "offload_optimizer": disk}, optimizer_on_disk=True, ahead=True),
         Contender(EVERYTHING, "slipstream", everything, optimizer_on_disk=True, weights_on_disk=True),
     ]
     if deepspeed:
@@ -87,7 +84,6 @@ def launch(contender: Contender, work: Workload, micros: int, peers: Peers, weig
         "work": dataclasses.asdict(work),
         "micros": micros,
         "zero": contender.zero,
-        "ahead": contender.ahead,
         "weights": weights,
     }
     env = rank_env(0, 1, free_port()) | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | (peers.env() if theirs else {})
@@ -218,7 +214,7 @@ def targets(series: dict[str, Series], micros: int, base: int) -> list[list[str]
     """The target rows that this run can judge."""
     rows = []
     good = {name: mine for name, mine in series.items() if mine.seconds and not mine.trouble}
-    for name in (OPTIMIZER, AHEAD, EVERYTHING):
+    for name in (OPTIMIZER, EVERYTHING):
         if name not in good:
             continue
         mine, what = good[name], f"{name}, {micros} micro-batch{'es' if micros > 1 else ''}"

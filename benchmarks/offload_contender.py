@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 CLIPPING = 100.0  # a norm that gradients never reach: the step waits for their norm all the same
 
 
-def train(
-    channel: Channel, system: str, work: dict[str, Any], micros: int, zero: dict[str, Any], ahead: bool, weights: str
-) -> None:
+def train(channel: Channel, system: str, work: dict[str, Any], micros: int, zero: dict[str, Any], weights: str) -> None:
     """Slipstream reads its first weights from the safetensors in the folder `weights`, unit by unit; DeepSpeed's model has the same
-    ones from its own constructor. `ahead`: updates begin in the backward."""
+    ones from its own constructor."""
     sizes = Workload(**work)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": sizes.batch,
@@ -42,7 +40,7 @@ def train(
         with slipstream.zero.Init():
             model = GPT(sizes)
         slipstream.zero.load(model, weights)
-        engine = slipstream.initialize(model=model, config=config | {"slipstream": {"update_ahead": ahead}})[0]
+        engine = slipstream.initialize(model=model, config=config)[0]
     del model
     batch = build_batch(sizes, 0)
 

@@ -645,7 +645,6 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.optimizer_states": st.sampled_from(["default", "INT8"]),
     "slipstream.stochastic_rounding": flags,
     "slipstream.check_grad_overflow": flags,
-    "slipstream.update_ahead": flags,
     "slipstream.keep_checkpoints": st.integers(1, 9) | st.none(),
     "slipstream.broadcast_buffers": flags,
     "checkpoint.load_universal": flags,

@@ -70,7 +70,6 @@ MEANINGS: Mapping[str, str] = {
     "slipstream.optimizer_states": "Keep the moments in their default dtype or in 8 bits.",
     "slipstream.stochastic_rounding": "Update bf16 weights by stochastic rounding, without master weights.",
     "slipstream.check_grad_overflow": "In fp32, skip steps whose gradients are not finite.",
-    "slipstream.update_ahead": "Start updating offloaded states during the backward.",
     "slipstream.transport": "Transport between CPU ranks of a host: `shared` (memory) or `gloo`; auto: shared memory if possible.",
     "slipstream.timeout_s": "Seconds that a rank waits for others before it raises PeerError.",
     "slipstream.poison_released": "For debugging: fill released weights with NaN.",

@@ -68,7 +68,6 @@ class OffloadPlan:
     ratio: float  # fraction of each unit's masters and moments that is offloaded
     num_buffers: int  # chunks in memory at a time
     chunk_numel: int  # maximum, when the optimizer streams states
-    update_ahead: bool  # start updates in the backward (train/step.py); needs twice the disk space, if available
     param: Literal["none", "cpu", "nvme"]  # sharded weights
     param_path: str | None
     max_in_cpu: int  # elements per rank that stay in host memory with device nvme
@@ -244,7 +243,6 @@ def plan_values(plan: Plan) -> dict[str, Any]:
             "zero_optimization.offload_optimizer.nvme_path": offload.optimizer_path,
             "zero_optimization.offload_optimizer.buffer_count": offload.num_buffers,
             "zero_optimization.sub_group_size": offload.chunk_numel,
-            "slipstream.update_ahead": offload.update_ahead,
         }
     if offload.param == "nvme":
         values |= {

@@ -423,7 +423,6 @@ def _offload(values: _Values) -> OffloadPlan:
             f"aio.block_size ({block}) must be a multiple of 4096 (direct I/O), and aio.queue_depth ({depth}) from 1 to 4096"
         )
     buffers, ratio = _taken(values, "offload_optimizer", "buffer_count", 4), _taken(values, "offload_optimizer", "ratio", 1.0)
-    int8 = values.take("slipstream.optimizer_states") == "int8"  # its scales stay in memory and are updated in place
     to_host = optimizer == "cpu" and values.facts.device_type != "cpu"
     if to_host and ratio < 1:
         values.notes.append(
@@ -439,7 +438,6 @@ def _offload(values: _Values) -> OffloadPlan:
         ratio=ratio,
         num_buffers=buffers,
         chunk_numel=min(max(values.take("zero_optimization.sub_group_size"), 1), MOST_CHUNK),
-        update_ahead=values.take("slipstream.update_ahead") and optimizer == "nvme" and stage == 3 and not int8,
         param=param,
         param_path=param_path,
         max_in_cpu=_taken(values, "offload_param", "max_in_cpu", 1_000_000_000),

@@ -249,7 +249,6 @@ class Slipstream(Block):
     optimizer_states: Annotated[Literal["default", "int8"], BeforeValidator(lower)] = "default"
     stochastic_rounding: bool = False
     check_grad_overflow: bool = True
-    update_ahead: bool = False
     seed: Seed = 0
     unknown_keys: Annotated[Literal["error", "warn"], BeforeValidator(lower)] = "error"
     activations: Annotated[Literal["keep", "recompute", "offload"], BeforeValidator(lower)] = "keep"

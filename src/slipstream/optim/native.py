@@ -96,7 +96,7 @@ class NativeSteps(ShardedSteps):
     def unsupported_option(self, groups: Sequence[Mapping[str, Any]]) -> str:
         return rules.unsupported_option(self.inner, self.rule, groups)
 
-    def prepare(self, units: Sequence[Unit]) -> object:
+    def begin(self, units: Sequence[Unit]) -> None:
         self._options = [
             {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
             for group in self.inner.param_groups
@@ -108,10 +108,6 @@ class NativeSteps(ShardedSteps):
             self.ring = self.homes.ring(self.num_buffers, nbytes)
         if self.ring is not None:
             self.ring.since = self.homes.now()
-        return self._options, self._runs
-
-    def begin(self, units: Sequence[Unit]) -> None:
-        self.prepare(units)
         for piece in (piece for unit in units for piece in self.pieces[unit.index] if piece.param.requires_grad):
             piece.step += 1
         self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check that the optimizer stepped first

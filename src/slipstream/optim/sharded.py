@@ -128,12 +128,6 @@ class ShardedSteps(ABC):
     def begin(self, units: Sequence[Unit]) -> None:
         """Start a step of the engine over these units."""
 
-    def prepare(self, units: Sequence[Unit]) -> object:
-        """Let `step` compute the next step ahead of `begin`. Only for optimizers with a ring.
-
-        If two results are equal, nothing that the step depends on has changed, except possibly `Unit.revision`."""
-        raise NotImplementedError
-
     @abstractmethod
     def chunks(self, unit: Unit) -> Sequence[Chunk]:
         """The unit's span, cut into the chunks that `step` processes."""

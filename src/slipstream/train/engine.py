@@ -73,14 +73,14 @@ class Parts:
     device: torch.device
 
 
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
+def _weak(method: Callable[[], None]) -> Callable[[], None]:
     """A callback that does not keep the method's object alive; a no-op once the object is gone."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call() -> None:
         bound = reference()
         if bound is not None:
-            bound(*args)
+            bound()
 
     return call
 
@@ -148,7 +148,7 @@ class Engine(nn.Module):
         """Install hooks between the current model and the current units."""
         self._known = {id(param) for param in self.module.parameters()}
         recipe, slots, reducer = self.recipe, self.slots, Reducer(self.units, self.slots)
-        reducer.alpha, reducer.on_reduced = self.alpha, _weak(self._update_ahead)
+        reducer.alpha = self.alpha
         self.hooks = Hooks(
             self.module,
             self.units,
@@ -216,8 +216,6 @@ class Engine(nn.Module):
             if verdict.finite or not self.precision.plan.check_overflow:
                 self.updater.start(verdict.scale)
                 self.step_applied = True
-            else:
-                self.updater.drop()
         self._count(verdict)
         if self.updater.is_done:
             self._settle_disk()
@@ -305,14 +303,7 @@ class Engine(nn.Module):
             self.comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # the watch reports a rank that is alone here
             self._settle_disk()
 
-    def _update_ahead(self, unit: Unit) -> None:
-        """Called once a unit's gradients are reduced: in the last backward of a window, its update may start."""
-        if self.updater is not None and self.at_boundary and (self.plan.batch.managed or self._boundary):
-            self.updater.offer(unit)
-
     def _count(self, verdict: window.Verdict) -> None:
-        assert self.updater is not None
-        clipped = verdict.scale != 1.0 / self.precision.loss_scale
         self.global_grad_norm = verdict.norm
         self.global_steps += 1
         self.watch.step = self.global_steps
@@ -329,7 +320,6 @@ class Engine(nn.Module):
         else:
             self.skipped_steps += 1
         self._take_overflow(verdict)
-        self.updater.expected = None if clipped or self.overflow else 1.0 / self.precision.loss_scale
 
     def _take_overflow(self, verdict: window.Verdict) -> None:
         """Adjust the loss scale and warn of gradients that are not finite: at each skipped step, at applied ones when the count
@@ -562,8 +552,6 @@ class Engine(nn.Module):
             rows = self.comms.data.exchange(torch.tensor([float(zlib.crc32(method.encode()))], dtype=torch.float64))
             if rows.min() != rows.max():
                 raise PeerError(f"this rank called engine.{method}() while other ranks called another method; call it on all ranks")
-            if self.updater is not None:
-                self.updater.drop()
             self._settle_before(method)
             yield
 

@@ -67,11 +67,6 @@ class Setting:
         return self.shared and not self.poison and self.tier(self.tiers.weights) is Tier.DEVICE
 
     @property
-    def ahead(self) -> bool:
-        """Updates start in the backward (train/step.py), if nothing is clipped and the disk has space."""
-        return self.tiers.ahead and self.streams and not self.coded and self.copies == 1 and self.placement.weights != ()
-
-    @property
     def steps_on_host(self) -> bool:
         """The optimizer steps on the host while the model is on a GPU."""
         return not self.on_host and self.tiers.optim is not Tier.DEVICE
@@ -249,8 +244,7 @@ def idle_memory(parts: Sequence[Part], setting: Setting) -> tuple[Line, ...]:
     for part, states in zip(parts, states_of(parts, setting), strict=True):
         for name, state in states.items():
             kind, what = groups.get(name, ("optimizer", "moments"))
-            twice = setting.ahead and part.trainable and name != "grads"
-            add(kind, what, Tier.DISK, state.on_disk * (2 if twice else 1))
+            add(kind, what, Tier.DISK, state.on_disk)
             add(kind, what, host if state.tier is Tier.DISK else state.tier, state.resident)
         if part.trainable:
             if setting.coded:
@@ -282,7 +276,6 @@ def _computing(parts: Sequence[Part], setting: Setting, profile: Profile) -> Ite
     sharded = setting.placement.grads != ()
     # without shared memory, a reduce-scatter of a part receives every rank's share of it
     received = max((part.numel * part.wire for part in parts if part.trainable), default=0) if _sends(setting) and sharded else 0
-    new_weights = _new_weights(parts, setting)
     for i, moment in enumerate(profile.moments):
         gradients = moment.with_grads - moment.activations if sharded else 0
         lines = [
@@ -292,16 +285,7 @@ def _computing(parts: Sequence[Part], setting: Setting, profile: Profile) -> Ite
         ]
         if moment.phase == "backward":
             lines.append(Line("buffers", "received gradients", Tier.DEVICE, received))
-            lines.append(Line("buffers", "new weights, until the step", Tier.DEVICE, new_weights))
         yield lines, f"{moment.phase} of {moment.block or 'the root'}"
-
-
-def _new_weights(parts: Sequence[Part], setting: Setting) -> int:
-    """Bytes of new weights in memory at the end of a backward with updates ahead: of parts whose weights are in memory."""
-    if not setting.ahead:
-        return 0
-    pairs = zip(parts, states_of(parts, setting), strict=True)
-    return sum(states["weights"].resident for part, states in pairs if part.trainable)
 
 
 def _gathered(parts: Sequence[Part], setting: Setting, moments: Sequence[Moment]) -> int:
@@ -438,8 +422,8 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
     """Predict the time of a step and the busy time of each resource.
 
     Disk and host links overlap compute, and reads overlap writes; collectives do not overlap (gloo's use the CPU). If weights are
-    sharded and states stream from disk or are on the host, the update also overlaps the next forward and, ahead, the last backward
-    (train/step.py: Updater). If both run on the CPU, only the update's waiting time is hidden.
+    sharded and states stream from disk or are on the host, the update also overlaps the next forward (train/step.py:
+    Updater). If both run on the CPU, only the update's waiting time is hidden.
     """
     flows, k = traffic(parts, setting), setting.accumulation
     step = flows.step(k)
@@ -463,8 +447,7 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
     later = max(compute["backward"], moved(flows.backward.plus(flows.again))) + flows.backward.wire / rates.wire
     update = max(updated / rates.memory, moved(flows.update)) + flows.update.wire / rates.wire
     streams = setting.placement.weights and (flows.update.disk_read or flows.update.disk_written or setting.steps_on_host)
-    overlapped = forward + (later if k > 1 else backward) if setting.ahead else forward
-    hidden = min(overlapped, update - (updated / rates.memory if setting.on_host else 0.0)) if streams else 0.0
+    hidden = min(forward, update - (updated / rates.memory if setting.on_host else 0.0)) if streams else 0.0
     flops = k * (profile.forward.flops + profile.backward.flops)
     costs = (
         Cost("compute", flops, k * (compute["forward"] + compute["backward"])),

@@ -1,7 +1,6 @@
 """The end of an accumulation window: settle, norm, verdict, update, publish. All ranks make the same decisions.
 
 verdict  gradient norm, whether it is finite, and the factor that unscales and clips
-ahead    an update before the verdict, speculating that nothing will be clipped
 
 `judge` is the fence of the step: no rank passes its exchange before all have finished their backward, so weights in shared memory
 may then be overwritten.
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -25,10 +23,8 @@ from slipstream.ops.disk import DiskError, Transfer
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.zero.comm import Pending, gather_objects
 from slipstream.zero.hooks import Hooks, Slots
-from slipstream.zero.lane import Event
 from slipstream.zero.layout import overlap
-from slipstream.zero.store import DiskStore, Store
-from slipstream.zero.stream import Chunk, stream
+from slipstream.zero.stream import stream
 from slipstream.zero.unit import Comms, Unit
 
 
@@ -136,59 +132,6 @@ def _find_culprit(units: Sequence[Unit], comms: Comms) -> str:
     return min(candidates)[2] if candidates else ""
 
 
-class Ahead:
-    """The state of an update ahead: chunks that are queued, chunks that are done, and new values that are not current yet.
-
-    Two threads write it: the caller's, which enqueues units, and the update thread.
-    """
-
-    def __init__(self, scale: float, inputs: object) -> None:
-        self.scale, self.inputs = scale, inputs
-        self.revisions: dict[int, int] = {}  # of the enqueued units
-        self.done: dict[int, set[int]] = {}  # unit index -> start offsets of the chunks that were stepped
-        self.kept: dict[int, list[tuple[Store, int, Tensor]]] = {}  # new values of states in memory: store, offset, values
-        self.running: Future[None] | None = None
-        self.in_hand: deque[Unit] = deque()  # the unit of each chunk that was taken and not yet stepped
-        self._waiting: deque[tuple[Unit, Chunk, list[Transfer | Event]]] = deque()
-        self._runs = False  # whether a job takes chunks
-        self._lock = threading.Lock()
-
-    def put(self, unit: Unit, chunks: Sequence[Chunk]) -> bool:
-        """Enqueue a unit's chunks. Returns whether the caller must start a job: a job ends as soon as the queue is empty."""
-        assert unit.grads is not None
-        moving = unit.homes.writes_in_flight(unit.grads)
-        with self._lock:
-            self.revisions[unit.index] = unit.revision
-            self._waiting.extend((unit, chunk, moving) for chunk in chunks)
-            begins, self._runs = not self._runs, True
-            return begins
-
-    def close(self) -> None:
-        """Drop the queued chunks; no further chunk starts."""
-        with self._lock:
-            self._waiting.clear()
-
-    def take(self, is_idle: bool) -> Chunk | None:
-        """The next chunk for zero/stream.py's `stream`. If the queue is empty and `is_idle`, the job ends."""
-        with self._lock:
-            if not self._waiting:
-                self._runs = not is_idle
-                return None
-            unit, chunk, moving = self._waiting.popleft()
-        for transfer in moving:
-            transfer.wait()
-        self.in_hand.append(unit)
-        return chunk
-
-    def keep(self, unit: Unit, chunk: Chunk) -> None:
-        """Let the chunk write to copies of the states in memory, so that the current values stay as they are."""
-        for name, use in chunk.uses.items():
-            view = use.store.view(chunk.start, chunk.stop)
-            if use.write and view is not None:
-                chunk.tensors[name] = view.clone() if use.read else torch.empty_like(view)
-                self.kept.setdefault(unit.index, []).append((use.store, chunk.start, chunk.tensors[name]))
-
-
 class _Updating(NamedTuple):
     """zero/unit.py's `Updating`: a unit's update is being computed, then its weights move to their store."""
 
@@ -214,10 +157,6 @@ class Updater:
     gathering a unit waits only for that unit's update (`Unit.await_update`). With a GPU and replicated weights, units are updated
     in the order in which their gradients arrive.
 
-    On that thread a unit can be updated ahead, during the backward: `offer`. The new values are written next to the current ones,
-    in memory and on disk. After `start` they become current if all their inputs are unchanged; otherwise they are computed again.
-    So results are bit-identical to a step after the verdict. Only a step that clipped nothing enables it for the next one.
-
     A failure of that thread or of a disk is not raised in mid-step, because other ranks would wait for this one forever: the
     remaining units are published as they are, and `failure` keeps the exception until the engine has reported it to all ranks.
     """
@@ -225,85 +164,28 @@ class Updater:
     def __init__(self, units: Sequence[Unit], steps: ShardedSteps) -> None:
         self.units, self.steps = units, steps
         self.failure: Exception | None = None
-        self.expected: float | None = None  # the scale that the next `start` will probably get; None: update nothing ahead
-        self.num_ahead = 0  # chunks of the last update that were stepped ahead
-        self._ahead: Ahead | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
 
-    def _trainable(self) -> list[Unit]:
-        return [unit for unit in self.units if unit.trainable]
-
-    def _submit(self, function: Callable[..., None], *args: object) -> Future[None]:
-        self._pool = self._pool or ThreadPoolExecutor(1, "slipstream-update")  # one: jobs run in order
-        return self._pool.submit(function, *args)
-
-    # -- before the verdict --
-
-    def offer(self, unit: Unit) -> None:
-        """Update a unit ahead, if that can be undone. Its gradients are reduced, probably for the last time before `start`."""
-        if self.expected is None or self.steps.ring is None or self.steps.steps_on_host or not unit.placement.weights:
-            return
-        if self.steps.unsupported_option(self.steps.inner.param_groups):
-            return  # `Engine.step` raises it
-        chunks = [chunk for chunk in self.steps.chunks(unit) if chunk.may_be_ahead]
-        if not chunks or not all(store.keeps_old for store in _written_to_disk(chunks)):
-            return
-        if self._ahead is not None and unit.index in self._ahead.revisions:  # a second backward in this micro-batch
-            self.drop()
-        if self._ahead is None:
-            self.finish()  # `prepare` would change the inputs of a running step
-            self._ahead = Ahead(self.expected, self.steps.prepare(self._trainable()))
-        if self._ahead.put(unit, chunks):
-            self._ahead.running = self._submit(self._run_ahead, self._ahead)
-
-    def _run_ahead(self, ahead: Ahead) -> None:
-        try:
-            with torch.no_grad():
-                for chunk in stream(ahead.take, self.steps.ring):
-                    unit = ahead.in_hand.popleft()
-                    ahead.keep(unit, chunk)
-                    self.steps.step(unit, chunk, ahead.scale)
-                    chunk.write_back()
-                    ahead.done.setdefault(unit.index, set()).add(chunk.start)
-        except Exception as error:
-            self._note(error)
-
-    def drop(self) -> None:
-        """Discard updates ahead and wait for their transfers. Always safe to call."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.running is not None:
-            ahead.close()
-            ahead.running.result()
-
-    # -- after the verdict --
-
     def start(self, scale: float) -> None:
         """Update all trainable units; returns once the update is done, or runs on the update thread."""
-        ahead, self._ahead = self._ahead, None
-        trainable = self._trainable()
-        if ahead is not None:
-            ahead.close()
-            if ahead.scale != scale or ahead.inputs != self.steps.prepare(trainable):
-                ahead.revisions.clear()
-            ahead.revisions = {unit.index: 0 for unit in trainable if ahead.revisions.get(unit.index) == unit.revision}
+        trainable = [unit for unit in self.units if unit.trainable]
         self.steps.begin(trainable)
         for unit in trainable:
             unit.expire_graphs()
         if not (self.steps.streams or self.steps.steps_on_host) or not all(unit.placement.weights for unit in trainable):
-            self._run(trainable[::-1] if self.steps.steps_on_host else trainable, scale, {}, None)
+            self._run(trainable[::-1] if self.steps.steps_on_host else trainable, scale, {})
             return
         done: dict[int, Future[list[Transfer]]] = {unit.index: Future() for unit in trainable}
         for unit in trainable:
             unit.updating = _Updating(done[unit.index], self._note)
-        self._running = self._submit(self._run, trainable, scale, done, ahead)
+        self._pool = self._pool or ThreadPoolExecutor(1, "slipstream-update")  # one: updates run in order
+        self._running = self._pool.submit(self._run, trainable, scale, done)
 
     def _note(self, failure: Exception) -> None:
         self.failure = self.failure or failure
 
-    def _run(
-        self, trainable: Sequence[Unit], scale: float, done: Mapping[int, Future[list[Transfer]]], ahead: Ahead | None
-    ) -> None:
+    def _run(self, trainable: Sequence[Unit], scale: float, done: Mapping[int, Future[list[Transfer]]]) -> None:
         published: list[Pending[None]] = []
         remaining = deque(trainable)
 
@@ -317,7 +199,7 @@ class Updater:
 
         try:
             with torch.no_grad():
-                self._stream(trainable, scale, ahead, finish)
+                self._stream(trainable, scale, finish)
         except Exception as error:
             if not (done or isinstance(error, DiskError)):
                 raise
@@ -328,26 +210,14 @@ class Updater:
         for pending in published:
             pending.wait()
 
-    def _stream(self, units: Sequence[Unit], scale: float, ahead: Ahead | None, finish: Callable[[list[Transfer]], None]) -> None:
-        """Step the chunks that were not stepped ahead. A unit's new values become current once all its chunks are stepped."""
-        done: dict[int, set[int]] = {}
-        if ahead is not None and ahead.running is not None:
-            ahead.running.result()  # has ended before this job: jobs run in order
-            done = {index: starts for index, starts in ahead.done.items() if index in ahead.revisions}
-        self.num_ahead = sum(map(len, done.values()))
-        left = [[chunk for chunk in self.steps.chunks(unit) if chunk.start not in done.get(unit.index, ())] for unit in units]
-        upcoming = (chunk for chunks in left for chunk in chunks)
-        stepping = stream(lambda _: next(upcoming, None), self.steps.ring)
+    def _stream(self, units: Sequence[Unit], scale: float, finish: Callable[[list[Transfer]], None]) -> None:
+        stepping = stream((chunk for unit in units for chunk in self.steps.chunks(unit)), self.steps.ring)
         try:
-            for unit, chunks in zip(units, left, strict=True):
+            for unit in units:
                 moving: list[Transfer] = []
-                for chunk in itertools.islice(stepping, len(chunks)):
+                for chunk in itertools.islice(stepping, len(self.steps.chunks(unit))):
                     self.steps.step(unit, chunk, scale)
                     moving += chunk.write_back()
-                for store, start, values in ahead.kept.pop(unit.index, []) if ahead is not None and unit.index in done else []:
-                    store.put(start, values)
-                for store in _written_to_disk(self.steps.chunks(unit)):
-                    store.turn()
                 finish(moving)
         finally:
             stepping.close()
@@ -368,14 +238,8 @@ class Updater:
     def close(self) -> None:
         """End the update thread. Safe to call twice."""
         try:
-            self.drop()
             self.finish()
         finally:
             if self._pool is not None:
                 self._pool.shutdown()
                 self._pool = None
-
-
-def _written_to_disk(chunks: Sequence[Chunk]) -> list[DiskStore]:
-    stores = {id(use.store): use.store for chunk in chunks for use in chunk.uses.values() if use.write}
-    return [store for store in stores.values() if isinstance(store, DiskStore)]

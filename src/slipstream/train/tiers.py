@@ -17,7 +17,6 @@ from slipstream.zero.store import PAGE, Needs, Space, Spaces
 
 logger = logging.getLogger(__name__)
 
-_SPARE = 1.2  # free space required per byte of optional files, which only improve speed
 _PROBE = 64 << 20  # bytes transferred to measure rates
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
@@ -29,7 +28,6 @@ def tiers_of(plan: OffloadPlan) -> Tiers:
         optim=_TIERS[plan.optimizer],
         kept=0.0 if plan.optimizer == "none" else 1.0 - plan.ratio,
         weights_kept=plan.max_in_cpu,
-        ahead=plan.update_ahead,
     )
 
 
@@ -41,7 +39,6 @@ class Ask(NamedTuple):
     folder: str
     free: int  # bytes, before any rank allocates its file
     nbytes: int
-    nbytes_twice: int  # with space for new values next to the old ones
     step_read: int  # bytes per step of one micro-batch
     step_written: int
 
@@ -55,15 +52,14 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
         asks = _asks(plan, needs)
         by_rank = gather_objects(list(asks.values()), data.axis)
         all_asks = [ask for rank_asks in by_rank for ask in rank_asks]
-        twice = bool(needs.next_optim) and not space_error(all_asks, lambda ask: int(ask.nbytes_twice * _SPARE))
         spaces: dict[str, Space] = {}
         facts: dict[str, DiskFacts] = {}
-        error = space_error([ask for ask in all_asks if ask.host == os.uname().nodename], lambda ask: ask.nbytes)
+        error = space_error([ask for ask in all_asks if ask.host == os.uname().nodename])
         try:
             for folder, ask in ({} if error else asks).items():
                 if _is_first(ask, data.axis.index, by_rank):  # the other ranks wait at the next exchange
                     facts[folder] = preflight(folder, min(_PROBE, ask.nbytes), **tuning)
-                spaces[folder] = Space(partial(Disk, folder, **tuning), ask.nbytes_twice if twice else ask.nbytes)
+                spaces[folder] = Space(partial(Disk, folder, **tuning), ask.nbytes)
         except (ValueError, OSError) as failed:
             error = str(failed)
         answers = gather_objects((error, facts), data.axis)
@@ -77,7 +73,7 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
                 for folder, disk_facts in measured.items():
                     _log_disk(folder, disk_facts, [a for a in all_asks if (a.host, a.folder) == (rank_asks[0].host, folder)])
         param, optimizer = (folder and spaces.get(os.path.realpath(folder)) for folder in (plan.param_path, plan.optimizer_path))
-        return Spaces(param or None, optimizer or None, twice=twice)
+        return Spaces(param or None, optimizer or None)
 
     return open_all
 
@@ -85,9 +81,9 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
 def _asks(plan: OffloadPlan, needs: Needs) -> dict[str, Ask]:
     """This rank's needs by folder. `Disk` raises the error for a folder that does not exist."""
     asks: dict[str, Ask] = {}
-    weights = (needs.weights, needs.next_weights, 2 * needs.weights, needs.weights)  # read for forward and for backward
-    optim = (needs.optim, needs.next_optim, needs.optim, needs.optim)
-    for tier, path, (nbytes, next_nbytes, read, written) in (
+    weights = (needs.weights, 2 * needs.weights, needs.weights)  # read for forward and for backward
+    optim = (needs.optim, needs.optim, needs.optim)
+    for tier, path, (nbytes, read, written) in (
         (plan.param, plan.param_path, weights),
         (plan.optimizer, plan.optimizer_path, optim),
     ):
@@ -99,24 +95,21 @@ def _asks(plan: OffloadPlan, needs: Needs) -> dict[str, Ask]:
         with suppress(OSError):
             device, facts = os.stat(folder).st_dev, os.statvfs(folder)
             free = facts.f_bavail * facts.f_frsize
-        before = asks.get(folder, Ask(os.uname().nodename, device, folder, free, 0, 0, 0, 0))
+        before = asks.get(folder, Ask(os.uname().nodename, device, folder, free, 0, 0, 0))
         asks[folder] = before._replace(
-            nbytes=before.nbytes + nbytes,
-            nbytes_twice=before.nbytes_twice + nbytes + next_nbytes,
-            step_read=before.step_read + read,
-            step_written=before.step_written + written,
+            nbytes=before.nbytes + nbytes, step_read=before.step_read + read, step_written=before.step_written + written
         )
     return asks
 
 
-def space_error(asks: Iterable[Ask], nbytes: Callable[[Ask], int]) -> str:
+def space_error(asks: Iterable[Ask]) -> str:
     """The error text for the first disk with less space than all ranks on its host need; "" if there is none."""
     disks: dict[tuple[str, int], list[Ask]] = {}
     for ask in asks:
         if ask.device >= 0:
             disks.setdefault((ask.host, ask.device), []).append(ask)
     for disk_asks in disks.values():
-        needed, free = sum(map(nbytes, disk_asks)), min(ask.free for ask in disk_asks)
+        needed, free = sum(ask.nbytes for ask in disk_asks), min(ask.free for ask in disk_asks)
         if needed > free:
             folders = " and ".join(sorted({ask.folder for ask in disk_asks}))
             return f"{folders} has {free} bytes free of the {needed} needed; free space there or name another folder"

@@ -86,7 +86,6 @@ def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
         grads = unit.grads.whole()
         unit.partial = reduce_into(grads, [grads], 1.0, accumulate=False)
     unit.has_gradient = True
-    unit.revision += 1
     unit.hide_gradients()
 
 
@@ -278,7 +277,6 @@ def _write_back(unit: Unit, indices: Iterable[int], values: Tensor, modifier_ran
 
 def _write_masters(unit: Unit, span: tuple[int, int], values: Tensor) -> None:
     """Write `values` into the masters. Elements whose rounded value has not changed keep their precision."""
-    unit.revision += 1  # invalidates an update that was computed ahead from the old masters
     if unit.out is None:
         return
     start, stop = overlap(span, unit.optim_span)

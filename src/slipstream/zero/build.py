@@ -197,7 +197,7 @@ def disk_needs(plots: Sequence[Plot], recipe: Recipe, comms: Comms, to_keep: int
     """Bytes of this rank's files for these units. to_keep: weight elements that stay in memory."""
     tiers, place = recipe.tiers, recipe.placement
     grads_tier = tiers.grads(on_host=on_host)
-    weights = optim = next_weights = next_optim = 0
+    weights = optim = 0
     for plot in plots:
         dtypes = plot.dtypes
         start, stop = plot.layout.span(comms.dp.size, comms.dp.rank)
@@ -205,8 +205,7 @@ def disk_needs(plots: Sequence[Plot], recipe: Recipe, comms: Comms, to_keep: int
         if tiers.weights is Tier.DISK:
             kept = min(shard, to_keep)
             to_keep -= kept
-            nbytes = disk_nbytes(shard, dtypes.weights.itemsize, kept)
-            weights, next_weights = weights + nbytes, next_weights + (nbytes if plot.group.trainable else 0)
+            weights += disk_nbytes(shard, dtypes.weights.itemsize, kept)
         if not plot.group.trainable:
             continue
         if place.grads and grads_tier is Tier.DISK and comms.dp_replicate.size == 1:
@@ -214,10 +213,8 @@ def disk_needs(plots: Sequence[Plot], recipe: Recipe, comms: Comms, to_keep: int
         if tiers.optim is Tier.DISK:
             numel = shard if place.optim else plot.layout.numel
             master = [dtypes.master.itemsize] if dtypes.master != dtypes.weights else []
-            nbytes = sum(disk_nbytes(numel, item, round(numel * tiers.kept)) for item in [*master, *recipe.state_itemsizes])
-            optim, next_optim = optim + nbytes, next_optim + nbytes
-    ahead = tiers.ahead and bool(place.weights) and comms.dp_replicate.size == 1
-    return Needs(weights, optim, next_weights, next_optim) if ahead else Needs(weights, optim)
+            optim += sum(disk_nbytes(numel, item, round(numel * tiers.kept)) for item in [*master, *recipe.state_itemsizes])
+    return Needs(weights, optim)
 
 
 def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:

@@ -79,17 +79,17 @@ class Homes:
         """An event after the work queued on the device so far; None if the device is the host."""
         return None if self.lane is None else self.lane.now()
 
-    def _make(self, tier: Tier, space: Space | None, numel: int, dtype: torch.dtype, head: int = 0, twice: bool = False) -> Store:
+    def _make(self, tier: Tier, space: Space | None, numel: int, dtype: torch.dtype, head: int = 0) -> Store:
         if tier is Tier.DISK and head < numel:
             assert space is not None, "a plan with a disk tier opens a file"
-            return space.store(numel, dtype, head, twice=twice and self.spaces.twice)
+            return space.store(numel, dtype, head)
         if tier is not Tier.DEVICE and self.lane is not None:
             return HostStore(self.lane.memory(numel * dtype.itemsize).view(dtype))
         return MemoryStore(torch.zeros(numel, dtype=dtype, device=self.device))
 
     def state(self, numel: int, dtype: torch.dtype) -> Store:
         """A store of zeros for an optimizer state."""
-        return self._make(self.tiers.optim, self.spaces.optim, numel, dtype, round(numel * self.tiers.kept), twice=True)
+        return self._make(self.tiers.optim, self.spaces.optim, numel, dtype, round(numel * self.tiers.kept))
 
     def gradients(self, numel: int, dtype: torch.dtype) -> Store:
         """A store of zeros for reduced gradients."""
@@ -102,7 +102,7 @@ class Homes:
         """A store of zeros for sharded weights. The first `tiers.weights_kept` elements of the engine stay in memory."""
         kept = min(numel, self.to_keep)
         self.to_keep -= kept
-        return self._make(self.tiers.weights, self.spaces.weights, numel, dtype, kept, twice=trainable)
+        return self._make(self.tiers.weights, self.spaces.weights, numel, dtype, kept)
 
     def return_kept(self, weights: Store) -> None:
         """Let later stores keep as many elements in memory as the freed store `weights` did."""
@@ -121,7 +121,6 @@ class Homes:
         for space, added in {(self.spaces.weights, more.weights), (self.spaces.optim, more.optim)}:  # the two may be one space
             if space is not None and added is not None:
                 space.extend(added)
-        self.spaces = self.spaces._replace(twice=more.twice)
 
     def open(self, store: Store, read: bool) -> Landing:
         """Return memory in which to sum the gradients of `store`, filled with the sum so far if `read`."""
@@ -248,11 +247,6 @@ class Homes:
     @property
     def on_disk(self) -> bool:
         return self.spaces.weights is not None or self.spaces.optim is not None
-
-    def writes_in_flight(self, store: Store) -> list[Transfer | Event]:
-        """The writes of gradients in `store` that are still in flight."""
-        slot = self._writing.get(id(store))
-        return list(slot.moving) if slot is not None else []
 
     def settle(self) -> None:
         """Wait until all gradients are written. An error is kept in `failure`."""

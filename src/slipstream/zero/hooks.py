@@ -92,8 +92,7 @@ class Reducer:
         self.expected: dict[int, int] = {}  # unit index -> number of parameters that require gradients
         self.complete: set[int] = set()
         self.launched = 0
-        self.in_flight: deque[tuple[Unit, Pending[None]]] = deque()
-        self.on_reduced: Callable[[Unit], None] = lambda unit: None
+        self.in_flight: deque[Pending[None]] = deque()
 
     def begin(self, units: Sequence[Unit]) -> None:
         """Start a backward in which gradients of `units` may land."""
@@ -127,13 +126,8 @@ class Reducer:
     def launch(self, unit: Unit) -> None:
         """Start reducing one unit. Every rank calls this for the same units in the same order."""
         while len(self.in_flight) >= max(1, len(self.slots) - 1):
-            self._land()
-        self.in_flight.append((unit, unit.reduce(self.slots.next(unit.dtypes.wire), self.alpha)))
-
-    def _land(self) -> None:
-        unit, pending = self.in_flight.popleft()
-        pending.wait()
-        self.on_reduced(unit)
+            self.in_flight.popleft().wait()
+        self.in_flight.append(unit.reduce(self.slots.next(unit.dtypes.wire), self.alpha))
 
     def flush(self) -> None:
         """At the end of the backward, reduce the units that are incomplete and wait for all."""
@@ -144,7 +138,7 @@ class Reducer:
     def drain(self) -> None:
         """Wait for all reductions in flight."""
         while self.in_flight:
-            self._land()
+            self.in_flight.popleft().wait()
         for unit in self.order:
             unit.landing = None  # left by an abandoned backward
 

@@ -52,7 +52,6 @@ class Tiers:
     optim: Tier = Tier.DEVICE  # masters and moments
     kept: float = 0.0  # the fraction of each unit's masters and moments that stays in memory in spite of Tier.DISK
     weights_kept: int = 0  # the number of this rank's weights that stay in memory in spite of Tier.DISK: the first units'
-    ahead: bool = False  # with sharded states on disk: whether to reserve disk space for new values next to the old ones
 
     def grads(self, *, on_host: bool) -> Tier:
         """The memory of reduced gradients: where the optimizer steps. They are on disk only if the weights are too and the device

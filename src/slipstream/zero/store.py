@@ -110,21 +110,11 @@ class HostStore(MemoryStore):
 
 
 class DiskStore(Store):
-    """A range of a file, or two that alternate, so that a step's writes keep the old values. New ranges read as zeros."""
+    """A range of a file. New ranges read as zeros."""
 
-    def __init__(self, disk: Disk, offset: int, numel: int, dtype: torch.dtype, head: int = 0, other: int | None = None) -> None:
+    def __init__(self, disk: Disk, offset: int, numel: int, dtype: torch.dtype, head: int = 0) -> None:
         self.disk, self.offset, self.numel, self.dtype = disk, offset, numel, dtype
-        self.other = offset if other is None else other  # the range that a step writes, current after `turn`
         self.head = torch.zeros(head, dtype=dtype)
-
-    @property
-    def keeps_old(self) -> bool:
-        """Whether the old values stay readable while a step writes new ones."""
-        return self.other != self.offset
-
-    def turn(self) -> None:
-        """Make the range that a step has written current. The step must have written all elements after the head."""
-        self.offset, self.other = self.other, self.offset
 
     def is_away(self, start: int, stop: int) -> bool:
         return stop > self.head.numel()
@@ -138,10 +128,6 @@ class DiskStore(Store):
     def part(self, start: int, memory: Tensor) -> tuple[int, Tensor]:
         """The (file offset, memory) of a transfer of elements from `start`, a multiple of GRAIN after the head."""
         return self.offset + (start - self.head.numel()) * self.dtype.itemsize, memory
-
-    def next_part(self, start: int, memory: Tensor) -> tuple[int, Tensor]:
-        """As `part`, in the range that a step writes."""
-        return self.other + (start - self.head.numel()) * self.dtype.itemsize, memory
 
     def get(self, start: int, stop: int) -> Tensor:
         head = self.head.numel()
@@ -262,8 +248,6 @@ class Needs(NamedTuple):
 
     weights: int = 0
     optim: int = 0  # and gradients
-    next_weights: int = 0  # for second ranges that keep the old values, if the disk has the space
-    next_optim: int = 0
 
 
 class Space:
@@ -275,14 +259,13 @@ class Space:
         self._free, self._end = 0, nbytes
         self._used: dict[Disk, int] = {}  # number of stores in each file
 
-    def store(self, numel: int, dtype: torch.dtype, head: int = 0, *, twice: bool = False) -> DiskStore:
-        """Make a store. The first `head` elements, rounded up to GRAIN, stay in memory. twice: a second range for new values."""
-        head, each = min(round_up(head, GRAIN), numel), disk_nbytes(numel, dtype.itemsize, head)
-        nbytes = 2 * each if twice else each
+    def store(self, numel: int, dtype: torch.dtype, head: int = 0) -> DiskStore:
+        """Make a store. The first `head` elements, rounded up to GRAIN, stay in memory."""
+        head, nbytes = min(round_up(head, GRAIN), numel), disk_nbytes(numel, dtype.itemsize, head)
         if self._free + nbytes > self._end:
             self.disks.append(self._make(nbytes))
             self._free, self._end = 0, nbytes
-        store = DiskStore(self.disks[-1], self._free, numel, dtype, head, self._free + each if twice else None)
+        store = DiskStore(self.disks[-1], self._free, numel, dtype, head)
         self._free += nbytes
         self._used[store.disk] = self._used.get(store.disk, 0) + 1
         return store
@@ -292,8 +275,7 @@ class Space:
         if store.disk not in self._used:
             return
         self._used[store.disk] -= 1
-        for offset in {store.offset, store.other}:
-            store.disk.forget(offset, disk_nbytes(store.numel, store.dtype.itemsize, store.head.numel()))
+        store.disk.forget(store.offset, disk_nbytes(store.numel, store.dtype.itemsize, store.head.numel()))
         if self._used[store.disk] == 0 and store.disk is not self.disks[-1]:
             self.disks.remove(store.disk)
             del self._used[store.disk]
@@ -314,7 +296,6 @@ class Spaces(NamedTuple):
 
     weights: Space | None = None
     optim: Space | None = None
-    twice: bool = False  # the disk has space for second ranges
 
 
 def round_up(value: int, multiple: int) -> int:

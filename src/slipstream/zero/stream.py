@@ -8,8 +8,9 @@ Ring    aligned host buffers: `stream` prefetches chunks into them and writes ba
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -100,13 +101,6 @@ class Chunk:
     def _moved(self) -> list[tuple[str, Use]]:
         return [(name, use) for name, use in self.uses.items() if use.passes(self.start, self.stop)]
 
-    @property
-    def may_be_ahead(self) -> bool:
-        """Whether a step may run ahead on it: it streams, as do all its disk states. Copies of resident ones would fill memory."""
-        uses = self.uses.values()
-        updated = (use for use in uses if isinstance(use.store, DiskStore) and use.read and use.write)
-        return bool(self._moved()) and all(use.passes(self.start, self.stop) for use in updated)
-
     def nbytes(self) -> int:
         """Bytes of a ring's buffer that the chunk needs."""
         return sum(range_nbytes(self.stop - self.start, use.store.dtype.itemsize) for _, use in self._moved())
@@ -161,8 +155,7 @@ class Chunk:
                 moving.append(self._carry(use, use.lane, self._in_slot(use, memory), reads))
             else:
                 assert isinstance(use.store, DiskStore), "a state in memory does not move"
-                part = use.store.part if reads else use.store.next_part
-                parts.setdefault(use.store.disk, []).append(part(self.start, memory))
+                parts.setdefault(use.store.disk, []).append(use.store.part(self.start, memory))
         return [*moving, *(move(disk, of_disk) for disk, of_disk in parts.items())]
 
     def _carry(self, use: Use, lane: Lane, host: Tensor, reads: bool) -> Event:
@@ -187,17 +180,16 @@ def chunks(numel: int, uses: Mapping[str, Use], most: int) -> list[Chunk]:
     return result
 
 
-def stream(take: Callable[[bool], Chunk | None], ring: Ring | None) -> Generator[Chunk, None, None]:
+def stream(upcoming: Iterator[Chunk], ring: Ring | None) -> Generator[Chunk, None, None]:
     """Yield each chunk with its states in `tensors`, in order, while the next are read and the previous one is written.
 
-    take(is_last_try) returns the next chunk, or None if there is none now; None for is_last_try=True ends the stream.
     The caller calls `write_back`. When the stream ends, also by an exception, all transfers have ended.
     """
     ahead: deque[Chunk] = deque()
     depth = max(1, len(ring.slots) - 1) if ring else 1  # one slot is being written
     try:
         while True:
-            while len(ahead) < depth and (chunk := take(not ahead)) is not None:
+            for chunk in itertools.islice(upcoming, depth - len(ahead)):
                 chunk.fetch(ring.next if ring else _no_slot)
                 ahead.append(chunk)
             if not ahead:

@@ -138,7 +138,6 @@ class Unit:
         self.kept: dict[int, Tensor] = {}  # no_sync: this rank's gradient sums, if `.grad` is too narrow for them
         self.filled: set[int] = set()  # parameters whose gradient of this accumulation window is in `local`
         self.has_gradient = False  # some gradient has been moved out of `.grad` since the last step
-        self.revision = 0  # counts changes of the gradients, and external changes of the optimizer's inputs
         self.partial = Partial(0.0, True)  # of this rank's finest shard, after the last reduction
         self.updating: Updating | None = None  # the optimizer update in flight
         self.landing: Landing | None = None  # opened ahead for the next reduction (`expect_reduce`)
@@ -415,7 +414,6 @@ class Unit:
         self.kept.clear()
         for start, stop in self.gaps:
             flat[start:stop].zero_()
-        self.revision += 1
         landing = self.landing or self.homes.open(self.grads, read=self.has_gradient)
         self.landing = None
         landing.ready()
@@ -507,7 +505,6 @@ class Unit:
         """Drop everything accumulated since the last step."""
         for param in self.params:
             drop_grad(param)
-        self.revision += 1
         self.filled.clear()
         self.kept.clear()
         self.has_gradient = self.direct = False
