@@ -82,21 +82,27 @@ def owner_of(edge: str) -> type:
 
 def pieces(engine: Any, unit: View) -> Any:
     """The parts of a unit's parameters that this rank's optimizer owns."""
-    return engine.steps.pieces[unit.index]
+    return engine.steps.members[unit._unit].pieces
 
 
 def moments(engine: Any, unit: View, piece: Any) -> Any:
     """The moments of a piece, by name."""
-    return engine.steps.states(unit._unit, piece)
+    return engine.steps.states(piece)
 
 
-def stores(engine: Any, unit: View | None = None) -> Any:
-    """The stores of a unit's moments, by name; without `unit`, of all units, by index."""
-    return engine.steps.stores if unit is None else engine.steps.stores[unit.index]
+def stores(engine: Any, unit: View) -> Any:
+    """The stores of a unit's moments, by name."""
+    return engine.steps.moments(unit._unit).stores
+
+
+def has_moments(engine: Any, unit: View) -> bool:
+    return unit._unit in engine.steps._moments
 
 
 def state_nbytes(engine: Any, unit: View) -> int:
-    return int(engine.steps.state_nbytes(unit._unit))
+    """Bytes of a unit's optimizer states on this rank."""
+    kept = engine.steps.moments(unit._unit)
+    return sum(each.nbytes for each in (*kept.stores.values(), *kept.scales.values()))
 
 
 def chunks(engine: Any) -> int:

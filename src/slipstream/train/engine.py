@@ -27,7 +27,7 @@ from slipstream.config.plan import Plan
 from slipstream.mesh import Mesh
 from slipstream.ops.disk import DiskError
 from slipstream.optim.sharded import ShardedSteps
-from slipstream.train import activation, compiled
+from slipstream.train import activation, compiled, optimizer_state
 from slipstream.train import step as window
 from slipstream.train.gate import IGNORED_BLOCKS, Block, Gate
 from slipstream.train.precision import Precision
@@ -452,13 +452,13 @@ class Engine(nn.Module):
         """
         unit, i = self._find(name)
         with self.together("optimizer_state"):
-            return access.full_optimizer_state(unit, i, self.steps)
+            return optimizer_state.of_parameter(unit, i, self.steps)
 
     def set_optimizer_state(self, name: str, values: Mapping[str, Tensor]) -> None:
         """Overwrite optimizer states of parameter `name`; "master" also sets the weight. Collective; same values on all ranks."""
         unit, i = self._find(name)
         with self.together("set_optimizer_state"):
-            access.set_optimizer_state(unit, i, self.steps, values)
+            optimizer_state.set_parameter(unit, i, self.steps, values)
 
     def save_checkpoint(
         self,

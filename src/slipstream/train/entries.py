@@ -20,7 +20,6 @@ from slipstream.checkpoint import FlatSlice
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.buffers import first_values
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.layout import overlap
 from slipstream.zero.store import Store, section
 from slipstream.zero.unit import Unit
 
@@ -44,11 +43,9 @@ def weights(engine: Engine, exclude_frozen: bool = False) -> dict[str, FlatSlice
 
 def slices(unit: Unit, store: Store) -> Iterator[tuple[str, nn.Parameter, FlatSlice]]:
     """The ranges of a unit's parameters in a state that covers this rank's optimizer span."""
-    span = unit.optim_span
     for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
-        start, stop = overlap(slot.span, span)
-        data = section(store, start - span[0], stop - span[0])
-        yield name, param, FlatSlice(data, slot.shape, min(max(start - slot.offset, 0), slot.numel))
+        inside, of_param = slot.common(unit.optim_span)
+        yield name, param, FlatSlice(section(store, inside.start, inside.stop), slot.shape, min(of_param.start, slot.numel))
 
 
 class Average(Protocol):
@@ -100,22 +97,20 @@ def first_buffers(engine: Engine) -> dict[str, Tensor]:
     return dict(zip(own, first_values(list(own.values()), engine.comms.data), strict=True))
 
 
-def pieces(engine: Engine, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, Unit, Piece]]:
+def pieces(engine: Engine, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, Piece]]:
     """The pieces of parameters that this rank's optimizer may hold state for, except those that patterns exclude."""
-    if engine.steps is not None:
-        for unit in engine.units:
-            if unit.grads is not None:
-                for piece in engine.steps.pieces[unit.index]:
-                    if not is_excluded(f"model.{piece.name}", exclude):
-                        yield engine.steps, unit, piece
+    steps = engine.steps
+    for piece in steps.pieces(engine.units) if steps is not None else ():
+        if steps is not None and not is_excluded(f"model.{piece.name}", exclude):
+            yield steps, piece
 
 
 def optimizer_tensors(engine: Engine) -> dict[str, FlatSlice | Tensor]:
-    entries: dict[str, FlatSlice | Tensor] = {}
-    for steps, unit, piece in pieces(engine):
-        for state, values in steps.states(unit, piece).items():
-            entries[f"optim.{state}.{piece.name}"] = FlatSlice(values, piece.shape, piece.offset)
-    return entries
+    return {
+        f"optim.{state}.{piece.name}": FlatSlice(values, piece.shape, piece.offset)
+        for steps, piece in pieces(engine)
+        for state, values in steps.states(piece).items()
+    }
 
 
 def optimizer_scalars(engine: Engine) -> dict[str, Any] | None:
@@ -127,7 +122,7 @@ def optimizer_scalars(engine: Engine) -> dict[str, Any] | None:
 
 def all_scalars(engine: Engine) -> dict[str, Any]:
     """The optimizer's values that are not per element, by the parameter's name, of all ranks. Collective."""
-    own = {piece.name: steps.scalars(unit, piece) for steps, unit, piece in pieces(engine)}
+    own = {piece.name: steps.scalars(piece) for steps, piece in pieces(engine)}
     return {name: values for scalars in gather_objects(own, engine.mesh.data) for name, values in scalars.items()}
 
 

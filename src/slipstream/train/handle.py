@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slipstream.train import optimizer_state
+
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
 
@@ -56,15 +58,11 @@ class OptimizerHandle(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state in torch's format on every rank. Collective. `engine.save_checkpoint` needs no such copy."""
-        from slipstream.train import optimizer_state
-
         with self.engine.together("optimizer.state_dict"):
             return optimizer_state.gather(self.engine)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this optimizer, or of a plain torch one over the same parameters. Collective; same on all ranks."""
-        from slipstream.train import optimizer_state
-
         with self.engine.together("optimizer.load_state_dict"):
             optimizer_state.load(self.engine, state_dict)
 

@@ -1,4 +1,4 @@
-"""An optimizer's unsharded `state_dict` in torch's format, equal to that of the same optimizer over a plain model.
+"""Optimizer states, unsharded: of one parameter, and as a `state_dict` equal to that of the same optimizer over a plain model.
 
 A parameter whose master is wider than its weight has an additional state `master`; torch passes it through. Every rank gets all
 states, so the model must fit into one process; `save_checkpoint` has no such limit.
@@ -13,13 +13,61 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from slipstream.optim.sharded import ShardedSteps
 from slipstream.train import entries
 from slipstream.zero import access
 from slipstream.zero.comm import gather_objects
+from slipstream.zero.store import Section, read, write
 from slipstream.zero.unit import Unit
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
+
+
+def of_parameter(unit: Unit, i: int, steps: ShardedSteps | None) -> dict[str, Tensor]:
+    """Return parameter i's master and per-element optimizer states, in its shape. Collective."""
+    slot, sharded = unit.layout.slots[i], bool(unit.placement.optim)
+    result = {"master": unit.whole(unit.master.whole(), sharded)[slice(*slot.span)].view(slot.shape).float()}
+    start = slot.common(unit.optim_span)[1].start
+    local = [(start, name, read(value)) for name, value in (_states(unit, i, steps) or {}).items()]
+    shards = gather_objects(local, unit.comms.dp.axis) if sharded else [local]
+    for offset, name, value in (state for shard in shards for state in shard):
+        whole = result.setdefault(name, torch.zeros(slot.shape, dtype=value.dtype))
+        whole.view(-1)[offset : offset + value.numel()].copy_(value)
+    return result
+
+
+def set_parameter(unit: Unit, i: int, steps: ShardedSteps | None, values: Mapping[str, Tensor]) -> None:
+    """Overwrite parameter i's states on the ranks that own them, and the weights if `values` has "master". Collective.
+
+    Raises ValueError for a wrong shape and KeyError for an unknown state, on all ranks before anything is written.
+    """
+    slot = unit.layout.slots[i]
+    for name, value in values.items():
+        if tuple(value.shape) != slot.shape:
+            raise ValueError(f"{name} of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
+    states = _states(unit, i, steps)
+    for known in gather_objects(None if states is None else sorted(states), unit.comms.data.axis):
+        if known is not None and (unknown := sorted(values.keys() - {"master", *known})):
+            raise KeyError(f"no optimizer state {unknown[0]!r} of {unit.names[i]!r}; there are {['master', *known]}")
+    _write(unit, i, states or {}, values)
+
+
+def _states(unit: Unit, i: int, steps: ShardedSteps | None) -> dict[str, Tensor | Section] | None:
+    """The states of this rank's piece of parameter i; None if it owns none."""
+    piece = steps.piece(unit, i) if steps is not None else None
+    return steps.states(piece) if steps is not None and piece is not None else None
+
+
+def _write(unit: Unit, i: int, states: Mapping[str, Tensor | Section], values: Mapping[str, Tensor]) -> None:
+    """Write unsharded values into this rank's states of a parameter, and "master" also into the weights."""
+    inside, of_param = unit.layout.slots[i].common(unit.optim_span)
+    if "master" in values:
+        with access.gathered_units({unit: [i]}, None), torch.no_grad():
+            unit.params[i].copy_(values["master"])
+        unit.master.put(inside.start, values["master"].reshape(-1)[of_param])
+    for name in states.keys() & values.keys():
+        write(states[name], values[name].reshape(-1)[of_param])
 
 
 def _params(engine: Engine) -> Iterator[tuple[int, Unit, int]]:
@@ -38,7 +86,7 @@ def gather(engine: Engine) -> dict[str, Any]:
     scalars = entries.all_scalars(engine)
     states: dict[int, dict[str, Any]] = {}
     for number, unit, i in _params(engine):
-        tensors = access.full_optimizer_state(unit, i, steps)
+        tensors = of_parameter(unit, i, steps)
         master = tensors.pop("master")
         known = scalars.get(unit.names[i], {})
         if known.get("step") == 0 or not (known or tensors):
@@ -79,7 +127,7 @@ def load(engine: Engine, saved: Mapping[str, Any]) -> None:
         group.update({key: value for key, value in values.items() if key != "params"})
     steps.groups_loaded()
     for number, unit, i in params:
-        _take_one(engine, unit, i, saved["state"].get(number))
+        _take_one(steps, unit, i, saved["state"].get(number))
 
 
 def _refuse_unknown(engine: Engine, params: Sequence[tuple[int, Unit, int]], states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -90,9 +138,10 @@ def _refuse_unknown(engine: Engine, params: Sequence[tuple[int, Unit, int]], sta
     for number, unit, i in params:
         tensors = _tensors(states.get(number, {}), unit.layout.slots[i].shape)
         wanted = {name: value.dtype for name, value in tensors.items() if name != "master"}
-        for piece in (piece for piece in steps.pieces[unit.index] if piece.name == unit.names[i]):
-            undo = steps.make_states(unit, piece, wanted)
-            known = steps.states(unit, piece).keys()
+        piece = steps.piece(unit, i)
+        if piece is not None:
+            undo = steps.make_states(piece, wanted)
+            known = steps.states(piece).keys()
             undo()
             unknown += [(name, piece.name, sorted(known)) for name in wanted.keys() - known]
     for name, param, known in (each for rank in gather_objects(unknown, engine.mesh.data) for each in rank):
@@ -111,21 +160,16 @@ def _tensors(values: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Ten
     }
 
 
-def _take_one(engine: Engine, unit: Unit, i: int, values: Mapping[str, Any] | None) -> None:
-    steps = engine.steps
-    assert steps is not None, "the engine has an optimizer"
-    shape, pieces = unit.layout.slots[i].shape, [piece for piece in steps.pieces[unit.index] if piece.name == unit.names[i]]
-    if values is None:  # as before the first step
-        for piece in pieces:
-            steps.make_states(unit, piece, {})
-        known = access.full_optimizer_state(unit, i, steps)
-        tensors = {name: torch.zeros_like(value) for name, value in known.items() if name != "master"}
-        scalars: dict[str, Any] = {"step": 0} if tensors else {}
-    else:
-        tensors = _tensors(values, shape)
-        scalars = {name: value for name, value in values.items() if name not in tensors}
-        for piece in pieces:
-            steps.make_states(unit, piece, {name: value.dtype for name, value in tensors.items() if name != "master"})
-    for piece in pieces if scalars or values is not None else ():  # even empty: torch's SGD has no scalars
-        steps.load_scalars(unit, piece, copy.deepcopy(scalars))  # the optimizer modifies them
-    access.set_optimizer_state(unit, i, steps, tensors)
+def _take_one(steps: ShardedSteps, unit: Unit, i: int, values: Mapping[str, Any] | None) -> None:
+    piece, tensors = steps.piece(unit, i), _tensors(values or {}, unit.layout.slots[i].shape)
+    states: dict[str, Tensor | Section] = {}
+    if piece is not None:
+        steps.make_states(piece, {name: value.dtype for name, value in tensors.items() if name != "master"})
+        states = steps.states(piece)
+        if values is None:  # as before the first step
+            for state in states.values():
+                write(state, torch.zeros(state.numel()))
+        scalars = {name: value for name, value in values.items() if name not in tensors} if values is not None else {"step": 0}
+        if states or values is not None:
+            steps.load_scalars(piece, copy.deepcopy(scalars))  # the optimizer modifies them
+    _write(unit, i, states, tensors)

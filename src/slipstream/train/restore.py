@@ -327,7 +327,7 @@ def _prepare_optimizer(engine: Engine, metadata: checkpoint.Metadata, exclude: S
         if kind == "optim":
             state, _, name = entry.partition(".")
             states.setdefault(name, {})[state] = info.dtype
-    return [steps.make_states(unit, piece, states.get(piece.name, {})) for steps, unit, piece in entries.pieces(engine, exclude)]
+    return [steps.make_states(piece, states.get(piece.name, {})) for steps, piece in entries.pieces(engine, exclude)]
 
 
 def spread_weights(engine: Engine) -> None:
@@ -367,15 +367,15 @@ def _take_scalars(engine: Engine, saved: Any, undo: list[Callable[[], None]], la
     if why := steps.unsupported_option(groups):
         raise CheckpointError(f"its {why}; {_OWN_OPTIMIZER}")
     steps.groups_loaded()
-    for steps, unit, piece in entries.pieces(engine, exclude):
+    for steps, piece in entries.pieces(engine, exclude):
         if piece.name in saved["params"]:
-            present = copy.deepcopy(steps.scalars(unit, piece))
-            undo.append(partial(steps.load_scalars, unit, piece, present))
+            present = copy.deepcopy(steps.scalars(piece))
+            undo.append(partial(steps.load_scalars, piece, present))
             # SGD saved by torch or DeepSpeed has no step count
             uncounted = isinstance(steps.inner, torch.optim.SGD) and not saved["params"][piece.name]
             if present and not uncounted:
                 _check_like(saved["params"][piece.name], present, f"optimizer state of {piece.name}")
-            steps.load_scalars(unit, piece, saved["params"][piece.name])
+            steps.load_scalars(piece, saved["params"][piece.name])
 
 
 def _restore_random(state: Mapping[str, Any], device: torch.device) -> None:

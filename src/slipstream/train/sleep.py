@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.disk import Disk, DiskError
-from slipstream.optim.native import NativeSteps
 from slipstream.train import entries
 from slipstream.train.gate import Block
 from slipstream.zero.comm import gather_objects
@@ -189,19 +188,8 @@ def _optimizer(engine: Engine, add: Any) -> None:
     for unit in engine.units:
         if unit.out is not None:
             add(_whole(unit.master))
-    if isinstance(engine.steps, NativeSteps):
-        for stores in engine.steps.stores.values():
-            for store in stores.values():
-                add(_whole(store))
-        for scales in engine.steps.scales.values():
-            for tensor in scales.values():
-                add(tensor)
-    elif engine.steps is not None:
-        for state in engine.steps.inner.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    add(value)
-
+    for state in engine.steps.memory() if engine.steps is not None else ():
+        add(state if isinstance(state, Tensor) else _whole(state))
     average = entries.average_of(engine)
     for store in average.stores() if average is not None else ():
         add(_whole(store))

@@ -23,7 +23,6 @@ from slipstream.ops.disk import DiskError, Transfer
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.zero.comm import Pending, gather_objects
 from slipstream.zero.hooks import Hooks, Slots
-from slipstream.zero.layout import overlap
 from slipstream.zero.stream import stream
 from slipstream.zero.unit import Comms, Unit
 
@@ -122,10 +121,9 @@ def _find_culprit(units: Sequence[Unit], comms: Comms) -> str:
     for unit in units:
         if first is not None or math.isfinite(float(unit.partial.sumsq)) or unit.grads is None:
             continue
-        base = unit.optim_span[0]
         for i, slot in enumerate(unit.layout.slots):
-            start, stop = overlap(slot.span, unit.optim_span)
-            if not bool(torch.isfinite(unit.grads.get(start - base, stop - base)).all()):
+            inside, _ = slot.common(unit.optim_span)
+            if not bool(torch.isfinite(unit.grads.get(inside.start, inside.stop)).all()):
                 first = (unit.index, i, unit.names[i])
                 break
     candidates: list[tuple[int, int, str]] = [each for each in gather_objects(first, comms.data.axis) if each is not None]
