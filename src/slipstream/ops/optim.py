@@ -183,7 +183,7 @@ def lamb_apply(
     exp_avg_sq: Tensor,
     out: Tensor | None,
     *,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -193,7 +193,7 @@ def lamb_apply(
     bias_correction: bool,
     rounding: Stochastic | None = None,
 ) -> None:
-    """LAMB's second pass: master -= lr * update. `lr` includes the trust ratio."""
+    """LAMB's second pass: master -= lr * update. `lr` includes the trust ratio; a tensor stays on its device."""
     c, flags = _lamb("lamb_apply", step, 1.0, beta1, beta2, eps, eps_inside_sqrt, weight_decay, bias_correction)
     moments = (_plain("lamb_apply", exp_avg), _plain("lamb_apply", exp_avg_sq))
     names = ("master", "", "exp_avg", "exp_avg_sq", "out")

@@ -120,10 +120,7 @@ class NativeSteps(ShardedSteps):
         return rules.unsupported_option(self.inner, self.rule, groups)
 
     def begin(self, units: Sequence[Unit]) -> None:
-        self._options = [
-            {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
-            for group in self.inner.param_groups
-        ]
+        self._options = [rules.plain_numbers(group) for group in self.inner.param_groups]
         nbytes = max((chunk.nbytes() for unit in units for chunk in self.chunks(unit)), default=0)
         for unit in units:  # only after `chunks` has made the states: those may set step counts
             self.moments(unit).runs = list(self._runs_of(unit))
