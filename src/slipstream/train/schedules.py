@@ -39,13 +39,23 @@ class Schedule(ABC):
 
     optimizer: Any  # anything with param_groups
     last_batch_iteration: int
+    argument: ClassVar[str]  # of the constructor, in errors; {} is the attribute
     rate: ClassVar[str]  # the attribute with the groups' own rates
-    bounds: ClassVar[tuple[str, ...]] = ()  # attributes that scale with a group's rate
+    bounds: ClassVar[tuple[str, ...]] = ()  # attributes that scale with a group's rate; the first is the lower bound, else 0
     momenta: ClassVar[tuple[str, ...]] = ()  # attributes that do not
 
     @abstractmethod
     def _values(self) -> list[dict[str, Any]]:
         """The values of each parameter group at `last_batch_iteration`: always `lr`, perhaps `betas`."""
+
+    def _of_groups(self, name: str) -> list[float]:
+        return _each(self.optimizer, self.argument.format(name), getattr(self, name))
+
+    def _between(self, fraction: float) -> list[dict[str, Any]]:
+        """Rates at this fraction of the way from the lower bounds to the groups' own rates."""
+        highs = self._of_groups(self.rate)
+        lows = self._of_groups(self.bounds[0]) if self.bounds else [0.0] * len(highs)
+        return [{"lr": low + (high - low) * fraction} for low, high in zip(lows, highs, strict=True)]
 
     def _start(self, last_batch_iteration: int) -> None:
         self.last_batch_iteration = last_batch_iteration
@@ -104,7 +114,7 @@ class Schedule(ABC):
 class LRRangeTest(Schedule):
     """The range test (Smith 2018, arXiv 1803.09820): the rate grows without bound, to find where training diverges."""
 
-    rate = "min_lr"
+    argument, rate = "lr_range_test_{}", "min_lr"
 
     def __init__(
         self,
@@ -124,8 +134,7 @@ class LRRangeTest(Schedule):
 
     def _values(self) -> list[dict[str, Any]]:
         interval = (self.last_batch_iteration + 1) / self.step_size
-        factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
-        return [{"lr": lr * factor} for lr in _each(self.optimizer, "lr_range_test_min_lr", self.min_lr)]
+        return self._between(1 + self.step_rate * (math.floor(interval) if self.staircase else interval))
 
 
 class OneCycle(Schedule):
@@ -137,7 +146,7 @@ class OneCycle(Schedule):
 
     BETA2 = 0.99
 
-    rate, bounds, momenta = "max_lr", ("min_lr",), ("min_mom", "max_mom")
+    argument, rate, bounds, momenta = "cycle_{}", "max_lr", ("min_lr",), ("min_mom", "max_mom")
 
     def __init__(
         self,
@@ -182,48 +191,31 @@ class OneCycle(Schedule):
         return bool(betas)
 
     def _values(self) -> list[dict[str, Any]]:
-        lrs = [self._lr(low, high) for low, high in self._bounds("lr", self.min_lr, self.max_lr)]
-        values: list[dict[str, Any]] = [{"lr": lr} for lr in lrs]
+        height, decay = self._height(), self._decay_intervals()
+        values = self._between(height)
+        for new in values:
+            new["lr"] /= 1 + self.decay_lr_rate * decay
         if self.cycle_momentum:
-            bounds = self._bounds("mom", self.min_mom, self.max_mom)
+            bounds = zip(self._of_groups("min_mom"), self._of_groups("max_mom"), strict=True)
             for group, new, (low, high) in zip(self.optimizer.param_groups, values, bounds, strict=True):
+                momentum = (high - (high - low) * height) * (1 + self.decay_mom_rate * decay)
                 if "betas" in group:
-                    new["betas"] = (self._momentum(low, high), self.BETA2)
+                    new["betas"] = (low if self.last_batch_iteration < 0 else momentum, self.BETA2)
         return values
 
-    def _bounds(self, name: str, low: PerGroup, high: PerGroup) -> list[tuple[float, float]]:
-        lows = _each(self.optimizer, f"cycle_min_{name}", low)
-        return list(zip(lows, _each(self.optimizer, f"cycle_max_{name}", high), strict=True))
-
-    def _lr(self, low: float, high: float) -> float:
-        if self.last_batch_iteration < 0:
-            return low
-        decay = self._decay_interval()
-        if decay is not None:
-            return low / (1 + self.decay_lr_rate * decay)
-        return low + (high - low) * self._height()
-
-    def _momentum(self, low: float, high: float) -> float:
-        if self.last_batch_iteration < 0:
-            return low
-        decay = self._decay_interval()
-        if decay is not None:
-            return high * (1 + self.decay_mom_rate * decay)
-        return high - (high - low) * self._height()
-
-    def _decay_interval(self) -> float | None:
-        """Decay intervals since the end of the cycle; None within the cycle, 0 without decay."""
+    def _decay_intervals(self) -> float:
+        """Decay intervals since the end of the cycle."""
         past = self.last_batch_iteration - (self.first_size + self.second_size)
-        if past < 0:
-            return None
-        return (past + 1) / self.decay_step_size if self.decay_step_size > 0 else 0.0
+        return (past + 1) / self.decay_step_size if past >= 0 and self.decay_step_size > 0 else 0.0
 
     def _height(self) -> float:
-        """The height in the cycle: 0 at its ends, 1 at its peak.
+        """The height in the cycle: 0 at its ends and after it, 1 at its peak.
 
         Stairs are computed from the integer position, because the quotient can be an ulp below a stair's edge.
         """
         total = self.first_size + self.second_size
+        if self.last_batch_iteration >= total:
+            return 0.0
         position = (self.last_batch_iteration + 1) % total
         if position <= self.first_size:
             part, size, stairs = position, self.first_size, self.first_stairs
@@ -235,7 +227,7 @@ class OneCycle(Schedule):
 class WarmupLR(Schedule):
     """Rises from `warmup_min_lr` to `warmup_max_lr` (default: the optimizer's own rate), then stays constant."""
 
-    rate, bounds = "max_lr", ("min_lr",)
+    argument, rate, bounds = "warmup_{}", "max_lr", ("min_lr",)
 
     def __init__(
         self,
@@ -253,15 +245,13 @@ class WarmupLR(Schedule):
         self._start(last_batch_iteration)
 
     def _values(self) -> list[dict[str, Any]]:
-        iteration = self.last_batch_iteration
-        fraction = self.ramp(iteration) if iteration < self.ramp.steps else 1.0
-        return _between(self.optimizer, self.min_lr, self.max_lr, fraction)
+        return self._between(self.ramp(self.last_batch_iteration))
 
 
 class WarmupDecayLR(Schedule):
     """WarmupLR, then linear decay to `warmup_min_lr` at `total_num_steps`."""
 
-    rate, bounds = "max_lr", ("min_lr",)
+    argument, rate, bounds = "warmup_{}", "max_lr", ("min_lr",)
 
     def __init__(
         self,
@@ -280,12 +270,9 @@ class WarmupDecayLR(Schedule):
         self._start(last_batch_iteration)
 
     def _values(self) -> list[dict[str, Any]]:
-        iteration = self.last_batch_iteration
-        if iteration < self.ramp.steps:
-            fraction = self.ramp(iteration)
-        else:
-            fraction = max(0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - self.ramp.steps))
-        return _between(self.optimizer, self.min_lr, self.max_lr, fraction)
+        remaining, length = self.total_num_steps - self.last_batch_iteration, max(1, self.total_num_steps - self.ramp.steps)
+        is_rising = self.last_batch_iteration < self.ramp.steps
+        return self._between(self.ramp(self.last_batch_iteration) if is_rising else max(0.0, remaining / length))
 
 
 class WarmupCosineLR(Schedule):
@@ -294,7 +281,7 @@ class WarmupCosineLR(Schedule):
     As in DeepSpeed the rate is 0 until the first `step()`, whatever the minimum ratio.
     """
 
-    rate = "base_lrs"
+    argument, rate = "the optimizer's lr", "base_lrs"
 
     def __init__(
         self,
@@ -314,7 +301,7 @@ class WarmupCosineLR(Schedule):
         self._start(last_batch_iteration)
 
     def _values(self) -> list[dict[str, Any]]:
-        return [{"lr": lr * self._ratio()} for lr in _each(self.optimizer, "the optimizer's lr", self.base_lrs)]
+        return self._between(self._ratio())
 
     def _ratio(self) -> float:
         iteration, warmup = self.last_batch_iteration, self.ramp.steps
@@ -327,7 +314,7 @@ class WarmupCosineLR(Schedule):
 
 
 class _Ramp:
-    """A ramp from 0 to 1 over `steps` (at least 2), linear or logarithmic (steep first)."""
+    """A ramp from 0 to 1 over `steps` (at least 2), linear or logarithmic (steep first), then 1."""
 
     def __init__(self, owner: str, warmup_num_steps: int, warmup_type: str) -> None:
         if warmup_type not in ("log", "linear"):
@@ -338,8 +325,8 @@ class _Ramp:
         self.logarithmic = warmup_type == "log"
 
     def __call__(self, iteration: int) -> float:
-        if iteration <= 0:
-            return 0.0
+        if not 0 < iteration < self.steps:
+            return float(iteration > 0)
         return math.log(iteration + 1) * (1.0 / math.log(self.steps)) if self.logarithmic else iteration / self.steps
 
     def total(self, total_num_steps: int) -> int:
@@ -487,11 +474,6 @@ def _each(optimizer: Any, name: str, value: PerGroup) -> list[float]:
 
 def _per_group(value: PerGroup, count: int) -> list[float]:
     return list(value) if isinstance(value, Sequence) else [value] * count
-
-
-def _between(optimizer: Any, low: PerGroup, high: PerGroup, fraction: float) -> list[dict[str, Any]]:
-    lows, highs = _each(optimizer, "warmup_min_lr", low), _each(optimizer, "warmup_max_lr", high)
-    return [{"lr": a + (b - a) * fraction} for a, b in zip(lows, highs, strict=True)]
 
 
 def _whole(name: str, value: float, *, minimum: int) -> int:
