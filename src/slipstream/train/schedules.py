@@ -174,9 +174,10 @@ class OneCycle(Schedule):
             )
         self.min_lr, self.max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
         self.min_mom, self.max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
-        self.first_size, self.second_size = float(cycle_first_step_size), float(second)
-        self.first_stairs = cycle_first_stair_count
-        self.second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
+        self.total_size = self.first_step_size + self.second_step_size
+        self.first_stair_count = cycle_first_stair_count
+        self.second_stair_count = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.decay_step_size = decay_step_size
         self.cycle_momentum = cycle_momentum and self._can_cycle_momentum()
         self._start(last_batch_iteration)
@@ -205,7 +206,7 @@ class OneCycle(Schedule):
 
     def _decay_intervals(self) -> float:
         """Decay intervals since the end of the cycle."""
-        past = self.last_batch_iteration - (self.first_size + self.second_size)
+        past = self.last_batch_iteration - self.total_size
         return (past + 1) / self.decay_step_size if past >= 0 and self.decay_step_size > 0 else 0.0
 
     def _height(self) -> float:
@@ -213,18 +214,43 @@ class OneCycle(Schedule):
 
         Stairs are computed from the integer position, because the quotient can be an ulp below a stair's edge.
         """
-        total = self.first_size + self.second_size
-        if self.last_batch_iteration >= total:
+        if self.last_batch_iteration >= self.total_size:
             return 0.0
-        position = (self.last_batch_iteration + 1) % total
-        if position <= self.first_size:
-            part, size, stairs = position, self.first_size, self.first_stairs
+        position = (self.last_batch_iteration + 1) % self.total_size
+        if position <= self.first_step_size:
+            part, size, stairs = position, self.first_step_size, self.first_stair_count
         else:
-            part, size, stairs = total - position, self.second_size, self.second_stairs
+            part, size, stairs = self.total_size - position, self.second_step_size, self.second_stair_count
         return math.floor(part * stairs / size) / stairs if stairs > 0 else part / size
 
 
-class WarmupLR(Schedule):
+class _Warmup(Schedule):
+    """A schedule that begins with a ramp over `warmup_num_steps` (at least 2), linear or logarithmic (steep first)."""
+
+    def _set_ramp(self, warmup_num_steps: int, warmup_type: str) -> None:
+        if warmup_type not in ("log", "linear"):
+            hint = nearest(str(warmup_type), ("log", "linear"))
+            raise ValueError(f"{type(self).__name__}: warmup_type {warmup_type!r} must be 'log' or 'linear'{hint}")
+        self.warmup_num_steps = max(2, _whole("warmup_num_steps", warmup_num_steps, minimum=0))
+        self.warmup_type, self.inverse_log_warm_up = warmup_type, 1.0 / math.log(self.warmup_num_steps)
+
+    def _set_total(self, total_num_steps: int) -> None:
+        self.total_num_steps = _whole("total_num_steps", total_num_steps, minimum=0)
+        if self.total_num_steps < self.warmup_num_steps:
+            text = "%s: total_num_steps %d is less than warmup_num_steps %d"
+            log.warning(text, type(self).__name__, self.total_num_steps, self.warmup_num_steps)
+
+    def _ramp(self) -> float:
+        """From 0 to 1, then 1."""
+        iteration = self.last_batch_iteration
+        if not 0 < iteration < self.warmup_num_steps:
+            return float(iteration > 0)
+        return (
+            math.log(iteration + 1) * self.inverse_log_warm_up if self.warmup_type == "log" else iteration / self.warmup_num_steps
+        )
+
+
+class WarmupLR(_Warmup):
     """Rises from `warmup_min_lr` to `warmup_max_lr` (default: the optimizer's own rate), then stays constant."""
 
     argument, rate, bounds = "warmup_{}", "max_lr", ("min_lr",)
@@ -239,16 +265,16 @@ class WarmupLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = _checked(optimizer)
-        self.ramp = _Ramp("WarmupLR", warmup_num_steps, warmup_type)
+        self._set_ramp(warmup_num_steps, warmup_type)
         self.min_lr = warmup_min_lr
         self.max_lr = _rates(self.optimizer) if warmup_max_lr is None else warmup_max_lr
         self._start(last_batch_iteration)
 
     def _values(self) -> list[dict[str, Any]]:
-        return self._between(self.ramp(self.last_batch_iteration))
+        return self._between(self._ramp())
 
 
-class WarmupDecayLR(Schedule):
+class WarmupDecayLR(_Warmup):
     """WarmupLR, then linear decay to `warmup_min_lr` at `total_num_steps`."""
 
     argument, rate, bounds = "warmup_{}", "max_lr", ("min_lr",)
@@ -264,18 +290,19 @@ class WarmupDecayLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = _checked(optimizer)
-        self.ramp = _Ramp("WarmupDecayLR", warmup_num_steps, warmup_type)
-        self.total_num_steps = self.ramp.total(total_num_steps)
+        self._set_ramp(warmup_num_steps, warmup_type)
+        self._set_total(total_num_steps)
         self.min_lr, self.max_lr = warmup_min_lr, warmup_max_lr
         self._start(last_batch_iteration)
 
     def _values(self) -> list[dict[str, Any]]:
-        remaining, length = self.total_num_steps - self.last_batch_iteration, max(1, self.total_num_steps - self.ramp.steps)
-        is_rising = self.last_batch_iteration < self.ramp.steps
-        return self._between(self.ramp(self.last_batch_iteration) if is_rising else max(0.0, remaining / length))
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return self._between(self._ramp())
+        remaining = self.total_num_steps - self.last_batch_iteration
+        return self._between(max(0.0, remaining / max(1, self.total_num_steps - self.warmup_num_steps)))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(_Warmup):
     """Multiples of the optimizer's own rate: warmup from `warmup_min_ratio`, then half a cosine down to `cos_min_ratio`.
 
     As in DeepSpeed the rate is 0 until the first `step()`, whatever the minimum ratio.
@@ -294,46 +321,24 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = _checked(optimizer)
-        self.ramp = _Ramp("WarmupCosineLR", warmup_num_steps, warmup_type)
-        self.total_num_steps = self.ramp.total(total_num_steps)
+        self._set_ramp(warmup_num_steps, warmup_type)
+        self._set_total(total_num_steps)
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.base_lrs = _rates(self.optimizer)
         self._start(last_batch_iteration)
 
     def _values(self) -> list[dict[str, Any]]:
-        return self._between(self._ratio())
+        return self._between(self.get_lr_ratio())
 
-    def _ratio(self) -> float:
-        iteration, warmup = self.last_batch_iteration, self.ramp.steps
+    def get_lr_ratio(self) -> float:
+        """Return the multiple of the optimizer's own rate at `last_batch_iteration`."""
+        iteration, warmup = self.last_batch_iteration, self.warmup_num_steps
         if iteration < 0:
             return 0.0
         if iteration < warmup:
-            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.ramp(iteration)
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._ramp()
         progress = min(1.0, (iteration - warmup + 1) / max(1, self.total_num_steps - warmup))
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
-
-
-class _Ramp:
-    """A ramp from 0 to 1 over `steps` (at least 2), linear or logarithmic (steep first), then 1."""
-
-    def __init__(self, owner: str, warmup_num_steps: int, warmup_type: str) -> None:
-        if warmup_type not in ("log", "linear"):
-            hint = nearest(str(warmup_type), ("log", "linear"))
-            raise ValueError(f"{owner}: warmup_type {warmup_type!r} must be 'log' or 'linear'{hint}")
-        self.owner = owner
-        self.steps = max(2, _whole("warmup_num_steps", warmup_num_steps, minimum=0))
-        self.logarithmic = warmup_type == "log"
-
-    def __call__(self, iteration: int) -> float:
-        if not 0 < iteration < self.steps:
-            return float(iteration > 0)
-        return math.log(iteration + 1) * (1.0 / math.log(self.steps)) if self.logarithmic else iteration / self.steps
-
-    def total(self, total_num_steps: int) -> int:
-        total = _whole("total_num_steps", total_num_steps, minimum=0)
-        if total < self.steps:
-            log.warning("%s: total_num_steps %d is less than warmup_num_steps %d", self.owner, total, self.steps)
-        return total
 
 
 _SCHEDULES: dict[str, type[Schedule]] = {
