@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slipstream.optim.native import CodedStore
 from slipstream.zero.unit import State, Unit
 
 Fact = Callable[[Any], Any]
@@ -92,7 +93,7 @@ def moments(engine: Any, unit: View, piece: Any) -> Any:
 
 def stores(engine: Any, unit: View) -> Any:
     """The stores of a unit's moments, by name."""
-    return engine.steps.moments(unit._unit).stores
+    return engine.steps.moments(unit._unit).states
 
 
 def has_moments(engine: Any, unit: View) -> bool:
@@ -101,8 +102,8 @@ def has_moments(engine: Any, unit: View) -> bool:
 
 def state_nbytes(engine: Any, unit: View) -> int:
     """Bytes of a unit's optimizer states on this rank."""
-    kept = engine.steps.moments(unit._unit)
-    return sum(each.nbytes for each in (*kept.stores.values(), *kept.scales.values()))
+    states = engine.steps.moments(unit._unit).states.values()
+    return sum(state.codes.nbytes + state.scales.nbytes if isinstance(state, CodedStore) else state.nbytes for state in states)
 
 
 def chunks(engine: Any) -> int:

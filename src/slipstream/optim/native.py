@@ -56,8 +56,7 @@ class Form:
 class Moments:
     """One unit's states, and how a step walks them."""
 
-    stores: dict[str, Store]  # the rule's states, or their codes
-    scales: dict[str, Tensor]  # of codes; always in memory, 1/64 byte per element
+    states: dict[str, Store]  # the rule's; in 8 bits, `CodedStore`s
     chunks: list[Chunk]
     runs: list[Run]  # of the current step
 
@@ -65,11 +64,13 @@ class Moments:
 class NativeSteps(ShardedSteps):
     """Applies a rule to the chunks of all units."""
 
+    rule: Rule
+
     def __init__(
         self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule, form: Form, *, chunk_numel: int, num_buffers: int
     ) -> None:
-        super().__init__(inner, units)
-        self.rule, self.form, self.homes = rule, form, units[0].homes
+        super().__init__(inner, units, rule)
+        self.form, self.homes = form, units[0].homes
         self.steps_on_host, self.streams = self.homes.steps_on_host, Tier.DISK in (self.homes.tiers.optim, self.homes.tiers.weights)
         self.chunk_numel, self.num_buffers = chunk_numel, num_buffers
         self._moments: dict[Unit, Moments] = {}
@@ -77,14 +78,13 @@ class NativeSteps(ShardedSteps):
 
     def drop(self, unit: Unit) -> None:
         del self.members[unit]
-        if unit in self._moments:
-            for store in self._moments.pop(unit).stores.values():
-                self.homes.drop(store)
+        moments = self._moments.pop(unit, None)
+        for store in moments.states.values() if moments is not None else ():
+            self.homes.drop(store.codes if isinstance(store, CodedStore) else store)
 
     def memory(self) -> Iterator[Tensor | Store]:
-        for moments in self._moments.values():
-            yield from moments.stores.values()
-            yield from moments.scales.values()
+        for store in (store for moments in self._moments.values() for store in moments.states.values()):
+            yield from (store.codes, store.scales) if isinstance(store, CodedStore) else (store,)
 
     def moments(self, unit: Unit) -> Moments:
         """The unit's states; made on first use, with the optimizer's initial state."""
@@ -101,23 +101,18 @@ class NativeSteps(ShardedSteps):
 
     def _allocate(self, unit: Unit) -> Moments:
         assert unit.grads is not None
-        stores, scales, lane = {}, {}, self.homes.lane_from
+        states: dict[str, Store] = {}
+        uses, lane = {}, self.homes.lane_from
         for name, signed in zip(self.rule.states, self.rule.signed, strict=True):
             dtype = torch.uint8 if self.form.coded and not signed else self.form.dtype
-            stores[name] = store = unit.homes.state(unit.master.numel, dtype)
-            if self.form.coded:
-                device = "cpu" if store.view(0, 0) is None else store.get(0, 0).device
-                scales[name] = torch.zeros(-(-store.numel // _CODED), device=device)
-        uses = {name: Use(store, read=True, write=True) for name, store in stores.items()}
+            store = unit.homes.state(unit.master.numel, dtype)
+            uses[name], states[name] = Use(store, read=True, write=True), CodedStore(store) if self.form.coded else store
         uses["master"] = Use(unit.master, read=True, write=True, lane=lane(unit.master))
         uses["grads"] = Use(unit.grads, read=True, write=False, lane=lane(unit.grads))
         if unit.out is not None:
             uses["out"] = Use(unit.out, read=False, write=True, lane=lane(unit.out))
         most = unit.master.numel if self.rule.is_whole else self.chunk_numel
-        return Moments(stores=stores, scales=scales, chunks=chunks(unit.master.numel, uses, most), runs=[])
-
-    def unsupported_option(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        return rules.unsupported_option(self.inner, self.rule, groups)
+        return Moments(states=states, chunks=chunks(unit.master.numel, uses, most), runs=[])
 
     def begin(self, units: Sequence[Unit]) -> None:
         self._options = [rules.plain_numbers(group) for group in self.inner.param_groups]
@@ -177,12 +172,9 @@ class NativeSteps(ShardedSteps):
             weights[done:].copy_(master[done:])
 
     def _states(self, unit: Unit, chunk: Chunk, a: int, b: int) -> list[Tensor | Blocks]:
-        tensors = [chunk.tensors[name][a:b] for name in self.rule.states]
-        if not self.form.coded:
-            return list(tensors)
         span = slice((chunk.start + a) // _CODED, -(-(chunk.start + b) // _CODED))
-        scales = self._moments[unit].scales
-        return [Blocks(codes, scales[name][span]) for name, codes in zip(self.rule.states, tensors, strict=True)]
+        tensors = ((chunk.tensors[name][a:b], store) for name, store in self._moments[unit].states.items())
+        return [Blocks(tensor, store.scales[span]) if isinstance(store, CodedStore) else tensor for tensor, store in tensors]
 
     def _rounding(self, unit: Unit, step: int, start: int) -> Stochastic | None:
         if self.form.stochastic_seed is None:
@@ -191,11 +183,7 @@ class NativeSteps(ShardedSteps):
         return Stochastic(self.form.stochastic_seed, step, (unit.index << 40) + unit.optim_span[0] + start)
 
     def states(self, piece: Piece) -> dict[str, Tensor | Section]:
-        moments = self.moments(piece.unit)
-        if not self.form.coded:
-            return {name: section(store, piece.start, piece.stop) for name, store in moments.stores.items()}
-        coded = {name: CodedStore(store, moments.scales[name]) for name, store in moments.stores.items()}
-        return {name: Section(store, piece.start, piece.stop - piece.start) for name, store in coded.items()}
+        return {name: section(store, piece.start, piece.stop) for name, store in self.moments(piece.unit).states.items()}
 
     def scalars(self, piece: Piece) -> dict[str, Any]:
         return {"step": piece.step}
@@ -208,12 +196,17 @@ class NativeSteps(ShardedSteps):
 
 
 class CodedStore(Store):
-    """An fp32 view of an 8-bit state, for checkpoints and `optimizer_state`: decodes reads and encodes writes."""
+    """An 8-bit state; for checkpoints and `optimizer_state` in fp32: decodes reads and encodes writes.
+
+    The scales are always in memory, with the codes or on the host: 1/64 byte per element.
+    """
 
     dtype = torch.float32
 
-    def __init__(self, codes: Store, scales: Tensor) -> None:
-        self.codes, self.scales, self.numel = codes, scales, codes.numel
+    def __init__(self, codes: Store) -> None:
+        self.codes, self.numel = codes, codes.numel
+        device = "cpu" if codes.view(0, 0) is None else codes.get(0, 0).device
+        self.scales = torch.zeros(-(-codes.numel // _CODED), device=device)
 
     def is_away(self, start: int, stop: int) -> bool:
         return True

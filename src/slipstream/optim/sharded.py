@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from slipstream.optim import rules
+from slipstream.optim.rules import Rule, unsupported_option
 from slipstream.zero.store import Section, Store
 from slipstream.zero.stream import Chunk, Ring
 from slipstream.zero.unit import Unit
@@ -78,8 +78,8 @@ class ShardedSteps(ABC):
     steps_on_host = False  # steps on the host, while the device computes
     streams = False  # states or weights of some rank are on disk and pass through its ring
 
-    def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
-        self.inner = inner
+    def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule | None) -> None:
+        self.inner, self.rule = inner, rule
         self.members: dict[Unit, Membership] = {}
         # Some optimizers make state when they are built (Adagrad), and a user's may have stepped: that state is sharded here
         self._initial: dict[Tensor, dict[str, Any]] = dict(inner.state)
@@ -126,9 +126,9 @@ class ShardedSteps(ABC):
                 result[name] = value.detach().clone() if isinstance(value, Tensor) else value
         return result
 
-    @abstractmethod
     def unsupported_option(self, groups: Sequence[Mapping[str, Any]]) -> str:
         """The error text for an option of these groups that `step` does not support, or "" if there is none."""
+        return unsupported_option(self.inner, self.rule, groups)
 
     def groups_loaded(self) -> None:
         """Let the optimizer's class process loaded groups: AdamW sets decoupled decay even in groups that Adam saved."""
@@ -177,15 +177,12 @@ class TorchSteps(ShardedSteps):
     """
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], *, whole: bool, state_dtype: torch.dtype) -> None:
-        super().__init__(inner, units)
+        super().__init__(inner, units, None)
         self.whole, self.state_dtype = whole, state_dtype
         inner.register_step_pre_hook(self._refuse_outside)
         self._stepping = False
         self._before: list[dict[str, Any]] = []  # each group's values at the beginning of the engine's step
         self._after: dict[int, dict[str, Any]] = {}  # of the groups that have advanced since
-
-    def unsupported_option(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        return rules.unsupported_option(self.inner, None, groups)
 
     def begin(self, units: Sequence[Unit]) -> None:
         self._before = [_values(group) for group in self.inner.param_groups]

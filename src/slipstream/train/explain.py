@@ -191,7 +191,7 @@ def part_of(unit: Unit) -> Part:
 
 def _num_moments(steps: ShardedSteps | None) -> int:
     """Moments of a native rule, or of a torch optimizer by its class."""
-    if isinstance(steps, NativeSteps):
+    if steps is not None and steps.rule is not None:
         return len(steps.rule.states)
     return 0 if steps is None else moments_of(type(steps.inner).__name__, steps.inner.defaults)
 
