@@ -7,7 +7,7 @@ states, so the model must fit into one process; `save_checkpoint` has no such li
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,7 +105,7 @@ def _as_in_torch(name: str, value: Any) -> Any:
 
 
 def load(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Load a state_dict of `whole`, or of a plain model. Collective; same on all ranks. Raises ValueError, with nothing changed."""
+    """Load a state_dict of `gather`, or of a plain model. Collective; same on all ranks. Raises ValueError, with nothing changed."""
     steps = engine.steps
     assert steps is not None, "the engine has an optimizer"
     groups = engine.optimizer.param_groups
@@ -114,41 +114,26 @@ def load(engine: Engine, saved: Mapping[str, Any]) -> None:
         raise ValueError(f"load_state_dict(): it has groups of {loaded} parameters, and this optimizer has groups of {present}")
     params = list(_params(engine))
     for number, unit, i in params:
-        for name, value in saved["state"].get(number, {}).items():
+        states = saved["state"].get(number, {})
+        for name, value in states.items():
             if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != unit.layout.slots[i].shape:
                 raise ValueError(
                     f"load_state_dict(): {name} of {unit.names[i]!r} has shape {tuple(value.shape)}, but the parameter has shape "
                     f"{tuple(unit.layout.slots[i].shape)}"
                 )
+        known = sorted(steps.rule.states) if steps.rule is not None else states.keys()  # torch optimizers accept any
+        for name in _tensors(states, unit.layout.slots[i].shape).keys() - {"master", *known}:
+            raise ValueError(
+                f"load_state_dict(): {name!r} of {unit.names[i]!r} is none of {type(steps.inner).__name__}'s states {known}; "
+                "remove it, or configure the optimizer that it was saved from"
+            )
     if why := steps.unsupported_option(saved["param_groups"]):
         raise ValueError(f"load_state_dict(): {why}")
-    _refuse_unknown(engine, params, saved["state"])
     for group, values in zip(groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
     steps.groups_loaded()
     for number, unit, i in params:
         _take_one(steps, unit, i, saved["state"].get(number))
-
-
-def _refuse_unknown(engine: Engine, params: Sequence[tuple[int, Unit, int]], states: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise ValueError on every rank for states that a native rule does not have; torch optimizers accept any."""
-    steps = engine.steps
-    assert steps is not None, "the engine has an optimizer"
-    unknown = []
-    for number, unit, i in params:
-        tensors = _tensors(states.get(number, {}), unit.layout.slots[i].shape)
-        wanted = {name: value.dtype for name, value in tensors.items() if name != "master"}
-        piece = steps.piece(unit, i)
-        if piece is not None:
-            undo = steps.make_states(piece, wanted)
-            known = steps.states(piece).keys()
-            undo()
-            unknown += [(name, piece.name, sorted(known)) for name in wanted.keys() - known]
-    for name, param, known in (each for rank in gather_objects(unknown, engine.mesh.data) for each in rank):
-        raise ValueError(
-            f"load_state_dict(): {name!r} of {param!r} is none of {type(steps.inner).__name__}'s states {known}; "
-            "remove it, or configure the optimizer that it was saved from"
-        )
 
 
 def _tensors(values: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.comm import Comm, gather_objects
-from slipstream.zero.store import read
+from slipstream.zero.store import read, write
 from slipstream.zero.unit import Unit
 
 
@@ -106,11 +106,7 @@ def carry_states(steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins:
             part = steps.states(piece).get(state)
             stop = min(piece.offset + piece.stop - piece.start, origin.common)
             if part is not None and piece.offset < stop:
-                values = whole[origin.start + piece.offset : origin.start + stop]
-                if isinstance(part, Tensor):
-                    part[: values.numel()].copy_(values)
-                else:
-                    part.put(0, values)
+                write(part, whole[origin.start + piece.offset : origin.start + stop])
 
 
 def _wanted(
