@@ -58,6 +58,7 @@ class Moments:
 
     states: dict[str, Store]  # the rule's; in 8 bits, `CodedStore`s
     chunks: list[Chunk]
+    slot_nbytes: int  # of a ring's buffer that the largest chunk needs
     runs: list[Run]  # of the current step
 
 
@@ -83,8 +84,9 @@ class NativeSteps(ShardedSteps):
             self.homes.drop(store.codes if isinstance(store, CodedStore) else store)
 
     def memory(self) -> Iterator[Tensor | Store]:
-        for store in (store for moments in self._moments.values() for store in moments.states.values()):
-            yield from (store.codes, store.scales) if isinstance(store, CodedStore) else (store,)
+        for moments in self._moments.values():
+            for store in moments.states.values():
+                yield from (store.codes, store.scales) if isinstance(store, CodedStore) else (store,)
 
     def moments(self, unit: Unit) -> Moments:
         """The unit's states; made on first use, with the optimizer's initial state."""
@@ -111,13 +113,13 @@ class NativeSteps(ShardedSteps):
         uses["grads"] = Use(unit.grads, read=True, write=False, lane=lane(unit.grads))
         if unit.out is not None:
             uses["out"] = Use(unit.out, read=False, write=True, lane=lane(unit.out))
-        most = unit.master.numel if self.rule.is_whole else self.chunk_numel
-        return Moments(states=states, chunks=chunks(unit.master.numel, uses, most), runs=[])
+        cut = chunks(unit.master.numel, uses, unit.master.numel if self.rule.is_whole else self.chunk_numel)
+        return Moments(states=states, chunks=cut, slot_nbytes=max((chunk.nbytes() for chunk in cut), default=0), runs=[])
 
     def begin(self, units: Sequence[Unit]) -> None:
         self._options = [rules.plain_numbers(group) for group in self.inner.param_groups]
-        nbytes = max((chunk.nbytes() for unit in units for chunk in self.chunks(unit)), default=0)
-        for unit in units:  # only after `chunks` has made the states: those may set step counts
+        nbytes = max((self.moments(unit).slot_nbytes for unit in units), default=0)
+        for unit in units:  # only after `moments` has made the states: those may set step counts
             self.moments(unit).runs = list(self._runs_of(unit))
         if nbytes > (self.ring.slots[0].memory.numel() if self.ring else 0):
             self.ring = self.homes.ring(self.num_buffers, nbytes)

@@ -105,7 +105,7 @@ def _as_in_torch(name: str, value: Any) -> Any:
 
 
 def load(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Load a state_dict of `gather`, or of a plain model. Collective; same on all ranks. Raises ValueError, with nothing changed."""
+    """Load a state_dict of `gather` or of a plain model. Collective; same on all ranks. Raises ValueError, with nothing changed."""
     steps = engine.steps
     assert steps is not None, "the engine has an optimizer"
     groups = engine.optimizer.param_groups
