@@ -121,6 +121,16 @@ def test_closure_and_missing_gradients() -> None:
     assert torch.equal(unused, before)
 
 
+def test_autograd_sees_that_weights_changed() -> None:
+    for make in (lambda p: Lion([p]), lambda p: Lamb([p]), lambda p: Muon([{"params": [p], "use_muon": False}])):
+        (param,) = parameters([(3, 3)])
+        loss = (param**2).sum()
+        param.grad = torch.ones(3, 3)
+        make(param).step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 @pytest.mark.parametrize("kind", [float, lambda square: torch.tensor(square, dtype=torch.float64)], ids=["cpu", "device"])
 def test_trust_ratio_bounds(kind: Callable[[float], Any]) -> None:
     """Of sums of squares."""

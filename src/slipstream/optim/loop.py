@@ -38,12 +38,10 @@ def step_by_rule(rule: Rule, state: dict[str, Any], param: Tensor, grad: Tensor,
 
     Raises ValueError unless weights and gradients are fp32, bf16 or fp16.
     """
-    if not state and rule.counts:
-        state["step"] = torch.zeros((), dtype=torch.float32)
-    for name in rule.states:
-        state[name] = (
-            state[name].contiguous() if name in state else torch.zeros(param.shape, dtype=torch.float32, device=param.device)
-        )
+    if not state:
+        state.update((name, torch.zeros(param.shape, dtype=torch.float32, device=param.device)) for name in rule.states)
+        state.update({"step": torch.zeros((), dtype=torch.float32)} if rule.counts else {})
+    state.update((name, state[name].contiguous()) for name in rule.states)
     if rule.counts:
         state["step"] += 1
     master = param.detach().contiguous().view(-1)
@@ -51,3 +49,4 @@ def step_by_rule(rule: Rule, state: dict[str, Any], param: Tensor, grad: Tensor,
     rule.apply(plain_numbers(group), int(state.get("step", 0)), run, 1.0, None)
     if master.data_ptr() != param.data_ptr():
         param.copy_(master.view(param.shape))
+    torch.autograd.graph.increment_version(param)  # a kernel's write does not: a backward has to see that saved weights changed
