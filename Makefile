@@ -1,26 +1,26 @@
-# Every target does all its own set-up, from nothing: `make train` in a fresh clone is enough.
+# Each target installs what it needs: `make train` works in a fresh clone.
 #
-#   make help               this list, which `make` alone prints, too; times are of two cores, without the set-up
-#   make train              5 min: train the example on the standard library's source (ARGS="--resume" goes on)
-#   make finetune           6.5 min: SmolLM2-135M with LoRA and in full: what it says before and after (ARGS="--with trainer": by its loop)
-#   make train-big          9.4 min: a model ten times the memory, its states on disk, held to a budget by the kernel (ARGS="--budget 800")
-#   make serve              serve a model over HTTP (ARGS="--port 8080 --dtype int8"); open the page that it names
+#   make help               this list, also printed by `make` alone; times are on two cores, without the installation
+#   make train              5 min: train the example on the standard library's source (ARGS="--resume" continues a run)
+#   make finetune           6.5 min: SmolLM2-135M with LoRA and in full: its answers before and after (ARGS="--with trainer": by transformers' Trainer)
+#   make train-big          9.4 min: a model ten times larger than its memory limit, with its states on disk (ARGS="--budget 800")
+#   make serve              serve a model over HTTP (ARGS="--port 8080 --dtype int8"); it prints the address of a chat page
 #   make chat               talk to a model in the terminal
-#   make test               the tests that each change passes (ARGS="-k placement" for some)
-#   make test-all           these and the slow ones: before a release, and daily
-#   make test-clients       accelerate, transformers' Trainer, PEFT and TRL over Slipstream's names for DeepSpeed
+#   make test               the tests for each change (ARGS="-k placement" selects some)
+#   make test-all           also the slow tests: before a release, and daily
+#   make test-clients       accelerate, transformers' Trainer, PEFT and TRL with Slipstream's deepspeed package
 #   make test-clients-smoke one test of each, as CI runs them
 #   make lint               ruff, codespell and mypy
 #   make bench              25 min: training and serving against DeepSpeed, FSDP2, DDP, vLLM, llama.cpp, into benchmarks/RESULTS.md
-#   make bench-all          all other benchmarks, about 2.5 hours (ARGS="LEG ..." for some, ARGS=--quick to see that they run)
-#   make clean              remove what was built; the environments and runs/ stay
+#   make bench-all          all other benchmarks, about 2.5 hours (ARGS="LEG ..." selects some, ARGS=--quick is a short check)
+#   make clean              remove build outputs; the environments and runs/ stay
 #
 # Variables, from the command line or the environment:
-#   PYTHON   the interpreter to make environments with (3.11 or newer)
-#   TORCH    what pip installs as torch; TORCH="" takes the one that PYTHON already has
-#   MODEL    of serve and chat: a Hugging Face folder, a .gguf file, or smollm2, the one that is installed
-#   NPROC    processes of `make train`: every CUDA GPU, or two without any
-#   ARGS     passed on to the command
+#   PYTHON   the interpreter for the environments (3.11 or newer)
+#   TORCH    what pip installs as torch; TORCH="" uses the torch that PYTHON already has
+#   MODEL    for serve and chat: a Hugging Face folder, a .gguf file, or smollm2, which is installed
+#   NPROC    processes of `make train`: one per CUDA GPU, or two without a GPU
+#   ARGS     passed to the command
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0

@@ -83,6 +83,7 @@ LEGS = (
     Leg("kernels", 2, 8, "native kernels over torch and memcpy, cost of a call, vector instruction sets over AVX2", "kernels:run"),
     Leg("recipes", 2, 32, "validation loss of `examples/pretrain` with fewer bytes per parameter, over fp32 states", "recipes:run"),
     Leg("quality", 2, 2, "perplexity in int8 and int4 over bf16's", "quality:run"),
+    Leg("verdict", 2, 0.2, "Python's time for a step's agreement on norm and clipping, simulated for 1,024 ranks", "agreement:run"),
     Leg("disk", 2, 3, "bytes per second of the disk layer over fio's", "disk:run"),
     Leg("save", 2, 5, "seconds until a checkpoint is on disk: fio, torch.save, DeepSpeed; 200 kills", "save:run", "deepspeed"),
     Leg("clients", 2, 3, "seconds per step through accelerate and transformers' Trainer, over the native loop", "clients:run"),

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from benchmarks.workloads import Workload, build_batch, build_model
 
 import slipstream
-from slipstream.train import explain
+from slipstream.train.planning import explain
 
 MODEL = Workload(name="forecast", width=512, depth=12, heads=8, vocab=8192, batch=2, length=128)
 ONE_BLOCK = dataclasses.replace(MODEL, depth=1, vocab=64)  # the same width, so that the scratch memory of products is there
@@ -75,11 +75,11 @@ CASES = (
 def run(case: Case, folder: str) -> None:
     """Print (predicted, measured) bytes a step of memory, reads and writes, as JSON."""
     small = _trained(case, folder, ONE_BLOCK)
-    explain.of_engine(small, *build_batch(ONE_BLOCK, 0))  # imports
+    explain.of_states(small.single, *build_batch(ONE_BLOCK, 0))  # imports
     small.destroy()
     before = _resident("VmRSS")
     engine, batch = _trained(case, folder, MODEL), build_batch(MODEL, 0)
-    forecast = explain.of_engine(engine, *batch)
+    forecast = explain.of_states(engine.single, *batch)
     assert forecast.peak is not None
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM

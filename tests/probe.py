@@ -83,41 +83,41 @@ def owner_of(edge: str) -> type:
 
 def pieces(engine: Any, unit: View) -> Any:
     """The parts of a unit's parameters that this rank's optimizer owns."""
-    return engine.steps.members[unit._unit].pieces
+    return engine.single.steps.members[unit._unit].pieces
 
 
 def moments(engine: Any, unit: View, piece: Any) -> Any:
     """The moments of a piece, by name."""
-    return engine.steps.states(piece)
+    return engine.single.steps.states(piece)
 
 
 def stores(engine: Any, unit: View) -> Any:
     """The stores of a unit's moments, by name."""
-    return engine.steps.moments(unit._unit).states
+    return engine.single.steps.moments(unit._unit).states
 
 
 def has_moments(engine: Any, unit: View) -> bool:
-    return unit._unit in engine.steps._moments
+    return unit._unit in engine.single.steps._moments
 
 
 def state_nbytes(engine: Any, unit: View) -> int:
     """Bytes of a unit's optimizer states on this rank."""
-    states = engine.steps.moments(unit._unit).states.values()
+    states = engine.single.steps.moments(unit._unit).states.values()
     return sum(state.codes.nbytes + state.scales.nbytes if isinstance(state, CodedStore) else state.nbytes for state in states)
 
 
 def chunks(engine: Any) -> int:
     """The number of chunks in one step."""
-    return sum(len(engine.steps.chunks(unit)) for unit in engine.units)
+    return sum(len(engine.single.steps.chunks(unit)) for unit in engine.units)
 
 
 def ring(engine: Any) -> Any:
     """The buffers that chunks stream through."""
-    return engine.steps.ring
+    return engine.single.steps.ring
 
 
 def updater(engine: Any) -> Any:
-    return engine.updater
+    return engine.single.updater
 
 
 # -- other parts --
@@ -125,13 +125,13 @@ def updater(engine: Any) -> Any:
 
 def transport(engine: Any) -> Any:
     """The transport of reductions and agreements over the data ranks."""
-    return engine.comms.data
+    return engine.single.comms.data
 
 
 def hooks(engine: Any) -> Any:
-    return engine.hooks
+    return engine.single.hooks
 
 
 def homes(engine: Any) -> Any:
     """The files and memory in which the engine stores its states."""
-    return engine.homes
+    return engine.single.homes

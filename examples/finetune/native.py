@@ -27,7 +27,7 @@ def main() -> None:
             print(f"step {engine.global_steps}: loss {loss.item():.3f}", flush=True)
 
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    with lesson.whole(args.out) as folder:
+    with lesson.partial_folder(args.out) as folder:
         if args.mode == "full":
             engine.save_pretrained(str(folder))  # each rank writes what it holds
         else:

@@ -40,7 +40,7 @@ def main() -> None:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
 
     state = accelerator.get_state_dict(model)  # on the first rank, whole
-    with lesson.whole(args.out) as folder:
+    with lesson.partial_folder(args.out) as folder:
         if accelerator.is_main_process:
             accelerator.unwrap_model(model).save_pretrained(folder, state_dict=state)
             tokenizer.save_pretrained(folder)

@@ -35,7 +35,7 @@ def main() -> None:
     data = lesson.samples(tokenizer, lesson.lesson()[0])
     trainer = Trainer(model=model, args=settings, train_dataset=data, data_collator=lesson.collate)
     trainer.train()
-    with lesson.whole(args.out) as folder:
+    with lesson.partial_folder(args.out) as folder:
         trainer.save_model(str(folder))
         if trainer.is_world_process_zero():
             tokenizer.save_pretrained(folder)

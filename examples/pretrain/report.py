@@ -144,10 +144,10 @@ def plot(history: History, validation_loss: float, facts: Facts, path: Path) -> 
     gzip_loss = gzip_bits_per_byte(facts) / bits_per_byte(1.0, facts)
     label = f"gzip -9 of the validation files ({gzip_bits_per_byte(facts):.2f} bits per byte)"
     axes.axhline(gzip_loss, color="gray", linestyle="--", label=label)
-    ours = bits_per_byte(validation_loss, facts)
+    model_bits = bits_per_byte(validation_loss, facts)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per token")
-    axes.set_title(f"validation: {validation_loss:.3f} nats per token, {ours:.3f} bits per byte")
+    axes.set_title(f"validation: {validation_loss:.3f} nats per token, {model_bits:.3f} bits per byte")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -165,11 +165,11 @@ def _smoothed(values: list[float], weight: float = 0.9) -> list[float]:
 
 def summary(history: History, validation_loss: float, facts: Facts, memory: list[int]) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2))
-    ours, gzip = bits_per_byte(validation_loss, facts), gzip_bits_per_byte(facts)
+    model_bits, gzip = bits_per_byte(validation_loss, facts), gzip_bits_per_byte(facts)
     rows: list[tuple[str, Any]] = [
         ("training loss", f"{history.losses[0]:.3f} -> {_smoothed(history.losses)[-1]:.3f} nats per token"),
         ("validation loss", f"{validation_loss:.3f} nats per token"),
-        ("bits per byte", f"{ours:.3f} (gzip -9 on the same files: {gzip:.3f})"),
+        ("bits per byte", f"{model_bits:.3f} (gzip -9 on the same files: {gzip:.3f})"),
         ("tokens seen", f"{history.tokens:,} of {facts.train_tokens:,} in the training files"),
         ("speed", f"{history.tokens / history.seconds:,.0f} tokens/s over all ranks"),
         ("memory, peak by rank", mebibytes(memory)),

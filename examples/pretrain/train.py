@@ -116,8 +116,8 @@ def shared_corpus(args: argparse.Namespace) -> data.Corpus:
 def parameter_groups(model: LanguageModel, lr: float) -> list[dict[str, Any]]:
     """The embedding at EMBEDDING_LR times the rate, without decay: only the rows of tokens seen move."""
     embedding = list(model.embedding.parameters())
-    rest = [parameter for name, parameter in model.named_parameters() if not name.startswith("embedding.")]
-    return [{"params": rest}, {"params": embedding, "lr": EMBEDDING_LR * lr, "weight_decay": 0.0}]
+    body = [parameter for name, parameter in model.named_parameters() if not name.startswith("embedding.")]
+    return [{"params": body}, {"params": embedding, "lr": EMBEDDING_LR * lr, "weight_decay": 0.0}]
 
 
 def plan_steps(config: dict[str, Any], args: argparse.Namespace) -> int:
@@ -128,9 +128,9 @@ def plan_steps(config: dict[str, Any], args: argparse.Namespace) -> int:
         latest = latest_tag(args.out / "checkpoints")
         if latest is None:
             raise ValueError(f"--resume: no checkpoint in {args.out}/checkpoints; run without --resume first")
-        done = int(latest.removeprefix("step"))
-        if done >= steps:
-            steps = done + steps
+        finished_steps = int(latest.removeprefix("step"))
+        if finished_steps >= steps:
+            steps = finished_steps + steps
     schedule["total_num_steps"] = steps
     return steps
 

@@ -60,14 +60,14 @@ def reward(prompt: list[int], answer: list[int]) -> float:
 
 
 def batch_of(prompts: list[list[int]], answers: list[Completion]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of prompt and answer, padded on the right; for each token but the first: was it generated, the server's logprob."""
+    """Rows of prompt and answer, padded on the right; for tokens but the first, whether generated and the server's logprob."""
     rows = [torch.tensor(prompt + answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     generated, sampled = torch.zeros(ids.shape, dtype=torch.bool), torch.zeros(ids.shape)
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         part = slice(len(prompt), len(rows[i]))
         generated[i, part] = True
-        sampled[i, part] = torch.tensor([each.logprob for each in answer.logprobs or ()])
+        sampled[i, part] = torch.tensor([entry.logprob for entry in answer.logprobs or ()])
     return ids, generated[:, 1:], sampled[:, 1:]
 
 
@@ -99,12 +99,12 @@ def main() -> None:
         prompts = [[choice.randrange(VOCABULARY) for _ in range(choice.randint(1, 6))] for _ in range(options.prompts)]
         sampling = SamplingParams(max_tokens=options.tokens, logprobs=0, seed=choice.getrandbits(60))
         answers = server.generate(prompts, sampling, n=options.group)
-        asked = [prompt for prompt in prompts for _ in range(options.group)]
-        rewards = torch.tensor([reward(prompt, answer.token_ids) for prompt, answer in zip(asked, answers, strict=True)])
+        row_prompts = [prompt for prompt in prompts for _ in range(options.group)]
+        rewards = torch.tensor([reward(prompt, answer.token_ids) for prompt, answer in zip(row_prompts, answers, strict=True)])
         groups = rewards.view(options.prompts, options.group)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1, 1)
 
-        ids, generated, sampled = batch_of(asked, answers)
+        ids, generated, sampled = batch_of(row_prompts, answers)
         with served_reference, torch.no_grad():
             before = logprobs_of(reference, served_reference, ids)
         with served:
@@ -122,8 +122,8 @@ def main() -> None:
     if engine.rank == 0:
         print(f"log-probabilities of the server and the trainer: the same bits in all {options.steps} steps")
         print(f"after 5 6 7: {server.generate([5, 6, 7], max_new_tokens=8).token_ids}")
-    for each in (reference, engine):
-        each.destroy()
+    for model in (reference, engine):
+        model.destroy()
     server.close()
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from held import Group, Unheld, open_group
+from cgroup import Group, Unlimited, open_group
 from rich.console import Console
 from rich.table import Table
 
@@ -51,7 +51,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Run:
-    """What was seen of one training run from outside."""
+    """Samples, events and exit status of one training run."""
 
     samples: list[Sample] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -62,21 +62,21 @@ class Run:
 
 
 def main() -> None:
-    args, passed = parse_arguments()
+    args, script_args = parse_arguments()
     console = Console(soft_wrap=True, highlight=False)
     args.out.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(HERE.parent / "pretrain"))
     import data
 
-    data.prepare(data.standard_library(), args.out, 8192)  # outside of the limits: the tokenizer is not what is shown
+    data.prepare(data.standard_library(), args.out, 8192)  # without the limit: training the tokenizer is not measured
     with open_group() as group:
-        if isinstance(group, Unheld):
-            console.print("[yellow]No memory cgroup can be made here: the run is watched, and nothing holds it.[/yellow]")
+        if isinstance(group, Unlimited):
+            console.print("[yellow]This machine allows no memory cgroup: the run is measured, but not limited.[/yellow]")
         baseline = watch([sys.executable, "-c", "import torch, slipstream.train.initialize, time; time.sleep(1)"], group, None).peak
         limit = baseline + args.budget * MIB
         console.print(f"A process with torch imported takes {baseline / MIB:.0f} MiB; the limit is {args.budget} MiB more.")
         launcher = [sys.executable, "-m", "slipstream", "run", "--nproc", "1"]
-        script = [*launcher, str(HERE / "big.py"), "--out", str(args.out), *passed]
+        script = [*launcher, str(HERE / "big.py"), "--out", str(args.out), *script_args]
         run = watch(script, group, limit, console)
         if run.status:
             raise SystemExit(f"the training ended with status {run.status}:\n{run.tail}")
@@ -93,26 +93,26 @@ def main() -> None:
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=int, default=1024, help="MiB above a process with torch imported")
-    parser.add_argument("--out", type=Path, default=Path("runs/train-big"), help="where states rest and results are written")
+    parser.add_argument("--out", type=Path, default=Path("runs/train-big"), help="folder of the states and results")
     parser.add_argument("--no-plain", action="store_true", help="leave DistributedDataParallel out")
     return parser.parse_known_args()
 
 
 def watch(command: list[str], group: Group, limit: int | None, console: Console | None = None) -> Run:
     """Run a command in the group, with its counters sampled from outside until it ends."""
-    run, began, over = Run(), time.perf_counter(), threading.Event()
+    run, start, ended = Run(), time.perf_counter(), threading.Event()
     group.limit(limit)
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=group.enter, env=os.environ | ENVIRONMENT
     )
     traffic = Traffic(process.pid)
 
-    def look() -> Sample:
-        return Sample(time.perf_counter() - began, group.usage(), *traffic.read())
+    def take_sample() -> Sample:
+        return Sample(time.perf_counter() - start, group.usage(), *traffic.read())
 
     def sample() -> None:
-        while not over.wait(PERIOD_S):
-            run.samples.append(look())
+        while not ended.wait(PERIOD_S):
+            run.samples.append(take_sample())
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -123,14 +123,14 @@ def watch(command: list[str], group: Group, limit: int | None, console: Console 
             run.tail = (run.tail + line)[-4000:]
             continue
         run.events.append(event)
-        run.marks.append(look())
+        run.marks.append(take_sample())
         if console is not None and event["event"] == "step":
             console.print(f"step {event['step']}: loss {event['loss']:.3f}, {event['seconds']:.1f} s")
         elif console is not None and event["event"] == "ready":
             console.print(f"{event['parameters'] / 1e6:.0f} million parameters, {run.marks[-1].seconds:.0f} s to initialize")
             console.print("So few steps measure memory and traffic; the loss stays near ln(8192) = 9.0, up or down by some tenths.")
     run.status = process.wait()
-    over.set()
+    ended.set()
     sampler.join()
     run.peak = group.peak() or max((sample.memory for sample in run.samples), default=0)
     return run
@@ -145,30 +145,30 @@ def parse_event(line: str) -> dict[str, Any] | None:
 
 
 class Traffic:
-    """What the block layer has read and written for a process and its descendants, those that have ended included."""
+    """Bytes that the block layer read and wrote for a process and its descendants, including those that ended."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.seen: dict[int, tuple[int, int]] = {}
+        self.by_pid: dict[int, tuple[int, int]] = {}
 
     def read(self) -> tuple[int, int]:
-        for pid in self._family(self.pid):
+        for pid in self._descendants(self.pid):
             try:
                 fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
             except (OSError, ValueError):
                 continue
-            self.seen[pid] = (int(fields["read_bytes"]), int(fields["write_bytes"]))
-        return sum(read for read, _ in self.seen.values()), sum(written for _, written in self.seen.values())
+            self.by_pid[pid] = (int(fields["read_bytes"]), int(fields["write_bytes"]))
+        return sum(read for read, _ in self.by_pid.values()), sum(written for _, written in self.by_pid.values())
 
-    def _family(self, pid: int) -> list[int]:
-        found = [pid]
+    def _descendants(self, pid: int) -> list[int]:
+        pids = [pid]
         try:
             for task in Path(f"/proc/{pid}/task").iterdir():
                 for child in (task / "children").read_text().split():
-                    found += self._family(int(child))
+                    pids += self._descendants(int(child))
         except OSError:
             pass
-        return found
+        return pids
 
 
 def table(run: Run, baseline: int, budget: int) -> Table:
@@ -195,7 +195,7 @@ def draw(run: Run, baseline: int, limit: int, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    # A process that ends hands its counters to its parent: what comes after the last event counts twice
+    # The kernel adds the counters of an ended process to its parent: samples after the last event count them twice
     samples = [sample for sample in run.samples if sample.seconds <= run.marks[-1].seconds]
     times = [sample.seconds for sample in samples]
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6), layout="constrained")

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream import checkpointing, ema, handover, tiled, zero
-    from slipstream.compression import quantize
+    from slipstream import activations, ema, handover, zero
     from slipstream.config.arguments import add_config_arguments
-    from slipstream.distributed import init_distributed
     from slipstream.inference import InferenceEngine, SamplingParams, init_inference, pipeline
+    from slipstream.quantized import quantize
     from slipstream.train.data import RepeatingLoader
     from slipstream.train.engine import Engine
     from slipstream.train.initialize import initialize
+    from slipstream.world.join import init_distributed
 
 __version__ = "0.1.0"
 
@@ -25,8 +25,8 @@ __all__ = [
     "RepeatingLoader",
     "SamplingParams",
     "__version__",
+    "activations",
     "add_config_arguments",
-    "checkpointing",
     "ema",
     "handover",
     "init_distributed",
@@ -34,7 +34,6 @@ __all__ = [
     "initialize",
     "pipeline",
     "quantize",
-    "tiled",
     "zero",
 ]
 
@@ -44,11 +43,11 @@ _HOMES = {
     "RepeatingLoader": "slipstream.train.data",
     "SamplingParams": "slipstream.inference",
     "add_config_arguments": "slipstream.config.arguments",
-    "init_distributed": "slipstream.distributed",
+    "init_distributed": "slipstream.world.join",
     "init_inference": "slipstream.inference",
     "initialize": "slipstream.train.initialize",
     "pipeline": "slipstream.inference",
-    "quantize": "slipstream.compression",
+    "quantize": "slipstream.quantized",
 }
 
 
@@ -60,7 +59,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("checkpointing", "ema", "handover", "tiled", "zero"):
+    if name in ("activations", "ema", "handover", "zero"):
         return importlib.import_module(f"slipstream.{name}")
     if name not in _HOMES:
         raise AttributeError(

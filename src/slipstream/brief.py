@@ -1,6 +1,7 @@
 """Errors whose message suffices: an uncaught one is printed with the script's own line, without the frames of libraries.
 
-The environment variable SLIPSTREAM_TRACEBACK=1 adds the full traceback.
+An interruption (Ctrl-C) is one line that names the last complete checkpoint. The environment variable SLIPSTREAM_TRACEBACK=1 adds
+the full traceback.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from traceback import FrameSummary
 
 SWITCH = "SLIPSTREAM_TRACEBACK"
+RECORDS = "SLIPSTREAM_FAILURES"  # the directory in which the ranks of one agent write their records
+_SAVES = "saves"  # a file in it, of the first rank's saves
+
+_saves: list[str] = []  # the same, of this process
 
 
-class BriefError(RuntimeError):
+class BriefError(Exception):
     """An error that is printed briefly if it is uncaught. The first instance in a process installs a `sys.excepthook`."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        _install()
+        install_hook()
 
 
 def describe(error: BaseException) -> str:
@@ -37,12 +43,36 @@ def tell(message: str, frames: Sequence[FrameSummary], full: str) -> str:
     return f"{message}{''.join(traceback.format_list(lines))}{SWITCH}=1 shows the whole traceback\n"
 
 
+def note_save(folder: str) -> None:
+    """Note, on the first rank, a checkpoint folder whose save begins. Saves are atomic: a folder that exists is complete."""
+    _saves.append(os.path.abspath(folder))
+    if records := os.environ.get(RECORDS):
+        with suppress(OSError), open(os.path.join(records, _SAVES), "a") as file:
+            file.write(f"{_saves[-1]}\n")
+
+
+def last_checkpoint(records: str | None = None) -> str:
+    """A sentence on the last complete checkpoint of this process, or of the ranks whose agent has the directory `records`."""
+    folders = _saves
+    if records is not None:
+        try:
+            with open(os.path.join(records, _SAVES)) as file:
+                folders = file.read().splitlines()
+        except FileNotFoundError:
+            folders = []
+    complete = next((folder for folder in reversed(folders) if os.path.isdir(folder)), None)
+    if complete is None:
+        return "no checkpoint was saved"
+    return f"the last complete checkpoint is {os.path.basename(complete)!r} in {os.path.dirname(complete)}"
+
+
 def _libraries() -> tuple[str, ...]:
     modules = (sys.modules.get(name) for name in ("slipstream", "torch"))
     return tuple(os.path.join(os.path.dirname(file), "") for module in modules if (file := getattr(module, "__file__", None)))
 
 
-def _install() -> None:
+def install_hook() -> None:
+    """Install the `sys.excepthook` that prints a `BriefError` and an interruption briefly. Later calls do nothing."""
     before = sys.excepthook
     if getattr(before, "__module__", "") == __name__:
         return
@@ -51,6 +81,10 @@ def _install() -> None:
         if isinstance(error, BriefError):
             sys.stderr.write(describe(error))
             sys.stderr.flush()
+        elif isinstance(error, KeyboardInterrupt) and os.environ.get(SWITCH, "0") in ("", "0"):
+            if os.environ.get("RANK", "0") == "0":
+                sys.stderr.write(f"slipstream: interrupted; {last_checkpoint()}\n")
+                sys.stderr.flush()
         else:
             before(kind, error, trace)  # type: ignore[arg-type]
 

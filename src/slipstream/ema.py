@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice
-from slipstream.train import entries
 from slipstream.train.gate import Block
-from slipstream.train.restore import spread_weights
-from slipstream.zero.store import Store, copy_store
+from slipstream.train.saving import entries
+from slipstream.train.saving.load import spread_weights
+from slipstream.zero.storage.store import Store, copy_store
 from slipstream.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -53,18 +53,18 @@ class Ema:
     def __init__(self, engine: Engine, decay: float = 0.999, *, warmup: bool = False) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"Ema(decay={decay!r}): decay must be >= 0 and < 1; 0.999 averages over about 1000 steps")
-        if engine.steps is None:
+        if not engine.single.steps.has_optimizer:
             raise ValueError("Ema: this engine has no optimizer, so its weights do not change; pass one to initialize()")
-        if entries.average_of(engine) is not None:
+        if entries.average_of(engine.single) is not None:
             raise ValueError("Ema: this engine has one already; use that, or drop the last reference to it first")
         engine.gate.check("ema")
         self.engine, self.decay, self.warmup = engine, decay, warmup
         self.num_updates = 0
         self._averages: dict[Unit, Store] = {}
         self._kept: dict[Unit, Store] = {}
-        engine._settle_disk()
+        engine.single.settle()
         self._follow()
-        engine.average = weakref.ref(self)
+        engine.single.average = weakref.ref(self)
 
     def _follow(self) -> None:
         """Start averages of units that are trainable now and were not before, from their current masters."""
@@ -85,7 +85,7 @@ class Ema:
         self.engine.gate.check("update")
         if not self.engine.step_applied:
             return False
-        self.engine._settle_disk()
+        self.engine.single.settle()
         self._follow()
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
         with torch.no_grad():
@@ -112,13 +112,13 @@ class Ema:
             self._swap_masters(back=False)
         reason = "the engine's weights are averages inside `with average.applied():`, which is for evaluation only; leave it first"
         engine.gate.shut(Block.AVERAGED, reason)
-        engine.hooks.refusal = reason
+        engine.single.hooks.refusal = reason
         try:
             yield
         finally:
             if Block.DESTROYED not in engine.gate:
                 engine.gate.open(Block.AVERAGED)
-                engine.hooks.refusal = ""
+                engine.single.hooks.refusal = ""
                 with engine.together("ema"), torch.no_grad():
                     self._swap_masters(back=True)
 
@@ -137,7 +137,7 @@ class Ema:
                 self._kept[unit] = unit.homes.state(unit.master.numel, unit.master.dtype)
                 copy_store(self._kept[unit], unit.master)
                 copy_store(unit.master, average)
-        spread_weights(self.engine)
+        spread_weights(self.engine.single)
 
     # -- saving and loading --
 

@@ -111,8 +111,8 @@ def train(stage: int, source: str) -> None:
     """Train, compare with plain torch, save, go on, come back, go on the same way."""
     norms, weights = plain_torch(3)
     accelerator, model, optimizer, loader, scheduler = make(stage, source, 3)
-    ours = loop(accelerator, model, optimizer, loader, scheduler)
-    torch.testing.assert_close(torch.tensor(ours), torch.tensor(norms), rtol=1e-4, atol=1e-6)
+    actual = loop(accelerator, model, optimizer, loader, scheduler)
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(norms), rtol=1e-4, atol=1e-6)
     assert not optimizer.step_was_skipped and model.global_steps == 3
     assert accelerator.unwrap_model(model) is model.module and type(model.module) is toy.Lm
     state = accelerator.get_state_dict(model)
@@ -142,8 +142,8 @@ def train_in_16_bits(stage: int, word: str) -> None:
     norms, weights = plain_torch(3)
     accelerator, model, optimizer, loader, scheduler = make(stage, "arguments", 3, word)
     assert (model.bfloat16_enabled(), model.fp16_enabled()) == (word == "bf16", word == "fp16")
-    ours = loop(accelerator, model, optimizer, loader, scheduler)
-    torch.testing.assert_close(torch.tensor(ours), torch.tensor(norms), rtol=5e-2, atol=1e-3)
+    actual = loop(accelerator, model, optimizer, loader, scheduler)
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(norms), rtol=5e-2, atol=1e-3)
     state = accelerator.get_state_dict(model)
     for name, value in (state or {}).items():
         assert value.dtype is (torch.bfloat16 if word == "bf16" else torch.float16)
@@ -199,22 +199,22 @@ def two_that_train() -> None:
             else Accelerator()
             for i, name in enumerate(names)
         }
-        made = {}
+        prepared = {}
         for name in names:
             accelerators[names[0]].state.select_deepspeed_plugin(name)
             model = toy.seeded(toy.Lm, seed=5 if name == "second" else 4)
             optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
             loader = DataLoader(data(1), batch_size=MICRO)
-            made[name] = accelerators[name].prepare(model, optimizer, loader)
-        for batches in zip(*(made[name][2] for name in names), strict=True):
+            prepared[name] = accelerators[name].prepare(model, optimizer, loader)
+        for batches in zip(*(prepared[name][2] for name in names), strict=True):
             for name, batch in zip(names, batches, strict=True):
-                model, optimizer, _ = made[name]
+                model, optimizer, _ = prepared[name]
                 accelerators[name].backward(model(batch))
                 optimizer.step()
                 optimizer.zero_grad()
-        ends.append([made[name][0].state_dict() for name in names])
+        ends.append([prepared[name][0].state_dict() for name in names])
         for name in names:
-            made[name][0].destroy()
+            prepared[name][0].destroy()
     for alone, together in zip((*ends[0], *ends[1]), ends[2], strict=True):
         assert all(torch.equal(together[name], value) for name, value in alone.items())
 
@@ -224,14 +224,14 @@ def told_the_backend() -> None:
     from accelerate import PartialState
     from deepspeed import comm
 
-    seen: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] = []
     start, ask = comm.init_distributed, comm.is_initialized
 
     def noted(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             before = dict(PartialState._shared_state)
             result = function(*args, **kwargs)
-            seen.append(before | {"after": PartialState._shared_state.get("backend")})
+            states.append(before | {"after": PartialState._shared_state.get("backend")})
             return result
 
         return call
@@ -242,10 +242,10 @@ def told_the_backend() -> None:
         state = PartialState()
     finally:
         comm.init_distributed, comm.is_initialized = start, ask
-    asked, started = seen
+    first, second = states
     moved = "accelerate's state is made in another way: see [Note: accelerate on CPUs] in slipstream/compat/comm.py"
-    assert asked["backend"] is None and started["backend"] is None and "num_processes" not in started, moved
-    assert (asked["after"], started["after"]) == (None, "gloo"), moved
+    assert first["backend"] is None and second["backend"] is None and "num_processes" not in second, moved
+    assert (first["after"], second["after"]) == (None, "gloo"), moved
     assert (state.backend, state.num_processes, state.process_index) == ("gloo", WORLD, int(os.environ["RANK"])), moved
     assert str(state.distributed_type) == "DistributedType.DEEPSPEED"
     AcceleratorState._reset_state(reset_partial_state=True)

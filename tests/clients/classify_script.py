@@ -35,18 +35,18 @@ SIZES = {
 
 def sentences(count: int, seed: int) -> list[dict[str, Any]]:
     """Of 5 to 15 words, of which about four in five are of the kind that is the sentence's class."""
-    generator, made = torch.Generator().manual_seed(seed), []
+    generator, samples = torch.Generator().manual_seed(seed), []
     for i in range(count):
         label, length = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((0, 2), (5, 16)))
         is_own = torch.rand(length, generator=generator) < 0.8
         words = torch.randint(4, 34, (length,), generator=generator) + 30 * (is_own == bool(label))
-        made.append({"ids": [1, *words.tolist(), 2], "label": label, "index": i})
-    return made
+        samples.append({"ids": [1, *words.tolist(), 2], "label": label, "index": i})
+    return samples
 
 
 def together(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    ids = nn.utils.rnn.pad_sequence([torch.tensor(each["ids"]) for each in samples], batch_first=True)
-    labels, index = (torch.tensor([each[key] for each in samples]) for key in ("label", "index"))
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(sample["ids"]) for sample in samples], batch_first=True)
+    labels, index = (torch.tensor([sample[key] for sample in samples]) for key in ("label", "index"))
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels, "index": index}
 
 
@@ -60,7 +60,7 @@ def schedule_of(optimizer: Any) -> Any:
 
 def metric(predicted: list[int]) -> tuple[float, float]:
     """Accuracy and F1, of the held-out sentences in their order."""
-    right = [each["label"] for each in HELD_OUT]
+    right = [sample["label"] for sample in HELD_OUT]
     assert len(predicted) == len(right), (len(predicted), len(right))
     both = sum(one & other for one, other in zip(predicted, right, strict=True))
     return sum(map(int.__eq__, predicted, right)) / len(right), 2 * both / (sum(predicted) + sum(right))
@@ -91,15 +91,15 @@ def train(stage: int) -> tuple[list[tuple[float, float]], list[float], list[list
             schedule.step()
             optimizer.zero_grad()
         model.eval()
-        found = []
+        classes = []
         for batch in eval_loader:
             del batch["index"]
             with torch.no_grad():
                 logits = model(**batch).logits
             predictions, references = accelerator.gather_for_metrics((logits.argmax(-1), batch["labels"]))
             assert len(predictions) == len(references)
-            found += predictions.tolist()
-        metrics.append(metric(found))
+            classes += predictions.tolist()
+        metrics.append(metric(classes))
     model.destroy()
     return metrics, rates, order
 

@@ -23,10 +23,10 @@ def main() -> None:
     trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:16])
     trainer.train()
     trainer.save_model()
-    found = trainer.evaluate()
-    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    metrics = trainer.evaluate()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if trainer.is_world_process_zero():
-        print(json.dumps({"world": args.world_size, "losses": losses, "eval": found["eval_loss"]}), flush=True)
+        print(json.dumps({"world": args.world_size, "losses": losses, "eval": metrics["eval_loss"]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -44,17 +44,17 @@ class Usage(NamedTuple):
 
 def measure(call: Callable[[], Any]) -> tuple[Any, Usage]:
     gc.collect()
-    before = _held()
+    before = _memory()
     with subprocess.Popen([sys.executable, "-c", WATCH, str(os.getpid())], stdin=-1, stdout=-1, text=True) as watch:
         assert watch.stdin is not None and watch.stdout is not None
         watch.stdout.readline()
         result = call()
         peak, _ = watch.communicate()
     gc.collect()
-    return result, Usage(before, max(before, int(peak)), _held())
+    return result, Usage(before, max(before, int(peak)), _memory())
 
 
-def _held() -> int:
+def _memory() -> int:
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 

@@ -58,9 +58,9 @@ def tokenizer() -> Any:
     import tokenizers
 
     vocabulary = {f"w{i}": i for i in range(100)} | {"<pad>": 100, "<eos>": 101, "<unk>": 102}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def words(start: int, count: int) -> str:
@@ -68,9 +68,9 @@ def words(start: int, count: int) -> str:
 
 
 def common(stage: int, name: str) -> dict[str, Any]:
-    kept = arguments(stage, name, optimizer=False)
+    training = arguments(stage, name, optimizer=False)
     names = ("output_dir", "deepspeed", "per_device_train_batch_size", "max_steps", "learning_rate", "logging_steps", "report_to")
-    return {each: getattr(kept, each) for each in names} | {
+    return {field: getattr(training, field) for field in names} | {
         "accelerator_config": {"use_configured_state": True},
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -179,7 +179,7 @@ def on_meta() -> None:
 
     ids = torch.stack([row["input_ids"] for row in samples(4)])
     expected = base(input_ids=ids, labels=ids).loss
-    found = []
+    weights = []
     for stage in (0, 3):
         for init in (True, "gaussian"):
             model = adapted(init_lora_weights=init)
@@ -195,14 +195,14 @@ def on_meta() -> None:
                 elif "lora_B" in name:
                     assert not value.any(), name
             first = next(value for name, value in state.items() if "lora_A" in name)
-            theirs = [torch.empty_like(first) for _ in range(2)]
-            torch.distributed.all_gather(theirs, first)
-            assert theirs[0].equal(theirs[1])
+            gathered = [torch.empty_like(first) for _ in range(2)]
+            torch.distributed.all_gather(gathered, first)
+            assert gathered[0].equal(gathered[1])
             with torch.no_grad():
                 torch.testing.assert_close(engine(input_ids=ids, labels=ids).loss, expected)
-            found.append(first)
+            weights.append(first)
             engine.destroy()
-    assert found[0].equal(found[2]) and found[1].equal(found[3]), "the same draws in every stage"
+    assert weights[0].equal(weights[2]) and weights[1].equal(weights[3]), "the same draws in every stage"
     for more in ({"use_dora": True}, {"init_lora_weights": False}, {"modules_to_save": ["lm_head"]}):
         model = adapted(**more)
         slipstream.zero.load(model, folder, rename=rename, strict=False)

@@ -31,12 +31,12 @@ def source() -> str:
     return str(folder)
 
 
-def ours(folder: str) -> Any:
+def int4(folder: str) -> Any:
     return slipstream.quantize(transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
 
 
 def bitsandbytes(bits: int) -> Callable[[str], Any]:
-    wanted: dict[str, Any] = (
+    options: dict[str, Any] = (
         {"load_in_8bit": True}
         if bits == 8
         else {
@@ -46,7 +46,7 @@ def bitsandbytes(bits: int) -> Callable[[str], Any]:
             "bnb_4bit_compute_dtype": torch.bfloat16,
         }
     )
-    config = transformers.BitsAndBytesConfig(**wanted)
+    config = transformers.BitsAndBytesConfig(**options)
     return lambda folder: transformers.LlamaForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, quantization_config=config, device_map={"": "cpu"}
     )
@@ -69,12 +69,12 @@ def losses(make: Callable[[str], Any], folder: str, stage: int, **zero: Any) -> 
     torch.manual_seed(5)
     model = get_peft_model(make(folder), LORA)
     engine = toy.make(model, stage, "gloo", dtype="bf16", zero_optimization={"stage": stage, **zero})
-    found = []
+    values = []
     for ids in batches(engine.rank):
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()
-        found.append(loss.detach())
+        values.append(loss.detach())
     codes = [unit for unit in probe.units(engine) if unit.dtypes.weights in (torch.int8, torch.uint8)]
     assert codes and all(unit.grads is None for unit in codes)
     if stage == 3:
@@ -93,7 +93,7 @@ def losses(make: Callable[[str], Any], folder: str, stage: int, **zero: Any) -> 
     again = engine.state_dict()
     assert all(torch.equal(flat(again[name]), flat(value)) for name, value in expected.items() if isinstance(value, Tensor))
     engine.destroy()
-    return torch.stack(found)
+    return torch.stack(values)
 
 
 def flat(value: Tensor) -> Tensor:
@@ -102,12 +102,12 @@ def flat(value: Tensor) -> Tensor:
 
 def train(kind: str) -> None:
     folder = source()
-    make = {"slipstream": ours, "bitsandbytes4": bitsandbytes(4), "bitsandbytes8": bitsandbytes(8), "torchao": torchao}[kind]
+    make = {"slipstream": int4, "bitsandbytes4": bitsandbytes(4), "bitsandbytes8": bitsandbytes(8), "torchao": torchao}[kind]
     expected = losses(make, folder, 0)
     assert len(expected.unique()) == 3 and expected.isfinite().all()
     for stage, zero in ((2, {}), (3, {}), (3, {"offload_param": {"device": "nvme", "nvme_path": str(FOLDER)}})):
-        found = losses(make, folder, stage, **zero)
-        assert torch.equal(found, expected), (kind, stage, zero, found, expected)
+        actual = losses(make, folder, stage, **zero)
+        assert torch.equal(actual, expected), (kind, stage, zero, actual, expected)
     torch.distributed.destroy_process_group()
 
 
@@ -115,8 +115,8 @@ def by_surgery(kind: str) -> None:
     """Adapters that PEFT adds after initialize train as those that were there before it; the base's codes go on where they are."""
     import pytest
 
-    folder, found = source(), []
-    make = {"slipstream": ours, "bitsandbytes4": bitsandbytes(4), "bitsandbytes8": bitsandbytes(8), "torchao": torchao}[kind]
+    folder, curves = source(), []
+    make = {"slipstream": int4, "bitsandbytes4": bitsandbytes(4), "bitsandbytes8": bitsandbytes(8), "torchao": torchao}[kind]
     for stage in (0, 3):
         for late in (True, False):
             model = make(folder)
@@ -135,14 +135,14 @@ def by_surgery(kind: str) -> None:
                 engine.backward(loss)
                 engine.step()
                 losses.append(loss.detach())
-            found.append(torch.stack(losses))
+            curves.append(torch.stack(losses))
             trained = {name for unit in probe.units(engine) if unit.grads is not None for name in unit.names}
             assert trained and all("lora" in name for name in trained)
             if kind != "slipstream":
                 with pytest.raises(ValueError, match=r"would write the codes of .*only_trainable=True writes the adapters"):
                     engine.save_pretrained(str(FOLDER / "no"))
             engine.destroy()
-    assert all(each.equal(found[0]) for each in found), found
+    assert all(curve.equal(curves[0]) for curve in curves), curves
     torch.distributed.destroy_process_group()
 
 

@@ -24,8 +24,8 @@ def start(folder: Path, *command: str) -> str:
     env["PYTHONPATH"] = str(HERE.parents[1])
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
     if done.returncode:
-        said = f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{said}", pytrace=False)
+        output = f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{output}", pytrace=False)
     return done.stdout
 
 
@@ -42,8 +42,8 @@ def test_deepspeed_starts_a_script_with_its_flags(tmp_path: Path) -> None:
     }
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     flags = ("--deepspeed", "--deepspeed_config", "ds_config.json")
-    said = start(tmp_path, "deepspeed", "--num_gpus", "2", str(HERE / "cifar_script.py"), *flags)
-    facts = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    output = start(tmp_path, "deepspeed", "--num_gpus", "2", str(HERE / "cifar_script.py"), *flags)
+    facts = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
     assert (facts["world"], facts["stage"], facts["local_rank"], facts["flag"]) == (2, 2, 0, True)
     assert len(facts["losses"]) == 30 and sum(facts["losses"][-5:]) < 0.7 * sum(facts["losses"][:5])
     assert (tmp_path / "out" / "latest").read_text().strip() == "global_step30"
@@ -52,24 +52,24 @@ def test_deepspeed_starts_a_script_with_its_flags(tmp_path: Path) -> None:
 @needs("accelerate", "transformers")
 def test_deepspeed_starts_a_trainer(tmp_path: Path) -> None:
     """Nothing in the script or in its flags says that there is no GPU."""
-    made = "from tests.clients.transformers_script import *; llama().save_pretrained('model'); print(json.dumps(config_of(3)))"
-    config = json.loads(start(tmp_path, sys.executable, "-c", f"import json; {made}").splitlines()[-1])
+    script = "from tests.clients.transformers_script import *; llama().save_pretrained('model'); print(json.dumps(config_of(3)))"
+    config = json.loads(start(tmp_path, sys.executable, "-c", f"import json; {script}").splitlines()[-1])
     config["zero_optimization"] |= {kind: {"device": "cpu", "pin_memory": True} for kind in ("offload_optimizer", "offload_param")}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     flags = (
         "--folder model --deepspeed ds.json --output_dir out --per_device_train_batch_size 4 --gradient_accumulation_steps 2 "
         "--max_steps 8 --learning_rate 1e-2 --warmup_steps 2 --logging_steps 1 --save_steps 4 --report_to none"
     )
-    said = start(tmp_path, "deepspeed", "--num_gpus", "2", str(HERE / "clm_script.py"), *flags.split())
-    facts = json.loads(next(line for line in said.splitlines() if line.startswith('{"world"')))
+    output = start(tmp_path, "deepspeed", "--num_gpus", "2", str(HERE / "clm_script.py"), *flags.split())
+    facts = json.loads(next(line for line in output.splitlines() if line.startswith('{"world"')))
     assert facts["world"] == 2 and len(facts["losses"]) == 8 and facts["eval"] < facts["losses"][0] - 0.1
     assert (tmp_path / "out" / "model.safetensors").exists() and (tmp_path / "out" / "checkpoint-8" / "global_step8").is_dir()
 
 
 @needs()
 def test_ds_report_says_what_is_installed(tmp_path: Path) -> None:
-    said = start(tmp_path, "ds_report")
-    assert "torch" in said and "slipstream" in said.lower()
+    output = start(tmp_path, "ds_report")
+    assert "torch" in output and "slipstream" in output.lower()
 
 
 @needs("accelerate", "transformers")
@@ -100,8 +100,8 @@ def test_accelerate_launches_from_its_own_file(tmp_path: Path) -> None:
     (tmp_path / "accelerate.yaml").write_text("\n".join(lines) + "\n")
     port = str(20000 + os.getpid() % 20000)
     script = str(HERE / "launched_script.py")
-    said = start(tmp_path, "accelerate", "launch", "--config_file", "accelerate.yaml", "--main_process_port", port, script)
-    facts = json.loads(next(line for line in said.splitlines() if line.startswith('{"world"')))
+    output = start(tmp_path, "accelerate", "launch", "--config_file", "accelerate.yaml", "--main_process_port", port, script)
+    facts = json.loads(next(line for line in output.splitlines() if line.startswith('{"world"')))
     assert (facts["world"], facts["stage"], facts["accumulation"], facts["bf16"]) == (2, 3, 2, True)
     assert facts["losses"][-1] < facts["losses"][0] and facts["steps"] == 8
     assert facts["rates"][0] == facts["rates"][1] < 1e-2  # the schedule was made of an optimizer that accelerate has exchanged

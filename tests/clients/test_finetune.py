@@ -62,8 +62,8 @@ def test_ctrl_c_ends_all_with_one_line(word: str, base: Path, tmp_path: Path) ->
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130, [*before, after]
-    said = [line for line in after.splitlines() if line.strip() and not line.startswith(("step ", "slipstream run: OMP"))]
-    assert len(said) == 1 and said[0].startswith("stopped; "), after
+    lines = [line for line in after.splitlines() if line.strip() and not line.startswith(("step ", "slipstream run: OMP"))]
+    assert len(lines) == 1 and lines[0].startswith("stopped; "), after
     assert not list((tmp_path / "out").rglob("*"))
     assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and str(tmp_path).encode() in _command(pid)]
 

@@ -93,8 +93,8 @@ def plain() -> dict[int, Any]:
     model = llama()
     model.train()
     decayed = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     data, logs = samples(), {}
     order = torch.utils.data.SequentialSampler(data)
@@ -120,7 +120,7 @@ class InOrder(transformers.Trainer):
 
 
 def logs_of(trainer: Any) -> dict[int, tuple[float, float]]:
-    return {each["step"]: (each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "grad_norm" in each}
+    return {entry["step"]: (entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry}
 
 
 def train(stage: int, optimizer: bool) -> None:
@@ -129,18 +129,18 @@ def train(stage: int, optimizer: bool) -> None:
     args = arguments(stage, name, optimizer)
     trainer = InOrder(model=llama(), args=args, train_dataset=samples(), eval_dataset=samples(4))
     trainer.train()
-    ours = logs_of(trainer)
+    actual = logs_of(trainer)
     if not optimizer:  # the config's schedule warms up
         expected = plain()
-        assert ours.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for step, values in expected.items():
-            torch.testing.assert_close(torch.tensor(ours[step]), torch.tensor(values), rtol=2e-3, atol=2e-4)
+            torch.testing.assert_close(torch.tensor(actual[step]), torch.tensor(values), rtol=2e-3, atol=2e-4)
     result = trainer.evaluate()
     assert 0 < result["eval_loss"] < 6
 
     again = InOrder(model=llama(), args=arguments(stage, name, optimizer), train_dataset=samples(), eval_dataset=samples(4))
     again.train(resume_from_checkpoint=str(FOLDER / name / "checkpoint-2"))
-    assert {step: logs_of(again)[step] for step in (3, 4)} == {step: ours[step] for step in (3, 4)}
+    assert {step: logs_of(again)[step] for step in (3, 4)} == {step: actual[step] for step in (3, 4)}
     assert again.evaluate()["eval_loss"] == result["eval_loss"]
     saved = FOLDER / name / "saved"
     again.save_model(str(saved))
@@ -182,21 +182,21 @@ def pretrained() -> None:
     args = arguments(3, "pretrained")  # alive, so that transformers knows of stage 3
     model = transformers.LlamaForCausalLM.from_pretrained(source)
     original = llama()
-    held = model.model.layers[0].mlp.up_proj.weight
-    assert held.ds_tensor.numel() == held.numel() // WORLD and held.untyped_storage().nbytes() == held.element_size()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.ds_tensor.numel() == weight.numel() // WORLD and weight.untyped_storage().nbytes() == weight.element_size()
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        for (name, ours), theirs in zip(model.named_parameters(), original.parameters(), strict=True):
-            assert torch.equal(ours, theirs), name
+        for (name, actual), reference in zip(model.named_parameters(), original.parameters(), strict=True):
+            assert torch.equal(actual, reference), name
     fresh = transformers.AutoModelForCausalLM.from_config(original.config)
     with deepspeed.zero.GatheredParameters(list(fresh.parameters())):
         assert 0.01 < fresh.model.layers[1].mlp.up_proj.weight.std().item() < 0.03
         assert fresh.model.norm.weight.eq(1).all()
     model.resize_token_embeddings(136)  # the new rows near the mean of the old
     with deepspeed.zero.GatheredParameters(model.lm_head.weight):
-        ours, theirs = model.lm_head.weight.detach(), original.lm_head.weight.detach()
-        assert torch.equal(ours[:128], theirs) and (ours[128:] - theirs.mean(0)).abs().max() < 1e-3
+        actual, reference = model.lm_head.weight.detach(), original.lm_head.weight.detach()
+        assert torch.equal(actual[:128], reference) and (actual[128:] - reference.mean(0)).abs().max() < 1e-3
     assert model.lm_head.weight is model.model.embed_tokens.weight and tuple(model.lm_head.weight.shape) == (136, 32)
     trainer = InOrder(model=model, args=args, train_dataset=samples())
     trainer.train()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slipstream import checkpointing
+from slipstream.activations import recompute as checkpointing
 from slipstream.zero import comm, hooks, parameter, transforms, unit
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.zero.watch import PeerError
+from slipstream.world.watch import PeerError
 from tests import cases, probe, toy
 from tests.pool import distributed
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.tiled import TiledLinear, fused_linear_cross_entropy
+from slipstream.activations.tiled import TiledLinear, fused_linear_cross_entropy
 from tests import cases, probe, toy
 from tests.dist.test_compile import AFTER, BEFORE, Way, check
 from tests.pool import distributed

@@ -1,5 +1,6 @@
 """If ranks start with different configs, models, optimizers or versions, every rank raises the same error."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slipstream
+from slipstream.compat import engine as compat
 from tests import toy
 from tests.pool import distributed
 
@@ -44,6 +46,29 @@ def test_a_config_that_differs() -> None:
     assert "rank 1 refuses its config (unknown config key zero" in refused(1, zero=1)
     scattered = told(lambda rank: toy.make(toy.seeded(toy.Net), rank))
     assert "rank 1 has zero_optimization.stage 1 where rank 0 has 0; rank 2 has zero_optimization.stage 2 where" in scattered
+
+
+@distributed(world_size=2)
+def test_a_config_that_one_rank_cannot_use(tmp_path: Path) -> None:
+    good, bad, missing = (tmp_path / name for name in ("good.json", "bad.json", "missing.json"))
+    if dist.get_rank() == 0:
+        good.write_text(json.dumps(toy.settings(1)))
+        bad.write_text(json.dumps(toy.settings(1, zero_optimization={"stage": 4})))
+    dist.barrier()
+
+    def make(odd: Path, start: Any = slipstream.initialize) -> Any:
+        return lambda rank: start(model=toy.seeded(toy.Net), config=str(odd if rank == 1 else good))
+
+    for start in (slipstream.initialize, compat.initialize):
+        assert told(make(missing, start)).startswith(f"rank 1 refuses its config (no config file at {str(missing)!r}")
+    stage = "config key zero_optimization.stage must be 0, 1, 2 or 3, got 4"
+    assert told(make(bad)) == f"rank 1 refuses its config ({bad}: {stage})"
+    # without an optimizer in the config, it is parsed earlier
+    assert "rank 1 refuses its config (config key zero_opt" in told(
+        lambda rank: slipstream.initialize(
+            model=toy.seeded(toy.Net), config={"train_batch_size": 2, "zero_optimization": {"stage": 3 + rank}}
+        )
+    )
 
 
 class Tailed(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from slipstream.train import explain
+from slipstream.train.planning import explain
 from tests import cases, probe, toy
 from tests.pool import distributed
 
@@ -48,7 +48,7 @@ def test_bytes_follow_the_formulas(world_size: int, transport: str) -> None:
             model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(BLOCKS)])
             engine = toy.make(model, stage, transport, dtype=dtype)
             case, batch = f"stage {stage}, {dtype}", torch.zeros(2, 64, dtype=probe.units(engine)[0].dtypes.weights)
-            found = explain.of_engine(engine, batch)
+            found = explain.of_states(engine.single, batch)
             states = tuple(sum(line.nbytes for line in found.rest if line.what == what) for what in WHAT)
             assert states == formula(stage, weight_bytes, world_size) == resident(engine), case
             assert found.flow.wire == (0 if transport == "shared" else sent(stage, weight_bytes, world_size)), case

@@ -292,7 +292,7 @@ def test_under_the_launcher_the_cause_is_what_the_user_sees(launcher: Launcher) 
         _, said[key] = process.communicate(timeout=100)
     err = said["raise", "gloo"]
     assert started["raise", "gloo"].returncode == 1
-    assert "rank 1 on" in err and "failed first" in err and "ValueError: the cause" in err and "Lost" not in err, err
+    assert "rank 1 on host" in err and "failed first" in err and "ValueError: the cause" in err and "Lost" not in err, err
     err = said["mismatch", "shared"]
     assert started["mismatch", "shared"].returncode == 1
     assert "PeerError: all ranks wait for each other" in err and "rank  step  phase" in err, err

@@ -93,19 +93,19 @@ def test_logits_are_made_where_an_answer_may_be_and_the_loss_is_the_same(lesson:
     assert batch["input_ids"].shape == (2, length) and batch["labels"].shape == (2, len(batch["logits_to_keep"]))
     labels = torch.tensor([row["labels"] + [lesson.IGNORED] * (length - len(row["labels"])) for row in rows])
     with torch.no_grad():
-        loss, whole = model(**batch).loss, model(input_ids=batch["input_ids"], labels=labels).loss
+        loss, reference = model(**batch).loss, model(input_ids=batch["input_ids"], labels=labels).loss
     assert len(batch["logits_to_keep"]) < length - 20
-    torch.testing.assert_close(loss, whole)
+    torch.testing.assert_close(loss, reference)
 
 
 def test_a_folder_is_whole_or_not_there(lesson: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), lesson.whole(tmp_path / "model") as folder:
+    with pytest.raises(KeyboardInterrupt), lesson.partial_folder(tmp_path / "model") as folder:
         folder.mkdir()
         (folder / "half").touch()
         raise KeyboardInterrupt
     assert not any(tmp_path.iterdir())
     for content in ("first", "second"):
-        with lesson.whole(tmp_path / "model") as folder:
+        with lesson.partial_folder(tmp_path / "model") as folder:
             folder.mkdir()
             (folder / content).touch()
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["model", "model/second"]

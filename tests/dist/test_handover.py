@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.compression import QuantizedLinear
 from slipstream.inference import SamplingParams, ServedForward, token_logprobs
 from slipstream.inference.engine import ClosedError
+from slipstream.quantized import QuantizedLinear
 from tests import probe, toy
 from tests.pool import distributed, run
 
@@ -233,10 +233,10 @@ def test_at_most_one_unit_is_complete_at_a_time(transport: str) -> None:
         assert all(unit.is_released for unit in probe.units(engine))
 
     server.update_weights(watched())
-    places = [tensor.data_ptr() for tensor in server.engine.runner._kept]
+    places = [tensor.data_ptr() for tensor in server.engine.runner._tensors]
     expected = answers(server)
     server.update_weights(watched())
-    assert [tensor.data_ptr() for tensor in server.engine.runner._kept] == places
+    assert [tensor.data_ptr() for tensor in server.engine.runner._tensors] == places
     before = resident()
     server.sleep()
     assert resident() < before - 0.9 * nbytes

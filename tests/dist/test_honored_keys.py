@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.checkpoint import CheckpointError
-from slipstream.train.step import UnusedParameterError
+from slipstream.train.window import UnusedParameterError
+from slipstream.world.watch import PeerError
 from slipstream.zero import build
 from slipstream.zero.shared import SharedComm
-from slipstream.zero.watch import PeerError
 from tests import cases, probe, toy
 from tests.pool import distributed
 from tests.unit.test_honored_keys import Dot, sgd
@@ -203,9 +203,9 @@ def test_checkpoint_writer_decoupled(tmp_path: Path) -> None:
     for behind in (False, True):
         engine = toy.make(toy.seeded(toy.Net), 1, checkpoint={"writer": {"decoupled": behind}})
         engine.save_checkpoint(str(tmp_path / str(behind)))
-        assert (engine.saving is not None) is behind
+        assert engine.saves.in_flight is behind
         engine.finish_save()
-        assert engine.saving is None and (tmp_path / str(behind) / "latest").read_text() == "global_step0\n"
+        assert not engine.saves.in_flight and (tmp_path / str(behind) / "latest").read_text() == "global_step0\n"
         engine.destroy()
 
 

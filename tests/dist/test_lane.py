@@ -21,8 +21,8 @@ from torch import Tensor
 
 from slipstream.ops.disk import ALIGNMENT, aligned
 from slipstream.zero import build
-from slipstream.zero.lane import Event, Lane
-from slipstream.zero.store import DiskStore, HostStore, MemoryStore
+from slipstream.zero.storage.lane import Event, Lane
+from slipstream.zero.storage.store import DiskStore, HostStore, MemoryStore
 from tests import probe, toy
 from tests.pool import distributed
 

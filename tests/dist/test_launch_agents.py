@@ -266,20 +266,28 @@ def test_exit_codes_and_messages_of_sys_exit(launcher: Launcher) -> None:
     assert (code, "sys.exit(7)" in err, "Traceback" in err) == (7, True, False)
 
 
-def test_ctrl_c_is_clean(launcher: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saves", [0, 2])
+def test_ctrl_c_is_one_line_with_the_last_checkpoint(saves: int, launcher: Launcher, tmp_path: Path) -> None:
     script = launcher.script("""
         import os, sys, time
         from pathlib import Path
-        (Path(sys.argv[1]) / f"ready{os.environ['RANK']}").touch()
+        from slipstream.brief import note_save
+        folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+        for step in range(int(sys.argv[2]) if rank == "0" else 0):
+            note_save(folder / f"step{step}")  # its folder appears when it is complete
+        (folder / "step0").mkdir(exist_ok=True)
+        (folder / f"ready{rank}").touch()
         time.sleep(300)
     """)
-    process = launcher.start("--nproc", "2", script, str(tmp_path))
+    process = launcher.start("--nproc", "2", script, str(tmp_path), str(saves))
     for rank in range(2):
         wait_for(tmp_path / f"ready{rank}")
     process.send_signal(signal.SIGINT)
     assert launcher.ranks_gone(within=5)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 130
+    saved = f"the last complete checkpoint is 'step0' in {tmp_path}" if saves else "no checkpoint was saved"
+    assert err.splitlines()[-1] == f"slipstream run: stopped by SIGINT, and its ranks have stopped; {saved}"
     assert "Traceback" not in err
 
 

@@ -236,7 +236,7 @@ def test_mpus_group_shares_the_states(transport: str) -> None:
     for stage in cases.stages(transport):
         model = toy.seeded(toy.Lm, dist.get_rank() // 2)
         engine, *_ = slipstream.initialize(model=model, config=toy.settings(stage, transport), mpu=mpu)
-        assert engine.world_size == 2 and engine.rank == dist.get_rank() % 2
+        assert engine.world_size == 2 and engine.rank == dist.get_rank() and engine.mesh.batch.index == dist.get_rank() % 2
         toy.step(engine, toy.tokens(engine.rank, 0))
         sums = [torch.zeros((), dtype=torch.int64) for _ in range(4)]
         dist.all_gather(sums, toy.checksum(engine))

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 import slipstream
 from slipstream.config import DataWorld, ModelFacts, resolve
-from slipstream.mesh import Axis
 from slipstream.ops.disk import DiskError
-from slipstream.train.tiers import Ask, open_spaces, space_error, tiers_of
+from slipstream.train.disk_space import Ask, open_spaces, space_error, tiers_of
+from slipstream.world.mesh import Axis
 from slipstream.zero.comm import LocalComm
 from slipstream.zero.placement import Tier
-from slipstream.zero.store import DiskStore, Needs
+from slipstream.zero.storage.store import DiskStore, Needs
 from tests import probe, toy
 from tests.pool import distributed
 
@@ -374,7 +374,7 @@ def test_offload_param_max_in_cpu(tmp_path: Path) -> None:
 
 
 def test_aio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.train import tiers
+    from slipstream.train import disk_space as tiers
 
     given: list[dict[str, Any]] = []
     real = tiers.Disk
@@ -513,7 +513,7 @@ def test_a_folder_that_one_rank_lacks(tmp_path: Path) -> None:
 def test_a_disk_is_introduced_beside_what_a_step_needs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw = toy.settings(3, zero_optimization={"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}})
     plan = resolve(raw, world=DataWorld(data_parallel=1), facts=ModelFacts(device_type="cpu", supports_bf16=True))
-    axis = Axis("data", None, (0,), 0)
+    axis = Axis("data", None, (0,), 0, 1)
     with caplog.at_level("INFO"):
         open_ = open_spaces(plan.offload, LocalComm(axis, torch.device("cpu")))
         spaces = open_(Needs(optim=8 << 20))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import slipstream
 from slipstream import checkpoint
 from slipstream.compat.weights import clone_tensors_for_torch_save, consolidated
-from slipstream.compression import QuantizedLinear
-from slipstream.train import explain
+from slipstream.quantized import QuantizedLinear
+from slipstream.train.planning import explain
 from tests import cases, probe, toy, twin
 from tests.dist.test_events import wire
 from tests.pool import distributed, run
@@ -199,7 +199,7 @@ def test_bytes_in_storage_on_the_wire_and_of_the_optimizer(bits: int) -> None:
     assert gathered.count(packed // 2) == 2 * blocks, gathered
     adapters = sum(unit.layout.numel for unit in probe.units(engine) if unit.trainable)
     wired = sum(nbytes for name, nbytes in sent if name != "all_reduce")
-    found = explain.of_engine(engine, toy.tokens(engine.rank, 0))
+    found = explain.of_states(engine.single, toy.tokens(engine.rank, 0))
     assert explain.parts_of(engine.module, engine.plan, 2) == list(found.parts)
     everything = sum(unit.weights.nbytes for unit in probe.units(engine))
     assert sum(line.nbytes for line in found.rest if line.what == "weights") == everything

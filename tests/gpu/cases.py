@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.zero import build
-from slipstream.zero.lane import CudaLane, Event
-from slipstream.zero.store import DiskStore, HostStore
+from slipstream.zero.storage.lane import CudaLane, Event
+from slipstream.zero.storage.store import DiskStore, HostStore
 from tests import probe, toy, twin
 
 STAGES = (0, 1, 2, 3)

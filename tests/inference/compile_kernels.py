@@ -37,8 +37,8 @@ _INTEGERS = {"positions", "slots", "tables", "tile_row", "tile_length", "tile_ta
 def type_of(name: str, kernel: Any, types: dict[str, str]) -> str:
     if name == "eps" or (name == "scale" and kernel is attention._attend):
         return "fp32"
-    whole = name.startswith("num_") or name.endswith("_stride") or name == "size"
-    return types.get(name) or (INT if name in _INTEGERS else "i32" if whole else FP32)
+    is_int = name.startswith("num_") or name.endswith("_stride") or name == "size"
+    return types.get(name) or (INT if name in _INTEGERS else "i32" if is_int else FP32)
 
 
 def main() -> None:
@@ -49,10 +49,10 @@ def main() -> None:
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
         options = {name: value for name, value in settings.items() if name not in names}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"enable_fp_fusion": False})
-        code = made.asm["ptx"]
-        told = {"kernel": kernel.__name__, "shared": made.metadata.shared, "fused": "fma.rn.f32" in code}
-        print(json.dumps(told | {"wgmma": "wgmma.mma_async" in code, "mma": "mma.sync" in code}), flush=True)
+        kernel_code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"enable_fp_fusion": False})
+        code = kernel_code.asm["ptx"]
+        report = {"kernel": kernel.__name__, "shared": kernel_code.metadata.shared, "fused": "fma.rn.f32" in code}
+        print(json.dumps(report | {"wgmma": "wgmma.mma_async" in code, "mma": "mma.sync" in code}), flush=True)
 
 
 if __name__ == "__main__":

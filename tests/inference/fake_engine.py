@@ -65,7 +65,7 @@ class Handle:
         self.prompt = bytes(prompt).decode(errors="replace")
         self.num_prompt = len(prompt)
         self.left = {index: self.says(index) for index in range(n)}
-        self.said = Counter[int]()
+        self.num_sent = Counter[int]()
 
     def says(self, index: int) -> list[str]:
         """Its tokens, which depend on nothing but the request."""
@@ -180,11 +180,11 @@ class FakeEngine:
             time.sleep(self.tick)
 
     def _step(self, handle: Handle, index: int) -> None:
-        handle.said[index] += 1
+        handle.num_sent[index] += 1
         self.generated += 1
-        said, tokens = handle.said[index], handle.left[index]
-        usage = Usage(handle.num_prompt, 3, said)
-        if "explode" in handle.prompt and said == 3:
+        token, tokens = handle.num_sent[index], handle.left[index]
+        usage = Usage(handle.num_prompt, 3, token)
+        if "explode" in handle.prompt and token == 3:
             del handle.left[index]
             handle.sink(Output(index, "", finish=Finish.ERROR, usage=usage, error="the sampler met a NaN"))
             return
@@ -198,15 +198,15 @@ class FakeEngine:
         if handle.endless:
             handle.sink(Output(index, "more "))
             return
-        text = tokens[said - 1]
-        finish = Finish.STOP if said == len(tokens) else Finish.LENGTH if said == handle.params.max_tokens else None
+        text = tokens[token - 1]
+        finish = Finish.STOP if token == len(tokens) else Finish.LENGTH if token == handle.params.max_tokens else None
         logprobs: tuple[Logprob, ...] = ()
         if handle.params.logprobs is not None:
             top = tuple((97 + i, -1.0 - i) for i in range(handle.params.logprobs))
-            logprobs = (Logprob(65 + said, -0.5 if said > 1 else float("-inf"), top),)
+            logprobs = (Logprob(65 + token, -0.5 if token > 1 else float("-inf"), top),)
         if finish is not None:
             del handle.left[index]
-        handle.sink(Output(index, text, (said,), logprobs, finish, usage if finish else None))
+        handle.sink(Output(index, text, (token,), logprobs, finish, usage if finish else None))
 
 
 if __name__ == "__main__":

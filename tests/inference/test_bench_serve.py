@@ -42,36 +42,36 @@ def asks(*arguments: str) -> list[Ask]:
 
 
 def test_what_is_counted_is_what_was_asked_for(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = bench(capsys, address, "--api-key=secret", "--rate=200", "--first-within=30", "--wait-within=30", *SMALL)
-    assert (code, found["requests"], found["failed"]) == (0, 12, {})
-    wanted = asks("--rate=200", *SMALL)
-    assert found["prompt_tokens_per_second"] * found["seconds"] == pytest.approx(sum(len(ask.prompt) for ask in wanted))
-    assert found["output_tokens_per_second"] * found["seconds"] == pytest.approx(sum(ask.outputs for ask in wanted))
-    assert found["within_target"] == 12
-    assert 0 < found["first_token"]["p50"] <= found["first_token"]["p99"] <= found["whole"]["p99"] <= found["seconds"]
+    code, result = bench(capsys, address, "--api-key=secret", "--rate=200", "--first-within=30", "--wait-within=30", *SMALL)
+    assert (code, result["requests"], result["failed"]) == (0, 12, {})
+    requests = asks("--rate=200", *SMALL)
+    assert result["prompt_tokens_per_second"] * result["seconds"] == pytest.approx(sum(len(ask.prompt) for ask in requests))
+    assert result["output_tokens_per_second"] * result["seconds"] == pytest.approx(sum(ask.outputs for ask in requests))
+    assert result["within_target"] == 12
+    assert 0 < result["first_token"]["p50"] <= result["first_token"]["p99"] <= result["whole"]["p99"] <= result["seconds"]
 
 
 def test_a_target_that_nobody_meets(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, found = bench(capsys, address, "--api-key=secret", "--first-within=1e-9", *SMALL)
-    assert found["within_target"] == 0
+    _, result = bench(capsys, address, "--api-key=secret", "--first-within=1e-9", *SMALL)
+    assert result["within_target"] == 0
 
 
 def test_waiting_for_a_place_counts(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One at a time: the last waits for all others, and its time to the first token says so."""
-    _, found = bench(capsys, address, "--api-key=secret", "--concurrency=1", *SMALL)
-    assert found["first_token"]["p99"] > 0.6 * found["seconds"]
+    _, result = bench(capsys, address, "--api-key=secret", "--concurrency=1", *SMALL)
+    assert result["first_token"]["p99"] > 0.6 * result["seconds"]
 
 
 def test_refusals_are_counted_by_their_reason(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = bench(capsys, address, "--api-key=secret", "--requests=3", "--token-ids=300-400")
-    assert (code, found["requests"], sum(found["failed"].values())) == (1, 0, 3)
-    assert all("this model's tokens are 0 to 255" in why for why in found["failed"])
+    code, result = bench(capsys, address, "--api-key=secret", "--requests=3", "--token-ids=300-400")
+    assert (code, result["requests"], sum(result["failed"].values())) == (1, 0, 3)
+    assert all("this model's tokens are 0 to 255" in why for why in result["failed"])
     main(["bench-serve", address, "--api-key=secret", "--requests=3", "--token-ids=300-301"])
     assert "3 x POST /v1/completions: 400, the prompt has token 300" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("127.0.0.1:1",), "http://127.0.0.1:1: cannot connect (Connect call failed ('127.0.0.1', 1)); is the server running?"),
         (("ftp://somewhere",), "'ftp://somewhere' is not a server URL"),
@@ -80,14 +80,14 @@ def test_refusals_are_counted_by_their_reason(address: str, capsys: pytest.Captu
         (("--token-ids=5",), "'5' is not a range; write 1000-30000"),
     ],
 )
-def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(["bench-serve", *arguments])
     except SystemExit as end:
         code = end.code
     error = capsys.readouterr().err
     assert code == 2
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 
@@ -123,17 +123,17 @@ def test_servers_that_break_off(answer: bytes, why: str, capsys: pytest.CaptureF
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=reply)
         thread.start()
-        code, found = bench(capsys, f"127.0.0.1:{listener.getsockname()[1]}", "--model=m", "--requests=2")
+        code, result = bench(capsys, f"127.0.0.1:{listener.getsockname()[1]}", "--model=m", "--requests=2")
         thread.join()
     assert code == 1
-    assert sum(found["failed"].values()) == 2
-    assert all(why in one for one in found["failed"])
+    assert sum(result["failed"].values()) == 2
+    assert all(why in one for one in result["failed"])
 
 
 def test_a_server_that_never_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        _, found = bench(capsys, f"127.0.0.1:{listener.getsockname()[1]}", "--model=m", "--requests=2", "--timeout=0.1")
-    assert found["failed"] == {"timed out (--timeout)": 2}
+        _, result = bench(capsys, f"127.0.0.1:{listener.getsockname()[1]}", "--model=m", "--requests=2", "--timeout=0.1")
+    assert result["failed"] == {"timed out (--timeout)": 2}
 
 
 def test_ctrl_c_shows_what_there_is() -> None:

@@ -14,18 +14,18 @@ SAY = {"name": "say", "parameters": {}}
 CALLED = [("add", json.dumps(ADD["arguments"])), ("say", "{}")]
 
 
-def found(text: str, most: int | None = None) -> tuple[str, list[tuple[str, str]]]:
-    whole = CallFinder(("add", "say"), most).push(text, last=True)
+def parse(text: str, most: int | None = None) -> tuple[str, list[tuple[str, str]]]:
+    expected = CallFinder(("add", "say"), most).push(text, last=True)
     for seed in range(20):
         sizes = random.Random(seed)
-        finder, said, calls, rest = CallFinder(("add", "say"), most), "", [], text
-        while rest:
+        finder, content, calls, unread = CallFinder(("add", "say"), most), "", [], text
+        while unread:
             size = sizes.randint(0, 12) if seed else 1
-            new = finder.push(rest[:size], last=False)
-            said, calls, rest = said + new[0], calls + new[1], rest[size:]
+            new = finder.push(unread[:size], last=False)
+            content, calls, unread = content + new[0], calls + new[1], unread[size:]
         new = finder.push("", last=True)
-        assert (said + new[0], calls + new[1]) == whole, seed
-    return whole
+        assert (content + new[0], calls + new[1]) == expected, seed
+    return expected
 
 
 def tag(call: object) -> str:
@@ -33,7 +33,7 @@ def tag(call: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "calls"),
+    ("text", "content", "calls"),
     [
         (f"I shall add.\n{tag(ADD)}\n{tag(SAY)}\n", "I shall add.", CALLED),
         (tag([ADD, SAY]), "", CALLED),
@@ -46,13 +46,13 @@ def tag(call: object) -> str:
         ("<tool_call>" + "[" * 5_000, "<tool_call>" + "[" * 5_000, []),
     ],
 )
-def test_found(text: str, said: str, calls: list[tuple[str, str]]) -> None:
-    assert found(text) == (said, calls)
+def test_found(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert parse(text) == (content, calls)
 
 
 def test_at_most() -> None:
-    assert found(f"{tag(ADD)}{tag(SAY)}", most=1) == ("", CALLED[:1])
-    assert found(json.dumps([ADD, SAY]), most=1) == ("", CALLED[:1])
+    assert parse(f"{tag(ADD)}{tag(SAY)}", most=1) == ("", CALLED[:1])
+    assert parse(json.dumps([ADD, SAY]), most=1) == ("", CALLED[:1])
 
 
 def test_text_is_not_held_back_for_long() -> None:

@@ -50,16 +50,16 @@ def allowed(constraint: Constraint) -> set[int]:
 
 
 def generated(constraint: Constraint, seed: int, limit: int = 300) -> list[int]:
-    made = Request(id="r", tokens=[5], params=SamplingParams(max_tokens=limit), end_ids=frozenset({0, 2}), seed=seed)
+    request = Request(id="r", tokens=[5], params=SamplingParams(max_tokens=limit), end_ids=frozenset({0, 2}), seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    while made.num_generated < limit:
+    while request.num_generated < limit:
         logits = torch.randn(1, VOCAB, generator=generator) * 3
-        token = Sampler(VOCAB).sample(logits, [Row(made, mask=constraint.mask())])[0].token
-        made.tokens.append(token)
+        token = Sampler(VOCAB).sample(logits, [Row(request, mask=constraint.mask())])[0].token
+        request.tokens.append(token)
         constraint.accept(token)
-        if token in made.end_ids:
+        if token in request.end_ids:
             break
-    return made.tokens[1:]
+    return request.tokens[1:]
 
 
 def test_random_logits_give_valid_json(grammars: Grammars) -> None:

@@ -109,8 +109,8 @@ def test_rounding_does_not_part_requests() -> None:
 
 def test_a_prefix_is_cached_below_the_limit() -> None:
     model = tiny("Phi3", **CASES["phi3-longrope"][1])
-    whole = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist() for prompt in PROMPTS]
-    expected = [ids[len(prompt) :] for ids, prompt in zip(whole, PROMPTS, strict=True)]
+    outputs = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist() for prompt in PROMPTS]
+    expected = [ids[len(prompt) :] for ids, prompt in zip(outputs, PROMPTS, strict=True)]
     with slipstream.init_inference(model, device="cpu", token_budget=24, max_running=8) as engine:
         for _ in range(2):
             assert [one.token_ids for one in engine.generate(PROMPTS, max_new_tokens=NEW)] == expected
@@ -144,7 +144,7 @@ def rounded(model: Any, kind: str) -> tuple[Any, int]:
     return twin, nbytes
 
 
-def held(model: Any) -> int:
+def nbytes_of(model: Any) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -158,8 +158,8 @@ def test_quantized_as_its_twin(case: str, kind: str) -> None:
     quantized = quantize_model(shared_copy(model), kind, torch.float32)
     matrices = [module for module in quantized.modules() if isinstance(module, QuantizedLinear)]
     assert matrices and not any(isinstance(module, (nn.Linear, Conv1D)) for module in quantized.modules())
-    whole = sum(module.weight.nbytes for module in twin.modules() if isinstance(module, (nn.Linear, Conv1D)))
-    assert held(quantized) == held(twin) - whole + nbytes
+    replaced = sum(module.weight.nbytes for module in twin.modules() if isinstance(module, (nn.Linear, Conv1D)))
+    assert nbytes_of(quantized) == nbytes_of(twin) - replaced + nbytes
     runner = generic(quantized)
     assert runner._fused == fused
     check_against_generate(twin, runner)

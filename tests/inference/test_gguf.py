@@ -97,9 +97,9 @@ def written(path: Path, case: str, changes: dict[str, Any] | None = None) -> Any
             array = array.T
         elif case.startswith("gemma") and "norm" in name:
             array = array + 1
-        ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert ours is not None, name
-        writer.add_tensor(ours, np.ascontiguousarray(array))
+        stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored_name is not None, name
+        writer.add_tensor(stored_name, np.ascontiguousarray(array))
     if case == "phi3":
         for length in ("long", "short"):
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(LONGROPE[f"{length}_factor"], dtype=np.float32))
@@ -118,12 +118,12 @@ def test_serves_as_the_model_it_was_written_from(case: str, tmp_path: Path) -> N
     with slipstream.init_inference(path, dtype="fp32", device="cpu") as engine:
         assert engine.engine.max_context == (48 if case == "phi3" else 64)
         for prompt in PROMPTS:
-            wanted = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, len(prompt) :]
-            ours = engine.generate(prompt, max_new_tokens=NEW)
-            assert ours.token_ids == wanted.tolist()
-        said = engine.generate("ab a", max_new_tokens=2)
-        assert said.token_ids == engine.generate([TOKENS.index(one) for one in ("ab", "Ġ", "a")], max_new_tokens=2).token_ids
-        assert "Ġ" not in said.text
+            expected = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, len(prompt) :]
+            completion = engine.generate(prompt, max_new_tokens=NEW)
+            assert completion.token_ids == expected.tolist()
+        answer = engine.generate("ab a", max_new_tokens=2)
+        assert answer.token_ids == engine.generate([TOKENS.index(one) for one in ("ab", "Ġ", "a")], max_new_tokens=2).token_ids
+        assert "Ġ" not in answer.text
 
 
 def test_in_bf16_and_quantized(tmp_path: Path) -> None:

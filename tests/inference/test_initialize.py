@@ -47,11 +47,11 @@ def test_models_that_cannot_answer() -> None:
 def test_group_size(family: str) -> None:
     """It reaches the weights on both ways; what is no size of int4's is refused."""
     model = tiny(family, **MODELS[family] | {"hidden_size" if family == "Llama" else "n_embd": 128})
-    said = {}
+    logprobs = {}
     for group_size in (32, 128):
         with init_inference(model, dtype="int4", group_size=group_size, device="cpu", max_context=64) as engine:
-            said[group_size] = engine.generate([1, 2, 3], max_new_tokens=2, temperature=0, logprobs=0).logprobs[0].logprob
-    assert said[32] != said[128]
+            logprobs[group_size] = engine.generate([1, 2, 3], max_new_tokens=2, temperature=0, logprobs=0).logprobs[0].logprob
+    assert logprobs[32] != logprobs[128]
     for dtype, group_size in (("int4", 48), ("int8", 32), (None, 64)):
         with pytest.raises(ValueError, match=f"group_size is {group_size} with dtype .*it needs"):
             init_inference(model, dtype=dtype, group_size=group_size, device="cpu")
@@ -75,8 +75,8 @@ def train(folder: Path, family: str) -> list[list[int]]:
     engine.eval()
     answers = []
     for prompt in PROMPTS:
-        whole = engine.module.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
-        answers.append(whole[0, len(prompt) :].tolist())
+        output = engine.module.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+        answers.append(output[0, len(prompt) :].tolist())
     engine.module.generation_config.eos_token_id = [0, answers[0][1]]  # as chat models have it, there alone
     engine.save_checkpoint(str(folder / "ends"))
     engine.destroy()

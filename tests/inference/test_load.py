@@ -78,10 +78,10 @@ def write_gguf(path: Path, model: Any, arch: str, quants: dict[str, gguf.GGMLQua
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-        ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         quant = next((q for part, q in quants.items() if part in name), gguf.GGMLQuantizationType.F32)
         data = gguf.quants.quantize(np.ascontiguousarray(array), quant)
-        writer.add_tensor(ours, data, raw_dtype=quant)
+        writer.add_tensor(stored_name, data, raw_dtype=quant)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -106,19 +106,19 @@ def test_gguf_blocks_are_kept_as_stored_and_others_dequantized(tmp_path: Path) -
     model = tiny("Llama", **SIZES, tie_word_embeddings=True)
     path = tmp_path / "m.gguf"
     write_gguf(path, model, "llama", quants)
-    theirs = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in gguf.GGUFReader(path).tensors}
-    kept, plain = load(path), load(path, dtype="float32")
-    assert (kept.dtype, kept.weights.head, kept.weights.embed.dtype) == (torch.bfloat16, None, torch.bfloat16)
+    values = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in gguf.GGUFReader(path).tensors}
+    packed, plain = load(path), load(path, dtype="float32")
+    assert (packed.dtype, packed.weights.head, packed.weights.embed.dtype) == (torch.bfloat16, None, torch.bfloat16)
     for i in range(2):
-        a, b = kept.weights.layers[i], plain.weights.layers[i]
+        a, b = packed.weights.layers[i], plain.weights.layers[i]
         assert a.mlp and b.mlp and isinstance(a.q, Int4) and isinstance(a.mlp.up, Int4) and isinstance(a.k, torch.Tensor)
-        assert torch.equal(dequantize(a.mlp.up), theirs[f"blk.{i}.ffn_up.weight"])
+        assert torch.equal(dequantize(a.mlp.up), values[f"blk.{i}.ffn_up.weight"])
         assert torch.equal(b.mlp.up, dequantize(a.mlp.up)) and torch.equal(b.q, dequantize(a.q))  # type: ignore[arg-type]
-        assert torch.equal(b.mlp.down, theirs[f"blk.{i}.ffn_down.weight"])  # type: ignore[arg-type]
+        assert torch.equal(b.mlp.down, values[f"blk.{i}.ffn_down.weight"])  # type: ignore[arg-type]
         order = torch.arange(64).view(4, 8, 2).transpose(1, 2).flatten()
-        assert torch.equal(dequantize(a.q), theirs[f"blk.{i}.attn_q.weight"][order])
-    torch.testing.assert_close(plain.weights.embed, theirs["token_embd.weight"])
-    assert load(path, dtype="int4").weights.layers[0].q.q.equal(kept.weights.layers[0].q.q)  # type: ignore[union-attr]
+        assert torch.equal(dequantize(a.q), values[f"blk.{i}.attn_q.weight"][order])
+    torch.testing.assert_close(plain.weights.embed, values["token_embd.weight"])
+    assert load(path, dtype="int4").weights.layers[0].q.q.equal(packed.weights.layers[0].q.q)  # type: ignore[union-attr]
     assert isinstance(load(path, dtype="int8").weights.layers[0].q, Int8)
 
 
@@ -168,8 +168,8 @@ def test_refused_in_one_sentence(tmp_path: Path) -> None:
     refused("weight_map names '../a.safetensors'; it must name files in this folder")
     index.unlink()
     model.save_pretrained(tmp_path)
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[:-100])
     refused("model.safetensors is damaged or cut off")
 
     path = tmp_path / "m.gguf"
@@ -177,14 +177,14 @@ def test_refused_in_one_sentence(tmp_path: Path) -> None:
         path.write_bytes(content)
         refused(message, path)
     write_gguf(path, model, "llama", {})
-    whole = path.read_bytes()
+    data = path.read_bytes()
     for length in range(5, 2000, 83):
-        path.write_bytes(whole[:length])
+        path.write_bytes(data[:length])
         refused(r"ends within its header after \d+ bytes|is cut off", path)
-    path.write_bytes(whole[:-100])
+    path.write_bytes(data[:-100])
     refused(r"is cut off: .* ends at byte \d+ of \d+", path)
-    path.write_bytes(whole.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"))
+    path.write_bytes(data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"))
     refused(r"the weights lack model.layers.1.self_attn.q_proj.weight", path)
-    path.write_bytes(whole.replace(b"llama", b"falcn"))
+    path.write_bytes(data.replace(b"llama", b"falcn"))
     with pytest.raises(UnsupportedModel, match="is a 'falcn' model; the supported GGUF families are llama, qwen2, qwen3"):
         load(path)

@@ -78,9 +78,9 @@ def weights_of(kind: str, family: str = "Llama", group: int = 32, **more: Any) -
 def test_panels(kind: str, columns: int, features: int, parts: int) -> None:
     """Packing in C against torch's own words for it (csrc/decoder.h says the layouts)."""
     runner = native_of(model_of("llama"))
-    whole = [torch.randn(columns, features) for _ in range(parts)]
+    weights = [torch.randn(columns, features) for _ in range(parts)]
     quantized = {"int8": to_int8, "int4": to_int4}.get(kind, lambda w: w.to(getattr(torch, kind, None)))
-    matrices = [quantized(w) for w in whole]
+    matrices = [quantized(w) for w in weights]
 
     def words(m: Any) -> torch.Tensor:
         """[columns, words, bytes]"""
@@ -91,10 +91,10 @@ def test_panels(kind: str, columns: int, features: int, parts: int) -> None:
 
     padded = [torch.nn.functional.pad(words(m), (0, 0, 0, 0, 0, -columns % (32 if parts == 1 else 16))) for m in matrices]
     panels = torch.stack([rows.unflatten(0, (-1, 16)).transpose(1, 2) for rows in padded], 1)
-    before = len(runner._kept)
+    before = len(runner._tensors)
     record = runner._packed(matrices)
     assert (record.num_columns, record.num_features) == (columns * parts, features)
-    assert torch.equal(runner._kept[before], panels.flatten())
+    assert torch.equal(runner._tensors[before], panels.flatten())
     runner.close()
 
 
@@ -114,11 +114,11 @@ class Requests:
 
     def run(self, chunks: list[tuple[Request, int, int]]) -> list[torch.Tensor]:
         """The last logits of each chunk: its tokens are cut there, so that it samples."""
-        whole = [request.tokens for request, _, _ in chunks]
+        tokens_of = [request.tokens for request, _, _ in chunks]
         for request, _, stop in chunks:
             request.tokens = request.tokens[:stop]
         out: Any = self.runner.forward(Batch(tuple(Chunk(*chunk) for chunk in chunks), ()))
-        for (request, _, _), tokens in zip(chunks, whole, strict=True):
+        for (request, _, _), tokens in zip(chunks, tokens_of, strict=True):
             request.tokens = tokens
         return list(torch.as_tensor(out).clone())  # the next forward writes over it
 
@@ -156,13 +156,13 @@ def test_wider_registers_change_no_bits(isa: str, kind: str, family: str) -> Non
         pytest.skip(f"this processor lacks {isa}")
     try:
         config, weights = weights_of(kind, family, **(EXPERTS if family == "Qwen2Moe" else {}))
-        ours, wanted = logits_of(isa, config, weights), logits_of("avx2", config, weights)
+        actual, expected = logits_of(isa, config, weights), logits_of("avx2", config, weights)
     finally:
         assert cpu.use_isa(used)
     if (isa, kind) == ("avx512bf16", "bfloat16"):  # multiplied in pairs
-        assert max(float((a - b).norm() / b.norm()) for a, b in zip(ours, wanted, strict=True)) < 0.02
+        assert max(float((a - b).norm() / b.norm()) for a, b in zip(actual, expected, strict=True)) < 0.02
     else:
-        assert all(a.equal(b) for a, b in zip(ours, wanted, strict=True))
+        assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -198,7 +198,7 @@ def test_the_same_bits_in_every_batch(kind: str, cache: torch.dtype, family: str
             if done[i] == len(prompts[i]):
                 assert logits.equal(expected[i]), f"request {i} of {len(prompts[i])} tokens"
     again = many.run([(request, len(request.tokens) - 1, len(request.tokens)) for request in requests])  # a batch of 16
-    assert all(logits.equal(wanted) for logits, wanted in zip(again, expected, strict=True))
+    assert all(logits.equal(reference) for logits, reference in zip(again, expected, strict=True))
     shared = many.request(prompts[-1], requests[-1].blocks[:8])  # its first 128 positions are another request's
     assert many.run([(shared, 128, 150)])[0].equal(expected[-1])
     alone.close()
@@ -215,12 +215,12 @@ def test_every_weight_type_as_the_torch_decoder(kind: str, group: int) -> None:
     assert kind != "int4" or {m.q.shape[1] * 2 // m.scale.shape[1] for w in weights.layers for m in (w.q, w.mlp.down)} == {group}  # type: ignore[union-attr]
     native = NativeDecoder(config, weights, num_blocks=16, cache_dtype=torch.float32)
     cache = KVCache(head_shapes(config), num_blocks=16, block_size=16, dtype=torch.float32)
-    ours, wanted = Requests(native, 0), Requests(Decoder(config, weights, cache, torch.float32), 0)
+    actual, expected = Requests(native, 0), Requests(Decoder(config, weights, cache, torch.float32), 0)
     errors = []
     for token in range(24):
-        pair = [side.run([(side.request([token]), 0, 1)])[0] for side in (ours, wanted)]
+        pair = [side.run([(side.request([token]), 0, 1)])[0] for side in (actual, expected)]
         errors.append(float((pair[0] - pair[1]).abs().max()))
-        ours.free, wanted.free = list(range(16)), list(range(16))
+        actual.free, expected.free = list(range(16)), list(range(16))
     errors.sort()
     rounded = kind == "bfloat16" and cpu.isa() == "avx512bf16"
     assert errors[16] < (0.05 if rounded else 1e-4), errors
@@ -257,8 +257,8 @@ def test_blocks_are_copied_before_the_forward() -> None:
     expected = both.run([(first, 0, 20)])[0]
     second = both.request(tokens, [first.blocks[0], both.free.pop()])
     chunk = Chunk(second, 19, 20)
-    got = runner.forward(Batch((chunk,), ((first.blocks[1], second.blocks[1]),)))
-    assert torch.tensor(got[0]).equal(expected)
+    actual = runner.forward(Batch((chunk,), ((first.blocks[1], second.blocks[1]),)))
+    assert torch.tensor(actual[0]).equal(expected)
     runner.close()
 
 

@@ -41,8 +41,8 @@ def why_not() -> str | None:
         return "emulation needs a processor with AVX2, FMA and F16C"
     source = "#include <simde/x86/avx512/dpbf16.h>"
     command = [*compiler, "-E", "-xc", "-", "-o", "/dev/null"]
-    found = subprocess.run(command, input=source, text=True, capture_output=True, check=False)
-    return "SIMDe's headers are not installed (libsimde-dev)" if found.returncode else None
+    probe = subprocess.run(command, input=source, text=True, capture_output=True, check=False)
+    return "SIMDe's headers are not installed (libsimde-dev)" if probe.returncode else None
 
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -50,19 +50,19 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> build.Library:
-    made, compiler = tmp_path_factory.mktemp("emulated"), build.find_compiler()
+    folder, compiler = tmp_path_factory.mktemp("emulated"), build.find_compiler()
     assert compiler is not None
-    (made / "processor.c").write_text(PROCESSOR)
+    (folder / "processor.c").write_text(PROCESSOR)
     running = []
     for name in build.SOURCES:
-        source = made / name if name == "processor.c" else build.CSRC / name
-        command = [*compiler, *FLAGS, *(SHIMMED if name in EMULATED else ()), "-c", str(source), "-o", str(made / f"{name}.o")]
+        source = folder / name if name == "processor.c" else build.CSRC / name
+        command = [*compiler, *FLAGS, *(SHIMMED if name in EMULATED else ()), "-c", str(source), "-o", str(folder / f"{name}.o")]
         running.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
     for command, process in running:
-        said = process.communicate()[1]
-        assert process.returncode == 0, f"{shlex.join(command)}\n{said}"
-    linked = str(made / build.LIBRARY)
-    subprocess.run([*compiler, "-shared", *map(str, made.glob("*.o")), "-o", linked, "-lm", "-lpthread"], check=True)
+        output = process.communicate()[1]
+        assert process.returncode == 0, f"{shlex.join(command)}\n{output}"
+    linked = str(folder / build.LIBRARY)
+    subprocess.run([*compiler, "-shared", *map(str, folder.glob("*.o")), "-o", linked, "-lm", "-lpthread"], check=True)
     return build.Library(CDLL(linked), PyDLL(linked), "emulated")
 
 
@@ -80,12 +80,12 @@ def emulated(library: build.Library, monkeypatch: pytest.MonkeyPatch) -> Iterato
 @pytest.mark.parametrize("isa", ["avx512", "avx512vnni", "avx512bf16"])
 def test_decoder(isa: str, kind: str, family: str) -> None:
     config, weights = weights_of(kind, family, **(test_native.EXPERTS if family == "Qwen2Moe" else {}))
-    ours, wanted = logits_of(isa, config, weights), logits_of("avx2", config, weights)
+    actual, expected = logits_of(isa, config, weights), logits_of("avx2", config, weights)
     if (isa, kind) == ("avx512bf16", "bfloat16"):
-        errors = [float((a - b).norm() / b.norm()) for a, b in zip(ours, wanted, strict=True)]
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip(actual, expected, strict=True)]
         assert min(errors) > 0 and max(errors) < 0.02, errors
     else:
-        assert all(a.equal(b) for a, b in zip(ours, wanted, strict=True))
+        assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_products_of_bf16() -> None:
@@ -96,14 +96,14 @@ def test_products_of_bf16() -> None:
     rows = Requests(runner, 0)
     tokens = list(range(40))
     requests = [rows.request([token]) for token in tokens]
-    got = torch.stack(rows.run([(request, 0, 1) for request in requests]))
+    actual = torch.stack(rows.run([(request, 0, 1) for request in requests]))
     x = weights.embed[torch.tensor(tokens)].float()
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config.norm_eps) * weights.final_norm.float()
     head = weights.embed if weights.head is None else weights.head
-    wanted = normed.bfloat16().double() @ head.double().T
-    wrong = ((got - wanted).abs() > 1e-5).sum()
-    assert wrong <= 0.02 * wanted.numel(), "an input on the border between two bf16 numbers changes a row"
-    assert torch.allclose(got.double(), wanted, atol=1e-2)
+    expected = normed.bfloat16().double() @ head.double().T
+    wrong = ((actual - expected).abs() > 1e-5).sum()
+    assert wrong <= 0.02 * expected.numel(), "an input on the border between two bf16 numbers changes a row"
+    assert torch.allclose(actual.double(), expected, atol=1e-2)
     runner.close()
 
 

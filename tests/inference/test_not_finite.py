@@ -37,9 +37,9 @@ def test_a_broken_token_leaves_the_prefix_before_it_whole(kind: str) -> None:
     def logits(tokens: list[int], blocks: list[int], start: int) -> torch.Tensor:
         return torch.as_tensor(runner.forward(Batch((Chunk(request(runner, tokens, blocks), start, len(tokens)),), ()))).clone()
 
-    wanted = logits([*prefix, 8], [0, 1], 0)
+    expected = logits([*prefix, 8], [0, 1], 0)
     assert logits([*prefix, BROKEN, 9, 10], [2, 3], 0).isnan().all()
-    torch.testing.assert_close(logits([*prefix, 8], [2, 4], size), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits([*prefix, 8], [2, 4], size), expected, rtol=1e-4, atol=1e-4)
     assert logits([*prefix, BROKEN, 9, 10, 11], [2, 3], size + 3).isnan().all()
     if hasattr(runner, "close"):
         runner.close()

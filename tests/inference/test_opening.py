@@ -67,13 +67,13 @@ def test_blocks_of_eight_bits_open_in_int8_where_little_fits(tmp_path: Path, mon
 def test_the_description_says_what_was_chosen(chat_folder: Path, tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", tiny("Llama", **SIZES), "llama", {"proj": Q4})
     options: dict[str, Any] = {"tokenizer": chat_folder, "device": "cpu", "threads": 1, "kv_cache_bytes": "1M"}
-    said = {}
+    descriptions = {}
     for dtype in (None, "stored", "int8"):
         with slipstream.init_inference(tmp_path / "m.gguf", dtype=dtype, **options) as engine:
-            said[dtype] = engine.description
-    assert re.match(r"m.gguf: bf16 \(.* in bf16, .* free; dtype stored keeps the file's 4-bit blocks\), native", said[None])
-    assert said["stored"].startswith("m.gguf: 4-bit blocks as stored, else bf16, native")
-    assert said["int8"].startswith("m.gguf: int8, native")
+            descriptions[dtype] = engine.description
+    assert re.match(r"m.gguf: bf16 \(.* in bf16, .* free; dtype stored keeps the file's 4-bit blocks\), native", descriptions[None])
+    assert descriptions["stored"].startswith("m.gguf: 4-bit blocks as stored, else bf16, native")
+    assert descriptions["int8"].startswith("m.gguf: int8, native")
 
 
 def test_quantizing_holds_one_wide_matrix_at_a_time(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_quantizing_holds_one_wide_matrix_at_a_time(tmp_path: Path) -> None:
     for _ in range(2):
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
         before = int(re.search(r"VmRSS:\s+(\d+)", status.read_text())[1])  # type: ignore[index]
-        held = load(tmp_path, dtype="int8")
+        loaded = load(tmp_path, dtype="int8")
         peaks.append(1024 * (int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1]) - before))  # type: ignore[index]
-        assert isinstance(held.weights.layers[0].q, Int8)
-        del held
+        assert isinstance(loaded.weights.layers[0].q, Int8)
+        del loaded
     assert min(peaks) < 0.6 * nbytes, (peaks, nbytes)
 
 
@@ -116,16 +116,16 @@ def test_a_chat_in_the_terminal_is_sampled_as_recommended(
     generation = chat_folder / "generation_config.json"
     command = ["chat", str(chat_folder), "--device", "cpu", "--threads", "1", "--kv-cache-bytes", "1M", "--max-tokens", "2"]
 
-    def said(stated: dict[str, Any], *options: str) -> str:
+    def sampling_of(stated: dict[str, Any], *options: str) -> str:
         generation.write_text(json.dumps(stated))
         lines = iter(["hello"])
         monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or (_ for _ in ()).throw(EOFError))
         assert main([*command, *options]) == 0
         return re.search("sampling with (.*)", capsys.readouterr().err)[1]  # type: ignore[index]
 
-    assert said({"temperature": 0.3, "top_k": 7}) == "temperature 0.3, top_k 7"
-    assert said({"temperature": 0.3, "top_k": 7}, "--temperature", "0") == "temperature 0, top_k 7"
-    assert said({}) == recommended.describe(recommended.DEFAULTS) == "temperature 0.7, top_p 0.95"
+    assert sampling_of({"temperature": 0.3, "top_k": 7}) == "temperature 0.3, top_k 7"
+    assert sampling_of({"temperature": 0.3, "top_k": 7}, "--temperature", "0") == "temperature 0, top_k 7"
+    assert sampling_of({}) == recommended.describe(recommended.DEFAULTS) == "temperature 0.7, top_p 0.95"
 
 
 def test_gguf_files_recommend_their_sampling() -> None:
@@ -157,14 +157,14 @@ def test_chats_over_http_are_sampled_as_recommended() -> None:
     engine.sampling = {"temperature": 0.2, "top_p": 0.9}
     with serving(engine) as address:
 
-        def asked(path: str, **fields: Any) -> tuple[float, float]:
+        def sampling_of(path: str, **fields: Any) -> tuple[float, float]:
             assert call(address, "POST", path, json.dumps({"model": engine.model_name, "max_tokens": 1, **fields})).status == 200
             return engine.submitted[-1][0].temperature, engine.submitted[-1][0].top_p
 
         chat = "/v1/chat/completions"
-        assert asked(chat, messages=[USER]) == (0.2, 0.9)
-        assert asked(chat, messages=[USER], temperature=0) == (0, 0.9)
-        assert asked(chat, messages=[USER], top_p=1) == (0.2, 1)
-        assert asked("/v1/completions", prompt="hi") == (1, 1)
+        assert sampling_of(chat, messages=[USER]) == (0.2, 0.9)
+        assert sampling_of(chat, messages=[USER], temperature=0) == (0, 0.9)
+        assert sampling_of(chat, messages=[USER], top_p=1) == (0.2, 1)
+        assert sampling_of("/v1/completions", prompt="hi") == (1, 1)
         (model,) = json.loads(call(address, "GET", "/v1/models").body)["data"]
         assert model["sampling"] == engine.sampling

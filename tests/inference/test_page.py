@@ -209,8 +209,8 @@ def test_charts_live(page: Any) -> None:
     write(page, "forever" + Keys.ENTER)
     until(page, "Number(document.getElementById('speed').textContent) > 0")
     for name in ("speed", "cache"):
-        drawn = "(c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v))"
-        until(page, f"{drawn}(document.getElementById('{name}-chart'))")
+        has_pixels = "(c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v))"
+        until(page, f"{has_pixels}(document.getElementById('{name}-chart'))")
     write(page, Keys.ESCAPE)
 
 
@@ -229,8 +229,8 @@ def test_asks_for_a_key(browser: Any, address: str) -> None:
 
 
 def test_what_the_model_says_is_text(page: Any) -> None:
-    said = "<img src=x onerror=alert(1)> **bold** `<b>`\n```html\n<script>alert(2)</script>\n```"
-    has_chat(page, {"role": "assistant", "content": said})
+    content = "<img src=x onerror=alert(1)> **bold** `<b>`\n```html\n<script>alert(2)</script>\n```"
+    has_chat(page, {"role": "assistant", "content": content})
     until(page, "document.querySelectorAll('.assistant strong').length === 1")
     assert page.execute_script("return document.querySelectorAll('#log img, #log script, #log b').length") == 0
     assert "<script>alert(2)</script>" in page.find_element("css selector", ".block pre").text

@@ -99,9 +99,9 @@ def ai(address: str) -> Iterator[Any]:
 
 def call(address: str, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
     connection = http.client.HTTPConnection(address, timeout=60)
-    given = {"Content-Type": "application/json"} if headers is None else headers
+    fields = {"Content-Type": "application/json"} if headers is None else headers
     try:
-        connection.request(method, path, body, given)
+        connection.request(method, path, body, fields)
         reply = connection.getresponse()
         return Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())
     finally:
@@ -126,24 +126,24 @@ def until(condition: Callable[[], bool]) -> None:
 
 def test_completions(ai: Any) -> None:
     ask = {"model": "fake/model", "prompt": ["one two", "three"], "max_tokens": 50, "n": 2, "seed": 5}
-    whole = ai.completions.create(**ask)
-    assert [choice.text for choice in whole.choices] == [
+    completion = ai.completions.create(**ask)
+    assert [choice.text for choice in completion.choices] == [
         *(f"{'one two ' * 3}{i} seed 5" for i in (0, 1)),
         *(f"{'three ' * 6}{i} seed 5" for i in (0, 1)),
     ]
-    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
-    assert whole.usage.prompt_tokens == len("one two") + len("three")
-    assert whole.usage.completion_tokens == 4 * 8
-    assert whole.usage.prompt_tokens_details.cached_tokens == 3 + 3
+    assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
+    assert completion.usage.prompt_tokens == len("one two") + len("three")
+    assert completion.usage.completion_tokens == 4 * 8
+    assert completion.usage.prompt_tokens_details.cached_tokens == 3 + 3
     texts, ends, usages = [""] * 4, [None] * 4, []
     for chunk in ai.completions.create(**ask, stream=True, stream_options={"include_usage": True}):
         usages.append(chunk.usage)
         for choice in chunk.choices:
             texts[choice.index] += choice.text
             ends[choice.index] = choice.finish_reason
-    assert texts == [choice.text for choice in whole.choices]
+    assert texts == [choice.text for choice in completion.choices]
     assert ends == ["stop"] * 4
-    assert [usage for usage in usages if usage] == [whole.usage]
+    assert [usage for usage in usages if usage] == [completion.usage]
     assert ai.completions.create(model="fake/model", prompt=[104, 105], max_tokens=2).choices[0].finish_reason == "length"
     assert len(ai.completions.create(model="fake/model", prompt=[[104], [105]]).choices) == 2
 
@@ -151,19 +151,19 @@ def test_completions(ai: Any) -> None:
 def test_chat(ai: Any) -> None:
     parts = [{"type": "text", "text": "say"}, {"type": "text", "text": "unicode"}]
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
-    whole = ai.chat.completions.create(model="fake/model", messages=messages, n=2)
-    assert {choice.message.content for choice in whole.choices} == {"naïve \u2028🦜\r\n\u0085end"}
-    assert whole.choices[1].finish_reason == "stop"
-    assert whole.usage.prompt_tokens == len("<system>be brief<user>say\nunicode")
+    completion = ai.chat.completions.create(model="fake/model", messages=messages, n=2)
+    assert {choice.message.content for choice in completion.choices} == {"naïve \u2028🦜\r\n\u0085end"}
+    assert completion.choices[1].finish_reason == "stop"
+    assert completion.usage.prompt_tokens == len("<system>be brief<user>say\nunicode")
     texts, roles = ["", ""], []
     for chunk in ai.chat.completions.create(model="fake/model", messages=messages, n=2, stream=True):
         assert chunk.usage is None
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
             roles += [choice.delta.role] if choice.delta.role else []
-    assert texts == [choice.message.content for choice in whole.choices]
+    assert texts == [choice.message.content for choice in completion.choices]
     assert roles == ["assistant"] * 2
-    answer = whole.choices[0].message.model_dump()  # goes back as it came, with its nulls
+    answer = completion.choices[0].message.model_dump()  # goes back as it came, with its nulls
     ai.chat.completions.create(model="fake/model", messages=[*messages, answer, {"role": "user", "content": "more"}])
 
 
@@ -174,10 +174,10 @@ def test_logprobs(ai: Any) -> None:
     assert entries.top_logprobs[1] == {"a": -1.0, "b": -2.0, "C": -0.5}
     assert entries.text_offset[:3] == [0, 1, 2]
     ask = {"model": "fake/model", "messages": [{"role": "user", "content": "one"}], "logprobs": True, "top_logprobs": 1}
-    whole = ai.chat.completions.create(**ask).choices[0].logprobs.content
-    assert (whole[1].token, whole[1].bytes, whole[1].logprob, whole[1].top_logprobs[0].token) == ("C", [67], -0.5, "a")
+    full = ai.chat.completions.create(**ask).choices[0].logprobs.content
+    assert (full[1].token, full[1].bytes, full[1].logprob, full[1].top_logprobs[0].token) == ("C", [67], -0.5, "a")
     chunks = [choice for chunk in ai.chat.completions.create(**ask, stream=True) for choice in chunk.choices]
-    assert [entry for choice in chunks if choice.logprobs for entry in choice.logprobs.content] == whole
+    assert [entry for choice in chunks if choice.logprobs for entry in choice.logprobs.content] == full
 
 
 def test_tokens_in_logprobs_are_told_apart() -> None:
@@ -188,14 +188,14 @@ def test_tokens_in_logprobs_are_told_apart() -> None:
     chosen = [(300, -3.0), (0xE2, -1.0), (0x82, -1.0), (0xAC, -1.0), (66, -1.0)]  # another A, the three bytes of an euro sign, B
     entries = [Logprob(token, value, ((65, -0.5), (0xE2, -1.0), (0x82, -2.0))) for token, value in chosen]
     pieces = [form.pieces(join(0, [Output(0, "", logprobs=(entry,))]))[0]["logprobs"] for entry in entries]
-    made = {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]}
-    assert made["tokens"] == ["A", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "B"]
-    assert made["token_logprobs"] == [-3.0, -1.0, -1.0, -1.0, -1.0]
+    joined = {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]}
+    assert joined["tokens"] == ["A", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "B"]
+    assert joined["token_logprobs"] == [-3.0, -1.0, -1.0, -1.0, -1.0]
     others = {"A": -0.5, r"bytes:\xe2": -1.0, r"bytes:\x82": -2.0}
-    assert made["top_logprobs"] == [others, others, others, others | {r"bytes:\xac": -1.0}, others | {"B": -1.0}]
-    assert made["text_offset"] == [0, 1, 1, 1, 2]
-    whole = CompletionFormat("fake/model", tokenizer, logprobs=True)
-    assert whole.choice(join(0, [Output(0, "", logprobs=tuple(entries))]))["logprobs"] == made
+    assert joined["top_logprobs"] == [others, others, others, others | {r"bytes:\xac": -1.0}, others | {"B": -1.0}]
+    assert joined["text_offset"] == [0, 1, 1, 1, 2]
+    formatter = CompletionFormat("fake/model", tokenizer, logprobs=True)
+    assert formatter.choice(join(0, [Output(0, "", logprobs=tuple(entries))]))["logprobs"] == joined
 
 
 def test_parameters_reach_the_engine(ai: Any, engine: FakeEngine) -> None:
@@ -225,22 +225,23 @@ def test_parameters_reach_the_engine(ai: Any, engine: FakeEngine) -> None:
 
 def test_json_and_tools(ai: Any, engine: FakeEngine) -> None:
     def ask(**fields: Any) -> Any:
-        asked = {"model": "fake/model", "messages": [{"role": "user", "content": "one"}], **fields}
-        whole = ai.chat.completions.create(**asked).choices[0]
+        body = {"model": "fake/model", "messages": [{"role": "user", "content": "one"}], **fields}
+        full = ai.chat.completions.create(**body).choices[0]
         text, arguments, name = "", "", ""
-        for chunk in ai.chat.completions.create(**asked, stream=True):
+        for chunk in ai.chat.completions.create(**body, stream=True):
             choice = chunk.choices[0]
             text += choice.delta.content or ""
             for part in choice.delta.tool_calls or ():
                 name, arguments = name + (part.function.name or ""), arguments + part.function.arguments
-        assert (choice.finish_reason, text) == (whole.finish_reason, whole.message.content or "")
-        for made in whole.message.tool_calls or ():
-            assert (made.type, made.function.name, json.loads(made.function.arguments)) == ("function", name, json.loads(arguments))
-        return whole
+        assert (choice.finish_reason, text) == (full.finish_reason, full.message.content or "")
+        for tool in full.message.tool_calls or ():
+            assert (tool.type, tool.function.name) == ("function", name)
+            assert json.loads(tool.function.arguments) == json.loads(arguments)
+        return full
 
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    asked = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
-    assert json.loads(ask(response_format=asked).message.content) == {"a": 7}
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    assert json.loads(ask(response_format=form).message.content) == {"a": 7}
     assert ask(response_format={"type": "json_object"}).message.content == "{}"
     assert json.loads(engine.submitted[-1][0].json_schema or "") == {"type": "object"}
     named = ask(tools=[TOOL, OTHER], tool_choice={"type": "function", "function": {"name": "add"}})
@@ -330,12 +331,12 @@ def test_what_is_not_served_is_named(address: str, path: str, field: str, neutra
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("model", "params"),
     [(CompletionRequest, openai_completion.CompletionCreateParamsBase), (ChatRequest, openai_chat.CompletionCreateParamsBase)],
 )
-def test_every_field_of_openais_is_known(ours: type[BaseModel], theirs: Any) -> None:
+def test_every_field_of_openais_is_known(model: type[BaseModel], params: Any) -> None:
     """When this fails, OpenAI has new fields: serve each, or add it to those that are refused by name (protocol, SERVING.md)."""
-    missing = set(theirs.__annotations__) - set(ours.model_fields)
+    missing = set(params.__annotations__) - set(model.model_fields)
     assert not missing, f"openai {openai.__version__} has {sorted(missing)}"
 
 
@@ -545,13 +546,13 @@ def test_connections_without_a_request_end(engine: FakeEngine) -> None:
 def test_a_last_answer_may_be_read_slowly_but_not_never() -> None:
     kind: Any = guarded(max_connections=1, header_timeout_s=1)
     for unread, looks in (([5000, 4000, 0], 3), ([5000, 5000], 2), ([0], 1)):
-        held, timers, aborted = kind.__new__(kind), [], []
-        held.loop = SimpleNamespace(call_later=lambda seconds, look, timers=timers: timers.append(look))
-        sizes, held.cycle = iter(unread), SimpleNamespace(response_complete=True)
-        held.transport = SimpleNamespace(
+        protocol, timers, aborted = kind.__new__(kind), [], []
+        protocol.loop = SimpleNamespace(call_later=lambda seconds, look, timers=timers: timers.append(look))
+        sizes, protocol.cycle = iter(unread), SimpleNamespace(response_complete=True)
+        protocol.transport = SimpleNamespace(
             get_write_buffer_size=partial(next, sizes), is_closing=lambda: False, abort=partial(aborted.append, True)
         )
-        held._begin()
+        protocol._start_timer()
         for look in timers:
             look()
         assert (len(timers), aborted) == (looks, [True])
@@ -560,11 +561,11 @@ def test_a_last_answer_may_be_read_slowly_but_not_never() -> None:
 def test_only_so_many_connections(engine: FakeEngine) -> None:
     with serving(engine, http=guarded(max_connections=2, header_timeout_s=60)) as address:
         place = address.split(":")
-        held = [socket.create_connection(place, timeout=10) for _ in range(2)]
+        connections = [socket.create_connection(place, timeout=10) for _ in range(2)]
         with socket.create_connection(place, timeout=10) as raw:
-            said = raw.makefile("rb").read()
-        assert said.startswith(b"HTTP/1.1 503") and json.loads(said.partition(b"\r\n\r\n")[2])["error"]["type"] == "server_error"
-        for raw in held:
+            reply = raw.makefile("rb").read()
+        assert reply.startswith(b"HTTP/1.1 503") and json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["type"] == "server_error"
+        for raw in connections:
             raw.close()
         until(lambda: call(address, "GET", "/health").status == 200)
 
@@ -744,7 +745,7 @@ def test_a_second_signal_answers_everybody_at_once() -> None:
     """Also who waits for a whole answer, or has not sent all of the question."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
     with serving_process() as (process, address), ThreadPoolExecutor(2) as clients:
-        whole = clients.submit(post, address, COMPLETIONS, prompt="forever")
+        future = clients.submit(post, address, COMPLETIONS, prompt="forever")
         stream = clients.submit(post, address, COMPLETIONS, prompt="forever", stream=True)
         host, port = address.split(":")
         with socket.create_connection((host, int(port)), timeout=30) as half:
@@ -756,7 +757,7 @@ def test_a_second_signal_answers_everybody_at_once() -> None:
             process.send_signal(signal.SIGINT)
             answer = b"".join(iter(partial(half.recv, 65536), b""))
         assert answer.startswith(b"HTTP/1.1 503 ") and b"the server is shutting down" in answer
-        reply = whole.result()
+        reply = future.result()
         assert (reply.status, reply.error["message"]) == (503, "the server is shutting down")
         *_, last, end = stream.result().body.split(b"\n\n")
         assert b'"the server is shutting down"' in last and end == b""
@@ -781,10 +782,10 @@ def test_the_end_of_a_drain_answers_everybody(caplog: pytest.LogCaptureFixture) 
     engine = FakeEngine()
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as threads:
         ended = threads.submit(serve, engine, sockets=[listener], drain_timeout_s=0.3)
-        asked = threads.submit(post, "{}:{}".format(*listener.getsockname()), COMPLETIONS, prompt="forever")
+        future = threads.submit(post, "{}:{}".format(*listener.getsockname()), COMPLETIONS, prompt="forever")
         until(lambda: bool(engine.running))
         engine.healthy = False  # and yet it says more
-        reply = asked.result()
+        reply = future.result()
         assert (reply.status, reply.error["message"]) == (503, "the server is shutting down")
         assert isinstance(ended.exception(5), DeadEngineError)
     assert re.fullmatch(r"aborted 1 request after 0\.[3-9] s", caplog.messages[-1])

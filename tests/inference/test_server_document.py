@@ -64,16 +64,16 @@ def document(address: str) -> Any:
 @pytest.mark.parametrize("mode", GenerationMode)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_any_body(document: Any, path: str, mode: GenerationMode) -> None:
-    asked = {"model": "fake/model", "max_tokens": 5, **({"prompt": "hi"} if path == COMPLETIONS else {"messages": [USER]})}
+    base = {"model": "fake/model", "max_tokens": 5, **({"prompt": "hi"} if path == COMPLETIONS else {"messages": [USER]})}
     names = sorted((CompletionRequest if path == COMPLETIONS else ChatRequest).model_fields)
     statuses = Counter[int]()
 
     @settings(derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(case=document[path]["POST"].as_strategy(generation_mode=mode), kept=st.sets(st.sampled_from(names), max_size=3))
-    def check(case: Any, kept: set[str]) -> None:
+    @given(case=document[path]["POST"].as_strategy(generation_mode=mode), optional=st.sets(st.sampled_from(names), max_size=3))
+    def check(case: Any, optional: set[str]) -> None:
         bodies = [case.body]
         if mode is GenerationMode.POSITIVE:  # of a body whose fields are all drawn, nearly always two exclude each other
-            bodies.append(asked | {name: value for name, value in case.body.items() if name in kept})
+            bodies.append(base | {name: value for name, value in case.body.items() if name in optional})
         for case.body in bodies:
             response = case.call_and_validate(checks=CHECKS)
             assert response.status_code < 500
@@ -104,8 +104,8 @@ def test_what_is_asked_without_a_body(document: Any) -> None:
 def test_streams_and_keys_are_in_the_document(address: str) -> None:
     plain = json.loads(call(address, "GET", "/openapi.json").body)
     assert "security" not in plain
-    for path, asked in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": [USER]})):
-        reply = call(address, "POST", path, json.dumps({"model": "fake/model", "stream": True, **asked}))
+    for path, fields in ((COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": [USER]})):
+        reply = call(address, "POST", path, json.dumps({"model": "fake/model", "stream": True, **fields}))
         answers = plain["paths"][path]["post"]["responses"]["200"]["content"]
         assert reply.headers["content-type"].partition(";")[0] in answers and "application/json" in answers
     with serving(FakeEngine(), api_keys=["key"]) as address:

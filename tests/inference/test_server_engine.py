@@ -23,7 +23,7 @@ from slipstream.inference.engine import Engine  # noqa: E402
 from slipstream.inference.server.generation import Compiling, Work  # noqa: E402
 from slipstream.inference.server.generation import running as generation  # noqa: E402
 from tests.inference.test_server import USER, call, serving, until  # noqa: E402
-from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, done, running  # noqa: E402
+from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, running, wait  # noqa: E402
 
 LENGTH = 12
 
@@ -46,21 +46,21 @@ def served(
         assert engine.stats().blocks_used == 0
 
 
-def asked(number: int) -> dict[str, Any]:
+def fields_of(number: int) -> dict[str, Any]:
     prompt = f"{'the same beginning ' * (number % 3)}client {number}"
     return {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0.9 * (number % 2), "seed": number}
 
 
 def alone(numbers: range) -> list[str]:
     with running(max_running=1) as engine:
-        return [done(ask(engine, fields.pop("prompt"), SamplingParams(**fields))).text() for fields in map(asked, numbers)]
+        return [wait(ask(engine, fields.pop("prompt"), SamplingParams(**fields))).text() for fields in map(fields_of, numbers)]
 
 
 def together(address: str, numbers: range, leaves: Callable[[int], bool] = lambda number: False) -> list[tuple[str, str | None]]:
     """Each one's text, and the error that ended it or "left"."""
 
     async def one(ai: Any, number: int) -> tuple[str, str | None]:
-        ask = {"model": "model", **asked(number)}
+        ask = {"model": "model", **fields_of(number)}
         text = ""
         try:
             if number % 3 == 0:

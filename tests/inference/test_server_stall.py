@@ -26,7 +26,7 @@ from slipstream.inference.text import BYTE_OF, SLICE, Tokenizer, TooLongError
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.test_server import CHAT, COMPLETIONS, USER, call, post, serving, until
 from tests.inference.test_server_engine import served
-from tests.unit.test_inference_engine import ask, byte_tokenizer, done, running
+from tests.unit.test_inference_engine import ask, byte_tokenizer, running, wait
 
 
 class Counting:
@@ -144,15 +144,15 @@ def test_bodies_in_flight_take_bounded_memory() -> None:
 
 def test_the_vocabulary_of_schemas_is_made_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     llguidance = pytest.importorskip("llguidance")
-    made: list[Any] = []
+    builds: list[Any] = []
     monkeypatch.setattr(
-        llguidance, "LLTokenizer", lambda *args, plain=llguidance.LLTokenizer, **more: made.append(0) or plain(*args, **more)
+        llguidance, "LLTokenizer", lambda *args, plain=llguidance.LLTokenizer, **more: builds.append(0) or plain(*args, **more)
     )
     with running() as engine:
         engine.prepare()
-        assert len(made) == 1
-        done(ask(engine, "x", SamplingParams(max_tokens=3, json_schema='{"type": "integer"}')))
-        assert len(made) == 1
+        assert len(builds) == 1
+        wait(ask(engine, "x", SamplingParams(max_tokens=3, json_schema='{"type": "integer"}')))
+        assert len(builds) == 1
 
 
 def test_a_server_prepares_its_engine_first() -> None:

@@ -30,7 +30,7 @@ from slipstream.inference.config import DecoderConfig, Experts, Layer, Rope
 from slipstream.inference.cuda import CudaDecoder, why_not
 from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.kv_cache import KVCache
-from slipstream.inference.load import _each
+from slipstream.inference.load import _map_weights
 from slipstream.inference.quantize import dequantize, quantize, to_int4, to_int8
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Mlp, leaves
 from slipstream.ops.triton import attention, rows
@@ -64,9 +64,9 @@ def quick_interpreter() -> Iterator[None]:
         yield
 
 
-def close(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
-    scale = float(wanted.float().abs().max()) or 1.0
-    torch.testing.assert_close(got.float(), wanted.float(), rtol=0, atol=TOLERANCE[dtype] * scale)
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    scale = float(expected.float().abs().max()) or 1.0
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=TOLERANCE[dtype] * scale)
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -84,13 +84,13 @@ def test_linear(kind: str, dtype: torch.dtype) -> None:
     x, bias, w = noise(130, features, dtype=dtype), noise(columns), noise(columns, features)
     matrix = {"plain": w.to(dtype), "int8": to_int8(w), "int4": to_int4(w), "int4 of 128": to_int4(w, 128)}[kind]
     tensors: Any = (*matrix, *(None,) * (3 - len(matrix))) if isinstance(matrix, (Int8, Int4)) else (matrix, None, None)
-    whole = torch.full((1, 130, columns), torch.nan, device=DEVICE)
-    linear(x, *tensors, bias, whole, slices)
-    close(whole[0], x.float() @ dequantize(matrix).float().T + bias, dtype)
-    for some, num_planes in ((slice(129, 130), 1), (slice(129, 130), slices), (slice(50, 69), slices)):
-        planes = torch.full((num_planes, len(x[some]), columns), torch.nan, device=DEVICE)
-        linear(x[some].contiguous(), *tensors, bias, planes, slices)
-        assert planes.sum(0).equal(whole[0, some]), f"{num_planes} planes of rows {some}"
+    full = torch.full((1, 130, columns), torch.nan, device=DEVICE)
+    linear(x, *tensors, bias, full, slices)
+    close(full[0], x.float() @ dequantize(matrix).float().T + bias, dtype)
+    for part, num_planes in ((slice(129, 130), 1), (slice(129, 130), slices), (slice(50, 69), slices)):
+        planes = torch.full((num_planes, len(x[part]), columns), torch.nan, device=DEVICE)
+        linear(x[part].contiguous(), *tensors, bias, planes, slices)
+        assert planes.sum(0).equal(full[0, part]), f"{num_planes} planes of rows {part}"
 
 
 def test_slices_follow_from_the_matrix() -> None:
@@ -106,11 +106,11 @@ def test_add_norm(planes: int, post: bool) -> None:
     def norm(y: Tensor, w: Tensor) -> Tensor:
         return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * w
 
-    whole = added.sum(0)
-    wanted = x + (norm(whole, post_weight) if post_weight is not None else whole) if planes else x.clone()
-    got = rows.add_norm(x, added if planes else None, post_weight, weight, 1e-5, torch.float32)
-    close(x, wanted, torch.float32)
-    close(got, norm(wanted, weight), torch.float32)
+    total = added.sum(0)
+    expected = x + (norm(total, post_weight) if post_weight is not None else total) if planes else x.clone()
+    actual = rows.add_norm(x, added if planes else None, post_weight, weight, 1e-5, torch.float32)
+    close(x, expected, torch.float32)
+    close(actual, norm(expected, weight), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -130,9 +130,9 @@ def test_place(norm: bool, half: int, dtype: torch.dtype) -> None:
         if turns is not None:
             parts[i] = decoder.rotate(parts[i], *(turn[positions.long()][:, None] for turn in turns))
     close(q, parts[0], dtype)
-    for cache, wanted in ((keys, parts[1]), (values, parts[2])):
+    for cache, expected in ((keys, parts[1]), (values, parts[2])):
         flat = cache.flatten(0, 1)
-        close(flat[[9, 2]], wanted[[0, 2]], dtype)
+        close(flat[[9, 2]], expected[[0, 2]], dtype)
         flat[[9, 2]] = 0
         assert not flat.any(), "a slot of no row was written"
 
@@ -157,9 +157,9 @@ def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
     """Two requests over scattered blocks, in one tile or many; what is not theirs is NaN."""
     heads, kv_heads, dim, block_size, starts, lengths = 6, 2, 24, 16, (1100, 130), (21, 1)
     keys, values = (torch.full((99, block_size, kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
-    order, tables, at, wanted = torch.randperm(99).tolist(), [], [], []
+    order, tables, at, expected = torch.randperm(99).tolist(), [], [], []
     q = noise(sum(lengths), heads, dim, dtype=dtype)
-    for start, length, mine in zip(starts, lengths, q.split(lengths), strict=True):
+    for start, length, queries in zip(starts, lengths, q.split(lengths), strict=True):
         stop = start + length
         at.append(len(tables))
         blocks = [order.pop() for _ in range(-(-stop // block_size))]
@@ -168,7 +168,7 @@ def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
         k, v = (noise(stop, kv_heads, dim, dtype=dtype) for _ in range(2))
         keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = k, v
         mask = decoder.visible(start, length, 0, window, q.device)
-        wanted.append(decoder.attend(mine.float(), k.float(), v.float(), mask, scale=0.3, cap=cap))
+        expected.append(decoder.attend(queries.float(), k.float(), v.float(), mask, scale=0.3, cap=cap))
     ints = {
         "positions": [p for start, length in zip(starts, lengths, strict=True) for p in range(start, start + length)],
         "row": [0, 16, 21],
@@ -179,15 +179,15 @@ def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
     on = {name: torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for name, numbers in ints.items()}
     positions = on.pop("positions")
     options: Any = {"scale": 0.3, "cap": cap, "window": window}
-    got = attention.attend(q, keys, values, positions, attention.Tiles(**on, lanes=64, context=1121), **options)
-    close(got, torch.cat(wanted).flatten(1), dtype)
+    actual = attention.attend(q, keys, values, positions, attention.Tiles(**on, lanes=64, context=1121), **options)
+    close(actual, torch.cat(expected).flatten(1), dtype)
     one = attention.Tiles(
         *(torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (0, 1, at[0])),
         on["tables"],
         lanes=64 if dtype == torch.float32 else 16,
         context=1121,
     )
-    assert attention.attend(q[20:21], keys, values, positions[20:21], one, **options).equal(got[20:21])
+    assert attention.attend(q[20:21], keys, values, positions[20:21], one, **options).equal(actual[20:21])
 
 
 @pytest.mark.slow
@@ -201,9 +201,9 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), APART])},
     )
     assert not done.returncode, done.stderr[-4000:]
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(told) == 10
-    for kernel in told:
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kernels) == 10
+    for kernel in kernels:
         assert kernel["wgmma"] == (kernel["kernel"] in ("_linear", "_attend")), kernel
         assert not kernel["mma"] and not kernel["fused"] and kernel["shared"] <= 99 << 10, kernel
 
@@ -235,8 +235,8 @@ def weights_of(c: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
     def w(*shape: int) -> Tensor:
         return noise(*shape, dtype=dtype) / shape[-1] ** 0.5
 
-    def vector(size: int, wanted: bool = True) -> Any:
-        return noise(size, dtype=dtype) / 2 + (1 - c.norm_offset) if wanted else None
+    def vector(size: int, present: bool = True) -> Any:
+        return noise(size, dtype=dtype) / 2 + (1 - c.norm_offset) if present else None
 
     def mlp(size: int) -> Mlp:
         biases = {f"{name}_bias": vector(n, c.mlp_bias) for name, n in (("gate", size), ("up", size), ("down", c.hidden_size))}
@@ -306,18 +306,18 @@ def test_forward_as_the_torch_decoder(model: str) -> None:
     """A prompt in chunks beside a generation, and then both generate."""
     config = config_of(**MODELS[model])
     weights = weights_of(config, torch.float32)
-    wanted, got = (
+    twin, cuda = (
         Requests(runner_of(Decoder, config, weights, torch.float32), 0),
         Requests(runner_of(CudaDecoder, config, weights, torch.float32, max_batch=4), 0),
     )
     tokens = [[i * i % 113 for i in range(14)], [3, 1, 4]]
-    both = [[each.request(t) for t in tokens] for each in (wanted, got)]
+    both = [[side.request(t) for t in tokens] for side in (twin, cuda)]
     for chunks in ([(0, 0, 8), (1, 0, 2)], [(1, 2, 3), (0, 8, 13)], [(0, 13, 14), (1, 2, 3)]):
-        ours, theirs = (
-            torch.stack(each.run([(requests[r], start, stop) for r, start, stop in chunks]))
-            for each, requests in ((got, both[1]), (wanted, both[0]))
+        actual, reference = (
+            torch.stack(side.run([(requests[r], start, stop) for r, start, stop in chunks]))
+            for side, requests in ((cuda, both[1]), (twin, both[0]))
         )
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("model", "kind"), [("gemma", ""), ("experts", ""), ("biases, tied", "int8")])
@@ -325,15 +325,15 @@ def test_new_weights_take_the_place_of_old_ones(model: str, kind: str) -> None:
     """The same bits as of a decoder that is made of them."""
     config = config_of(**MODELS[model])
 
-    def made(scale: float) -> DecoderWeights:
-        weights = _each(weights_of(config, torch.float32), lambda m: m * scale)
+    def scaled(scale: float) -> DecoderWeights:
+        weights = _map_weights(weights_of(config, torch.float32), lambda m: m * scale)
         return quantize(weights, kind, 32) if kind else weights
 
-    old, new = (runner_of(CudaDecoder, config, made(scale), torch.float32, max_batch=4) for scale in (0.5, 1.0))
-    for role, weight in leaves(made(1.0)):
+    old, new = (runner_of(CudaDecoder, config, scaled(scale), torch.float32, max_batch=4) for scale in (0.5, 1.0))
+    for role, weight in leaves(scaled(1.0)):
         old.put(role, weight)
-    ours, theirs = (each.run([(each.request([3, 1, 4]), 0, 3)])[0] for each in (Requests(old, 0), Requests(new, 0)))
-    assert ours.equal(theirs)
+    actual, reference = (side.run([(side.request([3, 1, 4]), 0, 3)])[0] for side in (Requests(old, 0), Requests(new, 0)))
+    assert actual.equal(reference)
 
 
 @pytest.mark.parametrize(
@@ -347,16 +347,16 @@ def test_forward_in_few_bits(kind: str, dtype: torch.dtype) -> None:
     if kind == "mixed":  # as in GGUF files: q, k and v of different types
         weights.layers[0].k = to_int4(dequantize(weights.layers[0].k))
         weights.layers[1].v = dequantize(weights.layers[1].v).to(dtype)
-    wide = _each(weights, lambda m: dequantize(m).float())  # the twin in fp32, of the very same weights
+    wide = _map_weights(weights, lambda m: dequantize(m).float())  # the twin in fp32, of the very same weights
     tokens = [i * i % 113 for i in range(12)]
-    ours, theirs = (
-        each.run([(each.request(tokens), 0, 12)])[0]
-        for each in (
+    actual, reference = (
+        side.run([(side.request(tokens), 0, 12)])[0]
+        for side in (
             Requests(runner_of(CudaDecoder, config, weights, dtype, max_batch=0), 0),
             Requests(runner_of(Decoder, config, wide, torch.float32), 0),
         )
     )
-    close(ours, theirs, torch.bfloat16)
+    close(actual, reference, torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int4"])  # the output matrix is int8 in int4
@@ -383,7 +383,7 @@ def test_the_same_bits_in_every_batch(kind: str) -> None:
             if done[i] == len(prompts[i]):
                 assert logits.equal(expected[i]), f"request {i} of {len(prompts[i])} tokens"
     again = many.run([(request, len(request.tokens) - 1, len(request.tokens)) for request in requests])
-    assert all(logits.equal(wanted) for logits, wanted in zip(again, expected, strict=True))
+    assert all(logits.equal(reference) for logits, reference in zip(again, expected, strict=True))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there are true graphs in test_the_same_bits_in_every_batch")
@@ -412,15 +412,15 @@ def test_what_is_static_around_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_compute", compute)
     runner._capture(5)
     assert list(runner._graphs) == [1, 2, 4, 5] and not any(keys.any() for keys in runner.cache.keys)
-    requests, wanted = Requests(runner, 0), []
+    requests, expected = Requests(runner, 0), []
     prompts = [[i * i % 113 for i in range(length)] for length in (18, 2, 5)]
-    made = [requests.request(prompt) for prompt in prompts]
-    for request, prompt in zip(made, prompts, strict=True):
-        wanted += requests.run([(request, 0, len(prompt))])
+    handles = [requests.request(prompt) for prompt in prompts]
+    for request, prompt in zip(handles, prompts, strict=True):
+        expected += requests.run([(request, 0, len(prompt))])
     computed.clear()
-    for some in ([0], [2, 0], [1, 2, 0]):
-        got = requests.run([(made[i], len(prompts[i]) - 1, len(prompts[i])) for i in some])
-        assert all(logits.equal(wanted[i]) for logits, i in zip(got, some, strict=True)), some
+    for chosen in ([0], [2, 0], [1, 2, 0]):
+        actual = requests.run([(handles[i], len(prompts[i]) - 1, len(prompts[i])) for i in chosen])
+        assert all(logits.equal(expected[i]) for logits, i in zip(actual, chosen, strict=True)), chosen
     assert not computed, "a forward went past the graphs"
 
 
@@ -469,7 +469,7 @@ def test_a_value_that_is_not_finite_reaches_only_who_sees_it(value: float) -> No
     tiles = attention.Tiles(*(torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in numbers), lanes=64, context=32)
     positions = torch.arange(20, dtype=torch.int32, device=DEVICE)
     options: Any = {"scale": 0.3, "cap": 0.0, "window": 0}
-    wanted = attention.attend(q, keys, values, positions, tiles, **options)
+    expected = attention.attend(q, keys, values, positions, tiles, **options)
     values[0, 9, 0, 3] = value
-    got = attention.attend(q, keys, values, positions, tiles, **options)
-    assert got[:9].equal(wanted[:9]) and not got[9:].isfinite().any()
+    actual = attention.attend(q, keys, values, positions, tiles, **options)
+    assert actual[:9].equal(expected[:9]) and not actual[9:].isfinite().any()

@@ -25,7 +25,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {  # what each has of its own;
 def test_every_forward_takes_new_weights(family: str) -> None:
     changes, forward = FAMILIES[family]
     model = tiny(family, **(({} if family == "GPT2" else SIZES) | changes))
-    kept = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     for dtype in ("fp32", "int8") if forward != "transformers" else ("fp32",):
         with (
             slipstream.init_inference(model.config, dtype=dtype, **SERVING) as blank,
@@ -39,7 +39,7 @@ def test_every_forward_takes_new_weights(family: str) -> None:
             zeros = [(name, torch.zeros_like(parameter)) for name, parameter in model.named_parameters()]
             live.update_weights(zeros)
             assert live.generate(PROMPTS[0], max_new_tokens=3).token_ids == [0, 0, 0]
-    assert all(parameter.equal(kept[name]) for name, parameter in model.named_parameters())
+    assert all(parameter.equal(before[name]) for name, parameter in model.named_parameters())
 
 
 def test_what_has_no_place_for_new_weights_says_why() -> None:

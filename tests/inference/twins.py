@@ -72,10 +72,10 @@ def serve(runner: Runner, guesses: Sequence[Sequence[int]], seed: int) -> tuple[
         assert (out.dtype, out.shape) == (torch.float32, (sum(chunk.num_rows for chunk in chunks), runner.vocab_size))
         row = 0
         for chunk in chunks:
-            r, mine = chunk.request, out[row : row + chunk.num_rows]
+            r, lines = chunk.request, out[row : row + chunk.num_rows]
             row += chunk.num_rows
             r.num_computed = chunk.stop
-            for i, line in enumerate(mine):
+            for i, line in enumerate(lines):
                 logits[int(r.id)].append(line.clone())
                 r.tokens.append(int(line.argmax()))
                 if i == len(chunk.draft) or chunk.draft[i] != r.tokens[-1]:
@@ -90,11 +90,11 @@ def check_against_generate(model: Any, runner: Runner, *, tolerance: float = 2e-
     expected = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist() for prompt in PROMPTS]
     for seed in (1, 2):
         tokens, chosen_from = serve(runner, expected, seed)
-        for ours, wanted, logits in zip(tokens, expected, chosen_from, strict=True):
-            begin = len(ours) - NEW
-            theirs = model(torch.tensor([ours])).logits[0, begin - 1 : -1].float()
-            torch.testing.assert_close(logits, theirs, rtol=tolerance, atol=tolerance)
-            if ours != wanted:
-                first = next(i for i in range(NEW) if ours[begin + i] != wanted[begin + i])
-                top = theirs[first].topk(2).values
-                assert top[0] - top[1] < 1e-4, (ours[begin:], wanted[begin:])
+        for tokens_out, reference_ids, logits in zip(tokens, expected, chosen_from, strict=True):
+            begin = len(tokens_out) - NEW
+            reference = model(torch.tensor([tokens_out])).logits[0, begin - 1 : -1].float()
+            torch.testing.assert_close(logits, reference, rtol=tolerance, atol=tolerance)
+            if tokens_out != reference_ids:
+                first = next(i for i in range(NEW) if tokens_out[begin + i] != reference_ids[begin + i])
+                top = reference[first].topk(2).values
+                assert top[0] - top[1] < 1e-4, (tokens_out[begin:], reference_ids[begin:])

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.checkpointing import HostMemory
+from slipstream.activations import blocks as activation
+from slipstream.activations.recompute import HostMemory
 from slipstream.config.plan import ActivationPlan
-from slipstream.train import activation
 from tests import probe, toy
 from tests.unit.test_checkpointing import Fake
 
@@ -113,28 +113,28 @@ def test_all_stages_alike() -> None:
     assert results[0] == results[1] == results[2] == results[3] and results[4] == results[5] == results[6] == results[7]
 
 
-def kept(model: Net, **blocks: Any) -> int:
+def saved_bytes(model: Net, **blocks: Any) -> int:
     """Bytes that wait between forward and backward, the parameters aside."""
     engine = toy.make(model, 0, **blocks)
     weights = {unit.full.untyped_storage()._cdata for unit in probe.units(engine)}
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in weights:
-            found[storage._cdata] = storage.nbytes()
+            sizes[storage._cdata] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         engine(torch.ones(64, 8)).backward()
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def test_what_is_kept_falls_block_by_block() -> None:
     sizes = [
-        kept(net()),
-        *(kept(net(), activation_checkpointing={"number_checkpoints": n}) for n in (1, 2, 3)),
-        kept(net(), **RECOMPUTE),
+        saved_bytes(net()),
+        *(saved_bytes(net(), activation_checkpointing={"number_checkpoints": n}) for n in (1, 2, 3)),
+        saved_bytes(net(), **RECOMPUTE),
     ]
     assert sizes[0] - sizes[1] == sizes[1] - sizes[2] > 64 * 16 * 4 * 4 and sizes[2] > sizes[3] == sizes[4]
     assert sizes[4] <= 7 * 64 * 16 * 4, "the input, what the blocks are given, and what the loss keeps"
@@ -200,13 +200,13 @@ def test_a_model_that_checkpoints_its_blocks_is_left_to_it(cls: type[Net], caplo
     expected = train(net(cls=cls))
     caplog.clear()
     assert train(net(cls=cls), **RECOMPUTE) == expected and expected[2] == [8, 8, 8]
-    (said,) = [message for message in caplog.messages if "itself" in message]
-    assert "blocks.0" in said or "blocks.2" in said
+    (hint,) = [message for message in caplog.messages if "itself" in message]
+    assert "blocks.0" in hint or "blocks.2" in hint
 
 
 def test_a_model_without_repeated_blocks_is_told(caplog: pytest.LogCaptureFixture) -> None:
     toy.make(nn.Linear(2, 2), 0, **RECOMPUTE)
-    assert any("0 of 0 repeated blocks" in message and "checkpointing.checkpoint" in message for message in caplog.messages)
+    assert any("0 of 0 repeated blocks" in message and "activations.checkpoint" in message for message in caplog.messages)
 
 
 @pytest.fixture
@@ -234,8 +234,8 @@ def test_what_waits_on_the_host_trains_the_same(transfer: Fake, way: str, on_hos
     expected = gradients(net())
     model = net()
     shadows = shadowed(model, way, inputs_on_host=on_host)
-    found = gradients(model)
-    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+    grads = gradients(model)
+    assert all(a.equal(b) for a, b in zip(grads, expected, strict=True))
     sent, fetched = (sum(line.startswith(word) for line in transfer.log) for word in ("send", "fetch"))
     assert sent > fetched > 0 and (sent == 3) is on_host, "the three blocks' inputs, and what they share once"
     assert [block.runs for block in model.blocks] == [1 + on_host] * 3
@@ -308,18 +308,18 @@ def test_transformers_models(name: str, caplog: pytest.LogCaptureFixture) -> Non
                 module.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
         engine = toy.make(model, 3, slipstream={"activations": "keep" if way == "keep" else "recompute"})
         torch.manual_seed(1)
-        found = losses[way, cache] = []
+        values = losses[way, cache] = []
         for i in range(2):
             ids = torch.randint(1, 64, (2, 10), generator=torch.Generator().manual_seed(i))
             loss = engine(input_ids=ids, labels=ids).loss
-            found.append(float(loss.detach()))
+            values.append(float(loss.detach()))
             engine.backward(loss)
             engine.step()
         forwards[way, cache] = len(runs)
         engine.destroy()
     plain = losses.pop(("keep", False))
-    for found in losses.values():  # products round by where their operands lie in memory, and masks differ where a cache was made
-        assert found == pytest.approx(plain, rel=1e-6)
+    for values in losses.values():  # products round by where their operands lie in memory, and masks differ where a cache was made
+        assert values == pytest.approx(plain, rel=1e-6)
     times = forwards.pop(("keep", False))
     assert set(forwards.values()) == {2 * times} and times > 0
     assert any("itself" in message for message in caplog.messages)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import slipstream
-from slipstream.tiled import fused_linear_cross_entropy
+from slipstream.activations.tiled import fused_linear_cross_entropy
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 

@@ -28,7 +28,7 @@ class Clock:
 
 
 def outcome(prompts: Sequence[int], arrived: Sequence[float], times: Sequence[Sequence[float]]) -> Outcome:
-    return Outcome(prompts=[*prompts], arrived=[*arrived], times=[[*each] for each in times], first=[0] * len(prompts), cpu=0.0)
+    return Outcome(prompts=[*prompts], arrived=[*arrived], times=[[*row] for row in times], first=[0] * len(prompts), cpu=0.0)
 
 
 def test_traces_are_the_same_for_all_and_other_ones_in_each_round() -> None:
@@ -40,9 +40,9 @@ def test_traces_are_the_same_for_all_and_other_ones_in_each_round() -> None:
 
 def test_no_prompt_begins_like_another_traces() -> None:
     """Or a prefix cache would answer for the second of them. 16 tokens are a block of the cache."""
-    made = [figure.trace(turn) for figure in solo.FIGURES.values() for turn in range(3)]
-    made += [traces.poisson(turn, 24, rate) for turn in range(3) for rate in poisson.RATES]
-    begins = [ask.prompt[:16] for trace in made for ask in trace]
+    all_traces = [figure.trace(turn) for figure in solo.FIGURES.values() for turn in range(3)]
+    all_traces += [traces.poisson(turn, 24, rate) for turn in range(3) for rate in poisson.RATES]
+    begins = [ask.prompt[:16] for trace in all_traces for ask in trace]
     assert len(set(begins)) == len(begins)
 
 
@@ -96,12 +96,12 @@ def test_rates_of_an_outcome() -> None:
 
 
 def test_a_request_counts_only_if_its_first_token_and_every_gap_are_in_time() -> None:
-    wanted = Latency(prompt_rate=100.0, gap=0.5)
-    assert wanted.met(200, 1.0, [3.0, 3.5, 4.0])
-    assert not wanted.met(200, 0.9, [3.0, 3.5, 4.0])  # the prompt took 2.1 s
-    assert not wanted.met(200, 1.0, [3.0, 3.6, 4.0])
+    target = Latency(prompt_rate=100.0, gap=0.5)
+    assert target.met(200, 1.0, [3.0, 3.5, 4.0])
+    assert not target.met(200, 0.9, [3.0, 3.5, 4.0])  # the prompt took 2.1 s
+    assert not target.met(200, 1.0, [3.0, 3.6, 4.0])
     both = outcome([200, 200], [1.0, 1.0], [[3.0, 3.5, 4.0], [3.0, 3.6, 4.0]])
-    assert wanted.good(both) == 1 and wanted.rate(both) == 1 / 4
+    assert target.good(both) == 1 and target.rate(both) == 1 / 4
 
 
 @pytest.mark.parametrize(("best", "rate"), [(4000.0, 512.0), (900.0, 225.0)])
@@ -116,12 +116,12 @@ def test_percentile_is_the_nearest_rank() -> None:
 
 
 def test_overloaded_is_two_bad_rates_in_a_row() -> None:
-    wanted = Latency(1.0, 1.0)
+    target = Latency(1.0, 1.0)
     good, bad = outcome([1], [0.0], [[0.5, 1.0]]), outcome([1], [0.0], [[5.0, 9.0]])
-    assert not poisson.overloaded({1.0: [good]}, wanted)
-    assert not poisson.overloaded({1.0: [good], 2.0: [bad]}, wanted)
-    assert poisson.overloaded({1.0: [good], 2.0: [bad], 4.0: [bad]}, wanted)
-    assert poisson.overloaded({1.0: [bad], 2.0: [bad]}, wanted)
+    assert not poisson.overloaded({1.0: [good]}, target)
+    assert not poisson.overloaded({1.0: [good], 2.0: [bad]}, target)
+    assert poisson.overloaded({1.0: [good], 2.0: [bad], 4.0: [bad]}, target)
+    assert poisson.overloaded({1.0: [bad], 2.0: [bad]}, target)
 
 
 def test_limits_are_those_of_the_design(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """Errors that say it all in their words are printed without the frames of torch and slipstream."""
 
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -8,9 +11,9 @@ import pytest
 
 from slipstream import brief
 from slipstream.launch.worker import Place, describe
-from slipstream.zero.watch import PeerLostError, Watch
+from slipstream.world.watch import PeerLostError, Watch
 
-WORDS = "slipstream.zero.watch.PeerLostError: rank 1 has ended its script\nrank 0 waited in a collective of torch's"
+WORDS = "slipstream.world.watch.PeerLostError: rank 1 has ended its script\nrank 0 waited in a collective of torch's"
 
 
 def lost(tmp_path: Path) -> PeerLostError:
@@ -26,17 +29,17 @@ def lost(tmp_path: Path) -> PeerLostError:
 
 def test_words_and_the_scripts_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(brief.SWITCH, raising=False)
-    told = brief.describe(lost(tmp_path))
-    assert told.startswith(f"{WORDS} (step 0, idle, unit -)\n")
-    assert told.splitlines()[2:] == [
+    text = brief.describe(lost(tmp_path))
+    assert text.startswith(f"{WORDS} (step 0, idle, unit -)\n")
+    assert text.splitlines()[2:] == [
         f'  File "{tmp_path}/train.py", line 2, in step',
         "    wait(0.0)",
         "SLIPSTREAM_TRACEBACK=1 shows the whole traceback",
     ]
     monkeypatch.setenv(brief.SWITCH, "1")
-    whole = brief.describe(lost(tmp_path))
-    assert whole.startswith(f"{WORDS} ") and "Traceback (most" in whole and "watch.py" in whole
-    assert whole.splitlines()[-2:] == whole.splitlines()[:2]
+    full = brief.describe(lost(tmp_path))
+    assert full.startswith(f"{WORDS} ") and "Traceback (most" in full and "watch.py" in full
+    assert full.splitlines()[-2:] == full.splitlines()[:2]
 
 
 def test_the_launchers_record_has_no_frames_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +64,38 @@ def test_the_hook_leaves_other_errors_to_the_one_before(
         sys.excepthook(type(error), error, None)
     assert seen == [other]
     assert capsys.readouterr().err == f"slipstream.brief.BriefError: in brief\n{brief.SWITCH}=1 shows the whole traceback\n"
+
+
+def test_an_interrupted_script_is_one_line_with_the_last_checkpoint(tmp_path: Path) -> None:
+    script = """
+import signal, torch, slipstream
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+engine = slipstream.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
+engine.save_checkpoint("saved", tag="good")
+signal.raise_signal(signal.SIGINT)
+"""
+    env = {name: value for name, value in os.environ.items() if name != brief.SWITCH}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    (told,) = [line for line in done.stderr.splitlines() if "interrupted" in line]
+    assert told == f"slipstream: interrupted; the last complete checkpoint is 'good' in {tmp_path / 'saved'}"
+    assert "Traceback" not in done.stderr and done.returncode in (130, -signal.SIGINT)
+
+
+def test_a_config_error_names_the_file_and_has_no_frames_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 1, "zero_optimization": {"stage": 4}}')
+    (tmp_path / "train.py").write_text(
+        "import torch, slipstream\nslipstream.initialize(model=torch.nn.Linear(2, 2), config='ds.json')\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != brief.SWITCH}
+    done = subprocess.run(
+        [sys.executable, "train.py"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    error = f"{tmp_path}/ds.json: config key zero_optimization.stage must be 0, 1, 2 or 3, got 4"
+    assert done.stderr.splitlines() == [
+        f"slipstream.config.arguments.ConfigError: {error}",
+        f'  File "{tmp_path}/train.py", line 2, in <module>',
+        "    slipstream.initialize(model=torch.nn.Linear(2, 2), config='ds.json')",
+        "SLIPSTREAM_TRACEBACK=1 shows the whole traceback",
+    ]

@@ -44,6 +44,8 @@ def same(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
     if isinstance(a, numpy.ndarray | numpy.generic):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, set):
+        return a == b  # its order depends on the process's hash seed
     return repr(a) == repr(b)  # tells -0.0 from 0.0, and nan is nan
 
 
@@ -113,8 +115,8 @@ def test_states_of_torch_schedulers_fit(name: str) -> None:
 
 
 def test_a_dict_with_a_default_comes_back_without_it() -> None:
-    found = there_and_back({"counts": defaultdict(int, {"a": 1, 2: 3})})
-    assert found == {"counts": {"a": 1, 2: 3}} and type(found["counts"]) is dict
+    loaded = there_and_back({"counts": defaultdict(int, {"a": 1, 2: 3})})
+    assert loaded == {"counts": {"a": 1, 2: 3}} and type(loaded["counts"]) is dict
 
 
 class Custom:
@@ -194,36 +196,36 @@ def test_round_trip(tmp_path: Path) -> None:
     }
     target = blank(tensors)
     versions = {name: tensor._version for name, tensor in target.items()}
-    found = load(tmp_path, "a", tensors=target)
+    loaded = load(tmp_path, "a", tensors=target)
     for name, tensor in tensors.items():
         assert torch.equal(target[name], tensor), name
         assert target[name]._version > versions[name], name
-    assert same(found.shared["ema"]["w"], torch.arange(5.0)) and same(found.shared["array"], numpy.arange(3))
-    assert found.per_rank is not None and found.per_rank["position"] == (1, 2)
-    assert torch.equal(found.per_rank["rng"], torch.get_rng_state())
+    assert same(loaded.shared["ema"]["w"], torch.arange(5.0)) and same(loaded.shared["array"], numpy.arange(3))
+    assert loaded.per_rank is not None and loaded.per_rank["position"] == (1, 2)
+    assert torch.equal(loaded.per_rank["rng"], torch.get_rng_state())
 
 
 @given(st.integers(0, 105), st.integers(0, 105))
 @settings(max_examples=30, deadline=None)
 def test_any_slice_loads(tmp_path_factory: Any, one: int, other: int) -> None:
     directory = tmp_path_factory.getbasetemp() / "slices"
-    whole = state()["w"]
+    values = state()["w"]
     if not directory.exists():
-        save(directory, "t", tensors={"w": FlatSlice(whole.flatten(), (5, 3, 7), 0)}, shared={}, per_rank={})
+        save(directory, "t", tensors={"w": FlatSlice(values.flatten(), (5, 3, 7), 0)}, shared={}, per_rank={})
     start, stop = sorted((one, other))
-    held = FlatSlice(torch.zeros(stop - start), (5, 3, 7), start)
-    load(directory, "t", tensors={"w": held})
-    assert torch.equal(held.data, whole.flatten()[start:stop])
+    part = FlatSlice(torch.zeros(stop - start), (5, 3, 7), start)
+    load(directory, "t", tensors={"w": part})
+    assert torch.equal(part.data, values.flatten()[start:stop])
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = saved(tmp_path)
     read, real = [0], os.preadv
     monkeypatch.setattr(os, "preadv", lambda *a: (n := real(*a), read.__setitem__(0, read[0] + n))[0])
-    held = FlatSlice(torch.zeros(100), (700_000,), 300_000)
-    found = load(tmp_path, "a", tensors={"big": held})
-    assert torch.equal(held.data, tensors["big"][300_000:300_100])
-    values = sum(t.nbytes for t in (found.shared["ema"]["w"], found.shared["array"], torch.get_rng_state()))
+    part = FlatSlice(torch.zeros(100), (700_000,), 300_000)
+    loaded = load(tmp_path, "a", tensors={"big": part})
+    assert torch.equal(part.data, tensors["big"][300_000:300_100])
+    values = sum(t.nbytes for t in (loaded.shared["ema"]["w"], loaded.shared["array"], torch.get_rng_state()))
     assert read[0] == (1 << 20) + 400 + 2 * values  # one block verified, then 400 bytes; small values whole, twice
 
 
@@ -252,17 +254,17 @@ def test_what_is_written_is_what_was_given(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(data_file, "_STAGE", 3 * 4096)
     for i, sizes in enumerate(([], [1], [4096], [3 * 4096], [5000, 0, 100_000, 7], [3 << 20, (1 << 20) + 5])):
         parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-        whole = torch.cat([torch.zeros(0, dtype=torch.uint8), *parts])
-        with data_file.DataFile(tmp_path / f"{i}", whole.numel()) as file:
+        values = torch.cat([torch.zeros(0, dtype=torch.uint8), *parts])
+        with data_file.DataFile(tmp_path / f"{i}", values.numel()) as file:
             for part in parts:
                 raw = part.numpy().tobytes()
                 assert file.append(part) == [zlib.crc32(raw[at : at + (1 << 20)]) for at in range(0, len(raw), 1 << 20)]
-        memory = aligned(-(-whole.numel() // 4096) * 4096)
-        memory[: whole.numel()] = whole
-        with data_file.DataFile(tmp_path / f"{i}-at-once", whole.numel()) as file:
+        memory = aligned(-(-values.numel() // 4096) * 4096)
+        memory[: values.numel()] = values
+        with data_file.DataFile(tmp_path / f"{i}-at-once", values.numel()) as file:
             file.begin(memory)
         for name in (f"{i}", f"{i}-at-once"):
-            assert (tmp_path / name).read_bytes() == whole.numpy().tobytes()
+            assert (tmp_path / name).read_bytes() == values.numpy().tobytes()
 
 
 def test_staged_reads_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,10 +273,10 @@ def test_staged_reads_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     tensors = saved(tmp_path)
     monkeypatch.setattr(storage, "_STAGE", 1000)
-    whole = FlatSlice(torch.zeros(700_000, dtype=torch.float64), (700_000,), 0)
+    full = FlatSlice(torch.zeros(700_000, dtype=torch.float64), (700_000,), 0)
     part = FlatSlice(torch.zeros(60, dtype=torch.float64), (5, 3, 7), 11)
-    load(tmp_path, "a", tensors={"big": whole, "w": part}, convert=True)
-    assert torch.equal(whole.data, tensors["big"].double())
+    load(tmp_path, "a", tensors={"big": full, "w": part}, convert=True)
+    assert torch.equal(full.data, tensors["big"].double())
     assert torch.equal(part.data, tensors["w"].flatten()[11:71].double())
 
 
@@ -415,8 +417,11 @@ def test_nothing_is_left_when_the_disk_is_full(tmp_path: Path, monkeypatch: pyte
     for name in (".bin", "metadata.json", "latest"):  # in the order of their writing
         failing[0] = name
         for tag in ("a", "b"):
-            with pytest.raises(CheckpointError, match=r"was not saved: .*No space left on device"):
+            with pytest.raises(CheckpointError, match=r"was not saved: .*No space left on device") as raised:
                 save(tmp_path, tag, tensors={"w": torch.ones(4)}, shared={"step": 9}, per_rank={})
+            if name == ".bin":
+                sizes = rf"device: it needs 16 bytes, and {tmp_path}/{tag}\.tmp-\w+ had [1-9]\d+ free"
+                assert re.search(sizes, str(raised.value)) and raised.value.__cause__ is None and raised.value.__context__ is None
             assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
             assert load(tmp_path, latest_tag(tmp_path) or "", tensors={}).shared["step"] == 3
 
@@ -746,11 +751,11 @@ def test_staging_brings_its_pages_in_before_they_are_needed() -> None:
     while resident() - before < nbytes and time.monotonic() < deadline:
         time.sleep(0.01)
     assert staging.prepared and nbytes <= resident() - before < nbytes + (16 << 20)
-    taken = staging.take(nbytes + 5000)  # values besides
-    first = taken.data_ptr()
-    assert first % 4096 == 0 and taken.numel() == nbytes + 8192
+    block = staging.take(nbytes + 5000)  # values besides
+    first = block.data_ptr()
+    assert first % 4096 == 0 and block.numel() == nbytes + 8192
     assert staging.take(nbytes).data_ptr() == first, "kept between saves"
-    del taken
+    del block
     staging.close()
     assert resident() - before < 16 << 20
 
@@ -759,10 +764,10 @@ def test_staging_is_the_save_s_alone_once_it_is_taken() -> None:
     """Whatever was being brought in: nothing is written to it any more."""
     staging = Staging(pinned=False)
     staging.prepare(512 << 20)
-    taken = staging.take(512 << 20)
-    taken[:: 1 << 20] = 7
+    block = staging.take(512 << 20)
+    block[:: 1 << 20] = 7
     time.sleep(0.05)
-    assert bool((taken[:: 1 << 20] == 7).all())
+    assert bool((block[:: 1 << 20] == 7).all())
     staging.close()
     staging.prepare(1 << 20)
     assert staging.take(3 << 20).numel() == 3 << 20, "another size than was expected"

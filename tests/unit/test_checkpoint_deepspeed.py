@@ -25,7 +25,7 @@ CASE = ds.CASES[0]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("written")
     with tarfile.open(ds.ARCHIVE) as archive:
-        archive.extractall(path, [each for each in archive.getmembers() if CASE.name in each.name], filter="data")
+        archive.extractall(path, [member for member in archive.getmembers() if CASE.name in member.name], filter="data")
     return path / "deepspeed" / CASE.name
 
 
@@ -52,14 +52,14 @@ def records(folder: Path) -> list[tuple[Path, int, str]]:
 
 @contextmanager
 def flipped(file: Path, at: int, bit: int) -> Iterator[None]:
-    kept = file.read_bytes()
-    raw = bytearray(kept)
+    original = file.read_bytes()
+    raw = bytearray(original)
     raw[at] ^= 1 << bit
     file.write_bytes(raw)
     try:
         yield
     finally:
-        file.write_bytes(kept)
+        file.write_bytes(original)
 
 
 def test_a_flipped_bit_is_refused_by_file_and_record(folder: Path) -> None:
@@ -68,20 +68,20 @@ def test_a_flipped_bit_is_refused_by_file_and_record(folder: Path) -> None:
     for file, at, record in records(folder):
         with flipped(file, at, rng.randrange(8)):
             try:
-                found = values(folder)
+                loaded = values(folder)
             except CheckpointError as error:
                 assert f"{file} is damaged: its zip record {record!r} has the checksum" in str(error)
                 refused.add((file.name, record))
             else:
-                assert all(found[name].equal(expected[name]) for name in expected), f"{file.name}: {record}"
+                assert all(loaded[name].equal(expected[name]) for name in expected), f"{file.name}: {record}"
     # Of two ranks' two groups: masters and two moments; of the rest a frozen block, a buffer and step counts
     assert len([file for file, _ in refused if "optim_states" in file]) >= 12 and len(refused) >= 15
 
 
 def test_other_readers_see_it_too(folder: Path, tmp_path: Path) -> None:
     """`slipstream convert` and torch's own loader; and a bit of the pickle."""
-    states = [each for each in records(folder) if "optim_states" in each[0].name]
-    file, at, record = max(states, key=lambda each: zipfile.ZipFile(each[0]).getinfo(each[2]).file_size)
+    states = [entry for entry in records(folder) if "optim_states" in entry[0].name]
+    file, at, record = max(states, key=lambda entry: zipfile.ZipFile(entry[0]).getinfo(entry[2]).file_size)
     words = re.escape(f"{file} is damaged: its zip record {record!r}")
     names = load_metadata(folder, "global_step3").tensors
     tensors = {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in names.items()}
@@ -100,14 +100,14 @@ def test_other_readers_see_it_too(folder: Path, tmp_path: Path) -> None:
 def test_a_file_that_was_saved_without_checksums_loads(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree(folder, tmp_path / "c")
     file = next((tmp_path / "c").rglob("*_model_states.pt"))
-    held = torch.load(file, weights_only=True)
+    state = torch.load(file, weights_only=True)
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(held, file)
+        torch.save(state, file)
     finally:
         torch.serialization.set_crc32_options(True)
-    found, expected = values(tmp_path / "c"), values(folder)
-    assert all(found[name].equal(expected[name]) for name in expected)
+    loaded, expected = values(tmp_path / "c"), values(folder)
+    assert all(loaded[name].equal(expected[name]) for name in expected)
     assert f"{file} was saved without checksums" in caplog.text
 
 
@@ -116,8 +116,8 @@ def test_tensors_without_bytes_are_counted_before_they_are_made(folder: Path, tm
     """20,000 of them, each with a record of its own, or all views of one."""
     shutil.copytree(folder, tmp_path / "c")
     file = next((tmp_path / "c").rglob("*_model_states.pt"))
-    held, one = torch.load(file, weights_only=True), torch.empty(0)
-    torch.save(held | {"mine": [one.view(0, 1) if is_shared else torch.empty(0) for _ in range(20_000)]}, file)
+    state, one = torch.load(file, weights_only=True), torch.empty(0)
+    torch.save(state | {"mine": [one.view(0, 1) if is_shared else torch.empty(0) for _ in range(20_000)]}, file)
     words = r"more than 1\d,\d{3} tensors, and too few bytes" if is_shared else "20,000 of its records are empty"
     with pytest.raises(CheckpointError, match=words):
         load_metadata(tmp_path / "c", "global_step3")

@@ -1,4 +1,4 @@
-"""`slipstream.checkpointing`: recomputing is torch's, and what waits in host memory comes back bit for bit, in time."""
+"""`slipstream.activations.recompute`: recomputing is torch's, and what waits in host memory comes back bit for bit, in time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from slipstream import checkpointing
-from slipstream.checkpointing import Arrival, HostMemory, checkpoint
+from slipstream.activations import recompute as checkpointing
+from slipstream.activations.recompute import Arrival, HostMemory, checkpoint
 
 
 class Fake:
@@ -73,8 +73,8 @@ def gradients(run: Any, layers: nn.ModuleList) -> list[Tensor]:
     return [x.grad, h.detach(), *(p.grad.clone() for p in layers.parameters())]  # type: ignore[list-item, union-attr]
 
 
-def equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+def equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_checkpoint_is_torch_s_bit_for_bit() -> None:
@@ -85,24 +85,24 @@ def test_checkpoint_is_torch_s_bit_for_bit() -> None:
     equal(gradients(lambda block, h: checkpoint(lambda h: checkpoint(block, h, scale=scale), h), layers), plain)
 
 
-def kept(run: Any, layers: nn.ModuleList) -> int:
+def saved_bytes(run: Any, layers: nn.ModuleList) -> int:
     """Bytes of distinct storages, without the parameters', that autograd holds between forward and backward."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     params = {p.untyped_storage()._cdata for p in layers.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in params:
-            found[storage._cdata] = storage.nbytes()
+            sizes[storage._cdata] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         gradients(run, layers)
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def test_only_the_inputs_are_kept() -> None:
-    plain, less = (kept(run, blocks()) for run in (lambda block, h: block(h), checkpoint))
+    plain, less = (saved_bytes(run, blocks()) for run in (lambda block, h: block(h), checkpoint))
     assert less <= 5 * 8 * 16 * 4 < plain / 8  # four blocks' inputs and the loss's
 
 
@@ -202,16 +202,16 @@ def test_on_the_host_nothing_moves() -> None:
 
 
 def test_inside_checkpoint() -> None:
-    seen: list[bool] = []
+    inside: list[bool] = []
 
     def fn(x: Tensor) -> Tensor:
-        seen.append(checkpointing.inside_checkpoint())
+        inside.append(checkpointing.inside_checkpoint())
         return x.exp()
 
     x = torch.ones(2, requires_grad=True)
     torch.autograd.backward(fn(x).sum())
-    assert seen == [False]
+    assert inside == [False]
     torch.autograd.backward(torch_checkpoint(fn, x, use_reentrant=False).sum())
-    assert seen == [False, True, True]
+    assert inside == [False, True, True]
     torch.autograd.backward(torch_checkpoint(fn, x, use_reentrant=True).sum())
-    assert seen == [False, True, True, False, True]  # the reentrant forward runs without gradients: nothing to keep
+    assert inside == [False, True, True, False, True]  # the reentrant forward runs without gradients: nothing to keep

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import operator
 import os
 import re
 import subprocess
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from slipstream import initialize
 from slipstream.compat import launcher, modules, names
 from slipstream.compat.__main__ import differences, tables
+from slipstream.train import deepspeed_names
 from tests import deepspeed_checkpoints as ds
 from tests import probe, toy
 
@@ -83,12 +85,12 @@ def test_a_missing_name_says_why(deepspeed: ModuleType) -> None:
     for module, reasons in names.MISSING.items():
         loaded = importlib.import_module(module)
         for name, why in reasons.items():
-            asked = "Anything" if name == "*" else name
-            assert not hasattr(loaded, asked) and getattr(loaded, asked, 7) == 7  # as clients look whether it is there
+            attribute = "Anything" if name == "*" else name
+            assert not hasattr(loaded, attribute) and getattr(loaded, attribute, 7) == 7  # as clients look whether it is there
             with pytest.raises(AttributeError, match="is not built yet") as error:
-                getattr(loaded, asked)
+                getattr(loaded, attribute)
             with pytest.raises(ImportError, match="is not built yet") as imported:
-                exec(f"from {module} import {asked}")
+                exec(f"from {module} import {attribute}")
             assert why in str(error.value) and why in str(imported.value)
     with pytest.raises(ImportError, match="expert parallelism"):
         exec("from deepspeed.moe.layer import MoE")
@@ -137,18 +139,18 @@ def test_it_refuses_the_real_ones_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "said"),
+    ("module", "arguments", "text"),
     [
         ("env_report", "", "torch"),
         ("launcher.runner", "--autotuning run a.py", "autotuning is not built"),
         ("utils.zero_to_fp32", "nowhere out", "nowhere"),
     ],
 )
-def test_modules_that_python_runs(module: str, arguments: str, said: str, tmp_path: Path) -> None:
+def test_modules_that_python_runs(module: str, arguments: str, text: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"deepspeed.{module}", *arguments.split()]
     env = os.environ | {"PYTHONPATH": f"{SHIM}:{ROOT / 'src'}"}
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert said in done.stdout + done.stderr and done.returncode == (2 if arguments else 0), done.stderr
+    assert text in done.stdout + done.stderr and done.returncode == (2 if arguments else 0), done.stderr
 
 
 def test_importing_it_imports_neither_the_engine_nor_pydantic() -> None:
@@ -160,9 +162,9 @@ def test_importing_it_imports_neither_the_engine_nor_pydantic() -> None:
 
 def test_the_pages_have_these_tables() -> None:
     pages = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("DEEPSPEED_KEYS", "COMING_FROM_DEEPSPEED")}
-    remedy = "replace the tables by what `python -m slipstream.compat` prints"
-    assert pages["DEEPSPEED_KEYS"].endswith(f"tables. `import deepspeed` has no other names.\n\n{tables()}\n"), remedy
-    assert f"## Differences\n\n{differences()}\n\n## Missing" in pages["COMING_FROM_DEEPSPEED"], remedy
+    hint = "replace the tables by what `python -m slipstream.compat` prints"
+    assert pages["DEEPSPEED_KEYS"].endswith(f"tables. `import deepspeed` has no other names.\n\n{tables()}\n"), hint
+    assert f"## Differences\n\n{differences()}\n\n## Missing" in pages["COMING_FROM_DEEPSPEED"], hint
     assert len(pages["COMING_FROM_DEEPSPEED"].splitlines()) <= 250, "a guide"
 
 
@@ -197,22 +199,22 @@ def test_a_window_counts_and_scales_as_deepspeed_does(deepspeed: Any) -> None:
 
 @pytest.mark.usefixtures("group")
 def test_more_micro_batches_than_the_engine_was_made_for_are_not_added_up_in_16_bits(deepspeed: Any) -> None:
-    for given in ({}, {"data_types": {"grad_accum_dtype": "fp32"}}, {"gradient_accumulation_steps": 2}):
-        engine = make(deepspeed, train_micro_batch_size_per_gpu=2, bf16={"enabled": True}, **given)
-        if given:
+    for block in ({}, {"data_types": {"grad_accum_dtype": "fp32"}}, {"gradient_accumulation_steps": 2}):
+        engine = make(deepspeed, train_micro_batch_size_per_gpu=2, bf16={"enabled": True}, **block)
+        if block:
             engine.set_train_batch_size(8)
             assert {unit.grads.dtype for unit in probe.units(engine) if unit.grads is not None} == {torch.float32}
         else:
             with pytest.raises(ValueError, match=r"would accumulate 4 in torch\.bfloat16.*grad_accum_dtype"):
                 engine.set_train_batch_size(8)
             engine.set_train_batch_size(2)
-        assert engine.gradient_accumulation_steps() == (4 if given else 1)
+        assert engine.gradient_accumulation_steps() == (4 if block else 1)
         engine.destroy()
 
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
-    ("given", "batch"),
+    ("block", "batch"),
     [
         ({"train_batch_size": 6}, (6, 6, 1)),
         ({"train_micro_batch_size_per_gpu": 3}, (3, 3, 1)),
@@ -222,8 +224,8 @@ def test_more_micro_batches_than_the_engine_was_made_for_are_not_added_up_in_16_
         ({"train_batch_size": 6, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, r"\(6\) != .* = 8"),
     ],
 )
-def test_what_is_missing_of_the_batch_is_derived(deepspeed: Any, given: dict[str, int], batch: Any) -> None:
-    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")) | given
+def test_what_is_missing_of_the_batch_is_derived(deepspeed: Any, block: dict[str, int], batch: Any) -> None:
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")) | block
     if isinstance(batch, str):
         with pytest.raises(deepspeed.DeepSpeedConfigError, match=batch):
             make(deepspeed, **sizes)
@@ -276,23 +278,23 @@ def test_the_loss_scale_falls_after_two_overflows_and_ends_at_the_lowest(deepspe
 @pytest.mark.usefixtures("group")
 def test_which_optimizer_a_schedule_gets(deepspeed: Any) -> None:
     """The config's the one that is returned, a callable the one that it stands for."""
-    seen: list[Any] = []
+    optimizers: list[Any] = []
 
     def make_schedule(optimizer: Any) -> Any:
-        seen.append(optimizer)
+        optimizers.append(optimizer)
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (i + 1))
 
     config = toy.settings(1)
-    for given, expected in ((make_schedule, [1e-2, 5e-3]), (None, [0.0, 0.1])):
-        if given is None:
+    for scheduler, expected in ((make_schedule, [1e-2, 5e-3]), (None, [0.0, 0.1])):
+        if scheduler is None:
             config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 2}}  # by logarithms
         engine, handle, _, schedule = deepspeed.initialize(
-            model=toy.seeded(toy.Lm), config=config, lr_scheduler=given, dist_init_required=False
+            model=toy.seeded(toy.Lm), config=config, lr_scheduler=scheduler, dist_init_required=False
         )
-        assert schedule.optimizer is (seen[0] if given else handle) and type(seen[0]) is torch.optim.AdamW
+        assert schedule.optimizer is (optimizers[0] if scheduler else handle) and type(optimizers[0]) is torch.optim.AdamW
         rates = [*engine.get_lr()]
         step(engine)
-        step(engine) if given is None else None
+        step(engine) if scheduler is None else None
         assert [*rates, *engine.get_lr()] == pytest.approx(expected) and handle.param_groups[0]["lr"] == engine.get_lr()[0]
         engine.destroy()
 
@@ -360,15 +362,15 @@ def test_checkpoint_tags(deepspeed: Any, tmp_path: Path) -> None:
     folder, client = engine.load_checkpoint(str(tmp_path))
     assert folder == str(tmp_path / "global_step1") and client == {"epoch": 3} and engine.global_steps == 1
     state = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
-    ours = engine.module_state_dict()
-    assert state.keys() == ours.keys() and all(torch.equal(state[name], ours[name]) for name in ours)
+    expected = engine.module_state_dict()
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
     other = deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(toy.seeded(toy.Lm, seed=5), tmp_path)
-    assert torch.equal(other.head.weight, ours["head.weight"])
+    assert torch.equal(other.head.weight, expected["head.weight"])
     assert engine.save_16bit_model(str(tmp_path / "out")) is True
     saved = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
-    assert all(torch.equal(saved[name], ours[name]) for name in ours)
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
     engine.save_16bit_model(str(tmp_path / "out"), "model.safetensors", exclude_frozen_parameters=True)
-    assert safetensors.torch.load_file(tmp_path / "out" / "model.safetensors").keys() == ours.keys()
+    assert safetensors.torch.load_file(tmp_path / "out" / "model.safetensors").keys() == expected.keys()
     (tmp_path / "out" / "taken").mkdir()
     with pytest.raises(ValueError, match=r"taken was not written: .*directory"):
         engine.save_16bit_model(str(tmp_path / "out"), "taken")
@@ -376,8 +378,8 @@ def test_checkpoint_tags(deepspeed: Any, tmp_path: Path) -> None:
     convert = deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict
     convert(tmp_path, tmp_path / "parts", max_shard_size="2KB")
     index = json.loads((tmp_path / "parts" / "pytorch_model.bin.index.json").read_text())["weight_map"]
-    assert index.keys() == ours.keys() and len(set(index.values())) > 1
-    assert all(torch.equal(torch.load(tmp_path / "parts" / file)[name], ours[name]) for name, file in index.items())
+    assert index.keys() == expected.keys() and len(set(index.values())) > 1
+    assert all(torch.equal(torch.load(tmp_path / "parts" / file)[name], expected[name]) for name, file in index.items())
     convert(tmp_path, tmp_path / "safe", max_shard_size="2KB", safe_serialization=True)
     assert len(list((tmp_path / "safe").glob("model-*-of-*.safetensors"))) > 1
     engine.destroy()
@@ -419,11 +421,11 @@ def test_tied_weights_have_all_their_names(deepspeed: Any, tmp_path: Path) -> No
 @pytest.mark.usefixtures("group")
 def test_a_tag_may_be_a_number_and_a_client_state_a_namespace(deepspeed: Any, tmp_path: Path) -> None:
     engine = make(deepspeed)
-    kept = {"args": argparse.Namespace(lr=0.1), "seen": {1, "a"}, "counts": defaultdict(int, {"a": 1})}
+    state = {"args": argparse.Namespace(lr=0.1), "seen": {1, "a"}, "counts": defaultdict(int, {"a": 1})}
     for tag in (0, 1.5):  # CIFAR's example saves under its loss
-        assert engine.save_checkpoint(str(tmp_path), tag, client_state=kept)
+        assert engine.save_checkpoint(str(tmp_path), tag, client_state=state)
         assert (tmp_path / str(tag) / "metadata.json").is_file()
-        assert engine.load_checkpoint(str(tmp_path), tag) == (str(tmp_path / str(tag)), kept)
+        assert engine.load_checkpoint(str(tmp_path), tag) == (str(tmp_path / str(tag)), state)
         weights = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag)
         assert torch.equal(weights["head.weight"], engine.state_dict()["head.weight"])
     with pytest.raises(ValueError, match=r"client'?\]?\['engine'\]: a value of type .*Lm"):
@@ -443,7 +445,7 @@ def test_a_folder_without_a_checkpoint(deepspeed: Any, tmp_path: Path, caplog: p
 def test_weights_of_deepspeeds_own_checkpoints(deepspeed: Any, name: str, tmp_path: Path) -> None:
     """The loss that DeepSpeed itself had next."""
     with tarfile.open(ds.ARCHIVE) as archive:
-        members = [each for each in archive.getmembers() if each.name.startswith(f"deepspeed/{name}/")]
+        members = [member for member in archive.getmembers() if member.name.startswith(f"deepspeed/{name}/")]
         archive.extractall(tmp_path, members, filter="data")
     folder = tmp_path / "deepspeed" / name
     model = ds.model()
@@ -509,12 +511,12 @@ def test_marks_of_parameters_follow_the_model(deepspeed: Any) -> None:
     engine = make(deepspeed)
     model, head, released = engine.module, engine.module.head.weight, deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE
     assert head.numel() == head.ds_numel > 0 and head.ds_tensor.numel() == head.numel()  # of one rank
-    known = {id(param): param.ds_id for param in model.parameters()}
+    ids = {id(param): param.ds_id for param in model.parameters()}
     with engine.surgery():
         model.extra, model.head = torch.nn.Linear(4, 4), torch.nn.Linear(*reversed(head.shape))
     for param in model.parameters():
         assert (param.ds_status, param.ds_shape, param.ds_numel) == (released, param.shape, param.numel())
-        assert param.ds_id == known.get(id(param), param.ds_id) and param.ds_active_sub_modules == set()
+        assert param.ds_id == ids.get(id(param), param.ds_id) and param.ds_active_sub_modules == set()
     assert len({param.ds_id for param in model.parameters()}) == len(list(model.parameters())) and not hasattr(head, "ds_id")
     assert model.extra.weight in {param for _, param in engine.optimizer.parameter_offload.module.named_parameters()}
     engine.destroy()
@@ -532,11 +534,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        with _whole(weight):
+        with _gathered(weight):
             return grad @ weight, grad.t() @ x
 
 
-def _whole(weight: Any) -> Any:
+def _gathered(weight: Any) -> Any:
     if not hasattr(weight, "ds_status"):
         assert type(weight) is not torch.Tensor, "what was saved is the parameter itself"
         return contextlib.nullcontext()
@@ -553,7 +555,7 @@ class _Fused(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.body(x).tanh()
-        with _whole(self.head.weight):
+        with _gathered(self.head.weight):
             return _Product.apply(h, self.head.weight).square().mean()
 
 
@@ -583,16 +585,16 @@ def test_batch_sizes_that_disagree_say_so_in_known_words(deepspeed: Any, sizes: 
 
 
 @pytest.mark.parametrize(
-    ("block", "said"),
+    ("block", "message"),
     [
         ("progressive_layer_drop", "progressive layer dropping, which is not built yet; set progressive_layer_drop"),
         ("curriculum_learning", "curriculum learning, which is not built yet; .* cut the sequences in the data loader"),
     ],
 )
 @pytest.mark.usefixtures("group")
-def test_what_would_pass_arguments_to_the_forward_is_refused(deepspeed: Any, block: str, said: str) -> None:
+def test_what_would_pass_arguments_to_the_forward_is_refused(deepspeed: Any, block: str, message: str) -> None:
     """`pld_theta`, `curriculum_seqlen`: DeepSpeed's engine adds them to the caller's only with these switched on."""
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         make(deepspeed, **{block: {"enabled": True}})
 
 
@@ -620,11 +622,28 @@ def test_the_engine_says_what_the_config_says(deepspeed: Any) -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_slipstreams_engine_names_what_replaces_a_method_of_deepspeeds(deepspeed: Any) -> None:
+    engine, *_ = initialize(model=toy.seeded(toy.Lm), config=toy.settings(3), dist_init_required=False)
+    for name in (*deepspeed_names.RENAMED, *deepspeed_names._INSTEAD):
+        assert hasattr(deepspeed.DeepSpeedEngine, name) or name == "config"
+        assert not hasattr(engine, name) and getattr(engine, name, None) is None
+    for name, path in deepspeed_names.RENAMED.items():
+        operator.attrgetter(path)(engine)
+        with pytest.raises(AttributeError, match=re.escape(f"no attribute '{name}': use engine.{path}. DeepSpeed's methods")):
+            getattr(engine, name)
+    with pytest.raises(AttributeError, match=re.escape("'dump_state_of_zero': DeepSpeed's methods exist on the engine of")):
+        engine.dump_state_of_zero  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute '__deepcopy__'$"):
+        engine.__deepcopy__  # noqa: B018
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
 def test_unknown_top_level_keys_are_ignored_and_logged(deepspeed: Any, caplog: pytest.LogCaptureFixture) -> None:
     """As DeepSpeed ignores them; a typo is refused, and natively every unknown key is."""
     engine = make(deepspeed, model_name="mine", max_epochs=3)
-    (said,) = [record.getMessage() for record in caplog.records if "unknown top-level keys" in record.getMessage()]
-    assert "model_name" in said and "max_epochs" in said
+    (message,) = [record.getMessage() for record in caplog.records if "unknown top-level keys" in record.getMessage()]
+    assert "model_name" in message and "max_epochs" in message
     assert (
         engine.config["model_name"] == "mine"
         and "unknown_keys" not in engine.config["slipstream"]
@@ -692,10 +711,10 @@ def test_optimizers_are_those_that_have_kernels(deepspeed: Any, mode: bool) -> N
 
     param = torch.nn.Parameter(torch.zeros(3))
     groups = torch.optim.Adam([param]).param_groups  # as accelerate hands them over
-    made = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.1, weight_decay=0.0, adamw_mode=mode)
-    assert made.param_groups[0] is groups[0]  # whose rates a schedule of the other optimizer sets
-    assert isinstance(made, torch.optim.AdamW) is mode and isinstance(made, deepspeed.ops.adam.DeepSpeedCPUAdam)
-    assert rule_of(made) is not None and made.param_groups[0]["decoupled_weight_decay"] is mode
+    adam = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.1, weight_decay=0.0, adamw_mode=mode)
+    assert adam.param_groups[0] is groups[0]  # whose rates a schedule of the other optimizer sets
+    assert isinstance(adam, torch.optim.AdamW) is mode and isinstance(adam, deepspeed.ops.adam.DeepSpeedCPUAdam)
+    assert rule_of(adam) is not None and adam.param_groups[0]["decoupled_weight_decay"] is mode
     for kind in (deepspeed.ops.adagrad.DeepSpeedCPUAdagrad, deepspeed.ops.lion.FusedLion, deepspeed.ops.lamb.FusedLamb):
         assert kind([param]).param_groups[0]["params"] == [param]
     ops = deepspeed.ops
@@ -727,12 +746,12 @@ def test_leaf_modules_are_marked_and_returned(deepspeed: Any) -> None:
     assert utils.set_z3_leaf_modules(model, [toy.Block]) == list(model.blocks) == utils.get_z3_leaf_modules(model)
     assert utils.set_z3_leaf_modules_by_name(model, ["head"]) == ([model.head], [])
     assert utils.unset_z3_leaf_modules(model, ["Block"]) and utils.get_z3_leaf_modules(model) == [model.head]
-    for mark, wanted in ((utils.set_z3_leaf_modules_by_name, "blocks.1.up"), (utils.set_z3_leaf_modules_by_suffix, "s.1.up")):
+    for mark, name in ((utils.set_z3_leaf_modules_by_name, "blocks.1.up"), (utils.set_z3_leaf_modules_by_suffix, "s.1.up")):
         up = model.blocks[1].up
-        assert mark(model, [wanted, "none", wanted], raise_if_not_found=False) == ([up], ["none"]) and utils.z3_leaf_module(up)
-        assert mark(model, [wanted], flag=False)[0] == [up] and not utils.z3_leaf_module(up)
+        assert mark(model, [name, "none", name], raise_if_not_found=False) == ([up], ["none"]) and utils.z3_leaf_module(up)
+        assert mark(model, [name], flag=False)[0] == [up] and not utils.z3_leaf_module(up)
         with pytest.raises(ValueError, match=r"no module of Lm is .* 'none'"):
-            mark(model, [wanted, "none"])
+            mark(model, [name, "none"])
     with pytest.raises(ValueError, match="no module of Lm is of class"):
         utils.set_z3_leaf_modules(model, ["Experts"])
     assert utils.set_z3_leaf_modules(model, ["Experts"], raise_if_not_found=False) == []
@@ -755,7 +774,7 @@ def test_z3_leaf_module_is_a_module_and_a_function(deepspeed: Any, group: None) 
 
 
 @pytest.mark.parametrize(
-    ("given", "ours"),
+    ("command", "translated"),
     [
         ("--num_gpus 2 a.py --lr 1", "run --pass-local-rank --num_gpus 2 a.py --lr 1"),
         ("--num_accelerators=2 --no_local_rank -m a.b", "run --num_gpus=2 -m a.b"),
@@ -765,19 +784,19 @@ def test_z3_leaf_module_is_a_module_and_a_function(deepspeed: Any, group: None) 
         ("--log_level=info --num_gpus=2 a.py", "run --pass-local-rank --num_gpus=2 a.py"),
     ],
 )
-def test_the_command_is_slipstream_run(given: str, ours: str) -> None:
+def test_the_command_is_slipstream_run(command: str, translated: str) -> None:
     from slipstream.launch import cli
 
-    assert launcher.translate(given.split()) == ours.split()
-    cli.build_parser().parse_args(ours.split())
+    assert launcher.translate(command.split()) == translated.split()
+    cli.build_parser().parse_args(translated.split())
 
 
 def test_the_command_refuses_what_is_not_there() -> None:
-    for flags, said in (
+    for flags, message in (
         ("--autotuning run", "autotuning is not built"),
         ("--save_pid", "SIGTERM"),
         ("--enable_each_rank_log=logs", "by RANK"),
         ("--log_level loud", "'loud' is none of"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             launcher.translate([*flags.split(), "a.py"])

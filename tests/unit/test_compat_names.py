@@ -70,8 +70,8 @@ constants TORCH_DISTRIBUTED_DEFAULT_PORT 29500
 @pytest.mark.parametrize("line", CONSTANTS)
 def test_a_constant(line: str) -> None:
     module, name, value = line.split(" ", 2)
-    found = getattr(load(module), name)
-    assert (list(found) if isinstance(found, tuple) else found) == json.loads(value)
+    constant = getattr(load(module), name)
+    assert (list(constant) if isinstance(constant, tuple) else constant) == json.loads(value)
 
 
 def test_defaults_are_those_of_the_schema() -> None:
@@ -82,8 +82,8 @@ def test_defaults_are_those_of_the_schema() -> None:
     for name, key in table.items():
         block = next((path for prefix, path in blocks.items() if name.startswith(f"{prefix}_")), "")
         if f"{name}_DEFAULT" in table and f"{block}{key}" in keys:
-            ours, theirs = keys[f"{block}{key}"], table[f"{name}_DEFAULT"]
-            same = str(ours).lower() == str(theirs).lower() or ours == theirs
+            default, deepspeed_default = keys[f"{block}{key}"], table[f"{name}_DEFAULT"]
+            same = str(default).lower() == str(deepspeed_default).lower() or default == deepspeed_default
             assert same is not (name in ("BFLOAT16_IMMEDIATE_GRAD_UPDATE", "KEEP_IN_FP32_MODULES")), name
             compared += 1
     assert compared > 35
@@ -150,12 +150,12 @@ def test_versions() -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch.compile imports it
 def test_hooks_of_torch() -> None:
-    tools, weight, seen = load("utils.torch"), torch.nn.Parameter(torch.ones(2)), []
-    handle = tools.register_grad_hook(weight, lambda param: seen.append(param.grad.clone()))
+    tools, weight, grads = load("utils.torch"), torch.nn.Parameter(torch.ones(2)), []
+    handle = tools.register_grad_hook(weight, lambda param: grads.append(param.grad.clone()))
     (weight * 3).sum().backward()
     handle.remove()
     weight.sum().backward()
-    assert len(seen) == 1 and seen[0].tolist() == [3.0, 3.0]
+    assert len(grads) == 1 and grads[0].tolist() == [3.0, 3.0]
     inside = []
     torch.func.grad(lambda x: inside.append(tools.is_functorch_transforming()) or x)(torch.tensor(1.0))
     double = lambda x: x * 2  # noqa: E731
@@ -170,13 +170,13 @@ def test_a_builder_loads_or_says_what_to_use() -> None:
     ]
     assert len({builder.NAME for builder in builders}) == len(builders) == len(compatible) >= 26
     for builder in builders:
-        made = builder()
-        assert compatible[builder.NAME] is made.is_compatible() and isinstance(made, module.OpBuilder)
-        if made.is_compatible():
-            assert all(map(callable, vars(made.load()).values()))
+        op = builder()
+        assert compatible[builder.NAME] is op.is_compatible() and isinstance(op, module.OpBuilder)
+        if op.is_compatible():
+            assert all(map(callable, vars(op.load()).values()))
         else:
-            with pytest.raises(ImportError, match=rf"{builder.__name__}.load\(\): Slipstream has no '{made.name}' op; \w"):
-                made.load()
+            with pytest.raises(ImportError, match=rf"{builder.__name__}.load\(\): Slipstream has no '{op.name}' op; \w"):
+                op.load()
     assert compatible["cpu_adam"] and not compatible["deepspeed_not_implemented"]
     assert load("ops.op_builder.all_ops").ALL_OPS["cpu_lion"].NAME == "cpu_lion"
 
@@ -195,19 +195,19 @@ def test_loaded_steps_are_torchs(decoupled: bool) -> None:
         return param.detach()
 
     adam, adagrad, fused = (module.CPUAdamBuilder().load(), module.CPUAdagradBuilder().load(), module.FusedAdamBuilder().load())
-    mine, lists, squares = weights[0].clone(), weights[0].clone(), weights[0].clone()
+    weight, lists, squares = weights[0].clone(), weights[0].clone(), weights[0].clone()
     states, more, total = torch.zeros(2, 3, 5), torch.zeros(2, 3, 5), torch.zeros(3, 5)
     adam.create_adam(0, 0.1, 0.9, 0.999, 1e-8, 0.1, decoupled, False)
     for step, grad in enumerate(grads, 1):
-        adam.adam_update(0, step, 0.1, 0.9, 0.999, 1e-8, 0.1, True, mine, grad, *states)
+        adam.adam_update(0, step, 0.1, 0.9, 0.999, 1e-8, 0.1, True, weight, grad, *states)
         tensors = [[grad], [lists], [more[0]], [more[1]]]
         fused.multi_tensor_adam(2048, torch.zeros(1), tensors, 0.1, 0.9, 0.999, 1e-8, step, decoupled, True, 0.1)
         adagrad.adagrad_update(0, step, 0.1, 1e-8, 0.1, squares, grad, total)
-    torch.testing.assert_close(mine, expected(torch.optim.AdamW if decoupled else torch.optim.Adam))
+    torch.testing.assert_close(weight, expected(torch.optim.AdamW if decoupled else torch.optim.Adam))
     torch.testing.assert_close(squares, expected(torch.optim.Adagrad))
-    assert torch.equal(lists, mine)
+    assert torch.equal(lists, weight)
     fused.multi_tensor_adam(2048, torch.ones(1), tensors, 0.1, 0.9, 0.999, 1e-8, 3, decoupled, True, 0.1)
-    assert torch.equal(lists, mine)  # an overflow was found before
+    assert torch.equal(lists, weight)  # an overflow was found before
 
 
 def test_loaded_lion_and_utils() -> None:
@@ -516,9 +516,9 @@ def test_schedules_from_flags() -> None:
         ("warmupLR", "warmup_type"),
         ("warmupCosineLR", "cos_min_ratio"),
     ):
-        taken: dict[str, Any] = {}
-        getattr(module, f"override_{name}_params")(argparse.Namespace(**{argument: 2, "unheard": 3}), taken)
-        assert taken == {argument: 2}
+        target: dict[str, Any] = {}
+        getattr(module, f"override_{name}_params")(argparse.Namespace(**{argument: 2, "unheard": 3}), target)
+        assert target == {argument: 2}
     groups = [{"lr": 1.0}, {"lr": torch.tensor(1.0)}]
     tensor = groups[1]["lr"]
     module.update_lr(groups, [0.5, 0.25])
@@ -533,10 +533,10 @@ def test_schedules_from_flags() -> None:
 
 
 def params(*grads: list[float]) -> list[torch.nn.Parameter]:
-    made = [torch.nn.Parameter(torch.ones(len(grad))) for grad in grads]
-    for param, grad in zip(made, grads, strict=True):
+    weights = [torch.nn.Parameter(torch.ones(len(grad))) for grad in grads]
+    for param, grad in zip(weights, grads, strict=True):
         param.grad = torch.tensor(grad)
-    return made
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -600,9 +600,9 @@ def test_a_utility(call: str, expected: Any) -> None:
 
 def test_utilities_that_change_what_they_get(tmp_path: Path) -> None:
     module = load("runtime.utils")
-    made = params([3.0], [4.0])
-    assert float(module.clip_grad_norm_(made, 1.0)) == 5.0
-    assert [float(param.grad) for param in made] == pytest.approx([0.6, 0.8])
+    weights = params([3.0], [4.0])
+    assert float(module.clip_grad_norm_(weights, 1.0)) == 5.0
+    assert [float(param.grad) for param in weights] == pytest.approx([0.6, 0.8])
     assert float(module.clip_grad_norm_(params([3.0, -8.0]), 1.0, norm_type=INF)) == 8.0
     tensors = [torch.tensor([3.0]), torch.tensor([4.0])]
     assert float(module.clip_tensors_by_global_norm(tensors, 10.0)) == 5.0 and tensors[0].tolist() == [3.0]
@@ -642,15 +642,15 @@ def test_memory_is_told_where_it_is_forced(caplog: pytest.LogCaptureFixture) -> 
 def test_a_partitioned_tensor_of_one_rank() -> None:
     import torch.distributed as dist
 
-    whole = torch.arange(6.0).view(2, 3)
-    made = load("runtime.utils").PartitionedTensor(whole, dist.group.WORLD)
-    assert made.full_size() == [2, 3] and made.to_meta().tolist() == [2, 2, 3, 1, 0, 0, 6] and made.local_size() == (6,)
-    again = made.from_meta(made.to_meta(), made.data(), dist.group.WORLD)
-    assert torch.equal(again.full(), whole)
-    meta = made.to_meta()
+    values = torch.arange(6.0).view(2, 3)
+    part = load("runtime.utils").PartitionedTensor(values, dist.group.WORLD)
+    assert part.full_size() == [2, 3] and part.to_meta().tolist() == [2, 2, 3, 1, 0, 0, 6] and part.local_size() == (6,)
+    again = part.from_meta(part.to_meta(), part.data(), dist.group.WORLD)
+    assert torch.equal(again.full(), values)
+    meta = part.to_meta()
     meta[3] = 2
     with pytest.raises(ValueError, match="part 0 of 2"):
-        made.from_meta(meta, made.data(), dist.group.WORLD)
+        part.from_meta(meta, part.data(), dist.group.WORLD)
 
 
 # -- the optimizer --

@@ -111,12 +111,12 @@ def test_comments_and_trailing_commas_are_accepted_and_said_once(tmp_path: Path)
         '  "c": {"_comment": 1, "_comment": 2, "d": "\\"//",},\n}\n',
         encoding="utf-8",
     )
-    raw, notes = read_config(file)
+    raw, notes, _ = read_config(file)
     assert raw == {"a": "http://x/#1 /* no */, }", "b": [1, 2], "c": {"_comment": 2, "d": '"//'}}
     (note,) = notes
     assert str(file) in note and "comments or trailing commas" in note
     file.write_text(json.dumps(raw))
-    assert read_config(file) == (raw, ())
+    assert read_config(file) == (raw, (), file)
 
 
 def nested(levels: int) -> dict[str, Any]:

@@ -50,9 +50,9 @@ def test_a_refusal_is_one_sentence_with_a_remedy(name: str) -> None:
     text, named = REFUSED[name]
     with pytest.raises(ValueError) as error:
         planned(text)
-    said = str(error.value)
-    assert named in said and REMEDY.search(said) and "\n" not in said and len(said) < 400, said
-    assert len(re.findall(r"\.\s+[A-Z]", said)) == 0, f"more than one sentence: {said}"
+    message = str(error.value)
+    assert named in message and REMEDY.search(message) and "\n" not in message and len(message) < 400, message
+    assert len(re.findall(r"\.\s+[A-Z]", message)) == 0, f"more than one sentence: {message}"
 
 
 def test_what_does_nothing_is_said() -> None:
@@ -66,7 +66,8 @@ def test_what_does_nothing_is_said() -> None:
         ("comment-keys", "_optimizer"),
         ("no-batch-size-little", "no batch size"),
     ):
-        notes = [note for note in planned(TEXTS[name]).notes if key in note]
+        plan = planned(TEXTS[name])
+        notes = [note for note in (*plan.idle, *plan.notes) if key in note]
         assert len(notes) == 1, (name, notes)
 
 
@@ -79,5 +80,5 @@ def test_comments_reach_the_reader_through_a_file(tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
     for name in ("comments", "trailing-comma"):
         file.write_text(TEXTS[name])
-        raw, notes = read_config(file)
+        raw, notes, _ = read_config(file)
         assert len(notes) == 1 and planned(json.dumps(raw)) is not None

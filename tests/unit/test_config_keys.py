@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import DataWorld, ModelFacts, resolve, schema
-from slipstream.config.keys import FEATURES, HONORED, NO_EFFECT, Counts, Fate, Feature, counts, say, table
+from slipstream.config import DataWorld, ModelFacts, describe, resolve, schema
+from slipstream.config.keys import FEATURES, HONORED, NO_EFFECT, Counts, Fate, Feature, counts, say_idle, table
 from slipstream.config.parse import schema_keys
 from slipstream.config.values import Block
 from tests.unit.test_config_schema import nest
@@ -42,12 +42,12 @@ def test_every_key_has_exactly_one_class() -> None:
 
 
 def test_no_class_is_stale() -> None:
-    known = set(schema_keys())
-    assert not (set(HONORED) | set(NO_EFFECT)) - known
+    keys = set(schema_keys())
+    assert not (set(HONORED) | set(NO_EFFECT)) - keys
     for feature in FEATURES:
-        assert not set(feature.switches) - known, feature.what
+        assert not set(feature.switches) - keys, feature.what
         for block in feature.blocks:
-            assert any(key.startswith(f"{block}.") for key in known), f"{feature.what}: {block}"
+            assert any(key.startswith(f"{block}.") for key in keys), f"{feature.what}: {block}"
 
 
 def test_a_key_is_refused_by_one_feature_only() -> None:
@@ -132,14 +132,14 @@ def test_a_block_that_asks_by_being_there() -> None:
 
 def test_node_local_storage_has_no_effect_on_one_host() -> None:
     raw = {"checkpoint": {"use_node_local_storage": True}}
-    assert resolved(raw).notes == ("checkpoint.use_node_local_storage has no effect here: all ranks share one host and its disk",)
+    assert resolved(raw).idle == {"checkpoint.use_node_local_storage": "all ranks share one host and its disk"}
     with pytest.raises(ValueError, match="checkpoints on node-local disks"):
         resolved(raw, DataWorld(data_parallel=2, one_host=False))
 
 
 def test_settings_of_a_feature_that_is_off_are_quiet() -> None:
     raw = {"flops_profiler": {"enabled": False, "profile_step": 5}, "elasticity": {"max_gpus": 4}}
-    assert resolved(raw).notes == ()
+    assert not resolved(raw).idle and resolved(raw).notes == ()
 
 
 def test_all_refusals_come_at_once() -> None:
@@ -170,18 +170,24 @@ def test_a_key_without_effect_is_said_when_it_is_set(key: str) -> None:
     raw = nest(key, special.get(key, other(schema_keys()[key])))
     if key.startswith("optimizer."):
         raw["optimizer"]["type"] = "Adam"
-    (note,) = resolved(raw).notes
-    assert note == f"{key} has no effect here: {NO_EFFECT[key]}"
+    plan = resolved(raw)
+    assert plan.idle == {key: NO_EFFECT[key]} and plan.notes == ()
 
 
 def test_a_key_without_effect_at_its_default_is_quiet() -> None:
     raw = {"zero_optimization": {"stage": 2, "contiguous_gradients": True, "reduce_bucket_size": 5e8}}
-    assert resolved(raw).notes == ()
+    assert not resolved(raw).idle and resolved(raw).notes == ()
 
 
-def test_notes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    plan = resolved({"zero_optimization": {"reduce_bucket_size": 1e6, "allgather_bucket_size": 1e6}})
-    with caplog.at_level(logging.WARNING):
-        say(plan.notes)
-    (record,) = caplog.records
-    assert "reduce_bucket_size, zero_optimization.allgather_bucket_size have no effect" in record.getMessage()
+def test_one_warning_names_all_keys_without_effect(caplog: pytest.LogCaptureFixture) -> None:
+    names = "zero_optimization.reduce_bucket_size, zero_optimization.allgather_bucket_size"
+    raw = {"zero_optimization": {"reduce_bucket_size": 1e6, "allgather_bucket_size": 1e6}, "zero_allow_untested_optimizer": True}
+    plan = resolved(raw)
+    with caplog.at_level(logging.DEBUG, logger="slipstream"):
+        say_idle(plan.idle)
+    warning, *details = caplog.records
+    assert (warning.levelno, {each.levelno for each in details}) == (logging.WARNING, {logging.DEBUG})
+    assert f"{names} have no effect here; `slipstream plan CONFIG`" in warning.getMessage().replace(
+        "zero_allow_untested_optimizer, ", ""
+    )
+    assert all(f"note: {each.getMessage().removeprefix('config: ')}" in describe(plan) for each in details) and len(details) == 2

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from slipstream.config import DataWorld, ModelFacts, Plan, describe, resolve
 from slipstream.config.keys import HONORED
-from slipstream.config.plan import plan_values
+from slipstream.config.plan import plan_values, sentences
 from slipstream.config.resolution import AUTO, triad
 from slipstream.optim import resolve_optimizer
 from slipstream.train import compiled, rehearse
@@ -42,14 +42,14 @@ def adam(**params: Any) -> dict[str, Any]:
 sizes = st.integers(1, 64)
 
 
-@given(micro=sizes, accumulation=sizes, ranks=sizes, kept=st.sampled_from(["tma", "tm", "ta", "ma", "t", "m"]))
-def test_any_part_of_the_triad_gives_a_consistent_whole(micro: int, accumulation: int, ranks: int, kept: str) -> None:
+@given(micro=sizes, accumulation=sizes, ranks=sizes, keys=st.sampled_from(["tma", "tm", "ta", "ma", "t", "m"]))
+def test_any_part_of_the_triad_gives_a_consistent_whole(micro: int, accumulation: int, ranks: int, keys: str) -> None:
     train = micro * accumulation * ranks
-    batch = triad(train if "t" in kept else None, micro if "m" in kept else None, accumulation if "a" in kept else None, ranks)
+    batch = triad(train if "t" in keys else None, micro if "m" in keys else None, accumulation if "a" in keys else None, ranks)
     assert batch.train == batch.micro * batch.accumulation * ranks
-    if len(kept) > 1:
+    if len(keys) > 1:
         assert batch == (train, micro, accumulation)
-    elif kept == "t":
+    elif keys == "t":
         assert batch == (train, micro * accumulation, 1)
     else:
         assert batch == (micro * ranks, micro, 1)
@@ -180,10 +180,10 @@ def test_precision_dtypes() -> None:
     small = plan_of({"bf16": lean}).precision
     assert (small.master_dtype, small.state_dtype, small.grad_accum_dtype) == (torch.bfloat16,) * 3
     assert not small.check_overflow
-    taken: dict[str, Any] = {"slipstream": {"check_grad_overflow": False}}
-    assert not plan_of(taken).precision.check_overflow
+    unchecked: dict[str, Any] = {"slipstream": {"check_grad_overflow": False}}
+    assert not plan_of(unchecked).precision.check_overflow
     for half, why in (("fp16", "always skipped"), ("bf16", "bf16.check_grad_overflow applies")):
-        plan = plan_of(taken | {half: {"enabled": True}})
+        plan = plan_of(unchecked | {half: {"enabled": True}})
         assert plan.precision.check_overflow and any(why in note for note in plan.notes)
     half = plan_of({"fp16": {"enabled": True, "auto_cast": True, "fp16_master_weights_and_grads": True}}).precision
     assert (half.param_dtype, half.master_dtype, half.auto_cast_inputs) == (torch.float16, torch.float16, True)
@@ -390,12 +390,12 @@ def test_a_plan_of_what_accelerate_hands_over() -> None:
 CUDA = dataclasses.replace(FACTS, device_type="cuda")
 
 
-def activations(block: dict[str, Any], ours: str | None = None, facts: ModelFacts = CUDA) -> Plan:
-    return plan_of({"activation_checkpointing": block} | ({"slipstream": {"activations": ours}} if ours else {}), facts=facts)
+def activations(block: dict[str, Any], choice: str | None = None, facts: ModelFacts = CUDA) -> Plan:
+    return plan_of({"activation_checkpointing": block} | ({"slipstream": {"activations": choice}} if choice else {}), facts=facts)
 
 
 def test_activations_follow_either_block() -> None:
-    for block, ours, way, on_host in (
+    for block, choice, way, on_host in (
         ({}, None, "keep", False),
         ({"cpu_checkpointing": False, "number_checkpoints": None}, None, "keep", False),
         ({"number_checkpoints": 2}, None, "recompute", False),
@@ -405,15 +405,15 @@ def test_activations_follow_either_block() -> None:
         ({}, "offload", "offload", False),
         ({"number_checkpoints": 2}, "auto", "recompute", False),
     ):
-        plan = activations(block, ours)
+        plan = activations(block, choice)
         assert (plan.activations.way, plan.activations.inputs_on_host) == (way, on_host) and plan.notes == ()
     assert activations({"number_checkpoints": 2}).sources["slipstream.activations"] == "derived: activation_checkpointing"
 
 
-@pytest.mark.parametrize("ours", ["keep", "offload"])
-def test_activations_that_contradict_each_other(ours: str) -> None:
-    with pytest.raises(ValueError, match=rf"activations is '{ours}', but .*_checkpoints \(2\) and .*cpu_checkpointing \(true\)"):
-        activations({"number_checkpoints": 2, "cpu_checkpointing": True}, ours)
+@pytest.mark.parametrize("choice", ["keep", "offload"])
+def test_activations_that_contradict_each_other(choice: str) -> None:
+    with pytest.raises(ValueError, match=rf"activations is '{choice}', but .*_checkpoints \(2\) and .*cpu_checkpointing \(true\)"):
+        activations({"number_checkpoints": 2, "cpu_checkpointing": True}, choice)
 
 
 def test_activations_where_the_device_is_the_host() -> None:
@@ -427,9 +427,9 @@ def test_activations_where_the_device_is_the_host() -> None:
 
 
 def test_chunks_are_told_as_they_are() -> None:
-    for asked, told in ((10**9, 1 << 21), (4096, 4096)):
-        block = {"stage": 1, "sub_group_size": asked, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}
-        assert plan_values(plan_of({"zero_optimization": block}))["zero_optimization.sub_group_size"] == told
+    for size, logged in ((10**9, 1 << 21), (4096, 4096)):
+        block = {"stage": 1, "sub_group_size": size, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}
+        assert plan_values(plan_of({"zero_optimization": block}))["zero_optimization.sub_group_size"] == logged
 
 
 FULL = {
@@ -460,7 +460,8 @@ def test_describe_shows_every_value_with_its_source(raw: dict[str, Any]) -> None
         assert key in plan.sources, key
         (line,) = [line for line in lines if line.split()[0] == key]
         assert line.endswith(plan.sources[key])
-    assert [line for line in lines if line.startswith("note: ")] == [f"note: {note}" for note in plan.notes]
+    notes = [f"note: {note}" for note in (*sentences(plan.idle), *plan.notes)]
+    assert [line for line in lines if line.startswith("note: ")] == notes
 
 
 def test_describe_begins_with_what_the_config_sets() -> None:

@@ -89,8 +89,8 @@ def test_each_sample_once_an_epoch(kind: type[Any], n: int, batch: int, world: i
     loaders = ranks(kind, n, batch, world, drop_last)
     orders = []
     for epoch in range(2):
-        assert {each.epoch for each in loaders} == {epoch}
-        batches = [list(each) for each in loaders]
+        assert {one.epoch for one in loaders} == {epoch}
+        batches = [list(one) for one in loaders]
         shapes = [[len(b) for b in rank] for rank in batches]
         assert shapes == [shapes[0]] * world  # equal batches on every rank
         if kind is Numbers:
@@ -112,8 +112,8 @@ def test_resume_is_exact(kind: type[Any], stop: int, n: int, batch: int, world: 
     """Stopped anywhere, also at the end of an epoch: the rest is what an unbroken run would see."""
     assume(not drop_last or n >= batch * world)
     for rank in {0, world - 1}:
-        whole = RepeatingLoader(loader(kind(n), batch, rank, world, drop_last))
-        expected = [next(whole) for _ in range(stop + 10)]
+        unbroken = RepeatingLoader(loader(kind(n), batch, rank, world, drop_last))
+        expected = [next(unbroken) for _ in range(stop + 10)]
         first = RepeatingLoader(loader(kind(n), batch, rank, world, drop_last))
         for _ in range(stop):
             next(first)
@@ -133,35 +133,35 @@ def test_resume_at_another_size(n: int, before: tuple[int, int], after: tuple[in
     """At another batch size and world, the rest of the epoch is what has not been seen."""
     (batch, world), (new_batch, new_world) = before, after
     assume(steps < -(-n // (batch * world)))
-    seen: list[int] = []
+    first: list[int] = []
     states = []
-    for each in ranks(Numbers, n, batch, world, False):
-        iterator = iter(each)
-        seen += [i for _ in range(steps) for i in next(iterator)]
-        states.append(each.state_dict())
+    for part in ranks(Numbers, n, batch, world, False):
+        iterator = iter(part)
+        first += [i for _ in range(steps) for i in next(iterator)]
+        states.append(part.state_dict())
     assert states == [states[0]] * world
-    rest: list[int] = []
+    remaining: list[int] = []
     lengths = set()
-    for each in ranks(Numbers, n, new_batch, new_world, False):
-        each.load_state_dict(states[0])
-        batches = list(each)
+    for part in ranks(Numbers, n, new_batch, new_world, False):
+        part.load_state_dict(states[0])
+        batches = list(part)
         lengths.add(tuple(len(b) for b in batches))
-        rest += [i for b in batches for i in b]
-        assert each.epoch == 1
+        remaining += [i for b in batches for i in b]
+        assert part.epoch == 1
     assert len(lengths) == 1
-    assert set(seen) | set(rest) == set(range(n))
-    assert len(seen) + len(rest) - n < new_world
+    assert set(first) | set(remaining) == set(range(n))
+    assert len(first) + len(remaining) - n < new_world
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("n", [1, 7, 12])
 def test_order_is_that_of_torch(world: int, n: int) -> None:
     for rank in range(world):
-        ours = loader(Numbers(n), 1, rank, world, seed=3)
+        batches = loader(Numbers(n), 1, rank, world, seed=3)
         sampler: DistributedSampler[int] = DistributedSampler(Numbers(n), world, rank, shuffle=True, seed=3)
         for epoch in range(2):
             sampler.set_epoch(epoch)
-            assert [b[0] for b in ours] == list(sampler)
+            assert [b[0] for b in batches] == list(sampler)
 
 
 def test_resume_reads_no_skipped_sample() -> None:
@@ -172,9 +172,9 @@ def test_resume_reads_no_skipped_sample() -> None:
     dataset = Numbers(20)
     resumed = loader(dataset, 2, 1, 2)
     resumed.load_state_dict(first.state_dict())
-    rest = list(resumed)
-    assert len(rest) == 2
-    assert dataset.read == [i for b in rest for i in b]
+    remaining = list(resumed)
+    assert len(remaining) == 2
+    assert dataset.read == [i for b in remaining for i in b]
     stream = StatefulStream(10)
     resumed = loader(stream, 2)
     resumed.load_state_dict({"epoch": 0, "samples": 4, "seed": 7, "dataset": {"at": 4}})
@@ -191,31 +191,31 @@ def test_iteration_leaves_the_random_state_alone() -> None:
 
 
 def test_an_epoch_left_early_is_not_taken_up_again() -> None:
-    each = loader(Numbers(30), 2)
-    first = next(iter(each))
-    assert each.epoch == 0
-    second = list(each)
+    batches = loader(Numbers(30), 2)
+    first = next(iter(batches))
+    assert batches.epoch == 0
+    second = list(batches)
     assert len(second) == 15
     assert second[0] != first
-    assert each.epoch == 2  # the next one
+    assert batches.epoch == 2  # the next one
 
 
 def test_loading_moves_an_iteration_under_way() -> None:
     """What engine.load_checkpoint does to a loader that the script already wraps."""
-    each = loader(Numbers(12), 2)
-    wrapped = RepeatingLoader(each)
-    early = each.state_dict()
+    batches = loader(Numbers(12), 2)
+    wrapped = RepeatingLoader(batches)
+    early = batches.state_dict()
     first = [next(wrapped) for _ in range(8)]
-    each.load_state_dict(early)
+    batches.load_state_dict(early)
     assert [next(wrapped) for _ in range(8)] == first
 
 
 def test_states_say_the_next_epoch_at_an_epochs_end() -> None:
-    each = loader(Numbers(7), 2, 0, 1, drop_last=True)
-    iterator = iter(each)
+    batches = loader(Numbers(7), 2, 0, 1, drop_last=True)
+    iterator = iter(batches)
     for _ in range(3):
         next(iterator)
-    assert each.state_dict() == {"epoch": 1, "samples": 0, "seed": 7, "length": 7}
+    assert batches.state_dict() == {"epoch": 1, "samples": 0, "seed": 7, "length": 7}
 
 
 @pytest.mark.parametrize("kind", [Numbers, Stream, StatefulStream, OwnShard])
@@ -230,19 +230,19 @@ def test_workers_change_nothing(kind: type[Any]) -> None:
 
 
 def test_streams_of_their_own_shard() -> None:
-    each = loader(OwnShard(5), 2, 1, 3)
-    assert list(each) == [[0, 1], [2, 3], [4]]
+    batches = loader(OwnShard(5), 2, 1, 3)
+    assert list(batches) == [[0, 1], [2, 3], [4]]
     assert list(loader(OwnShard(5), 2, 1, 3, drop_last=True)) == [[0, 1], [2, 3]]
-    iterator = iter(each)
+    iterator = iter(batches)
     next(iterator)
     resumed = loader(OwnShard(5), 2, 1, 3)
-    resumed.load_state_dict(each.state_dict())
+    resumed.load_state_dict(batches.state_dict())
     assert list(resumed) == [[2, 3], [4]]
 
 
 def test_streams_are_told_the_epoch() -> None:
-    each = loader(StatefulStream(2), 2)
-    assert [list(each), list(each)] == [[[0, 1]], [[1000, 1001]]]
+    batches = loader(StatefulStream(2), 2)
+    assert [list(batches), list(batches)] == [[[0, 1]], [[1000, 1001]]]
 
 
 def test_tensors_are_stacked_by_default() -> None:
@@ -295,12 +295,12 @@ def test_refusals(make: Any, message: str) -> None:
     ids=range(5),
 )
 def test_bad_states_change_nothing(state: dict[str, Any], message: str) -> None:
-    each = loader(Numbers(8), 2)
-    next(iter(each))
-    before = each.state_dict()
+    batches = loader(Numbers(8), 2)
+    next(iter(batches))
+    before = batches.state_dict()
     with pytest.raises(ValueError, match=message):
-        each.load_state_dict(state)
-    assert each.state_dict() == before
+        batches.load_state_dict(state)
+    assert batches.state_dict() == before
 
 
 def test_stateful_streams_need_their_state() -> None:

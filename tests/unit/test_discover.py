@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.discover import Node, discover, node, slurm_hosts
+from slipstream.world.discover import Node, discover, node, slurm_hosts
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {
@@ -36,10 +36,10 @@ def test_torchrun_wins_and_is_not_second_guessed() -> None:
 
 
 def test_slurm_step() -> None:
-    found = discover(SLURM)
-    assert found is not None
-    port = found.pop("MASTER_PORT")
-    assert found == {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07"}
+    env = discover(SLURM)
+    assert env is not None
+    port = env.pop("MASTER_PORT")
+    assert env == {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu07"}
     assert 20_000 <= int(port) < 30_000
     assert discover(SLURM | {"SLURM_PROCID": "0"})["MASTER_PORT"] == port  # type: ignore[index]
     for other in ({"SLURM_JOB_ID": "4712"}, {"SLURM_STEP_ID": "1"}):  # may run on the same node
@@ -52,26 +52,26 @@ def test_slurm_batch_script_is_one_process() -> None:
 
 
 def test_openmpi_on_one_host_needs_nothing() -> None:
-    found = discover(OPENMPI)
-    assert found is not None
-    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("1", "2", "1")
-    assert found["MASTER_ADDR"] == "127.0.0.1"
+    env = discover(OPENMPI)
+    assert env is not None
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == ("1", "2", "1")
+    assert env["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_openmpi_over_hosts_needs_the_master() -> None:
     spread = OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}
     with pytest.raises(ValueError, match=r"Open MPI does not publish .*mpirun -x MASTER_ADDR"):
         discover(spread)
-    found = discover(spread | {"MASTER_ADDR": "host1", "MASTER_PORT": "2222"})
-    assert found is not None
-    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("host1", "2222")
+    env = discover(spread | {"MASTER_ADDR": "host1", "MASTER_PORT": "2222"})
+    assert env is not None
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("host1", "2222")
 
 
 def test_pmi() -> None:
     env = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
-    found = discover(env)
-    assert found is not None
-    assert (found["RANK"], found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("2", "2", "3")
+    variables = discover(env)
+    assert variables is not None
+    assert (variables["RANK"], variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"]) == ("2", "2", "3")
 
 
 def test_incomplete_is_refused() -> None:
@@ -99,9 +99,9 @@ def test_slurm_hosts(text: str, hosts: list[str]) -> None:
 
 def test_one_launcher_per_node() -> None:
     per_node = SLURM | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_LOCALID": "0"}
-    found = node(per_node)
-    assert found is not None
-    assert found[:3] == (3, 2, "gpu07")
+    place = node(per_node)
+    assert place is not None
+    assert place[:3] == (3, 2, "gpu07")
     assert node(SLURM) is None  # a task per rank
     pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "23456"}
     assert node(pet) == Node(num_nodes=2, node_rank=1, master_addr="m", master_port=23456)
@@ -111,9 +111,9 @@ def test_one_launcher_per_node() -> None:
 def test_init_distributed_takes_deepspeeds_keywords_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
-    from slipstream import distributed
+    from slipstream.world import join as distributed
 
-    def met(**env: str) -> str | None:
+    def port_with(**env: str) -> str | None:
         monkeypatch.setattr(os, "environ", dict(env))
         options = {"auto_mpi_discovery": False, "distributed_port": 1234, "verbose": False, "config": None}
         return os.environ.get("MASTER_PORT") if distributed.init_distributed(**options) else None  # type: ignore[arg-type]
@@ -121,10 +121,10 @@ def test_init_distributed_takes_deepspeeds_keywords_and_no_others(monkeypatch: p
     monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(distributed.dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(distributed, "_backend", lambda: "gloo")
-    assert met() is None
-    assert met(RANK="0", WORLD_SIZE="2") == "1234"
-    assert met(RANK="0", WORLD_SIZE="2", MASTER_PORT="99") == "99"
-    assert met(**OPENMPI) is None, "auto_mpi_discovery=False"
+    assert port_with() is None
+    assert port_with(RANK="0", WORLD_SIZE="2") == "1234"
+    assert port_with(RANK="0", WORLD_SIZE="2", MASTER_PORT="99") == "99"
+    assert port_with(**OPENMPI) is None, "auto_mpi_discovery=False"
     assert distributed.init_distributed(dist_init_required=False) is False
     with pytest.raises(TypeError, match="timeot"):
         distributed.init_distributed(timeot=None)  # type: ignore[call-arg]

@@ -59,8 +59,8 @@ def start(request: pytest.FixtureRequest, folder: str) -> Iterator[Open]:
         return disks[-1]
 
     yield start
-    for each in disks:
-        each.close()
+    for disk in disks:
+        disk.close()
 
 
 def noise(pages: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -93,9 +93,9 @@ def test_any_parts_come_back_as_they_were_written(start: Open, seed: int) -> Non
             model[offset : offset + tensor.nbytes] = tensor.view(torch.uint8)
         for offset, tensor in read:
             assert same(tensor, model[offset : offset + tensor.nbytes])
-    whole = aligned(pages * PAGE)
-    disk.read([(0, whole)]).wait()
-    assert torch.equal(whole, model)
+    values = aligned(pages * PAGE)
+    disk.read([(0, values)]).wait()
+    assert torch.equal(values, model)
 
 
 def test_batches_far_beyond_the_queue(start: Open) -> None:
@@ -118,7 +118,7 @@ def test_what_is_dropped_under_way_is_kept_alive_and_written(start: Open) -> Non
     assert alive() is None
     for at in range(0, model.numel(), 64 * PAGE):
         disk.write([(at, aligned(64 * PAGE).copy_(model[at : at + 64 * PAGE]))])  # neither is kept here
-    while not all(each.done() for each in disk._under_way):
+    while not all(pending.done() for pending in disk._under_way):
         time.sleep(1e-3)
     back = aligned(model.numel())
     disk.read([(0, back)]).wait()
@@ -136,12 +136,12 @@ def test_close_waits_and_refuses_what_comes_later(start: Open) -> None:
 
 
 def test_a_failed_write_leaves_other_batches_whole(start: Open) -> None:
-    disk, whole, back = start(block_nbytes=4 * PAGE), noise(64), aligned(64 * PAGE)
+    disk, values, back = start(block_nbytes=4 * PAGE), noise(64), aligned(64 * PAGE)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (130 * PAGE, hard))  # in the middle of a block: a short write, then the error
     try:
-        before, failing = disk.write([(0, whole)]), disk.write([(128 * PAGE, noise(4)), (256 * PAGE, noise(64))])
-        after = disk.write([(64 * PAGE, whole)])
+        before, failing = disk.write([(0, values)]), disk.write([(128 * PAGE, noise(4)), (256 * PAGE, noise(64))])
+        after = disk.write([(64 * PAGE, values)])
         for _ in range(2):
             with pytest.raises(DiskError, match=r"write of \d+ bytes at offset \d+ .* ended after \d+ bytes: .*ulimit") as caught:
                 failing.wait()
@@ -152,7 +152,7 @@ def test_a_failed_write_leaves_other_batches_whole(start: Open) -> None:
     assert caught.value.errno == errno.EFBIG and disk.folder in str(caught.value)
     for at in (0, 64 * PAGE):
         disk.read([(at, back)]).wait()
-        assert torch.equal(back, whole)
+        assert torch.equal(back, values)
 
 
 def test_a_short_write_is_told_by_what_it_moved(start: Open) -> None:

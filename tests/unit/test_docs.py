@@ -50,8 +50,8 @@ def test_readme_is_read_in_two_minutes() -> None:
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     for name, ratios in re.findall(r"^\| ([^|]*, over (?:DeepSpeed|PyTorch|vLLM)[^|]*) \| ([^|]*\d+\.\d+x[^|]*) \|$", README, re.M):
         for ratio in re.findall(r"([\d.]+)x", ratios):
-            told = {f"{float(value):.1f}" for value in re.findall(r"(?:faster than|over) [^|]*\| ([\d.]+) \|", results)}
-            assert ratio in told, f"{name}: {ratio} is not in RESULTS.md"
+            measured = {f"{float(value):.1f}" for value in re.findall(r"(?:faster than|over) [^|]*\| ([\d.]+) \|", results)}
+            assert ratio in measured, f"{name}: {ratio} is not in RESULTS.md"
 
 
 def test_quick_start_runs_and_is_short(tmp_path: Path) -> None:
@@ -152,11 +152,11 @@ def quantized_page(folder: Path) -> list[float]:
     if importlib.util.find_spec("peft") is None:
         sys.modules["peft"] = types.ModuleType("peft")
         exec(PEFT, vars(sys.modules["peft"]))
-    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as output:
         exec(QUANTIZED, scope)
     assert {module.form.bits for module in scope["engine"].module.modules() if hasattr(module, "form")} == {4}
     scope["engine"].destroy()
-    return [float(line) for line in said.getvalue().split()]
+    return [float(line) for line in output.getvalue().split()]
 
 
 def test_adapters_on_a_quantized_base_run(tmp_path: Path) -> None:
@@ -262,8 +262,8 @@ def test_serving_s_lists_are_the_code_s() -> None:
     assert metrics and metrics <= named, metrics - named
 
     (commands,) = (action for action in build_parser()._actions if action.dest == "command")
-    known = {word for action in commands.choices["serve"]._actions for word in action.option_strings}  # type: ignore[index, union-attr]
-    options = {word.replace("_", "-") for word in known if word.startswith("--")} - {"--help"}
+    flags = {word for action in commands.choices["serve"]._actions for word in action.option_strings}  # type: ignore[index, union-attr]
+    options = {word.replace("_", "-") for word in flags if word.startswith("--")} - {"--help"}
     (table,) = re.findall(r"## Options of `slipstream serve`\n(.*?)\n## ", SERVING, re.S)
     assert set(re.findall(r"`(--[a-z-]+)`", "".join(line.split("|")[1] for line in table.splitlines() if "|" in line))) == options
 
@@ -276,15 +276,15 @@ def test_serving_s_lists_are_the_code_s() -> None:
 def test_key_counts_are_the_code_s() -> None:
     """Those of DeepSpeed's; the block "slipstream" is ours, and all of it is honored."""
     counts = keys.counts()
-    ours = sum(name.startswith("slipstream.") for name in keys.HONORED)
-    assert ours == sum(name.startswith("slipstream.") for name in keys.table())
-    told = re.search(
+    own = sum(name.startswith("slipstream.") for name in keys.HONORED)
+    assert own == sum(name.startswith("slipstream.") for name in keys.table())
+    line = re.search(
         r"Of the (\d+) keys in DeepSpeed's .*?, (\d+) are honored, (\d+) have no effect .*? and (\d+) ask .*? adds (\d+) keys",
         STATUS,
         re.S,
     )
-    assert told is not None
-    assert tuple(map(int, told.groups())) == (sum(counts) - ours, counts.honored - ours, counts.no_effect, counts.refused, ours)
+    assert line is not None
+    assert tuple(map(int, line.groups())) == (sum(counts) - own, counts.honored - own, counts.no_effect, counts.refused, own)
 
 
 def test_links_lead_somewhere() -> None:

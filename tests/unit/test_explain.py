@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 import slipstream
-from slipstream.train import explain
+from slipstream.train.planning import explain
 from tests import probe, toy
 from tests.pool import distributed
 
@@ -42,11 +42,11 @@ def test_at_rest_is_sixteen_bytes_per_parameter(stage: int, bf16: bool) -> None:
 def test_moments_are_the_optimizers(optimizer: str, options: dict[str, str]) -> None:
     named = {"type": optimizer, "params": {"lr": 1e-3}}
     engine = toy.make(toy.seeded(toy.Net), 1, dtype="bf16", optimizer=named, slipstream=options)
-    found = explain.of_engine(engine)
-    moments = sum(line.nbytes for line in found.rest if line.state == "optimizer" and line.what != "masters")
+    memory = explain.of_states(engine.single)
+    moments = sum(line.nbytes for line in memory.rest if line.state == "optimizer" and line.what != "masters")
     assert moments == sum(probe.state_nbytes(engine, unit) for unit in probe.units(engine))
-    assert explain.parts_of(engine.module, engine.plan, 1) == list(found.parts)
-    assert explain.setting_of(engine.plan, 1, "cpu") == found.setting
+    assert explain.parts_of(engine.module, engine.plan, 1) == list(memory.parts)
+    assert explain.setting_of(engine.plan, 1, "cpu") == memory.setting
     engine.destroy()
 
 
@@ -55,5 +55,5 @@ def test_copies_are_all_reduced_on_the_wire() -> None:
     """MiCS with shards of one rank: half the gradients are sent to be added, half come back, as with plain copies."""
     engine = toy.make(toy.seeded(toy.Net), 3, "gloo", zero_optimization={"stage": 3, "mics_shard_size": 1})
     numel = sum(unit.layout.numel for unit in probe.units(engine))
-    assert explain.of_engine(engine).flow.wire == 2 * numel * 4 // 2
+    assert explain.of_states(engine.single).flow.wire == 2 * numel * 4 // 2
     engine.destroy()

@@ -63,15 +63,15 @@ def test_each_missing_package_is_one_line(tmp_path: Path) -> None:
         ("llguidance", "serve", ["generate", *on_cpu, "a", "--json-schema", str(schema)]),
         ("transformers", "hf", ["generate", str(gpt2), "--device", "cpu", "a"]),
     ]
-    asked = json.dumps([([package], command) for package, _, command in cases])
-    done = subprocess.run([sys.executable, "-c", SCRIPT, asked], capture_output=True, text=True, timeout=120)
+    argument = json.dumps([([package], command) for package, _, command in cases])
+    done = subprocess.run([sys.executable, "-c", SCRIPT, argument], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for (package, extra, command), (code, err) in zip(cases, json.loads(done.stdout), strict=True):
         if command[0] == "init_inference":
             assert code.startswith("MissingPackageError: ") and "\n" not in code
-            said = code
+            message = code
         else:
             assert code == 2, (package, command, code, err)
-            said = err.splitlines()[-1]
-            assert said.startswith(f"slipstream {command[0]}: ") and "Traceback" not in err
-        assert f" needs the package {package}, which is not installed: pip install '.[{extra}]'" in said, said
+            message = err.splitlines()[-1]
+            assert message.startswith(f"slipstream {command[0]}: ") and "Traceback" not in err
+        assert f" needs the package {package}, which is not installed: pip install '.[{extra}]'" in message, message

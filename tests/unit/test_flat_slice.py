@@ -27,11 +27,11 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 def test_boxes_are_the_range_in_memory_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
     index = torch.arange(math.prod(shape)).view(shape)
-    found = boxes(shape, start, stop)
-    picked = [index[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten().tolist() for box in found]
+    parts = boxes(shape, start, stop)
+    picked = [index[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten().tolist() for box in parts]
     assert list(itertools.chain.from_iterable(picked)) == list(range(start, stop))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
-    for box, elements in zip(found, picked, strict=True):
+    assert len(parts) <= max(1, 2 * len(shape) - 1)
+    for box, elements in zip(parts, picked, strict=True):
         assert flat_range(shape, box) == (elements[0], elements[-1] + 1)
 
 
@@ -73,12 +73,12 @@ def test_zero_elements_are_one_empty_box() -> None:
 @given(ranges())
 def test_pieces_are_views_of_data(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
-    held = FlatSlice(torch.arange(start, stop), shape, start)
-    whole = torch.arange(math.prod(shape)).view(shape)
-    for box, view in held.pieces():
-        assert torch.equal(view, whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))])
+    part = FlatSlice(torch.arange(start, stop), shape, start)
+    values = torch.arange(math.prod(shape)).view(shape)
+    for box, view in part.pieces():
+        assert torch.equal(view, values[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))])
         view.fill_(-1)
-    assert bool((held.data == -1).all()) and held.stop == stop
+    assert bool((part.data == -1).all()) and part.stop == stop
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ def test_memory_that_could_shrink_is_refused(server: tuple[Recorder, Path], tmp_
 def test_an_announcement_that_is_wrong_is_refused(server: tuple[Recorder, Path], message: Any, error: str) -> None:
     recorder, path = server
     with memory(64) as descriptor:
-        said = answer(path, [descriptor], message)
-    assert re.search(error, said), said
+        reply = answer(path, [descriptor], message)
+    assert re.search(error, reply), reply
     assert not recorder.sums
     handover.send([("w", torch.ones(2, 3))], to=path)
     assert recorder.sums == {"w": 6.0}

@@ -185,11 +185,11 @@ def test_skipping_for_ever_is_stopped(dtype: str, block: dict[str, Any]) -> None
 
 def test_overflow_is_of_the_last_boundary() -> None:
     engine = dot(dtype="fp16", fp16={"initial_scale_power": 4}, gradient_accumulation_steps=2)
-    said = []
+    overflows = []
     for x in (1.0, 1.0, 1.0, math.inf, 1.0, 1.0):
         toy.step(engine, torch.full((2,), x))
-        said.append(engine.optimizer.overflow)
-    assert said == [False, False, False, True, True, False]
+        overflows.append(engine.optimizer.overflow)
+    assert overflows == [False, False, False, True, True, False]
 
 
 def test_fp16_initial_scale_power() -> None:
@@ -201,11 +201,11 @@ def test_fp16_initial_scale_power() -> None:
 def scales(*batches: float, **block: Any) -> list[float]:
     """The loss scale after each batch; one that is infinite overflows."""
     engine = dot(dtype="fp16", fp16={"initial_scale_power": 4} | block)
-    found = []
+    values = []
     for x in batches:
         toy.step(engine, torch.full((2,), x))
-        found.append(engine.precision.loss_scale)
-    return found
+        values.append(engine.precision.loss_scale)
+    return values
 
 
 def test_fp16_loss_scale_window() -> None:
@@ -262,13 +262,13 @@ def test_bf16_check_grad_overflow() -> None:
 
 def test_slipstream_check_grad_overflow(caplog: pytest.LogCaptureFixture) -> None:
     """fp32, where plain PyTorch trains on with NaN for ever: that is told ever more rarely, with its count."""
-    for check, told in ((True, [1, 2, 3, 4, 5]), (False, [1, 2, 4])):
+    for check, counts in ((True, [1, 2, 3, 4, 5]), (False, [1, 2, 4])):
         caplog.clear()
         engine = dot(steps=5, x=math.nan, slipstream={"check_grad_overflow": check})
         assert engine.skipped_steps == 5 * check and engine.nonfinite_steps == 5
         assert bool(weights(engine).isfinite().all()) is check
         what = "skipped" if check else "applied anyway"
-        assert [f"'weight' is not finite (the first such parameter); step {what} ({n} so far)" for n in told] == [
+        assert [f"'weight' is not finite (the first such parameter); step {what} ({n} so far)" for n in counts] == [
             message.partition("gradient of ")[2] for message in caplog.messages if "not finite" in message
         ]
 
@@ -286,9 +286,9 @@ def test_an_overflow_tells_the_old_and_the_new_loss_scale(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize(
-    "dtype, remedy", [("bf16", {"torch_autocast": {"enabled": True}}), ("fp16", {"fp16": {"enabled": True, "auto_cast": True}})]
+    "dtype, block", [("bf16", {"torch_autocast": {"enabled": True}}), ("fp16", {"fp16": {"enabled": True, "auto_cast": True}})]
 )
-def test_inputs_of_another_dtype_get_a_hint(dtype: str, remedy: dict[str, Any]) -> None:
+def test_inputs_of_another_dtype_get_a_hint(dtype: str, block: dict[str, Any]) -> None:
     """Beside torch's own words; what the hint says works, and errors about anything else get none."""
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     kinds: tuple[Callable[[], nn.Module], ...] = (lambda: nn.Linear(4, 4), lambda: nn.LayerNorm(4), lambda: nn.LSTM(4, 4))
@@ -299,7 +299,7 @@ def test_inputs_of_another_dtype_get_a_hint(dtype: str, remedy: dict[str, Any]) 
         (hint,) = raised.value.__notes__
         assert f"weights are {half} and it was given torch.float32: cast with .to({half}), or set " in hint
         engine(torch.ones(2, 4, dtype=half))
-        sgd(kind(), **remedy)(torch.ones(2, 4))
+        sgd(kind(), **block)(torch.ones(2, 4))
     for wrong in (torch.ones(2, 5, dtype=half), torch.ones(2, 5)):
         with pytest.raises(RuntimeError) as raised:
             sgd(nn.Sequential(nn.Flatten(), nn.Unflatten(1, (2, 2))), dtype=dtype)(wrong)
@@ -310,12 +310,12 @@ def test_inputs_of_another_dtype_get_a_hint(dtype: str, remedy: dict[str, Any]) 
 
 
 def test_an_optimizer_of_frozen_parameters_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    for trainable, told in (((True, True), 0), ((False, True), 0), ((False, False), 1)):
+    for trainable, num_warnings in (((True, True), 0), ((False, True), 0), ((False, False), 1)):
         caplog.clear()
-        model = nn.Sequential(*(nn.Linear(2, 2).requires_grad_(each) for each in trainable))
+        model = nn.Sequential(*(nn.Linear(2, 2).requires_grad_(flag) for flag in trainable))
         sgd(model)
-        said = [message for message in caplog.messages if "none of the 4 parameters of SGD requires a gradient" in message]
-        assert len(said) == told
+        warnings = [message for message in caplog.messages if "none of the 4 parameters of SGD requires a gradient" in message]
+        assert len(warnings) == num_warnings
 
 
 def test_bf16_master_weights_and_grads() -> None:
@@ -427,16 +427,16 @@ def runs(**blocks: Any) -> list[int]:
     """Of each block in one step."""
     engine = sgd(toy.seeded(Counting), **blocks)
     toy.step(engine, torch.ones(2, 4))
-    found: list[int] = engine.module.runs
-    return found
+    counts: list[int] = engine.module.runs
+    return counts
 
 
 def test_slipstream_activations(caplog: pytest.LogCaptureFixture) -> None:
     """What "offload" does on a CUDA device is in `tests/unit/test_activation.py`."""
     for way, expected in (("keep", 1), ("recompute", 2), ("offload", 1)):
         assert runs(slipstream={"activations": way}) == [expected] * 3
-    (said,) = [message for message in caplog.messages if "no effect" in message]
-    assert "slipstream.activations = offload" in said
+    (warning,) = [message for message in caplog.messages if "no effect" in message]
+    assert "slipstream.activations = offload" in warning
 
 
 def test_number_checkpoints() -> None:
@@ -449,8 +449,8 @@ def test_cpu_checkpointing(caplog: pytest.LogCaptureFixture) -> None:
     """It asks for recomputing; where the inputs wait is in `tests/unit/test_activation.py`."""
     assert runs(activation_checkpointing={"cpu_checkpointing": False}) == [1, 1, 1]
     assert runs(activation_checkpointing={"cpu_checkpointing": True}) == [2, 2, 2]
-    (said,) = [message for message in caplog.messages if "no effect" in message]
-    assert "activation_checkpointing.cpu_checkpointing" in said
+    (warning,) = [message for message in caplog.messages if "no effect" in message]
+    assert "activation_checkpointing.cpu_checkpointing" in warning
 
 
 def test_synchronize_checkpoint_boundary() -> None:
@@ -497,8 +497,8 @@ def test_steps_per_print(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_wall_clock_breakdown(caplog: pytest.LogCaptureFixture) -> None:
     assert lines(caplog, "step", wall_clock_breakdown=False) == []
-    found = lines(caplog, "step", wall_clock_breakdown=True)
-    assert len(found) == 4 and all(f"{part} " in line for line in found for part in ("forward", "backward", "step"))
+    logged = lines(caplog, "step", wall_clock_breakdown=True)
+    assert len(logged) == 4 and all(f"{part} " in line for line in logged for part in ("forward", "backward", "step"))
 
 
 def test_dump_state(caplog: pytest.LogCaptureFixture) -> None:
@@ -509,10 +509,10 @@ def test_dump_state(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_log_level(caplog: pytest.LogCaptureFixture) -> None:
     """One warning when it starts, one information per step."""
-    said = {"steps_per_print": 1, "zero_optimization": {"reduce_bucket_size": 7}}
+    verbose = {"steps_per_print": 1, "zero_optimization": {"reduce_bucket_size": 7}}
     for level, warnings, steps in ((None, 1, 4), ("info", 1, 4), ("warning", 1, 0), ("error", 0, 0)):
         block = {} if level is None else {"log_level": level}
-        assert len(lines(caplog, "step", **said, **block)) == steps
+        assert len(lines(caplog, "step", **verbose, **block)) == steps
         assert sum("reduce_bucket_size" in message for message in caplog.messages) == warnings
 
 
@@ -546,10 +546,10 @@ class Stale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.kept: Tensor | None = None
+        self.alias: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.blocks[0].weight.detach() if self.blocks[0].weight.dim() == 2 else None
+        self.alias = self.blocks[0].weight.detach() if self.blocks[0].weight.dim() == 2 else None
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
@@ -561,5 +561,5 @@ def test_slipstream_poison_released() -> None:
     for poison in (False, True):
         engine = sgd(toy.seeded(Stale), stage=3, lr=0.1, slipstream={"poison_released": poison})
         losses[poison] = [float(toy.step(engine, torch.ones(2, 4))) for _ in range(3)]
-        assert bool(engine.module.kept.isnan().all()) is poison
+        assert bool(engine.module.alias.isnan().all()) is poison
     assert losses[False] == losses[True] and losses[True][2] < losses[True][0]

@@ -105,8 +105,8 @@ def test_any_value_opens_or_is_one_sentence(folder: Path, file: str, number: int
     keys = sorted(json.loads((folder / file).read_text()))
     began = time.monotonic()
     with Changed(folder, file, keys[number % len(keys)], value):
-        said = refusal(folder)
-    assert "\n" not in said and len(said) < 500
+        message = refusal(folder)
+    assert "\n" not in message and len(message) < 500
     assert time.monotonic() - began < 20
 
 
@@ -115,8 +115,8 @@ def test_files_that_are_no_objects_are_said(folder: Path) -> None:
         before = (folder / file).read_bytes()
         for content in (b"[]", b"{", b"\xff", b"[" * 100_000):
             (folder / file).write_bytes(content)
-            said = refusal(folder)
-            assert said.startswith(f"{folder / file} ") and "\n" not in said
+            message = refusal(folder)
+            assert message.startswith(f"{folder / file} ") and "\n" not in message
         (folder / file).write_bytes(before)
 
 
@@ -142,5 +142,5 @@ def test_whoever_reads_a_folder_says_it(folder: Path, tmp_path: Path, capsys: py
         for command in (*served, ["plan", str(plan), "--model", str(folder)]):
             capsys.readouterr()
             assert main(command) == 2
-            (said,) = capsys.readouterr().err.splitlines()
-            assert said.startswith(f'slipstream {command[0]}: {folder / "config.json"}: hidden_size is "wide"; it must be')
+            (message,) = capsys.readouterr().err.splitlines()
+            assert message.startswith(f'slipstream {command[0]}: {folder / "config.json"}: hidden_size is "wide"; it must be')

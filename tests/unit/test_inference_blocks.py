@@ -121,8 +121,8 @@ def test_random_operations(num_blocks: int, block_size: int, seed: int) -> None:
         step = rng.choice(["begin", "grow", "grow", "grow", "fork", "free"])
         if step == "begin":
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 12))]
-            found = pool.match(tokens)
-            live.append((pool.fork(found), tokens[: len(found) * block_size]))
+            prefix = pool.match(tokens)
+            live.append((pool.fork(prefix), tokens[: len(prefix) * block_size]))
         elif step == "free" and live:
             pool.free(live.pop(rng.randrange(len(live)))[0])
         elif step == "fork" and live:

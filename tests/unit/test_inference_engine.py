@@ -63,10 +63,10 @@ class HashRunner:
             for position, token in enumerate([*request.tokens[start:stop], *draft], start):
                 self.cache[request.blocks[position // self.block_size]][position % self.block_size] = token
             for position in range(stop - 1, stop + len(draft)) if stop == len(request.tokens) else ():
-                rows.append(self.logits(self.seen(request.blocks, position + 1), position + 1 - request.num_prompt))
+                rows.append(self.logits(self.cached(request.blocks, position + 1), position + 1 - request.num_prompt))
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 
-    def seen(self, blocks: list[int], length: int) -> list[int]:
+    def cached(self, blocks: list[int], length: int) -> list[int]:
         return [self.cache[blocks[p // self.block_size]][p % self.block_size] for p in range(length)]
 
     def logits(self, history: list[int], num_generated: int) -> torch.Tensor:
@@ -89,14 +89,14 @@ class Answer:
         self.outputs: list[list[Output]] = [[] for _ in range(n)]
         self.left = n
         self.over = threading.Event()
-        self.begun = threading.Event()
+        self.started = threading.Event()
 
     def __call__(self, output: Output) -> None:
         outputs = self.outputs[output.index]
         assert not outputs or outputs[-1].finish is None, "nothing comes after the end"
         assert (output.finish is None) == (output.usage is None)
         outputs.append(output)
-        self.begun.set()
+        self.started.set()
         self.left -= output.finish is not None
         if not self.left:
             self.over.set()
@@ -129,7 +129,7 @@ def ask(engine: Engine, prompt: str, params: SamplingParams = GREEDY, **more: An
     return answer
 
 
-def done(answer: Answer) -> Answer:
+def wait(answer: Answer) -> Answer:
     assert answer.over.wait(10), "no answer"
     return answer
 
@@ -151,10 +151,10 @@ def test_together_is_as_alone(options: dict[str, Any]) -> None:
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=20, repetition_penalty=1.1) for i in range(12)]
     alone = []
     with running() as engine:
-        alone = [done(ask(engine, prompt, one)).ids() for prompt, one in zip(PROMPTS, params, strict=True)]
+        alone = [wait(ask(engine, prompt, one)).ids() for prompt, one in zip(PROMPTS, params, strict=True)]
     with running(HashRunner(num_blocks=40), **options) as engine:
         together = [ask(engine, prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
-        assert [done(answer).ids() for answer in together] == alone
+        assert [wait(answer).ids() for answer in together] == alone
         stats = engine.stats()
         assert stats.generated_tokens == sum(map(len, alone))
         assert stats.finished[Finish.STOP] + stats.finished[Finish.LENGTH] == 12
@@ -164,18 +164,18 @@ def test_together_is_as_alone(options: dict[str, Any]) -> None:
 def test_n_answers_have_seeds_of_their_own() -> None:
     params = SamplingParams(temperature=2.0, seed=5, max_tokens=15)
     with running() as engine:
-        answer = done(ask(engine, PROMPTS[2], params, n=3))
+        answer = wait(ask(engine, PROMPTS[2], params, n=3))
         texts = [answer.text(index) for index in range(3)]
         assert len(set(texts)) == 3
         for index in range(3):
-            alone = done(ask(engine, PROMPTS[2], SamplingParams(temperature=2.0, seed=5 + index, max_tokens=15)))
+            alone = wait(ask(engine, PROMPTS[2], SamplingParams(temperature=2.0, seed=5 + index, max_tokens=15)))
             assert alone.text() == texts[index]
         assert answer.last(2).usage.prompt_tokens == len(PROMPTS[2])  # type: ignore[union-attr]
 
 
 def test_no_seed_means_another_text_each_time() -> None:
     with running() as engine:
-        texts = {done(ask(engine, "x", SamplingParams(temperature=2.0, max_tokens=20))).text() for _ in range(4)}
+        texts = {wait(ask(engine, "x", SamplingParams(temperature=2.0, max_tokens=20))).text() for _ in range(4)}
         assert len(texts) > 1
 
 
@@ -185,7 +185,7 @@ def test_no_seed_means_another_text_each_time() -> None:
 )
 def test_stop_strings_across_tokens(stop: str, text: str) -> None:
     with running(HashRunner(says="hello world, smörgås")) as engine:
-        answer = done(ask(engine, "x", SamplingParams(temperature=0, max_tokens=50, stop=(stop,))))
+        answer = wait(ask(engine, "x", SamplingParams(temperature=0, max_tokens=50, stop=(stop,))))
         assert answer.text() == text
         assert answer.last().finish is Finish.STOP
         assert all(stop not in output.text for output in answer.outputs[0])
@@ -193,17 +193,17 @@ def test_stop_strings_across_tokens(stop: str, text: str) -> None:
 
 def test_usage_ends_and_logprobs() -> None:
     with running(HashRunner(says="hello")) as engine:
-        answer = done(ask(engine, "12345678", SamplingParams(temperature=0, logprobs=2)))
+        answer = wait(ask(engine, "12345678", SamplingParams(temperature=0, logprobs=2)))
         assert answer.text() == "hello" and answer.ids() == [*b"hello", END]
         assert answer.last().usage == (8, 0, 6)
         logprobs = [one for output in answer.outputs[0] for one in output.logprobs]
         assert [one.token_id for one in logprobs] == answer.ids()
         assert logprobs[0].top[0] == (ord("h"), logprobs[0].logprob)
-        again = done(ask(engine, "12345678", SamplingParams(temperature=0, max_tokens=2)))
+        again = wait(ask(engine, "12345678", SamplingParams(temperature=0, max_tokens=2)))
         assert again.text() == "he" and again.last().finish is Finish.LENGTH
         assert again.last().usage == (8, 4, 2) and not again.last().logprobs
         # Neither min_tokens nor a stop string before them ends it.
-        late = done(ask(engine, "1", SamplingParams(temperature=0, min_tokens=4, max_tokens=5, stop=("el",))))
+        late = wait(ask(engine, "1", SamplingParams(temperature=0, min_tokens=4, max_tokens=5, stop=("el",))))
         assert late.text() == "hello" and late.last().finish is Finish.LENGTH
         stats = engine.stats()
         assert stats.prompt_tokens == 17 and stats.cached_tokens == 4 and stats.generated_tokens == 13
@@ -233,11 +233,11 @@ def test_cancelled_midway_gives_its_blocks_back(n: int) -> None:
         other = ask(engine, "other", SamplingParams(temperature=0, max_tokens=150))
         answer = Answer(n)
         handle = engine.submit("x", SamplingParams(max_tokens=150, temperature=0), sink=answer, n=n)
-        assert answer.begun.wait(10)
+        assert answer.started.wait(10)
         engine.cancel(handle)
-        assert done(answer).last().finish is Finish.CANCELLED
+        assert wait(answer).last().finish is Finish.CANCELLED
         engine.cancel(handle)  # again: nothing
-        assert done(other).text() == "z" * 150
+        assert wait(other).text() == "z" * 150
         assert engine.stats().finished == {Finish.CANCELLED: n, Finish.LENGTH: 1}
         assert engine.stats().blocks_used == 0
 
@@ -249,10 +249,10 @@ def test_an_engine_that_computes_nothing_any_more_is_dead() -> None:
         raise RuntimeError("device lost")
 
     with running(runner) as engine:
-        done(ask(engine, "fine"))
+        wait(ask(engine, "fine"))
         runner.before = fail
         for _ in range(MAX_FAILURES):
-            answer = done(ask(engine, "fine", n=2))
+            answer = wait(ask(engine, "fine", n=2))
             assert [answer.last(index).finish for index in range(2)] == [Finish.ERROR] * 2
             assert answer.last(1).error == "the forward failed: RuntimeError: device lost"
         while engine.healthy:  # the last is told before the probe is computed
@@ -275,27 +275,27 @@ def test_requests_that_fail_alone_in_a_row_end_nobody_else(ever: bool) -> None:
 
     runner.before = fail
     with running(max_running=1) as engine:
-        wanted = done(ask(engine, "fine")).ids()
+        expected = wait(ask(engine, "fine")).ids()
     with running(runner, max_running=1) as engine:
         first = [ask(engine, "fine")] * ever
         fatal = [ask(engine, "fatal") for _ in range(3 * MAX_FAILURES)]
         bystanders = [*first, *(ask(engine, "fine") for _ in range(9))]
-        assert {done(answer).last().error for answer in fatal} == {"the forward failed: RuntimeError: out of memory"}
-        assert all(done(answer).ids() == wanted for answer in bystanders)
+        assert {wait(answer).last().error for answer in fatal} == {"the forward failed: RuntimeError: out of memory"}
+        assert all(wait(answer).ids() == expected for answer in bystanders)
         assert engine.healthy
 
 
 def test_a_failure_that_does_not_come_again_ends_nobody() -> None:
     runner, failures = HashRunner(), iter([True, False, True])
     with running(runner) as engine:
-        wanted = done(ask(engine, "x")).text()
+        expected = wait(ask(engine, "x")).text()
 
         def fail(batch: Batch) -> None:
             if next(failures, False):
                 raise RuntimeError("out of memory")
 
         runner.before = fail
-        assert done(ask(engine, "x")).text() == wanted
+        assert wait(ask(engine, "x")).text() == expected
 
 
 class Failing(HashRunner):
@@ -322,7 +322,7 @@ def family(number: int, n: int) -> tuple[str, SamplingParams]:
 def alone(number: int, n: int) -> list[list[int]]:
     prompt, params = family(number, n)
     with running() as engine:
-        answer = done(ask(engine, prompt, params, n=n))
+        answer = wait(ask(engine, prompt, params, n=n))
     return [answer.ids(index) for index in range(n)]
 
 
@@ -349,15 +349,15 @@ def test_a_forward_that_fails_ends_only_requests_that_fail_alone(
     assert engine.healthy and engine.stats().blocks_used == 0
     for number, (n, answer) in enumerate(zip(sizes, answers, strict=True)):
         for index in range(n):
-            got, wanted = answer.ids(index), alone(number, n)[index]
+            actual, expected = answer.ids(index), alone(number, n)[index]
             if answer.last(index).finish is Finish.ERROR:
                 first = fatal == (number, 0) and after == 0  # then nobody computes its siblings' prompt
                 assert first or fatal == (number, index), "another one's failure"
-                assert got == wanted[: len(got)]
+                assert actual == expected[: len(actual)]
             else:
-                assert got == wanted
+                assert actual == expected
                 # A sibling's first token is drawn from the first's rows, and guesses may jump over the fatal one.
-                assert fatal != (number, index) or num_draft or len(got) <= max(after, index > 0), "it should have failed"
+                assert fatal != (number, index) or num_draft or len(actual) <= max(after, index > 0), "it should have failed"
 
 
 def test_an_error_of_one_request_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
@@ -387,10 +387,10 @@ def test_an_error_of_one_request_is_its_own(caplog: pytest.LogCaptureFixture) ->
         schema = ask(engine, "schema", SamplingParams(temperature=0, json_schema="{}"))
         masked = ask(engine, "masked", SamplingParams(temperature=0, json_schema="no mask"))
         right = ask(engine, "right")
-        assert done(masked).last().error == "ValueError: no mask"
-        assert "not finite" in str(done(wrong).last(1).error)
-        assert done(schema).last().error == "ValueError: not in the grammar"
-        assert done(right).last().error is None and done(right).text() == done(ask(engine, "right")).text()
+        assert wait(masked).last().error == "ValueError: no mask"
+        assert "not finite" in str(wait(wrong).last(1).error)
+        assert wait(schema).last().error == "ValueError: not in the grammar"
+        assert wait(right).last().error is None and wait(right).text() == wait(ask(engine, "right")).text()
         assert "the sink of request-0 failed" in caplog.text
 
 
@@ -406,7 +406,7 @@ def test_a_full_queue_refuses() -> None:
         with pytest.raises(QueueFullError, match="max_waiting is 2"):
             ask(engine, "fourth")
         gate.set()
-        assert all(done(answer).last().error is None for answer in answers)
+        assert all(wait(answer).last().error is None for answer in answers)
 
 
 def test_nothing_is_made_of_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +433,7 @@ def test_closed() -> None:
 
 def test_many_threads() -> None:
     with running(max_running=8) as engine:
-        expected = {prompt: done(ask(engine, prompt)).text() for prompt in PROMPTS}
+        expected = {prompt: wait(ask(engine, prompt)).text() for prompt in PROMPTS}
         wrong: list[str] = []
 
         def client(number: int) -> None:
@@ -443,8 +443,8 @@ def test_many_threads() -> None:
                 handle: Handle = engine.submit(prompt, GREEDY, sink=answer, priority=round % 2)
                 if (number + round) % 4 == 0:
                     engine.cancel(handle)
-                    done(answer)
-                elif done(answer).text() != expected[prompt]:
+                    wait(answer)
+                elif wait(answer).text() != expected[prompt]:
                     wrong.append(prompt)
 
         threads = [threading.Thread(target=client, args=(number,)) for number in range(16)]
@@ -458,7 +458,7 @@ def test_many_threads() -> None:
 
 def test_idle_takes_no_time() -> None:
     with running() as engine:
-        done(ask(engine, "x"))
+        wait(ask(engine, "x"))
         forwards, before = engine.stats().forwards, time.process_time()
         time.sleep(0.3)
         assert time.process_time() - before < 0.1 and engine.stats().forwards == forwards
@@ -492,7 +492,7 @@ def test_forms_of_generate() -> None:
         assert engine.generate("prompt 1", params).text == one.text
         for ids in (numpy.frombuffer(b"prompt 1", numpy.uint8), [numpy.int64(token) for token in b"prompt 1"]):
             assert engine.generate(ids, params).text == one.text
-        assert [each.text for each in engine.generate(numpy.array([list(b"ab"), list(b"cd")]), params)] == [
+        assert [completion.text for completion in engine.generate(numpy.array([list(b"ab"), list(b"cd")]), params)] == [
             engine.generate(text, params).text for text in ("ab", "cd")
         ]
         assert repr(engine) == "<InferenceEngine hashes>"
@@ -527,8 +527,8 @@ def test_tensors_as_in_transformers() -> None:
     with opened(HashRunner(says="hello")) as engine:
         ids = torch.tensor([[0, *b"abc"], [*b"wxyz"]])
         mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-        whole = engine.generate(ids, attention_mask=mask, max_new_tokens=20)
-        assert whole.tolist() == [[0, *b"abc", *b"hello", END], [*b"wxyz", *b"hello", END]]
+        ids_out = engine.generate(ids, attention_mask=mask, max_new_tokens=20)
+        assert ids_out.tolist() == [[0, *b"abc", *b"hello", END], [*b"wxyz", *b"hello", END]]
         assert engine.generate(input_ids=ids[1], max_new_tokens=2, do_sample=False, num_beams=1).tolist() == [*b"wxyzhe"]
 
 
@@ -559,11 +559,11 @@ def test_async() -> None:
 
 def test_async_leaves_the_loop_to_others() -> None:
     """Tokens and schemas are made in other threads, and what is left meanwhile is cancelled when it has been submitted."""
-    told: list[Delta] = []
+    deltas: list[Delta] = []
 
     async def one(engine: InferenceEngine) -> None:
         async for delta in engine.agenerate(["x", "y"], max_new_tokens=180):
-            told.append(delta)
+            deltas.append(delta)
 
     async def leave(engine: InferenceEngine) -> None:
         task = asyncio.create_task(one(engine))
@@ -589,7 +589,7 @@ def test_async_leaves_the_loop_to_others() -> None:
         engine.engine.submit, engine.engine.encode = gated, tracked  # type: ignore[method-assign]
         asyncio.run(leave(engine))
         idle(engine.engine)
-        assert threading.main_thread() not in threads and not told
+        assert threading.main_thread() not in threads and not deltas
         assert engine.engine.stats().finished == {Finish.CANCELLED: 2}
 
 
@@ -627,9 +627,9 @@ def test_settings_of_sampling() -> None:
 
 
 def test_deepspeed_s_arguments(tmp_path: Any) -> None:
-    known = ["dtype", "max_context"]
-    given = {"mp_size": 1, "tensor_parallel": {"tp_size": 1}, "replace_with_kernel_inject": True, "max_out_tokens": 77}
-    assert _translated(given, known) == {"max_context": 77}
+    names = ["dtype", "max_context"]
+    arguments = {"mp_size": 1, "tensor_parallel": {"tp_size": 1}, "replace_with_kernel_inject": True, "max_out_tokens": 77}
+    assert _translated(arguments, names) == {"max_context": 77}
     for word, value, why in (
         ("mp_size", 2, "one engine per device"),
         ("tensor_parallel", {"tp_size": 2}, "one engine per device"),
@@ -638,7 +638,7 @@ def test_deepspeed_s_arguments(tmp_path: Any) -> None:
         ("quant", {"enabled": True}, "int8"),
     ):
         with pytest.raises(ValueError, match=f"{word}=.* is not served: .*{why}"):
-            _translated({word: value}, known)
+            _translated({word: value}, names)
     with pytest.raises(TypeError, match="no argument 'dtyp'; did you mean dtype"):
         init_inference("x", dtyp="int8")
     with pytest.raises(ValueError, match="dtype is given twice"):
@@ -725,25 +725,25 @@ def test_a_conversation_in_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
     runner = HashRunner(says="z" * 190, max_context=80)
     lines = iter(["/help", "/nope", "a" * 30, "fails", "b" * 30, "c" * 100, "/new", "/usr/bin", EOFError])
 
-    def said(_: str) -> str:
+    def read_line(_: str) -> str:
         line = next(lines)
         if line is EOFError:
             raise EOFError
         runner.before = (lambda batch: 1 / 0) if line == "fails" else (lambda batch: None)  # type: ignore[assignment, return-value]
         return line
 
-    asked: list[str] = []
+    prompts: list[str] = []
     with InferenceEngine(Engine(runner, tokenizer), "hashes") as engine:
         generate = engine.generate
-        engine.generate = lambda ids, **more: asked.append(tokenizer.decode(ids)) or generate(ids, **more)  # type: ignore[method-assign, func-returns-value]
+        engine.generate = lambda ids, **more: prompts.append(tokenizer.decode(ids)) or generate(ids, **more)  # type: ignore[method-assign, func-returns-value]
         monkeypatch.setattr("slipstream.launch.talk._engine", lambda options: engine)
-        monkeypatch.setattr("builtins.input", said)
+        monkeypatch.setattr("builtins.input", read_line)
         assert chat(build_parser().parse_args(["chat", "smollm2", "--system", "S", "--max-tokens", "8"])) == 0
     first = f"S|{'a' * 30}|"
-    assert asked == [first, f"{first}{'z' * 8}|fails|", f"S|{'b' * 30}|", f"S|{'c' * 100}|", "S|/usr/bin|"]
-    told = capsys.readouterr()
-    assert told.out.split() == ["zzzzzzzz"] * 3
-    notes = [line.partition(":")[0] for line in told.err.splitlines() if "failed" not in line or "slipstream" in line]
+    assert prompts == [first, f"{first}{'z' * 8}|fails|", f"S|{'b' * 30}|", f"S|{'c' * 100}|", "S|/usr/bin|"]
+    output = capsys.readouterr()
+    assert output.out.split() == ["zzzzzzzz"] * 3
+    notes = [line.partition(":")[0] for line in output.err.splitlines() if "failed" not in line or "slipstream" in line]
     cut = "(truncated after 8 tokens"
     sampled = "sampling with temperature 0.7"
     expected = [sampled, "Ctrl-C stops an answer", "Ctrl-C stops an answer", "unknown command /nope", cut, "slipstream chat"]
@@ -793,8 +793,8 @@ class Poisoned(FewTokens):
 def test_a_wrong_guess_ends_no_request() -> None:
     prompt, params = "again and again and again and again and", SamplingParams(max_tokens=40, temperature=0)
     with running(FewTokens()) as engine:
-        wanted = done(ask(engine, prompt, params)).ids()
+        expected = wait(ask(engine, prompt, params)).ids()
     runner = Poisoned()
     with running(runner, num_draft=4) as engine:
-        assert done(ask(engine, prompt, params)).ids() == wanted
+        assert wait(ask(engine, prompt, params)).ids() == expected
     assert runner.poisoned

@@ -58,10 +58,10 @@ def longest_wait(seconds: Callable[[int], float], interval: float | None, *, tim
     return max(waits), tokens
 
 
-@pytest.mark.parametrize("base, each", [(0.01, 0.0017), (0.002, 0.0001), (0.0, 0.0005)])
-def test_forwards_keep_the_interval_and_use_it(base: float, each: float) -> None:
+@pytest.mark.parametrize("base, per_token", [(0.01, 0.0017), (0.002, 0.0001), (0.0, 0.0005)])
+def test_forwards_keep_the_interval_and_use_it(base: float, per_token: float) -> None:
     def seconds(tokens: int) -> float:
-        return base + each * tokens
+        return base + per_token * tokens
 
     interval = seconds(40)
     longest, tokens = longest_wait(seconds, interval)

@@ -63,9 +63,9 @@ def test_what_is_quantized(kind: str) -> None:
     layer = LayerWeights(input_norm=vector, mlp_norm=vector, q=stored, k=w, v=w, out=w, experts=[mlp], router=w, shared=mlp)
     before = DecoderWeights(embed=w, final_norm=vector, head=None, layers=[layer])
     after = quantize(before, kind)
-    new, kept = after.layers[0], {"int8": Int8, "int4": Int4}[kind]
+    new, matrix = after.layers[0], {"int8": Int8, "int4": Int4}[kind]
     assert new.q is stored  # never twice
-    assert all(isinstance(m, kept) for m in (new.k, new.v, new.out, new.experts[0].gate, new.shared.up))  # type: ignore[union-attr]
+    assert all(isinstance(m, matrix) for m in (new.k, new.v, new.out, new.experts[0].gate, new.shared.up))  # type: ignore[union-attr]
     assert isinstance(new.experts[0].down, Int8)  # no group divides 48
     assert isinstance(after.head, Int8)
     assert new.router is w and new.input_norm is vector and after.embed is w and new.mlp is None

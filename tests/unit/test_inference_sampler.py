@@ -18,9 +18,9 @@ VOCAB = 5003  # no multiple of anything
 
 
 def request(prompt: int = 3, output: tuple[int, ...] = (), seed: int = 1, **params: Any) -> Request:
-    made = Request(id=f"r{seed}", tokens=list(range(prompt)), params=SamplingParams(**params), end_ids=frozenset({7, 9}), seed=seed)
-    made.tokens += output
-    return made
+    req = Request(id=f"r{seed}", tokens=list(range(prompt)), params=SamplingParams(**params), end_ids=frozenset({7, 9}), seed=seed)
+    req.tokens += output
+    return req
 
 
 def bitmask(allowed: list[int], vocab: int = VOCAB) -> Tensor:
@@ -70,8 +70,8 @@ def test_greedy_takes_the_first_of_equal_ones_on_both_ways() -> None:
 def test_the_number_of_the_token_decides_not_how_it_came_to_be_known() -> None:
     logits = torch.zeros(1, VOCAB)
 
-    def token(made: Request, draft: tuple[int, ...] = ()) -> int:
-        return Sampler(VOCAB).sample(logits, [Row(made, draft)])[0].token
+    def token(req: Request, draft: tuple[int, ...] = ()) -> int:
+        return Sampler(VOCAB).sample(logits, [Row(req, draft)])[0].token
 
     generated, guessed = token(request(output=(4, 5, 6))), token(request(output=(4,)), draft=(5, 6))
     assert generated == guessed == token(request(prompt=8, output=(1, 1, 1)))
@@ -88,18 +88,18 @@ def generate(table: Tensor, seeds: range, num_guesses: int, **params: Any) -> li
     """Three tokens of a Markov chain for each seed."""
     sampler, requests = Sampler(len(table)), [request(prompt=1, seed=s, **params) for s in seeds]
     likeliest = table.argmax(dim=-1).tolist()
-    while unfinished := [made for made in requests if made.num_generated < 3]:
+    while unfinished := [req for req in requests if req.num_generated < 3]:
         rows = []
-        for made in unfinished:
+        for req in unfinished:
             guesses: list[int] = []
             for _ in range(num_guesses):  # what most often follows
-                guesses.append(likeliest[(made.tokens + guesses)[-1]])
-            rows += [Row(made, tuple(guesses[:n])) for n in range(num_guesses + 1)]
+                guesses.append(likeliest[(req.tokens + guesses)[-1]])
+            rows += [Row(req, tuple(guesses[:n])) for n in range(num_guesses + 1)]
         sampled = sampler.sample(chain_logits(table, [[*row.request.tokens, *row.draft] for row in rows]), rows)
-        for i, made in enumerate(unfinished):
-            mine = slice(i * (num_guesses + 1), (i + 1) * (num_guesses + 1))
-            made.tokens += accept(rows[mine][-1].draft, [one.token for one in sampled[mine]])
-    return [tuple(made.tokens[1:4]) for made in requests]
+        for i, req in enumerate(unfinished):
+            part = slice(i * (num_guesses + 1), (i + 1) * (num_guesses + 1))
+            req.tokens += accept(rows[part][-1].draft, [one.token for one in sampled[part]])
+    return [tuple(req.tokens[1:4]) for req in requests]
 
 
 def test_text_with_guesses_has_the_models_distribution() -> None:
@@ -112,19 +112,19 @@ def test_text_with_guesses_has_the_models_distribution() -> None:
     for text in texts:
         counts[text] += 1
     statistic = sum((counts[cell] - expected[cell]) ** 2 / expected[cell] for cell in cells)
-    rest = 20_000 - sum(expected[cell] for cell in cells)
-    if rest > 5:
-        statistic += (20_000 - sum(counts[cell] for cell in cells) - rest) ** 2 / rest
-    freedom = len(cells) - (rest <= 5)
+    remainder = 20_000 - sum(expected[cell] for cell in cells)
+    if remainder > 5:
+        statistic += (20_000 - sum(counts[cell] for cell in cells) - remainder) ** 2 / remainder
+    freedom = len(cells) - (remainder <= 5)
     assert len(cells) > 40
     assert statistic < freedom + 3 * math.sqrt(2 * freedom), (statistic, freedom)  # 99.8 % of the time, for any seed
     assert texts[:2000] == generate(table, range(2000), 0, temperature=0.8), "guesses change no text"
 
 
-def kept(logits: Tensor, **params: Any) -> list[int]:
-    made = SamplingParams(**params)
-    weights = torch.exp((logits - logits.max()) / made.temperature).numpy()
-    ids = module._filtered(weights, made)
+def filtered_ids(logits: Tensor, **params: Any) -> list[int]:
+    sampling = SamplingParams(**params)
+    weights = torch.exp((logits - logits.max()) / sampling.temperature).numpy()
+    ids = module._filtered(weights, sampling)
     return list(range(len(weights))) if ids is None else ids.tolist()
 
 
@@ -141,38 +141,38 @@ def test_filters_keep_what_transformers_keeps(spread: float) -> None:
         {"min_p": 0.05},
         {"top_k": 300, "top_p": 0.8, "min_p": 0.1, "temperature": 1.7},
     ):
-        made, scores = SamplingParams(**params), logits / SamplingParams(**params).temperature
-        if made.top_k:
-            scores = warpers.TopKLogitsWarper(made.top_k)(None, scores)
-        if made.top_p < 1:
-            scores = warpers.TopPLogitsWarper(made.top_p)(None, scores.double())
-        if made.min_p:
-            scores = warpers.MinPLogitsWarper(made.min_p)(None, scores)
-        assert kept(logits[0], **params) == scores[0].isfinite().nonzero().flatten().tolist(), params
+        sampling, scores = SamplingParams(**params), logits / SamplingParams(**params).temperature
+        if sampling.top_k:
+            scores = warpers.TopKLogitsWarper(sampling.top_k)(None, scores)
+        if sampling.top_p < 1:
+            scores = warpers.TopPLogitsWarper(sampling.top_p)(None, scores.double())
+        if sampling.min_p:
+            scores = warpers.MinPLogitsWarper(sampling.min_p)(None, scores)
+        assert filtered_ids(logits[0], **params) == scores[0].isfinite().nonzero().flatten().tolist(), params
 
 
 def test_top_p_keeps_the_first_of_equal_ones_and_top_k_all() -> None:
     logits = torch.zeros(100)
-    assert kept(logits, top_p=0.25) == list(range(25))
-    assert kept(logits, top_k=3) == list(range(100))
+    assert filtered_ids(logits, top_p=0.25) == list(range(25))
+    assert filtered_ids(logits, top_k=3) == list(range(100))
     logits[50] = 1.0
-    assert kept(logits, top_p=0.03) == [0, 50]  # e / (99 + e) = 0.027
-    assert kept(logits, top_p=1e-9) == [50]
+    assert filtered_ids(logits, top_p=0.03) == [0, 50]  # e / (99 + e) = 0.027
+    assert filtered_ids(logits, top_p=1e-9) == [50]
 
 
 def test_penalties_are_those_of_transformers_and_openai() -> None:
     processors = pytest.importorskip("transformers.generation.logits_process")
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
-    made = request(output=(3, 5, 5), repetition_penalty=1.4)
+    req = request(output=(3, 5, 5), repetition_penalty=1.4)
     sampler = Sampler(VOCAB)
-    ours = sampler._edited(logits[0].numpy(), Row(made, draft=(8,)))
-    theirs = processors.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[*made.tokens, 8]]), logits.clone())
-    assert torch.equal(torch.from_numpy(ours), theirs[0])
-    made = request(output=(3, 5, 5), presence_penalty=0.5, frequency_penalty=0.25, logit_bias={6: -100.0})
+    actual = sampler._edited(logits[0].numpy(), Row(req, draft=(8,)))
+    reference = processors.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[*req.tokens, 8]]), logits.clone())
+    assert torch.equal(torch.from_numpy(actual), reference[0])
+    req = request(output=(3, 5, 5), presence_penalty=0.5, frequency_penalty=0.25, logit_bias={6: -100.0})
     expected = logits[0].clone()
     expected[[3, 5, 1, 6]] -= torch.tensor([0.5 + 0.25, 0.5 + 3 * 0.25, 0.5 + 0.25, 100.0])
-    ours = sampler._edited(logits[0].numpy(), Row(made, (5, 1)))
-    torch.testing.assert_close(torch.from_numpy(ours), expected)
+    actual = sampler._edited(logits[0].numpy(), Row(req, (5, 1)))
+    torch.testing.assert_close(torch.from_numpy(actual), expected)
 
 
 @pytest.mark.parametrize("penalties", [{"repetition_penalty": 1.4}, {"frequency_penalty": 0.5}, {"presence_penalty": 0.7}])
@@ -182,10 +182,10 @@ def test_what_is_kept_for_penalties_is_what_would_be_counted_anew(penalties: dic
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(7))[0].numpy()
     requests = [request(prompt=4, logit_bias={6: -3.0}, **penalties) for _ in range(2)]
     for _ in range(60):
-        made = requests[random.integers(2)]
-        made.tokens += random.integers(8, size=random.integers(3)).tolist()
+        req = requests[random.integers(2)]
+        req.tokens += random.integers(8, size=random.integers(3)).tolist()
         draft = tuple(random.integers(8, size=4).tolist())
-        for row in [Row(made, draft[:num]) for num in range(5)] + [Row(made)]:
+        for row in [Row(req, draft[:num]) for num in range(5)] + [Row(req)]:
             assert np.array_equal(sampler._edited(logits, row), Sampler(VOCAB)._edited(logits, row))
     for one in requests:
         sampler.forget(one)
@@ -207,8 +207,8 @@ def test_draw_is_the_inverse_of_the_distribution() -> None:
 def test_log_probabilities_are_of_the_raw_logits() -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 4
     truth = torch.log_softmax(logits[0].double(), dim=-1)
-    made = request(temperature=2.0, top_k=5, logit_bias={3: 100.0}, logprobs=4)
-    [one] = Sampler(VOCAB).sample(logits, [Row(made)])
+    req = request(temperature=2.0, top_k=5, logit_bias={3: 100.0}, logprobs=4)
+    [one] = Sampler(VOCAB).sample(logits, [Row(req)])
     assert one.token == 3 and one.logprob == pytest.approx(float(truth[3]), abs=1e-5)
     values, ids = truth.topk(4)
     assert [token for token, _ in one.top] == ids.tolist()
@@ -221,8 +221,8 @@ def test_forbidden_tokens() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [7, 9]] = 50.0
 
-    def token(made: Request, **row: Any) -> int:
-        return Sampler(VOCAB).sample(logits, [Row(made, **row)])[0].token
+    def token(req: Request, **row: Any) -> int:
+        return Sampler(VOCAB).sample(logits, [Row(req, **row)])[0].token
 
     assert token(request(temperature=0.0)) == 7
     assert token(request(temperature=0.0, min_tokens=3, output=(1, 2))) == 0
@@ -262,8 +262,8 @@ def test_extreme_settings() -> None:
 
 def test_a_top_k_of_any_size_is_all() -> None:
     logits = torch.zeros(200, VOCAB)
-    drawn = [Sampler(VOCAB).sample(logits, [Row(request(seed=s, top_k=k)) for s in range(200)]) for k in (0, 2**63 + 1, 2**64 + 1)]
-    assert drawn[0] == drawn[1] == drawn[2]
+    draws = [Sampler(VOCAB).sample(logits, [Row(request(seed=s, top_k=k)) for s in range(200)]) for k in (0, 2**63 + 1, 2**64 + 1)]
+    assert draws[0] == draws[1] == draws[2]
 
 
 @pytest.mark.parametrize(
@@ -297,15 +297,15 @@ def test_the_kernel_draws_what_its_twin_draws(isa: str, spread: float) -> None:
         for vocab in (1, 15, 256, VOCAB):
             kernel, twin = Sampler(vocab), Sampler(vocab)
             twin._kernel = None
-            filters = [made for made in MIXED if made.keys() <= {"temperature", "top_k", "top_p", "min_p"}]
+            filters = [settings for settings in MIXED if settings.keys() <= {"temperature", "top_k", "top_p", "min_p"}]
             filters += [{"top_p": 0.9}, {"top_p": 1e-6}, {"top_k": 7, "min_p": 0.5}, {"top_p": 0.5, "top_k": VOCAB - 1}]
             for params in filters:
                 logits = torch.randn(100, vocab, generator=generator) * spread
                 logits[:, 1::3] = -torch.inf  # forbidden ones
                 rows = [Row(request(seed=seed, **params)) for seed in range(100)]
-                ours, theirs = ([one.token for one in way.sample(logits, rows)] for way in (kernel, twin))
-                differing = [row for row in range(100) if ours[row] != theirs[row]]
+                actual, reference = ([one.token for one in way.sample(logits, rows)] for way in (kernel, twin))
+                differing = [row for row in range(100) if actual[row] != reference[row]]
                 assert len(differing) <= 1, (vocab, params, differing)  # rounding decides seldom
-                assert all(logits[row, ours[row]] > -torch.inf for row in range(100))
+                assert all(logits[row, actual[row]] > -torch.inf for row in range(100))
     finally:
         assert cpu.use_isa(used)

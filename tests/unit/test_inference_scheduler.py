@@ -399,15 +399,15 @@ def test_preempted_goes_on_where_it_was() -> None:
 def test_a_failed_forward_loses_only_its_own_requests() -> None:
     pool = BlockPool(20, 4)
     scheduler = Scheduler(pool, token_budget=8, max_running=1, max_waiting=4, max_context=64)
-    lost, kept = make([1] * 5, "lost"), make([1] * 5, "kept")
-    scheduler.add(lost)
-    scheduler.add(kept)
+    failed, survivor = make([1] * 5, "lost"), make([1] * 5, "kept")
+    scheduler.add(failed)
+    scheduler.add(survivor)
     batch = scheduler.schedule()
     assert batch is not None
     for chunk in batch.chunks:
         scheduler.finish(chunk.request, Finish.ERROR)
     drain(scheduler, Model(pool))
-    assert lost.finish is Finish.ERROR and kept.finish in (Finish.STOP, Finish.LENGTH) and kept.num_cached == 0
+    assert failed.finish is Finish.ERROR and survivor.finish in (Finish.STOP, Finish.LENGTH) and survivor.num_cached == 0
 
 
 def finishes_while_others_come(patient: Request, scheduler: Scheduler, other: dict[str, Any], limit: int) -> bool:

@@ -110,9 +110,9 @@ def test_a_stream_gives_the_whole_text(kind: str, text: str, seed: int) -> None:
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces), "no half characters"
     cut = seed % (len(ids) + 1)  # what was generated goes on from a prompt, with the space of its first token
-    whole, before = tokenizer.decode(ids), tokenizer.decode(ids[:cut])
-    if whole.startswith(before) and not before.endswith("\ufffd"):
-        assert before + "".join(streamed(tokenizer, ids[cut:], seed, ids[:cut])) == whole
+    full, before = tokenizer.decode(ids), tokenizer.decode(ids[:cut])
+    if full.startswith(before) and not before.endswith("\ufffd"):
+        assert before + "".join(streamed(tokenizer, ids[cut:], seed, ids[:cut])) == full
 
 
 @settings(max_examples=60, deadline=None)
@@ -149,8 +149,8 @@ def test_stream_waits_for_whole_characters_and_keeps_spaces() -> None:
 
 def cut(text: str, stops: Sequence[str], seed: int) -> tuple[str, str | None]:
     stop = StopStrings(stops)
-    given_ = [*(stop.push("".join(part)) for part in splits(text, seed)), stop.finish()]
-    return "".join(given_), stop.matched
+    parts = [*(stop.push("".join(part)) for part in splits(text, seed)), stop.finish()]
+    return "".join(parts), stop.matched
 
 
 @given(
@@ -244,7 +244,7 @@ def test_a_gguf_file() -> None:
 def test_gguf_tokenizers_agree_with_transformers() -> None:
     mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
 
-    def theirs(metadata: dict[str, Any]) -> Backend:
+    def convert(metadata: dict[str, Any]) -> Backend:
         names = mapping.GGUF_TOKENIZER_MAPPING["tokenizer"]
         fields = {names[k]: v for key, v in metadata.items() if (k := key.removeprefix("tokenizer.")) in names}
         return mapping.convert_gguf_tokenizer("llama", fields)[0]
@@ -252,15 +252,15 @@ def test_gguf_tokenizers_agree_with_transformers() -> None:
     texts = [TEXT, HARD, " it'S 12345 x\r\n\r\n  y\u0301  ", "ThisIs CamelCase/\n ßÀÉ's WE'LL"]
     for pre in GGUF_SPLITS.keys() & mapping.GGUF_PRE_TOKENIZER_SPLITS.keys():
         metadata = gguf_metadata(pre)
-        expected = theirs(metadata)
+        expected = convert(metadata)
         for text in texts:
             if pre in ("qwen2", "deepseek-r1-qwen"):  # as in their tokenizer.json; transformers forgets it for GGUF
                 text = unicodedata.normalize("NFC", text)
             assert Tokenizer.from_gguf(metadata).encode(text) == expected.encode(text, add_special_tokens=False).ids, (pre, text)
     assert Tokenizer.from_gguf(gguf_metadata("qwen2")).decode(Tokenizer.from_gguf(gguf_metadata("qwen2")).encode("e\u0301")) == "é"
-    ours, expected = TOKENIZERS["sentencepiece"], theirs(sentencepiece_metadata())
+    actual, expected = TOKENIZERS["sentencepiece"], convert(sentencepiece_metadata())
     for text in (*texts, "hello world. the hellohello"):
-        assert ours.encode(text, special=False) == expected.encode(text, add_special_tokens=False).ids, text
+        assert actual.encode(text, special=False) == expected.encode(text, add_special_tokens=False).ids, text
 
 
 def chat(template: str, messages: Any = ({"role": "user", "content": "Hi"},), **kwargs: Any) -> str:

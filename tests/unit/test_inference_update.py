@@ -20,7 +20,7 @@ from slipstream.inference.core import Batch, Finish, SamplingParams
 from slipstream.inference.engine import ClosedError, Engine
 from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.update import Form, Place, Target
-from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, done
+from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, wait
 
 PROMPT = "a prompt of several blocks"
 NEW = ("model.bias", torch.arange(3.0))
@@ -67,11 +67,11 @@ def test_what_has_begun_ends_first_and_what_comes_waits() -> None:
         while not served.engine._scheduler.pausing:
             assert time.monotonic() < until
         second = ask(served.engine, PROMPT)
-        assert not runner.events and not second.begun.is_set()
+        assert not runner.events and not second.started.is_set()
         go_on.set()
         updating.join(10)
-        assert done(first).ids() == alone, "the old weights say all of it"
-        assert done(second).ids() != alone and second.last().usage.cached_tokens == 0  # type: ignore[union-attr]
+        assert wait(first).ids() == alone, "the old weights say all of it"
+        assert wait(second).ids() != alone and second.last().usage.cached_tokens == 0  # type: ignore[union-attr]
         assert runner.events == ["put bias"]
         assert served.generate(PROMPT).usage.cached_tokens > 0
         served.engine.check()
@@ -82,7 +82,7 @@ def test_who_was_preempted_has_begun() -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     prompts = [letter * 20 for letter in "xyz"]
     with make(Runner()) as served:
-        alone = [done(ask(served.engine, prompt, params)).ids() for prompt in prompts]
+        alone = [wait(ask(served.engine, prompt, params)).ids() for prompt in prompts]
     runner = Runner(num_blocks=13)
     with make(runner) as served:
         both, go_on = threading.Event(), threading.Event()
@@ -103,7 +103,7 @@ def test_who_was_preempted_has_begun() -> None:
         last = ask(served.engine, prompts[2], params)
         go_on.set()
         updating.join(10)
-        assert [done(answer).ids() for answer in first] == alone[:2] and done(last).ids() != alone[2]
+        assert [wait(answer).ids() for answer in first] == alone[:2] and wait(last).ids() != alone[2]
         assert served.engine.stats().preemptions
 
 
@@ -157,7 +157,7 @@ def test_who_waits_while_the_sender_dies_is_told() -> None:
 
         with pytest.raises(ConnectionError):
             served.update_weights(dying())
-        last = done(waiting[0]).last()
+        last = wait(waiting[0]).last()
         assert last.finish is Finish.ERROR and "the trainer has gone" in str(last.error)
 
 

@@ -153,10 +153,12 @@ def test_refused_with_hosts() -> None:
         ("servee", "slipstream: invalid choice: 'servee'"),
         ("serve smollm2 --max_num_seqs 4", "slipstream serve: unknown option --max_num_seqs; did you mean --max-running?"),
         ("generate smollm2 x --max_token 4", "slipstream generate: unknown option --max_token; did you mean --max-tokens?"),
+        ("generate none x", "slipstream generate: argument MODEL: none is not a path or smollm2; see slipstream generate --help\n"),
         (
-            "generate no-such-model x",
-            "slipstream generate: argument MODEL: no-such-model does not exist; give a Hugging Face folder",
+            "generate smollm3 x",
+            "slipstream generate: argument MODEL: smollm3 is not a path; did you mean smollm2? see slipstream g",
         ),
+        ("chat src/slipsteam", "slipstream chat: argument MODEL: src/slipsteam is not a path; did you mean src/slipstream? see "),
         ("generate smollm2 x --system y", "slipstream generate: --system needs --chat; add it"),
         ("generate smollm2 x ''", "slipstream generate: prompt 2 of 2 is empty"),
         ("chat smollm2 --temperature -1", "slipstream chat: temperature is -1.0; it must be between 0 and 100"),
@@ -177,19 +179,19 @@ def test_wrong_arguments_are_one_line_and_exit_2(
         code = main(shlex.split(line))
     except SystemExit as stop:
         code = stop.code  # type: ignore[assignment]
-    told = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert code == 2
-    assert told.startswith(says)
-    assert told.count("\n") == 1
+    assert error.startswith(says)
+    assert error.count("\n") == 1
 
 
 def test_dry_run_prints_and_starts_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     script = tmp_path / "t.py"
     script.write_text("raise SystemExit(1)")
     assert main(["run", "--dry_run", "--nproc", "2", "--master_port", "1234", str(script), "--deepspeed_config", "x"]) == 0
-    told = capsys.readouterr()
-    assert told.out.rstrip().endswith(f"--master-port=1234 --module slipstream.launch.worker {script} --deepspeed_config x")
-    assert "2 ranks on this host" in told.err
+    output = capsys.readouterr()
+    assert output.out.rstrip().endswith(f"--master-port=1234 --module slipstream.launch.worker {script} --deepspeed_config x")
+    assert "2 ranks on this host" in output.err
 
 
 @pytest.mark.parametrize(
@@ -214,9 +216,30 @@ def test_plan_refuses_what_initialize_would(blocks: str, message: str, tmp_path:
     assert re.search(message, printed, re.DOTALL) and "Traceback" not in printed, printed
 
 
+@pytest.mark.parametrize(
+    ("world", "says"),
+    [
+        (1, r"pass --world 2, which fits the config: train_batch_size \(16\) != micro batch \(4\) x accumulation \(2\) x data"),
+        (3, r"pass --world 2, which fits the config: train_batch_size"),
+        (2, ""),
+    ],
+)
+def test_plan_names_the_world_that_the_batch_sizes_fit(
+    world: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}')
+    assert main(["plan", str(path), "--world", str(world)]) == (2 if says else 0)
+    printed = capsys.readouterr().err
+    assert "Check batch" not in printed and re.match(f"slipstream plan: {says}" if says else "$", printed), printed
+    path.write_text('{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}')
+    assert main(["plan", str(path), "--world", str(world)]) == 2
+    assert capsys.readouterr().err.startswith("slipstream plan: train_batch_size (16) != micro batch (3)")  # no world fits
+
+
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
         assert main(["serve", "smollm2", "--port", port]) == 2
     assert capsys.readouterr().err.startswith(f"slipstream serve: cannot listen on 127.0.0.1, port {port}: Address already in use")
 
@@ -226,8 +249,8 @@ def test_every_long_option_has_two_spellings_and_help_one(capsys: pytest.Capture
         assert build_parser().parse_args(["chat", "smollm2", spelling, "1.5G"]).kv_cache_bytes == 3 << 29
     with pytest.raises(SystemExit):
         main(["chat", "--help"])
-    told = capsys.readouterr().out
-    assert "--max-tokens N" in told and "default 256" in told and "--max_tokens" not in told
+    output = capsys.readouterr().out
+    assert "--max-tokens N" in output and "default 256" in output and "--max_tokens" not in output
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])

@@ -27,8 +27,8 @@ TAIL = "--module slipstream.launch.worker train.py --deepspeed_config 'ds config
 WORKER = "/py -u -m slipstream.launch.worker --report train.py --deepspeed_config 'ds config.json'"
 
 
-def lines(found: list[commands.Command]) -> list[str]:
-    return [shlex.join(command.argv) for command in found]
+def lines(jobs: list[commands.Command]) -> list[str]:
+    return [shlex.join(command.argv) for command in jobs]
 
 
 def test_one_node() -> None:
@@ -58,15 +58,15 @@ def test_restarts_meet_by_c10d() -> None:
 
 
 def test_ssh() -> None:
-    found = commands.ssh(replace(JOB, ssh_port=2222, launcher_args=("-v",)))
-    head, line = found[1].argv[:-1], found[1].argv[-1]
+    jobs = commands.ssh(replace(JOB, ssh_port=2222, launcher_args=("-v",)))
+    head, line = jobs[1].argv[:-1], jobs[1].argv[-1]
     assert shlex.join(head) == "ssh -o BatchMode=yes -p 2222 -v b"
     assert line == (
         f"cd '/my work' && exec env NCCL_DEBUG=INFO X='a b' {AGENT} --lease --nnodes=2 --nproc-per-node=2 "
         f"--max-restarts=0 --node-rank=1 --master-addr=a --master-port=29500 {TAIL}"
     )
-    assert [command.name for command in found] == ["a", "b"]
-    assert all(command.lease for command in found)
+    assert [command.name for command in jobs] == ["a", "b"]
+    assert all(command.lease for command in jobs)
 
 
 def test_ssh_gives_each_host_its_devices() -> None:
@@ -79,36 +79,36 @@ def test_ssh_gives_each_host_its_devices() -> None:
 
 
 def test_quiet_reaches_the_agents() -> None:
-    (found, _) = commands.ssh(replace(JOB, quiet=True))
-    assert f"{AGENT} --lease --quiet --nnodes=2" in found.argv[-1]
+    (command, _) = commands.ssh(replace(JOB, quiet=True))
+    assert f"{AGENT} --lease --quiet --nnodes=2" in command.argv[-1]
 
 
 def test_pdsh() -> None:
     uneven = (Host(name="a", devices=(1, 3)), Host(name="b", devices=(0,)))
-    (found,) = commands.pdsh(replace(JOB, hosts=uneven, arguments=("50%",)))
-    assert shlex.join(found.argv[:-1]) == "pdsh -S -N -R ssh -f 2 -w a,b"
-    assert found.argv[-1] == (
+    (command,) = commands.pdsh(replace(JOB, hosts=uneven, arguments=("50%",)))
+    assert shlex.join(command.argv[:-1]) == "pdsh -S -N -R ssh -f 2 -w a,b"
+    assert command.argv[-1] == (
         "NODE=%n; case $NODE in 0) RANKS=2; export CUDA_VISIBLE_DEVICES=1,3;; 1) RANKS=1;; esac; "
         f"cd '/my work' && exec env NCCL_DEBUG=INFO X='a b' {AGENT} --nnodes=2 "
         '--nproc-per-node="$RANKS" --max-restarts=0 --node-rank="$NODE" --master-addr=a --master-port=29500 '
         "--module slipstream.launch.worker train.py 50%%"
     )
-    assert found.env == {"PDSH_SSH_ARGS_APPEND": "-tt -o BatchMode=yes"}
+    assert command.env == {"PDSH_SSH_ARGS_APPEND": "-tt -o BatchMode=yes"}
 
 
 def test_slurm() -> None:
-    (found,) = commands.slurm(JOB)
-    assert shlex.join(found.argv) == (
+    (command,) = commands.slurm(JOB)
+    assert shlex.join(command.argv) == (
         "srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --nodelist=a,b --kill-on-bad-exit=1 --export=ALL "
         f"'--chdir=/my work' {WORKER}"
     )
-    assert found.env == {"NCCL_DEBUG": "INFO", "X": "a b"}, "the ranks derive the port from job and step"
+    assert command.env == {"NCCL_DEBUG": "INFO", "X": "a b"}, "the ranks derive the port from job and step"
 
 
 def test_slurm_chooses_nodes() -> None:
-    (found,) = commands.slurm(replace(JOB, hosts=EVEN[:1], launcher_args=("--partition=p",)), num_nodes=3)
-    assert shlex.join(found.argv).startswith("srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --kill-on-bad-exit=1")
-    assert "--partition=p" in found.argv
+    (command,) = commands.slurm(replace(JOB, hosts=EVEN[:1], launcher_args=("--partition=p",)), num_nodes=3)
+    assert shlex.join(command.argv).startswith("srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --kill-on-bad-exit=1")
+    assert "--partition=p" in command.argv
 
 
 def test_openmpi() -> None:

@@ -22,8 +22,8 @@ def three() -> tuple[Host, ...]:
     return hosts.parse_hostfile(HOSTFILE, "hosts")
 
 
-def shape(found: tuple[Host, ...]) -> dict[str, tuple[int, ...]]:
-    return {host.name: host.devices for host in found}
+def shape(chosen: tuple[Host, ...]) -> dict[str, tuple[int, ...]]:
+    return {host.name: host.devices for host in chosen}
 
 
 def test_hostfile() -> None:
@@ -98,6 +98,6 @@ def test_include_and_exclude_part_the_devices(slots: dict[str, int], data: st.Da
     chosen = sorted(data.draw(st.sets(st.integers(0, slots[name] - 1), min_size=1)))
     text = f"{name}:{','.join(map(str, chosen))}"
     assert shape(hosts.include(every, text)) == {name: tuple(chosen)}
-    rest = sum(slots.values()) - len(chosen)
-    if rest:
-        assert sum(len(host.devices) for host in hosts.exclude(every, text)) == rest
+    remaining = sum(slots.values()) - len(chosen)
+    if remaining:
+        assert sum(len(host.devices) for host in hosts.exclude(every, text)) == remaining

@@ -50,7 +50,7 @@ def plan_of(raw: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("raw", "each"),
+    ("raw", "sizes"),
     [  # the recipes F16, M16, M16 with fp32 accumulation, one moment, none
         ({}, (4, 4, 8)),
         ({"bf16": {"enabled": True}}, (2, 2, 12)),
@@ -59,13 +59,13 @@ def plan_of(raw: dict[str, Any]) -> Any:
         ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, (4, 4, 0)),
     ],
 )
-def test_bytes_per_parameter(raw: dict[str, Any], each: tuple[int, int, int]) -> None:
-    assert per_parameter(plan_of(raw)) == each
+def test_bytes_per_parameter(raw: dict[str, Any], sizes: tuple[int, int, int]) -> None:
+    assert per_parameter(plan_of(raw)) == sizes
 
 
 def test_bytes_per_rank() -> None:
-    each = StateBytes(2, 2, 12)
-    totals = [per_rank(stage, each, 100, 4).total for stage in range(4)]
+    sizes = StateBytes(2, 2, 12)
+    totals = [per_rank(stage, sizes, 100, 4).total for stage in range(4)]
     assert totals == [1600, 400 + 300, 200 + 350, 400]
 
 

@@ -27,9 +27,9 @@ def check_slots(layout: Layout, given_shapes: Shapes) -> None:
     assert [(slot.name, slot.shape) for slot in layout.slots] == given_shapes
     assert [slot.numel for slot in layout.slots] == [math.prod(s) for _, s in given_shapes]
     assert all(slot.offset % ALIGN == 0 for slot in layout.slots)
-    taken = sorted(slot.span for slot in layout.slots if slot.numel)
-    assert all(a[1] <= b[0] for a, b in itertools.pairwise(taken))
-    assert all(start >= 0 and stop <= layout.numel for start, stop in taken)
+    spans = sorted(slot.span for slot in layout.slots if slot.numel)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    assert all(start >= 0 and stop <= layout.numel for start, stop in spans)
 
 
 def check_cuts(layout: Layout, world: int) -> None:
@@ -49,20 +49,20 @@ def check_cuts(layout: Layout, world: int) -> None:
 
 
 @given(shapes, worlds)
-def test_flat_layout(drawn: Shapes, world: int) -> None:
-    layout = flat_layout(drawn, world)
-    check_slots(layout, drawn)
+def test_flat_layout(case: Shapes, world: int) -> None:
+    layout = flat_layout(case, world)
+    check_slots(layout, case)
     check_cuts(layout, world)
     assert len({stop - start for start, stop in itertools.pairwise(layout.cuts)}) == 1  # all-gather takes equal parts
     padding = layout.numel - sum(slot.numel for slot in layout.slots)
-    assert padding < ALIGN * (len(drawn) + world)
-    assert layout == flat_layout(drawn, world)
+    assert padding < ALIGN * (len(case) + world)
+    assert layout == flat_layout(case, world)
 
 
 @given(shapes, worlds)
-def test_whole_layout(drawn: Shapes, world: int) -> None:
-    layout = whole_layout(drawn, world)
-    check_slots(layout, drawn)
+def test_whole_layout(case: Shapes, world: int) -> None:
+    layout = whole_layout(case, world)
+    check_slots(layout, case)
     check_cuts(layout, world)
     for slot in layout.slots:
         parts = [overlap(slot.span, layout.span(world, i)) for i in range(world)]
@@ -70,7 +70,7 @@ def test_whole_layout(drawn: Shapes, world: int) -> None:
     loads = [stop - start for start, stop in itertools.pairwise(layout.cuts)]
     largest = max((-(-slot.numel // ALIGN) * ALIGN for slot in layout.slots), default=0)
     assert max(loads) - min(loads) <= largest  # balanced: the last to get something had the least
-    assert layout == whole_layout(drawn, world)
+    assert layout == whole_layout(case, world)
 
 
 @given(st.data())

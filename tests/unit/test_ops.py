@@ -39,9 +39,9 @@ def one_thread() -> Iterator[None]:
 def available() -> list[str]:
     """Implementations that run here; the instruction set in use is left as it was."""
     used = cpu.isa()
-    found = ["torch", *filter(cpu.use_isa, NATIVE)]
+    names = ["torch", *filter(cpu.use_isa, NATIVE)]
     cpu.use_isa(used)
-    return found
+    return names
 
 
 def run_as(implementation: str, run: Callable[[], Any]) -> Any:
@@ -199,12 +199,12 @@ def test_block_sums_are_added_in_order(run: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     block = 65536
     values = torch.randn(3 * block + 1000)
-    whole = run(lambda: ops.sum_ranks(torch.empty_like(values), [values], alpha=1.0, accumulate=False))
+    result = run(lambda: ops.sum_ranks(torch.empty_like(values), [values], alpha=1.0, accumulate=False))
     total = 0.0
     for part in values.split(block):
         partial = run(lambda p=part: ops.sum_ranks(torch.empty_like(p), [p], alpha=1.0, accumulate=False))
         total += partial.sumsq
-    assert whole.sumsq == total
+    assert result.sumsq == total
 
 
 @given(
@@ -331,10 +331,10 @@ def test_adamw_keeps_a_bad_gradient_to_its_element(run: Callable[..., Any], bad:
     peer.step()
     master, exp_avg, exp_avg_sq = torch.ones(100), torch.zeros(100), torch.zeros(100)
     run(lambda: ops.adamw(master, weights.grad, exp_avg, exp_avg_sq, None, scale=1.0, **HYPER, **MODE))
-    for ours, theirs in ((master, weights.detach()), (exp_avg, peer.state[weights]["exp_avg"])):
-        assert torch.equal(ours.isnan(), theirs.isnan())
-        assert torch.equal(ours.isinf(), theirs.isinf())
-        assert ours.isfinite().sum() == 99
+    for actual, expected in ((master, weights.detach()), (exp_avg, peer.state[weights]["exp_avg"])):
+        assert torch.equal(actual.isnan(), expected.isnan())
+        assert torch.equal(actual.isinf(), expected.isinf())
+        assert actual.isfinite().sum() == 99
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -479,15 +479,15 @@ def test_threads_quantize_alike(run: Callable[..., Any], quantize: Callable[[Ten
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_quantized_weights_that_are_not_finite_show(run: Callable[..., Any], bad: float) -> None:
     w = matrix(4, 64, torch.float32)
-    rest = torch.arange(8) != 5  # groups
+    finite = torch.arange(8) != 5  # groups
     expected = reference.quantize_int4(w, 32)
     w[2, 40] = bad
     scale = run(lambda: ops.quantize_int8(w))[1]
     codes, scales, low = run(lambda: ops.quantize_int4(w, 32))
     assert scale.isfinite().tolist() == [True, True, False, True]
-    assert torch.equal(low.flatten().isfinite(), rest)
-    for ours, twin in zip((codes, scales, low), expected, strict=True):
-        assert torch.equal(ours.view(8, -1)[rest], twin.view(8, -1)[rest])
+    assert torch.equal(low.flatten().isfinite(), finite)
+    for actual, twin in zip((codes, scales, low), expected, strict=True):
+        assert torch.equal(actual.view(8, -1)[finite], twin.view(8, -1)[finite])
 
 
 def test_quantization_refuses_by_name(run: Callable[..., Any]) -> None:

@@ -51,9 +51,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if Path(kernels._name).exists():
         copy.write_bytes(Path(kernels._name).read_bytes())
     else:
-        found = build.find_compiler()
-        assert found is not None
-        build.compile_library(copy, found)
+        compiler = build.find_compiler()
+        assert compiler is not None
+        build.compile_library(copy, compiler)
     return copy
 
 
@@ -157,11 +157,11 @@ def test_the_cache_is_the_users_own(finished: Path, compiler: Compiler, tmp_path
 
 
 def test_the_sources_compile_without_a_warning() -> None:
-    found = build.find_compiler()
-    if found is None:
+    compiler = build.find_compiler()
+    if compiler is None:
         pytest.skip("no C compiler")
     strict = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Werror", "-fsyntax-only"]
     sources = [str(build.CSRC / name) for name in build.SOURCES]
-    command = [*found, *build.FLAGS, '-DSLIPSTREAM_SOURCE_HASH="x"', *strict, *sources]
+    command = [*compiler, *build.FLAGS, '-DSLIPSTREAM_SOURCE_HASH="x"', *strict, *sources]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")

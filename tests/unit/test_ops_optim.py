@@ -151,14 +151,14 @@ def in_recipe(recipe: str) -> list[Tensor]:
     numel, (master, states, kind, weights) = 1003, RECIPES[recipe]
     p = torch.randn(numel, generator=generator).to(master)
     m, v = (Blocks.zeros(numel, codes) if states is None else torch.zeros(numel, dtype=states) for codes in (SIGNED, UNSIGNED))
-    out, found = None if weights is None else torch.zeros(numel, dtype=weights), []
+    out, results = None if weights is None else torch.zeros(numel, dtype=weights), []
     for count in range(3):
         grad = (torch.randn(numel, generator=generator) * 2.0 ** torch.randint(-30, 9, (numel,), generator=generator)).to(kind)
         if count == 2:
             grad[300:302] = torch.tensor([math.nan, math.inf])
         step("adamw", p, grad, m, v, out, Stochastic(3, count, (1 << 36) + 48) if master is BF16 else None, flag=True)
-        found += [clone(part) for part in flat(p, m, v, out)] if count else []
-    return found
+        results += [clone(part) for part in flat(p, m, v, out)] if count else []
+    return results
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -177,24 +177,24 @@ def test_neither_threads_nor_shards_change_a_bit(run: Callable[..., Any], rule: 
     master, grad = torch.randn(numel).to(BF16), torch.randn(numel).to(BF16)
     states = [torch.randn(numel), torch.rand(numel)]
     coded = rule in CODED_RULES
-    made = [Blocks.of(x, kind) if coded else x for x, kind in zip(states, (SIGNED, UNSIGNED), strict=True)]
+    stored = [Blocks.of(x, kind) if coded else x for x, kind in zip(states, (SIGNED, UNSIGNED), strict=True)]
 
-    def whole() -> tuple[Any, list[Tensor]]:
-        p, m, v = clone(master), *map(clone, made)
+    def in_one() -> tuple[Any, list[Tensor]]:
+        p, m, v = clone(master), *map(clone, stored)
         sums = step(rule, p, grad, m, v, None, Stochastic(1, 2, 1 << 40))
         return sums, flat(p, m, v)
 
     def cut() -> list[Tensor]:
-        p, m, v = clone(master), *map(clone, made)
+        p, m, v = clone(master), *map(clone, stored)
         for start, stop in ((0, 512), (512, 300_032), (300_032, numel)):
             part = [x.span(start, stop) if isinstance(x, Blocks) else x[start:stop] for x in (m, v)]
             step(rule, p[start:stop], grad[start:stop], *part, None, Stochastic(1, 2, (1 << 40) + start))
         return flat(p, m, v)
 
-    alone = run(whole)
+    alone = run(in_one)
     assert all(map(equal_bits, run(cut), alone[1]))
     torch.set_num_threads(3)
-    together = run(whole)
+    together = run(in_one)
     assert together[0] == alone[0]
     assert all(map(equal_bits, together[1], alone[1]))
 
@@ -288,9 +288,9 @@ def test_the_formulas_are_the_peers(run: Callable[..., Any], peer: str) -> None:
         assert equal_bits(out, master.to(BF16))
     names = ("exp_avg", "exp_avg_sq") if "lamb" in peer else ("momentum_buffer",)
     names = {"lion": ("exp_avg",), "adagrad": ("", "sum")}.get(peer, names)
-    for name, ours in zip(names, state, strict=False):
+    for name, actual in zip(names, state, strict=False):
         if name and group.get("momentum") != 0:
-            assert torch.allclose(ours, optimizer.state[param][name], rtol=2e-6, atol=1e-7)
+            assert torch.allclose(actual, optimizer.state[param][name], rtol=2e-6, atol=1e-7)
 
 
 def test_codes_are_near_and_no_sum_of_squares_is_lost() -> None:
@@ -323,9 +323,9 @@ def test_rounding_is_right_on_average(run: Callable[..., Any]) -> None:  # noqa:
     for exact in (1.001, -0.7123):
         master, grad, buffer = torch.full((numel,), value, dtype=BF16), torch.full((numel,), exact), torch.zeros(numel, dtype=BF16)
         run(lambda p=master, g=grad, m=buffer: ops.sgd(p, g, m, None, first=True, rounding=Stochastic(3, 1, 0), **kind))
-        for tensor, wanted in ((master, value - lr * exact), (buffer, exact)):
+        for tensor, mean in ((master, value - lr * exact), (buffer, exact)):
             assert len(tensor.unique()) == 2
-            assert abs(float(tensor.double().mean()) - wanted) < 5 * float(tensor.double().std()) / math.sqrt(numel)
+            assert abs(float(tensor.double().mean()) - mean) < 5 * float(tensor.double().std()) / math.sqrt(numel)
     exact, codes = 0.3017, Blocks.zeros(numel, UNSIGNED)
     grad = torch.full((numel,), exact)
     grad[::256] = 1.0  # makes every block's scale 1
@@ -335,8 +335,8 @@ def test_rounding_is_right_on_average(run: Callable[..., Any]) -> None:  # noqa:
         run(lambda m=momentum: ops.adamw(grad.clone(), grad, m, codes, None, scale=1.0, rounding=Stochastic(3, 1, 0), **adam))
         roots = first.codes[grad < 1].double().abs()
         assert len(roots.unique()) == 2
-        wanted = exact * (127 if first is not codes else 255)
-        assert abs(float(roots.mean()) - wanted) < 5 * float(roots.std()) / math.sqrt(numel) + 1e-4
+        mean = exact * (127 if first is not codes else 255)
+        assert abs(float(roots.mean()) - mean) < 5 * float(roots.std()) / math.sqrt(numel) + 1e-4
 
 
 def test_tiny_updates_arrive(run: Callable[..., Any]) -> None:  # noqa: F811

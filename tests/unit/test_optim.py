@@ -94,14 +94,14 @@ def test_states_are_fp32(cls: type[torch.optim.Optimizer], dtype: torch.dtype) -
 def test_state_dict_resumes_exactly(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     shapes: list[tuple[int, ...]] = [(8, 4), (3, 6), (5,), (4, 4)]
     straight, saved, resumed = parameters(shapes), parameters(shapes), parameters(shapes)
-    whole, first = make(straight), make(saved)
-    for optimizer in (whole, first):
+    unbroken, first = make(straight), make(saved)
+    for optimizer in (unbroken, first):
         train(optimizer, steps=3)
     second = make(resumed)
     second.load_state_dict(first.state_dict())
     for target, source in zip(resumed, saved, strict=True):
         target.data.copy_(source.data)
-    for optimizer in (whole, second):
+    for optimizer in (unbroken, second):
         train(optimizer, steps=2, seed=2)
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
 
@@ -233,23 +233,23 @@ def test_orthogonalize_in_half_precision(method: str, dtype: torch.dtype, error:
 
 def test_muon_equals_torch() -> None:
     """The same as torch.optim.Muon, whose products are in bf16, up to that."""
-    ours, theirs = parameters([(16, 24), (24, 16)]), parameters([(16, 24), (24, 16)])
+    actual, reference = parameters([(16, 24), (24, 16)]), parameters([(16, 24), (24, 16)])
     options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
-    train(Muon([{"params": ours, "use_muon": True}], ns_method="standard", **options), steps=3)
-    train(torch.optim.Muon(theirs, **options), steps=3)
-    for a, b, start in zip(ours, theirs, parameters([(16, 24), (24, 16)]), strict=True):
+    train(Muon([{"params": actual, "use_muon": True}], ns_method="standard", **options), steps=3)
+    train(torch.optim.Muon(reference, **options), steps=3)
+    for a, b, start in zip(actual, reference, parameters([(16, 24), (24, 16)]), strict=True):
         assert (a - b).norm() < 0.02 * (b - start).norm()
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_muon_adam_half_equals_torch(adam_w_mode: bool) -> None:
-    ours, theirs = parameters(SHAPES), parameters(SHAPES)
+    actual, reference = parameters(SHAPES), parameters(SHAPES)
     options: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    adam = Muon([{"params": ours, "use_muon": False}], adam_lr=1e-2, adam_w_mode=adam_w_mode, **options)
+    adam = Muon([{"params": actual, "use_muon": False}], adam_lr=1e-2, adam_w_mode=adam_w_mode, **options)
     train(adam, steps=5)
     cls = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    train(cls(theirs, lr=1e-2, **options), steps=5)
-    for a, b in zip(ours, theirs, strict=True):
+    train(cls(reference, lr=1e-2, **options), steps=5)
+    for a, b in zip(actual, reference, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -312,8 +312,8 @@ def test_muon_groups_keep_the_callers_groups() -> None:
         {"params": [model.shared_expert.weight], "use_muon": False},
     ]
     optimizer = Muon(muon_groups(model.named_parameters(), groups), muon_lr=0.1, adam_lr=0.2)
-    seen = [(names_of(model, g), g["use_muon"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
-    assert seen == [
+    settings = [(names_of(model, g), g["use_muon"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
+    assert settings == [
         ({"up.weight"}, True, 0.7, 0.5),
         ({"up.bias"}, False, 0.7, 0.5),
         ({"embed_tokens.weight"}, False, 0.2, 0.0),

@@ -140,12 +140,12 @@ def cut_changes(name: str, options: dict[str, Any], at: list[int]) -> float:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(18, 20, generator=generator)
     grads = [torch.randn(18, 20, generator=generator) for _ in range(8)]
-    whole, pieces = start.clone(), cut(start, at)
-    run(name, options, [whole], [[grad] for grad in grads])
+    uncut, pieces = start.clone(), cut(start, at)
+    run(name, options, [uncut], [[grad] for grad in grads])
     run(name, options, pieces, [cut(grad, at) for grad in grads])
-    moved = (whole - start).abs().max().item()
+    moved = (uncut - start).abs().max().item()
     assert moved > 0
-    return (whole.flatten() - torch.cat(pieces)).abs().max().item() / moved
+    return (uncut.flatten() - torch.cat(pieces)).abs().max().item() / moved
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -204,12 +204,12 @@ def test_elementwise_is_declared_not_inherited_from_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "message"),
     [
         ({"betas": [0.9]}, r"betas must be 2 numbers, like \[0\.9, 0\.999\], not \(0\.9,\)"),
         ({"lr": "fast"}, r"lr must be a number, like 0\.001, not 'fast'"),
     ],
 )
-def test_values_of_another_kind_are_told_by_key(params: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=rf"optimizer\.params of AdamW: {said}"):
+def test_values_of_another_kind_are_told_by_key(params: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"optimizer\.params of AdamW: {message}"):
         resolve_optimizer("AdamW", params)

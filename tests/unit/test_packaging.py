@@ -74,7 +74,7 @@ def test_make_alone_says_what_there_is() -> None:
     done = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     makefile = (ROOT / "Makefile").read_text()
     (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.M)
-    told = set(re.findall(r"^  make (\S+)", done.stdout, re.M))
-    assert told == set(phony.split()) - {"setup"}
+    listed = set(re.findall(r"^  make (\S+)", done.stdout, re.M))
+    assert listed == set(phony.split()) - {"setup"}
     for target in ("train", "finetune", "train-big"):
         assert re.search(rf"^  make {target} +[\d.]+ min: ", done.stdout, re.M), target

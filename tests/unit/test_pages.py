@@ -20,14 +20,14 @@ DOCS = ROOT / "docs"
 @pytest.fixture(scope="module")
 def texts() -> str:
     """All text constants of the package, f-strings with a star for each value."""
-    found = []
+    strings = []
     for file in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(part.value if isinstance(part, ast.Constant) else "*" for part in node.values))
+                strings.append("".join(part.value if isinstance(part, ast.Constant) else "*" for part in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return "\n".join(found)
+                strings.append(node.value)
+    return "\n".join(strings)
 
 
 def test_quoted_messages_are_the_code_s(texts: str) -> None:
@@ -43,9 +43,9 @@ def test_options_and_metrics_are_the_code_s(tmp_path: Path) -> None:
     page = (DOCS / "DEPLOYMENT.md").read_text()
     (tmp_path / "config.json").write_text("{}")
     (commands,) = (action for action in cli.build_parser()._actions if action.dest == "command")
-    known = {word for action in commands.choices["serve"]._actions for word in action.option_strings}  # type: ignore[index, union-attr]
+    flags = {word for action in commands.choices["serve"]._actions for word in action.option_strings}  # type: ignore[index, union-attr]
     options = set(re.findall(r"(--[a-z][a-z-]+)", page))
-    assert options and options <= known, options - known
+    assert options and options <= flags, options - flags
     empty = Histogram((), (0,), 0.0)
     numbers = dict.fromkeys(Stats.__dataclass_fields__, 1) | {"finished": {}, "time_to_first_token": empty, "between_tokens": empty}
     metrics = set(re.findall(r"# TYPE (\S+)", render(Stats(**numbers), Traffic())))  # type: ignore[arg-type]

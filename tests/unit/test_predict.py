@@ -14,8 +14,8 @@ from torch import Tensor
 
 from slipstream.config import DataWorld, ModelFacts, Plan, resolve
 from slipstream.launch.cli import main
-from slipstream.train import predict, propose
-from slipstream.train.dry_run import DryRunError, dry_run, profiles
+from slipstream.train.planning import predict, propose
+from slipstream.train.planning.dry_run import DryRunError, dry_run, profiles
 from tests import forecast, toy
 from tests.ranks import SpawnRanks
 
@@ -110,11 +110,11 @@ def test_the_fastest_that_fits(tmp_path: Path) -> None:
     assert plenty[0].changes == {}
     assert plenty == fitting(10 * states)
     for budget in (states, states * 3 // 4):
-        found = fitting(budget)
-        assert isinstance(found, list), f"{found}"
-        assert all(proposal.peak.memory <= budget for proposal in found)
-        assert found[0].changes["zero_optimization.offload_optimizer"]["device"] == "nvme"
-        assert found[0].seconds <= found[-1].seconds
+        proposals = fitting(budget)
+        assert isinstance(proposals, list), f"{proposals}"
+        assert all(proposal.peak.memory <= budget for proposal in proposals)
+        assert proposals[0].changes["zero_optimization.offload_optimizer"]["device"] == "nvme"
+        assert proposals[0].seconds <= proposals[-1].seconds
     (narrow, *_) = fitting(12 << 20)
     assert narrow.changes["zero_optimization.sub_group_size"] < plan.offload.chunk_numel, "smaller chunks, where larger do not fit"
     refused = fitting(1 << 20)
@@ -199,7 +199,7 @@ def test_the_command_reads_a_hugging_face_config(tmp_path: Path, capsys: pytest.
     (tmp_path / "ds.json").write_text(json.dumps(toy.settings(3, dtype="bf16")))
     command = ["plan", str(tmp_path / "ds.json"), "--model", str(tmp_path), "--batch-shape", "2x16", "--device", "cpu", "--json"]
     assert main([*command, "--world", "2", "--rate", "flops=1T", "--rate", "memory=10G"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    states = sum(line["nbytes"] for line in found["memory"] if line["what"] in ("weights", "gradients", "masters", "moments"))
-    assert states == pytest.approx(16 * found["parameters"] / 2, rel=0.05)
-    assert found["limited_by"] == "compute" and found["traffic_per_step"]["wire"] == 0
+    report = json.loads(capsys.readouterr().out)
+    states = sum(line["nbytes"] for line in report["memory"] if line["what"] in ("weights", "gradients", "masters", "moments"))
+    assert states == pytest.approx(16 * report["parameters"] / 2, rel=0.05)
+    assert report["limited_by"] == "compute" and report["traffic_per_step"]["wire"] == 0

@@ -94,13 +94,13 @@ def test_rates(name: str, params: dict[str, Any], expected: list[float]) -> None
 def test_one_cycle_momentum() -> None:
     target = optimizer()
     schedule = build_scheduler("OneCycle", ONE_CYCLE, target)
-    seen = []
+    betas = []
     for _ in range(10):
-        seen.append(target.param_groups[0]["betas"])
+        betas.append(target.param_groups[0]["betas"])
         schedule.step()
-    assert [beta2 for _, beta2 in seen] == [0.99] * 10
+    assert [beta2 for _, beta2 in betas] == [0.99] * 10
     expected = [0.8, 0.875, 0.85, 0.825, 0.8, 0.9 - 0.2 / 3, 0.9 - 0.1 / 3, 0.9, 0.9045, 0.909]
-    assert [beta1 for beta1, _ in seen] == pytest.approx(expected)
+    assert [beta1 for beta1, _ in betas] == pytest.approx(expected)
 
 
 def test_one_cycle_leaves_momentum_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""`slipstream.tiled`: the same numbers as in one piece, and never the piece."""
+"""`slipstream.activations.tiled`: the same numbers as in one piece, and never the piece."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.tiled import TiledLinear, fused_linear_cross_entropy, tiled_mlp
+from slipstream.activations.tiled import TiledLinear, fused_linear_cross_entropy, tiled_mlp
 
 N, H, V = 24, 8, 40
 
@@ -53,13 +53,13 @@ def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, softcap: float
     "options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}, {"softcap": 2.0}, {"softcap": 3.0, "label_smoothing": 0.2}]
 )
 def test_the_fused_loss_is_the_plain_one(options: dict[str, Any], tile: int | None) -> None:
-    expected, found = inputs(), inputs()
+    expected, actual = inputs(), inputs()
     a = plain(*expected, **options)
-    b = fused_linear_cross_entropy(found[0], found[1], targets(), found[2], tile=tile, **options)
+    b = fused_linear_cross_entropy(actual[0], actual[1], targets(), actual[2], tile=tile, **options)
     torch.testing.assert_close(b, a, rtol=1e-12, atol=0)
     torch.autograd.backward(3 * a)
     torch.autograd.backward(3 * b)
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-10, atol=1e-12)
 
 
@@ -77,27 +77,27 @@ def test_the_fused_loss_in_half_precision_is_as_good_as_the_plain_one(dtype: tor
     """Both against float64; also where the mean's factor and the gradient are too small for fp16."""
     exact = inputs(dtype)
     wide = [t.detach().double().requires_grad_() for t in exact]
-    found, ordinary = [t.detach().clone().requires_grad_() for t in exact], [t.detach().clone().requires_grad_() for t in exact]
+    actual, ordinary = [t.detach().clone().requires_grad_() for t in exact], [t.detach().clone().requires_grad_() for t in exact]
     scale = 1e-4
-    loss = fused_linear_cross_entropy(found[0], found[1], targets(), found[2], tile=4)
+    loss = fused_linear_cross_entropy(actual[0], actual[1], targets(), actual[2], tile=4)
     assert loss.dtype is torch.float32
     torch.autograd.backward(loss * scale)
     torch.autograd.backward(plain(*wide) * scale)
     torch.autograd.backward(plain(*ordinary) * scale)
-    for x, y, z in zip(found, wide, ordinary, strict=True):
+    for x, y, z in zip(actual, wide, ordinary, strict=True):
         assert x.grad is not None and y.grad is not None and z.grad is not None and x.grad.dtype is dtype
         error, other = ((g.double() - y.grad).norm() / y.grad.norm() for g in (x.grad, z.grad))
         assert error <= 1.5 * other
 
 
 def test_the_fused_loss_under_autocast() -> None:
-    expected, found = inputs(torch.float32), inputs(torch.float32)
+    expected, actual = inputs(torch.float32), inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         a = plain(*expected)
-        b = fused_linear_cross_entropy(found[0], found[1], targets(), found[2], tile=8)
+        b = fused_linear_cross_entropy(actual[0], actual[1], targets(), actual[2], tile=8)
     torch.testing.assert_close(b, a, rtol=1e-2, atol=0)
     torch.autograd.backward(b)
-    assert all(t.grad is not None and t.grad.dtype is torch.float32 for t in found)
+    assert all(t.grad is not None and t.grad.dtype is torch.float32 for t in actual)
 
 
 def test_no_tensor_is_as_large_as_the_logits() -> None:
@@ -152,8 +152,8 @@ def test_a_tiled_mlp_holds_one_tile(tiles: int) -> None:
     expected = torch.autograd.grad(mlp(x).square().sum(), [x, *mlp.parameters()])
     with Largest() as largest:
         y = tiled_mlp(mlp, x, tiles)
-        found = torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])
-    torch.testing.assert_close(found, expected)
+        actual = torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])
+    torch.testing.assert_close(actual, expected)
     assert largest.numel <= max(2 * -(-10 // tiles) * 64, 8 * 64)  # a tile's inside, or a weight
 
 

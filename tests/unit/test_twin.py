@@ -32,10 +32,10 @@ def test_fp32_is_training_on_the_whole_batch(model: nn.Module, data: Tensor, cli
     run = twin.train(model, loss, [[list(micro) for micro in step] for step in data], clip=clip)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for i, step in enumerate(data):
-        whole = loss(model, step.flatten(0, 2))
-        whole.backward()  # type: ignore[no-untyped-call]
+        reference = loss(model, step.flatten(0, 2))
+        reference.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
-        torch.testing.assert_close(run.losses[i].mean(), whole.detach())
+        torch.testing.assert_close(run.losses[i].mean(), reference.detach())
         torch.testing.assert_close(run.norms[i], norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -55,8 +55,8 @@ def test_bf16_steps_fp32_masters_on_rounded_gradients(model: nn.Module, data: Te
         total = parts[0].float() + parts[1].float() + parts[2].float()
         master.grad = (total * (1 / 3)).bfloat16().float()
     torch.optim.AdamW(masters, lr=1e-3).step()
-    for mine, master, weight in zip(masters, run.masters.values(), run.weights.values(), strict=True):
-        assert torch.equal(mine, master.detach()) and torch.equal(weight, mine.bfloat16())
+    for expected, master, weight in zip(masters, run.masters.values(), run.weights.values(), strict=True):
+        assert torch.equal(expected, master.detach()) and torch.equal(weight, expected.bfloat16())
 
 
 def test_gradients_are_kept_in_fp32_above_accumulation_1(model: nn.Module, data: Tensor) -> None:

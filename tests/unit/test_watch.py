@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from slipstream.launch.watch import GRACE_S
 from slipstream.launch.worker import EXIT_S
-from slipstream.mesh import Axis
-from slipstream.zero.monitor import Monitor
-from slipstream.zero.peers import Peer, Peers, _host
-from slipstream.zero.watch import Ledger, PeerError, PeerLostError, Watch
+from slipstream.world.mesh import Axis
+from slipstream.world.monitor import Monitor
+from slipstream.world.peers import Peer, Peers, _host
+from slipstream.world.watch import Ledger, PeerError, PeerLostError, Watch
 
 BOOK = "dp (0, 1)"
 
@@ -33,7 +33,7 @@ class Ranks:
             if hasty:
                 watch.beat_s, watch.standstill_s, watch.name_busy_s = 0.02, 0.1, 0.1
             watch.ledgers.append(Ledger(BOOK, (0, 1), None))
-            self.monitors.append(Monitor(watch, store, Axis("dp", None, (0, 1), rank)))
+            self.monitors.append(Monitor(watch, store, Axis("dp", None, (0, 1), rank, 2)))
 
     def wait(self, rank: int, what: str, number: int | None = None, launched: int = 0) -> None:
         """Rank `rank` waits in `what`; on a process group it is operation `number` of `launched`."""
@@ -71,7 +71,7 @@ def test_waits_for_each_other_on_shared_memory_are_a_standstill(caplog: pytest.L
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "ends"),
+    ("first", "second", "ends"),
     [
         (("all-gather", 5, 5), ("all-gather", 5, 5), True),  # a slow transfer
         (("all-gather", 5, 6), ("reduce-scatter", 6, 6), True),  # the other's part of 5 is done
@@ -80,10 +80,10 @@ def test_waits_for_each_other_on_shared_memory_are_a_standstill(caplog: pytest.L
         (("agreement on all-gather", 5, 5), ("reduce-scatter", 5, 5), False),
     ],
 )
-def test_on_a_process_group_only_what_cannot_end_is(mine: tuple[str, int, int], theirs: tuple[str, int, int], ends: bool) -> None:
+def test_on_a_process_group_only_what_cannot_end_is(first: tuple[str, int, int], second: tuple[str, int, int], ends: bool) -> None:
     ranks = Ranks()
-    ranks.wait(0, *mine)
-    ranks.wait(1, *theirs)
+    ranks.wait(0, *first)
+    ranks.wait(1, *second)
     assert (ranks.beat() == [None, None]) == ends
 
 
@@ -115,7 +115,7 @@ class Clock:
 def test_the_default_times_are_the_promised_ones(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A standstill ends within 30 s; a busy rank is named every 30 s and not stopped; a death is known within 5 s."""
     clock = Clock()
-    monkeypatch.setattr("slipstream.zero.monitor.time", clock)
+    monkeypatch.setattr("slipstream.world.monitor.time", clock)
 
     def seconds_until_failure(ranks: Ranks, most: float) -> float:
         began = clock.now
@@ -187,8 +187,8 @@ def test_a_process_that_ends_is_seen_without_its_help(pidfds: bool, monkeypatch:
     if not pidfds:
         monkeypatch.delattr(os, "pidfd_open")
     children = [subprocess.Popen(["sleep", "100"]) for _ in range(2)]
-    everyone = [Peer(rank, _host(), child.pid) for rank, child in enumerate(children)]
-    peers = Peers([*everyone, Peer(2, "another host", 1), Peer(3, _host(), os.getpid())])
+    local_peers = [Peer(rank, _host(), child.pid) for rank, child in enumerate(children)]
+    peers = Peers([*local_peers, Peer(2, "another host", 1), Peer(3, _host(), os.getpid())])
     assert peers.gone() == {}
     for rank in (1, 0):
         children[rank].kill()

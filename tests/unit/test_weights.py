@@ -69,9 +69,9 @@ def test_what_is_no_file_is_said(files: dict[str, bytes], message: str, tmp_path
 
 def test_files_are_one(tmp_path: Path) -> None:
     """Several files, none twice; ranks see the same; a strict refusal is a note where it is not strict."""
-    whole, some = state(), dict(list(state().items())[:2])
-    save_file(whole, tmp_path / "whole.safetensors")
-    save_file(some, tmp_path / "some.safetensors")
+    state_dict, partial = state(), dict(list(state().items())[:2])
+    save_file(state_dict, tmp_path / "whole.safetensors")
+    save_file(partial, tmp_path / "some.safetensors")
     with pytest.raises(ValueError, match=r"('body.a.\w+') of .* and \1 of .* are both to be \1"):
         open_weights([tmp_path / "whole.safetensors", tmp_path / "some.safetensors"], Model())
     one = open_weights(tmp_path / "whole.safetensors", Model())

@@ -90,14 +90,14 @@ def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip(f"no native words: {build.load().reason}")
 
 
-@pytest.mark.parametrize("theirs", KINDS)
-def test_what_was_written_before_a_store_is_seen_after_the_wait(start: Start, base: int, kind: str, theirs: str) -> None:
+@pytest.mark.parametrize("peer_kind", KINDS)
+def test_what_was_written_before_a_store_is_seen_after_the_wait(start: Start, base: int, kind: str, peer_kind: str) -> None:
     """Two processes hand an array to and fro, each adding one; each generation is published by a word."""
-    if theirs == "native" and build.load().kernels is None:
+    if peer_kind == "native" and build.load().kernels is None:
         pytest.skip(f"no native words: {build.load().reason}")
-    rounds = 100 if kind == theirs else 10  # a store in Python wakes no futex: it is seen at the next look
+    rounds = 100 if kind == peer_kind else 10  # a store in Python wakes no futex: it is seen at the next look
     child = start(
-        theirs,
+        peer_kind,
         f"""
 for i in range(1, {rounds} + 1):
     assert words.wait_at_least(base, i, 20, 20000)

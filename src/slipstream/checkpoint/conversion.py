@@ -133,7 +133,7 @@ def _opened(path: Path) -> Iterator[Folder]:
 
 def _shared(folder: Folder) -> dict[str, Any]:
     shared = decode(folder.document.shared, folder.tensor, f"{folder.path}: shared")
-    assert isinstance(shared, dict), "train/entries.py writes a dict, deepspeed.py makes one"
+    assert isinstance(shared, dict), "train/saving/entries.py writes a dict, deepspeed.py makes one"
     return shared
 
 

@@ -37,13 +37,14 @@ class DataFile:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path, self._nbytes, self._at = path, nbytes, 0
+        self._num_free = _num_free(path.parent)  # before this file uses some of them
         try:
             self._file, self._direct = _create(path)
             self._disk = _allocated(path, self._file, _rounded(max(nbytes, 1)))
         except FileNotFoundError as error:
             raise CheckpointError(f"cannot write {path}: rank 0 made its folder elsewhere; {ONE_PLACE}") from error
         except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+            raise self._failure(error) from None
         self._stages: list[Tensor] = []
         self._in_flight: deque[Transfer] = deque()
 
@@ -110,9 +111,23 @@ class DataFile:
             if kind is None:
                 self._finish()
         except OSError as error:
-            raise CheckpointError(f"cannot write {self._path}: {error.strerror}") from error
+            raise self._failure(error) from None
         finally:
             self._disk.close()
+
+    def _failure(self, error: OSError) -> CheckpointError:
+        text = f"cannot write {self._path}: {error.strerror}"
+        if error.errno == errno.ENOSPC:
+            text += f": it needs {self._nbytes} bytes, and {self._path.absolute().parent} had {self._num_free} free"
+        return CheckpointError(text)
+
+
+def _num_free(folder: Path) -> int:
+    try:
+        facts = os.statvfs(folder)
+    except OSError:  # the write then fails and reports it
+        return 0
+    return facts.f_bavail * facts.f_frsize
 
 
 def _rounded(nbytes: int) -> int:

@@ -82,7 +82,7 @@ class Ranks:
             message = "; ".join(f"rank {_listed(ranks)} of {self.size}: {text}" for text, ranks in by_text.items())
         raised = CheckpointError(f"{step}: {message}")
         raised.on_all_ranks = True
-        raised.__cause__ = own
+        raised.__cause__ = None if isinstance(own, (CheckpointError, OSError)) else own  # their texts are in the message
         return raised
 
 

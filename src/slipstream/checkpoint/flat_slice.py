@@ -160,7 +160,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatSlice:
-    """This rank's flat range of one tensor: `data` holds elements [start, start + data.numel()) of `shape`.
+    """This rank's flat range of one tensor: `data` holds elements [start, start + data.numel()) of `shape`, or of a box in it.
 
     `data` is 1-D and contiguous, on any device or on disk; saving reads it and loading fills it in place. A rank that owns no
     element of a tensor passes an empty `data` (any start within bounds) or omits the name.
@@ -169,6 +169,7 @@ class FlatSlice:
     data: Tensor | Rested  # 1D, this rank's span
     shape: Shape  # of the whole tensor
     start: int  # in elements, row-major
+    box: Box | None = None  # what the rank's tensor is of the whole; start then counts in the box. None: it is the whole
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -177,7 +178,10 @@ class FlatSlice:
                 f"FlatSlice: data must be 1-D and contiguous, has shape {tuple(self.data.shape)} "
                 f"and strides {self.data.stride()}; pass a flat view"
             )
-        numel = math.prod(self.shape)
+        if self.box is not None and (span := flat_range(self.shape, self.box)) is not None:  # a range of the whole as well
+            object.__setattr__(self, "start", span[0] + self.start)
+            object.__setattr__(self, "box", None)
+        numel = math.prod(self.shape if self.box is None else self.box.sizes)
         if not 0 <= self.start <= self.stop <= numel:
             raise ValueError(
                 f"FlatSlice: range [{self.start}, {self.stop}) is outside a tensor of shape {self.shape} with {numel} elements"
@@ -190,7 +194,9 @@ class FlatSlice:
     def pieces(self) -> Iterator[tuple[Box, Tensor | Part]]:
         """Each box of the range with its N-D view of `data`, or its `Part` if `data` is not in memory."""
         position = 0
-        for box in boxes(self.shape, self.start, self.stop):
+        outer = Box((0,) * len(self.shape), self.shape) if self.box is None else self.box
+        for inner in boxes(outer.sizes, self.start, self.stop):
+            box = Box(tuple(a + b for a, b in zip(outer.offsets, inner.offsets, strict=True)), inner.sizes)
             numel = math.prod(box.sizes)
             if isinstance(self.data, Tensor):
                 yield box, self.data[position : position + numel].view(box.sizes)

@@ -39,10 +39,10 @@ def differences() -> str:
 
 
 def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    found: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for name, why in reasons.items():
-        found.setdefault(why, []).append(name)
-    return list(found.items())
+        names_of.setdefault(why, []).append(name)
+    return list(names_of.items())
 
 
 def _names(names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.distributed import local_world_size
+from slipstream.world.join import local_world_size
 
 SUPPORTED = ("cuda", "cpu")
 
@@ -99,9 +99,9 @@ class DeepSpeedAccelerator:
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        known = torch._dynamo.list_backends(exclude_tags=())
-        if backend not in known:
-            raise ValueError(f"set_compile_backend({backend!r}): torch.compile knows {', '.join(known)}")
+        backends = torch._dynamo.list_backends(exclude_tags=())
+        if backend not in backends:
+            raise ValueError(f"set_compile_backend({backend!r}): torch.compile knows {', '.join(backends)}")
         self._compile_backend = backend
 
     def op_builder_dir(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slipstream.checkpointing import checkpoint as _checkpoint
+from slipstream.activations.recompute import checkpoint as _checkpoint
 from slipstream.config import load_config
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def configure(
             raise ValueError(
                 f"checkpointing.configure({name}=True): checkpoint() has no settings; drop the calls of it and set "
                 f"activation_checkpointing.{key} in the config"
-                + (", or use slipstream.checkpointing.checkpoint(..., host=)" if name == "checkpoint_in_cpu" else "")
+                + (", or use slipstream.activations.checkpoint(..., host=)" if name == "checkpoint_in_cpu" else "")
             )
     if contiguous_checkpointing or num_checkpoints:
         logger.info(

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.distributed import init_distributed as _init_distributed
-from slipstream.distributed import local_rank
+from slipstream.world.join import init_distributed as _init_distributed
+from slipstream.world.join import local_rank
 
 get_local_rank = local_rank
 
@@ -54,9 +54,9 @@ def _tell_accelerate() -> None:
     its DeepSpeed plugin, unless the script names gloo; no setting outside of the script helps. PartialState calls this module while
     it is being constructed, so the backend is set here. tests/clients/test_accelerate.py tests the attributes that this uses."""
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    known: dict[str, Any] = getattr(state, "_shared_state", {})
-    if dist.is_initialized() and "backend" in known and known["backend"] is None and "num_processes" not in known:
-        known["backend"] = dist.get_backend()
+    shared: dict[str, Any] = getattr(state, "_shared_state", {})
+    if dist.is_initialized() and "backend" in shared and shared["backend"] is None and "num_processes" not in shared:
+        shared["backend"] = dist.get_backend()
 
 
 is_available, new_group = dist.is_available, dist.new_group

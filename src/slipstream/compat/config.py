@@ -106,9 +106,9 @@ class pp_int(int):
     custom_print_str: str | None
 
     def __new__(cls, val: Any, custom_print_str: str | None = None) -> pp_int:
-        made = super().__new__(cls, val)
-        made.custom_print_str = custom_print_str
-        return made
+        number = super().__new__(cls, val)
+        number.custom_print_str = custom_print_str
+        return number
 
     def __repr__(self) -> str:
         return self.custom_print_str or f"{int(self):,}"
@@ -271,7 +271,7 @@ class DtypeEnum(Enum):
     @classmethod
     def _missing_(cls, value: object) -> Any:
         short = {"half": "float16", "float": "float32"}.get(str(value), str(value).removeprefix("torch."))
-        return next((each for each in cls if short in (each.name, str(each.value).removeprefix("torch."))), None)
+        return next((member for member in cls if short in (member.name, str(member.value).removeprefix("torch."))), None)
 
 
 # -- the full config --

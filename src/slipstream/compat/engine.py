@@ -28,10 +28,12 @@ from slipstream.compat.schedules import serve_schedule, with_known_warmup
 from slipstream.compat.weights import consolidated, write_weights
 from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
-from slipstream.distributed import local_rank
 from slipstream.train.data import distributed_loader
+from slipstream.train.deepspeed_names import RENAMED
 from slipstream.train.engine import Engine
-from slipstream.train.step import UnusedParameterError
+from slipstream.train.initialize import read_together
+from slipstream.train.window import UnusedParameterError
+from slipstream.world.join import local_rank
 from slipstream.zero.comm import gather_objects
 
 T = TypeVar("T")
@@ -73,11 +75,6 @@ class DeepSpeedEngine(Engine):
 
     # -- the loop --
 
-    is_gradient_accumulation_boundary = _attribute("at_boundary")
-    was_step_applied = _attribute("step_applied")
-    get_global_grad_norm = _attribute("global_grad_norm")
-    loss_scale = _attribute("precision.loss_scale")
-
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the fp16 loss scale. A loss of the engine's outputs is unchanged: their backward scales it."""
         return loss if carries_scale(loss) else super().scale(loss)
@@ -109,7 +106,9 @@ class DeepSpeedEngine(Engine):
 
         Inside, `safe_get_full_grad` returns this rank's sum. Raises AssertionError for `step()`, `no_sync()` or a nested context.
         """
-        assert self.hooks.sync, "coalesce_grad_reduction() cannot be nested inside no_sync() or another one: use one of them"
+        assert all(states.hooks.sync for states in self.states), (
+            "coalesce_grad_reduction() cannot be nested inside no_sync() or another one: use one of them"
+        )
         self.coalesces = True
         try:
             with super().no_sync():
@@ -120,42 +119,35 @@ class DeepSpeedEngine(Engine):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the number of micro-batches from the next accumulation window on."""
         batch = self.plan.batch
-        per_pass = batch.micro_batch_size * self.world_size
+        per_pass = batch.micro_batch_size * self.mesh.batch.size
         if train_batch_size < per_pass or train_batch_size % per_pass:
             raise ValueError(
                 f"set_train_batch_size({train_batch_size}): not a multiple of micro batch ({batch.micro_batch_size}) x data "
-                f"parallel ({self.world_size}) = {per_pass}"
+                f"parallel ({self.mesh.batch.size}) = {per_pass}"
             )
-        if self.hooks.backwards:
-            raise RuntimeError(f"set_train_batch_size() after {self.hooks.backwards} backward passes of a window; call it before")
+        if self.backwards:
+            raise RuntimeError(f"set_train_batch_size() after {self.backwards} backward passes of a window; call it before")
         narrow = {unit.grads.dtype for unit in self.units if unit.grads is not None and unit.grads.dtype.itemsize < 4}
-        if train_batch_size > per_pass and narrow and not self.recipe.accumulates and self.recipe.grads_dtype is None:
+        if train_batch_size > per_pass and narrow and not self.single.recipe.accumulates and self.single.recipe.grads_dtype is None:
             raise ValueError(
                 f"set_train_batch_size({train_batch_size}): the engine was created for one micro-batch and would accumulate "
                 f"{train_batch_size // per_pass} in {narrow.pop()}; set "
                 f'"data_types": {{"grad_accum_dtype": "fp32"}}, or gradient_accumulation_steps above 1, in the config'
             )
         new = dataclasses.replace(batch, train_batch_size=train_batch_size, accumulation=train_batch_size // per_pass)
-        self.plan = dataclasses.replace(self.plan, batch=new)
+        self.set_batch(new)
         self.micro_steps = self.global_steps * new.accumulation
-        self._divide(None)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Set the batch size of the caller's loader; the number of micro-batches does not change."""
         batch = self.plan.batch
-        total = micro_batch_size * batch.accumulation * self.world_size
+        total = micro_batch_size * batch.accumulation * self.mesh.batch.size
         new = dataclasses.replace(batch, micro_batch_size=micro_batch_size, train_batch_size=total)
-        self.plan = dataclasses.replace(self.plan, batch=new)
+        self.set_batch(new)
 
     # -- config values --
 
-    train_batch_size = _of(lambda plan: plan.batch.train_batch_size)
-    train_micro_batch_size_per_gpu = _of(lambda plan: plan.batch.micro_batch_size)
-    gradient_accumulation_steps = _of(lambda plan: plan.batch.accumulation)
-    managed_gradient_accumulation = _of(lambda plan: plan.batch.managed)
-    gradient_clipping = _of(lambda plan: plan.gradient_clipping)
     zero_optimization = _of(lambda plan: plan.zero.stage > 0)
-    zero_optimization_stage = _of(lambda plan: plan.zero.stage)
     zero_optimization_partition_gradients = _of(lambda plan: plan.zero.stage >= 2)
     zero_optimization_partition_weights = _of(lambda plan: plan.zero.stage == 3)
     zero_cpu_offload = _of(lambda plan: plan.offload.optimizer == "cpu")
@@ -164,19 +156,13 @@ class DeepSpeedEngine(Engine):
     zero_gather_16bit_weights_on_model_save = _of(lambda plan: True)  # state_dict() is complete at every stage
     fp16_enabled = _of(lambda plan: plan.precision.param_dtype is torch.float16)
     bfloat16_enabled = _of(lambda plan: plan.precision.param_dtype is torch.bfloat16)
-    fp16_auto_cast = _of(lambda plan: plan.precision.auto_cast_inputs)
     torch_autocast_enabled = _of(lambda plan: plan.precision.autocast_dtype is not None)
-    torch_autocast_dtype = _of(lambda plan: plan.precision.autocast_dtype)
     communication_data_type = property(_of(lambda plan: plan.precision.comm_dtype))
     dynamic_loss_scale = _of(lambda plan: plan.precision.loss_scale is not None and plan.precision.loss_scale.static is None)
     optimizer_name = _of(lambda plan: plan.optimizer.type.lower() if plan.optimizer else None)
     optimizer_params = _of(lambda plan: plan.optimizer.params if plan.optimizer else None)
     scheduler_name = _of(lambda plan: plan.scheduler.type if plan.scheduler else None)
     scheduler_params = _of(lambda plan: plan.scheduler.params if plan.scheduler else None)
-    steps_per_print = _of(lambda plan: plan.steps_per_print)
-    wall_clock_breakdown = _of(lambda plan: plan.wall_clock_breakdown)
-    dump_state = _of(lambda plan: plan.dump_state)
-    dataloader_drop_last = _of(lambda plan: plan.data.drop_last)
     mics_shard_size = property(_of(lambda plan: plan.zero.shard_size or -1))
     # a config that enables one of these raises an error
     elasticity_enabled = pld_enabled = sparse_gradients_enabled = _of(lambda plan: False)
@@ -224,11 +210,10 @@ class DeepSpeedEngine(Engine):
 
     global_rank = property(lambda self: dist.get_rank() if dist.is_initialized() else 0)
     local_rank = property(lambda self: local_rank())
-    dp_world_size = property(lambda self: self.world_size)
+    dp_world_size = property(lambda self: self.mesh.batch.size)
     mp_world_size = property(lambda self: 1)
-    data_parallel_group = property(lambda self: self.mesh.data.group)
+    data_parallel_group = property(lambda self: self.mesh.batch.group)
     get_tensor_parallel_rank = get_model_parallel_rank = _of(lambda plan: 0)
-    get_data_parallel_rank = _attribute("rank")
     get_sequence_parallel_group = _of(lambda plan: None)
 
     # -- weights and states --
@@ -238,13 +223,13 @@ class DeepSpeedEngine(Engine):
         before = zero.parameters_of(self)
         with super().surgery(group):
             yield
-            zero.make_whole(self.module)
-        zero.mark(self, before)
+            zero.materialize(self.module)
+        zero.set_attributes(self, before)
 
     def destroy(self) -> None:
         params = zero.parameters_of(self)
         super().destroy()
-        zero.unmark(params)
+        zero.remove_attributes(params)
 
     def save_checkpoint(
         self,
@@ -259,7 +244,7 @@ class DeepSpeedEngine(Engine):
         name = None if tag is None else str(tag)
         if save_dir and self.plan.checkpoint.tag_validation == "fail":
             with self.together("save_checkpoint"), _asserting(CheckpointError):
-                agree_on_tag(gather_objects(name or "", self.mesh.data), "Fail")
+                agree_on_tag(gather_objects(name or "", self.mesh.world), "Fail")
         return super().save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters, contents)
 
     def load_checkpoint(
@@ -309,7 +294,7 @@ class DeepSpeedEngine(Engine):
             if state is not None:
                 write_weights(state, path)
 
-        Ranks(self.mesh.data.group).gather(f"{path} was not written", write)
+        Ranks(self.mesh.world.group).gather(f"{path} was not written", write)
         return True
 
     save_fp16_model = save_16bit_model
@@ -351,8 +336,8 @@ class DeepSpeedEngine(Engine):
         return distributed_loader(
             dataset,
             batch_size=batch_size or self.plan.batch.micro_batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=self.mesh.batch.index,
+            world_size=self.mesh.batch.size,
             collate_fn=collate_fn,
             drop_last=self.plan.data.drop_last,
             seed=self.plan.seed,
@@ -369,7 +354,7 @@ class DeepSpeedEngine(Engine):
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)
+            return nn.Module.__getattr__(self, name)
         except AttributeError:
             if name in MISSING_METHODS:
                 raise AttributeError(f"engine.{name} is not built yet: {MISSING_METHODS[name]}") from None
@@ -392,6 +377,8 @@ def _getter(key: str) -> Callable[[DeepSpeedEngine], Any]:
     return lambda self: self._config._read.value(key)
 
 
+for _name, _path in RENAMED.items():
+    setattr(DeepSpeedEngine, _name, _attribute(_path))
 for _name, _key in CONFIG_GETTERS.items():
     setattr(DeepSpeedEngine, _name, _getter(_key))
 
@@ -416,36 +403,44 @@ def initialize(
     config   a path, a dictionary or base64 of JSON. A top-level key "zero_optimization.x" sets x in the block if it is unset there.
              Unknown top-level keys are logged and ignored, as in DeepSpeed. One that resembles a known key raises ValueError.
     """
-    loaded = arguments.read_config(config=_decode(config), config_params=_decode(config_params), args=args)
+    loaded = read_together(
+        lambda: arguments.read_config(config=_decode(config), config_params=_decode(config_params), args=args),
+        distributed_port,
+        mpu,
+        dist_init_required,
+    )
     raw = _unfold(loaded.raw)
     used = tolerant(with_known_warmup(raw))
     if optimizer is None and "optimizer" not in raw:  # as DeepSpeed, create no schedule; Trainer evaluates this way
         used, lr_scheduler = {name: value for name, value in used.items() if name != "scheduler"}, None
-    with zero.held_values(model):
-        engine, handle, loader, scheduler = slipstream.initialize(
-            model=model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port,
-            mpu=mpu,
-            dist_init_required=dist_init_required,
-            collate_fn=collate_fn,
-            config=used,
-            mesh_param=mesh_param,
-        )
+    try:
+        with zero.held_values(model):
+            engine, handle, loader, scheduler = slipstream.initialize(
+                model=model,
+                optimizer=optimizer,
+                model_parameters=model_parameters,
+                training_data=training_data,
+                lr_scheduler=lr_scheduler,
+                distributed_port=distributed_port,
+                mpu=mpu,
+                dist_init_required=dist_init_required,
+                collate_fn=collate_fn,
+                config=used,
+                mesh_param=mesh_param,
+            )
+    except arguments.ConfigError as error:
+        raise loaded.refusal(error) from None
     # DeepSpeedEngine adds only methods, so changing the class is enough.
     engine.__class__ = DeepSpeedEngine
     assert isinstance(engine, DeepSpeedEngine)
     engine.config = raw
-    if engine.rank == 0:
+    if engine.mesh.is_first:
         keys.say(loaded.notes)
     if lr_scheduler is None and scheduler is not None:
         scheduler.optimizer = handle  # a scheduler of the config refers to the returned optimizer, a caller's to its own
     serve_schedule(scheduler)
     serve_optimizer(handle)
-    zero.adopt(engine)
+    zero.register_engine(engine)
     return engine, handle, loader, scheduler
 
 

@@ -48,7 +48,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     engine, name = engine_of(param)
     if engine.coalesces:
         return _unreduced(engine, param)
-    return engine.gradient(name) if param.requires_grad and engine.hooks.backwards else None
+    return engine.gradient(name) if param.requires_grad and engine.backwards else None
 
 
 def _unreduced(engine: Any, param: nn.Parameter) -> Tensor | None:
@@ -100,17 +100,17 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     safe_set_full_grad(param, _joined(param, value))
 
 
-def _local(param: nn.Parameter, whole: Tensor | None) -> Any:
-    return None if whole is None else whole.reshape(-1)[_range(param)]
+def _local(param: nn.Parameter, values: Tensor | None) -> Any:
+    return None if values is None else values.reshape(-1)[_range(param)]
 
 
 def _joined(param: nn.Parameter, value: Tensor) -> Tensor:
     """Concatenate all ranks' parts into one tensor. Collective."""
     engine, _ = engine_of(param)
-    whole = torch.zeros(param.numel(), dtype=torch.float32)
-    for start, part in gather_objects((_range(param).start, value.reshape(-1).float().cpu()), engine.mesh.data):
-        whole[start : start + part.numel()] = part
-    return whole.view(param.shape)
+    values = torch.zeros(param.numel(), dtype=torch.float32)
+    for start, part in gather_objects((_range(param).start, value.reshape(-1).float().cpu()), engine.mesh.world):
+        values[start : start + part.numel()] = part
+    return values.view(param.shape)
 
 
 def _range(param: nn.Parameter) -> slice:

@@ -142,7 +142,7 @@ class DeepSpeedOptimizer(metaclass=_AsksThePlan):
         return True
 
 
-def _made(name: str, base: type, is_of: Callable[[Plan], bool]) -> Any:
+def _type(name: str, base: type, is_of: Callable[[Plan], bool]) -> Any:
     return _AsksThePlan(name, (base,), {"is_of": staticmethod(is_of), "__module__": __name__})
 
 
@@ -150,9 +150,9 @@ def _plain(dtype: torch.dtype) -> Callable[[Plan], bool]:
     return lambda plan: plan.zero.stage == 0 and plan.precision.param_dtype is dtype
 
 
-ZeROOptimizer = _made("ZeROOptimizer", DeepSpeedOptimizer, lambda plan: plan.zero.stage > 0)
-DeepSpeedZeroOptimizer = _made("DeepSpeedZeroOptimizer", ZeROOptimizer, lambda plan: plan.zero.stage in (1, 2))
-DeepSpeedZeroOptimizer_Stage3 = _made("DeepSpeedZeroOptimizer_Stage3", ZeROOptimizer, lambda plan: plan.zero.stage == 3)
-BF16_Optimizer = _made("BF16_Optimizer", DeepSpeedOptimizer, _plain(torch.bfloat16))
-FP16_Optimizer = _made("FP16_Optimizer", DeepSpeedOptimizer, _plain(torch.float16))
-FP16_UnfusedOptimizer = _made("FP16_UnfusedOptimizer", DeepSpeedOptimizer, _plain(torch.float16))
+ZeROOptimizer = _type("ZeROOptimizer", DeepSpeedOptimizer, lambda plan: plan.zero.stage > 0)
+DeepSpeedZeroOptimizer = _type("DeepSpeedZeroOptimizer", ZeROOptimizer, lambda plan: plan.zero.stage in (1, 2))
+DeepSpeedZeroOptimizer_Stage3 = _type("DeepSpeedZeroOptimizer_Stage3", ZeROOptimizer, lambda plan: plan.zero.stage == 3)
+BF16_Optimizer = _type("BF16_Optimizer", DeepSpeedOptimizer, _plain(torch.bfloat16))
+FP16_Optimizer = _type("FP16_Optimizer", DeepSpeedOptimizer, _plain(torch.float16))
+FP16_UnfusedOptimizer = _type("FP16_UnfusedOptimizer", DeepSpeedOptimizer, _plain(torch.float16))

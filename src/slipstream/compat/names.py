@@ -61,7 +61,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.zero": {
         "slipstream.compat.zero": "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "
         "unregister_external_parameter unwrap_model_for_generation",
-        "slipstream.tiled": "TiledLinear",
+        "slipstream.activations.tiled": "TiledLinear",
     },
     "deepspeed.runtime.zero.partition_parameters": {
         "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
@@ -245,7 +245,7 @@ REFUSED_THERE: Mapping[str, str] = {
     "`torch.func.grad`, `vjp`, `jacrev` and `vmap(grad)` through the engine in stage 3": "work at every stage, also for "
     "parameters (`functional_call`), but not inside `GatheredParameters` with gradients enabled",
     "nested GatheredParameters contexts over the same parameter": "the inner one uses the outer one's tensors",
-    "a ZeRO checkpoint at another number of ranks": "loads, at any stage",
+    "a ZeRO checkpoint on a different number of ranks": "loads, at any stage",
 }
 
 _EXPERTS = "expert parallelism; experts are trained as ordinary parameters at every ZeRO stage"
@@ -376,7 +376,7 @@ _COMPILE = "DeepCompile; engine.compile() is torch.compile"
 _TIMERS = "timer objects; steps_per_print logs samples per second, and wall_clock_breakdown the time of each phase"
 
 
-def _each(names: str, why: str) -> dict[str, str]:
+def _rows(names: str, why: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), why)
 
 
@@ -384,22 +384,22 @@ def _each(names: str, why: str) -> dict[str, str]:
 MISSING_METHODS: Mapping[str, str] = {
     "train_batch": f"{_LOOP}, engine.backward(loss) and engine.step()",
     "eval_batch": f"{_LOOP} under torch.no_grad()",
-    **_each("get_pld_theta progressive_layer_drop", _DROPPING),
+    **_rows("get_pld_theta progressive_layer_drop", _DROPPING),
     "quantizer": _MOQ,
-    **_each("random_ltd_scheduler random_ltd_initialize", "random-LTD"),
+    **_rows("random_ltd_scheduler random_ltd_initialize", "random-LTD"),
     "set_custom_curriculum_learning_schedule": "curriculum learning",
     "set_data_post_process_func": "data efficiency",
-    **_each("allreduce_gradients allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback", _REDUCED),
-    **_each("sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain sparse_all_gather", _SPARSE),
+    **_rows("allreduce_gradients allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback", _REDUCED),
+    **_rows("sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain sparse_all_gather", _SPARSE),
     "all_gather_scalar": "a collective for sparse gradients; use torch.distributed",
     "clip_fp32_gradients": "step() clips gradients to gradient_clipping",
-    **_each(
+    **_rows(
         "register_compile_pass get_compile_time get_deepcompile_backend get_deepspeed_compile_backend get_autosp_backend "
         "get_autotp_backend compile_zero_optimization_stage compile_autosp compile_autotp uses_parallelization_pass_only",
         _COMPILE,
     ),
-    **_each("tput_timer get_wall_clock_timers print_forward_breakdown", _TIMERS),
-    **_each(
+    **_rows("tput_timer get_wall_clock_timers print_forward_breakdown", _TIMERS),
+    **_rows(
         "autotuning_metric autotuning_metric_path autotuning_model_info_path autotuning_profile_model_info "
         "autotuning_start_profile_step autotuning_end_profile_step",
         _TUNING,

@@ -21,7 +21,7 @@ class OpBuilder:
     """`NAME` is the op's name in `deepspeed.ops.__compatible_ops__`."""
 
     NAME: ClassVar[str] = ""
-    remedy: ClassVar[str] = "it names no op"
+    reason: ClassVar[str] = "it names no op"
     functions: ClassVar[Callable[[], dict[str, Any]] | None] = None
 
     def __init__(self, name: str | None = None) -> None:
@@ -31,14 +31,14 @@ class OpBuilder:
         """Whether `load` succeeds. With `verbose`, writes the reason to stderr if not."""
         compatible = type(self).functions is not None
         if verbose and not compatible:
-            sys.stderr.write(f"{type(self).__name__}: {self.remedy}\n")
+            sys.stderr.write(f"{type(self).__name__}: {self.reason}\n")
         return compatible
 
     def load(self, verbose: bool = False) -> Any:
         """Return an object whose attributes are the op's functions. Raises ImportError if Slipstream does not have the op."""
         functions = type(self).functions
         if functions is None:
-            raise ImportError(f"{type(self).__name__}.load(): Slipstream has no {self.name!r} op; {self.remedy}")
+            raise ImportError(f"{type(self).__name__}.load(): Slipstream has no {self.name!r} op; {self.reason}")
         return SimpleNamespace(**functions())
 
     jit_load = load
@@ -148,12 +148,12 @@ _OPS: Mapping[str, tuple[str, Callable[[], dict[str, Any]] | str]] = {
 }
 
 
-def _made(builder: str, name: str, served: Callable[[], dict[str, Any]] | str) -> type[OpBuilder]:
-    fields = {"remedy": served} if isinstance(served, str) else {"functions": staticmethod(served)}
+def _class_of(builder: str, name: str, served: Callable[[], dict[str, Any]] | str) -> type[OpBuilder]:
+    fields = {"reason": served} if isinstance(served, str) else {"functions": staticmethod(served)}
     return type(builder, (OpBuilder,), {"NAME": name, "__module__": "deepspeed.ops.op_builder", **fields})
 
 
-BUILDERS: Mapping[str, type[OpBuilder]] = {builder: _made(builder, *op) for builder, op in _OPS.items()}
+BUILDERS: Mapping[str, type[OpBuilder]] = {builder: _class_of(builder, *op) for builder, op in _OPS.items()}
 ALL_OPS: Mapping[str, OpBuilder] = {builder.NAME: builder() for builder in BUILDERS.values()}
 CUDAOpBuilder = OpBuilder
 

@@ -126,10 +126,10 @@ class PartitionedTensor:
     def full(self, device: Any = None) -> Tensor:
         """All-gather the full tensor in its original shape. Collective."""
         longest = max(stop - start for start, stop in itertools.pairwise(self.partition))
-        mine = self.local_data.new_zeros(longest)
-        mine[: len(self.local_data)] = self.local_data
-        parts = [torch.empty_like(mine) for _ in range(self.num_parts)]
-        dist.all_gather(parts, mine, group=self.group)
+        padded = self.local_data.new_zeros(longest)
+        padded[: len(self.local_data)] = self.local_data
+        parts = [torch.empty_like(padded) for _ in range(self.num_parts)]
+        dist.all_gather(parts, padded, group=self.group)
         lengths = (stop - start for start, stop in itertools.pairwise(self.partition))
         flat = torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
         return flat.view(self.orig_size).to(self.orig_device if device is None else device)
@@ -163,8 +163,8 @@ class CheckOverflow:
         self.params = [param for group in param_groups for param in group] if param_groups else None
 
     def check_using_norm(self, norm_group: Iterable[Any], reduce_overflow: bool = True) -> bool:
-        found = any(is_invalid_grad_norm(norm) for norm in norm_group)
-        return self._on_any_rank(found, self.mpu is None and reduce_overflow)
+        overflow = any(is_invalid_grad_norm(norm) for norm in norm_group)
+        return self._on_any_rank(overflow, self.mpu is None and reduce_overflow)
 
     def check(self, param_groups: Any = None) -> bool:
         params = self.params if param_groups is None else [param for group in param_groups for param in group]
@@ -178,8 +178,8 @@ class CheckOverflow:
     def has_overflow(self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None) -> bool:
         return self._on_any_rank(self.has_overflow_serial(params), self.everywhere)
 
-    def _on_any_rank(self, found: bool, everywhere: bool) -> bool:
-        flag = torch.tensor(float(found), device=get_accelerator().current_device())
+    def _on_any_rank(self, overflow: bool, everywhere: bool) -> bool:
+        flag = torch.tensor(float(overflow), device=get_accelerator().current_device())
         if dist.is_initialized() and (everywhere or self.mpu is not None):
             group = None if everywhere else self.mpu.get_model_parallel_group()
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)

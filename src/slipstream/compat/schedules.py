@@ -51,10 +51,10 @@ def _with_attributes(kind: Any, attributes: Mapping[str, Callable[[Any], Any]], 
 
     @functools.wraps(kind.__init__)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(kind.__init__).bind(self, *args, **kwargs)
-        if "warmup_type" in given.arguments:
-            given.arguments["warmup_type"] = _known_warmup(given.arguments["warmup_type"])
-        kind.__init__(*given.args, **given.kwargs)
+        bound = inspect.signature(kind.__init__).bind(self, *args, **kwargs)
+        if "warmup_type" in bound.arguments:
+            bound.arguments["warmup_type"] = _known_warmup(bound.arguments["warmup_type"])
+        kind.__init__(*bound.args, **bound.kwargs)
 
     properties = {name: property(read) for name, read in attributes.items()}
     return type(kind.__name__, (kind,), {"__init__": construct, "__doc__": kind.__doc__, **properties, **methods})
@@ -138,8 +138,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def _override(schedule: str, args: Any, params: dict[str, Any]) -> None:
     """Copy a schedule's arguments from the flags to `params`."""
-    given = {name: getattr(args, name, None) for name in _TUNING[schedule]}
-    params.update({name: value for name, value in given.items() if value is not None})
+    values = {name: getattr(args, name, None) for name in _TUNING[schedule]}
+    params.update({name: value for name, value in values.items() if value is not None})
 
 
 override_lr_range_test_params = functools.partial(_override, "LRRangeTest")

@@ -73,9 +73,9 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 def _converted(item: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(item, (list, tuple)):
-        return type(item)(_converted(each, convert) for each in item)
+        return type(item)(_converted(value, convert) for value in item)
     if isinstance(item, dict):
-        return {key: _converted(each, convert) for key, each in item.items()}
+        return {key: _converted(value, convert) for key, value in item.items()}
     return convert(item)
 
 
@@ -151,16 +151,16 @@ def z3_leaf_parameter(model: nn.Parameter) -> bool:
 
 
 def _mark_classes(model: nn.Module, classes: Iterable[type | str], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
-    wanted = list(classes)
-    types = tuple(each for each in wanted if isinstance(each, type))
+    targets = list(classes)
+    types = tuple(target for target in targets if isinstance(target, type))
 
     def is_chosen(module: nn.Module) -> bool:
         kind = type(module)
-        return isinstance(module, types) or kind.__name__ in wanted or f"{kind.__module__}.{kind.__qualname__}" in wanted
+        return isinstance(module, types) or kind.__name__ in targets or f"{kind.__module__}.{kind.__qualname__}" in targets
 
     chosen = [module for module in model.modules() if is_chosen(module)]
     if not chosen and raise_if_not_found:
-        raise ValueError(f"no module of {type(model).__name__} is of class {wanted}")
+        raise ValueError(f"no module of {type(model).__name__} is of class {targets}")
     for module in chosen:
         set_z3_leaf_module(module, flag)
     return chosen

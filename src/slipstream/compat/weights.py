@@ -30,7 +30,7 @@ def consolidated(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, A
     """
     copies: dict[Unit, dict[int, Tensor]] = {}
     state: dict[str, Any] = {}
-    first = engine.rank == 0
+    first = engine.mesh.is_first
 
     def collect() -> None:  # runs the model's code; an error is raised on all ranks
         with access.shown_as(copies):
@@ -42,13 +42,13 @@ def consolidated(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, A
             if first:
                 copies[unit] = dict(_copies(unit, flat, exclude_frozen))
             del flat
-        Ranks(engine.mesh.data.group).gather("the model's state_dict() failed", collect if first else lambda: None)
+        Ranks(engine.mesh.world.group).gather("the model's state_dict() failed", collect if first else lambda: None)
     return state if first else None
 
 
 def _copies(unit: Unit, flat: Tensor, exclude_frozen: bool) -> Iterator[tuple[int, Tensor]]:
-    for i, (param, whole, slot) in enumerate(zip(unit.params, unit.wholes, unit.layout.slots, strict=True)):
-        is_scale = whole is not param and not is_traceable_wrapper_subclass(whole)  # the layer's state_dict() reads its scales
+    for i, (param, full, slot) in enumerate(zip(unit.params, unit.wholes, unit.layout.slots, strict=True)):
+        is_scale = full is not param and not is_traceable_wrapper_subclass(full)  # the layer's state_dict() reads its scales
         if param.requires_grad or is_scale or not exclude_frozen:
             copy = torch.empty(slot.shape, dtype=flat.dtype)
             yield i, copy.copy_(flat[slot.offset : slot.offset + slot.numel].view(slot.shape))
@@ -85,9 +85,9 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
                 copies[key] = moved.clone() if moved is source else moved
             return copies[key]
         if isinstance(value, Mapping):
-            return type(value)({name: copy(each) for name, each in value.items()})  # type: ignore[call-arg]
+            return type(value)({name: copy(child) for name, child in value.items()})  # type: ignore[call-arg]
         if isinstance(value, (list, tuple)):
-            return type(value)(copy(each) for each in value)
+            return type(value)(copy(child) for child in value)
         return value
 
     return copy(item)
@@ -110,8 +110,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
         raise ValueError(f"there is no {Path(checkpoint_dir) / 'latest'}; pass the checkpoint's name as tag=")
     kinds = ("model.", "buffer.")
     metadata = checkpoint.load_metadata(checkpoint_dir, tag)
-    known = {name: info for name, info in metadata.tensors.items() if name.startswith(kinds)}
-    tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in known.items()}
+    infos = {name: info for name, info in metadata.tensors.items() if name.startswith(kinds)}
+    tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
     checkpoint.load(checkpoint_dir, tag, tensors=tensors, metadata=metadata)
     state = {name.partition(".")[2]: _fp32(tensor) for name, tensor in tensors.items()}
     for alias, name in metadata.shared.get("aliases", {}).items():
@@ -159,8 +159,8 @@ def write_weights(state: Mapping[str, Any], path: Path) -> None:
         return
     from safetensors.torch import save_file
 
-    kept = {name: state[name].contiguous() for name in _once(state).values()}
-    replace_file(path, lambda temporary: save_file(kept, str(temporary), metadata={"format": "pt"}))
+    tensors = {name: state[name].contiguous() for name in _once(state).values()}
+    replace_file(path, lambda temporary: save_file(tensors, str(temporary), metadata={"format": "pt"}))
 
 
 def _once(state: Mapping[str, Any]) -> dict[int, str]:

@@ -26,8 +26,8 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.utils._pytree import tree_map
 
 from slipstream.compat.utils import z3_leaf_module
-from slipstream.distributed import init_distributed
 from slipstream.train.engine import Engine
+from slipstream.world.join import init_distributed
 from slipstream.zero import access
 from slipstream.zero.comm import Comm
 from slipstream.zero.hooks import Phase
@@ -81,30 +81,30 @@ def _chunk(param: nn.Parameter, size: int) -> int:
 def _deal(param: nn.Parameter, values: Tensor | None, group: Any, source: int) -> Tensor:
     """Scatter the values of the group's rank `source`; returns this rank's 1D range, zero-padded to equal lengths. Collective."""
     rank, size = _group_rank(group)
-    mine = torch.zeros(_chunk(param, size), dtype=param.dtype)
+    local = torch.zeros(_chunk(param, size), dtype=param.dtype)
     if size == 1:
         assert values is not None
-        return mine.copy_(values.detach().reshape(-1))
+        return local.copy_(values.detach().reshape(-1))
     pieces: list[Tensor] | None = None
     if rank == source:
         assert values is not None
-        padded = torch.zeros(size * len(mine), dtype=param.dtype)
+        padded = torch.zeros(size * len(local), dtype=param.dtype)
         padded[: param.numel()].copy_(values.detach().reshape(-1))
         pieces = [_wire(piece, group) for piece in padded.chunk(size)]
-    received = _wire(mine, group)
+    received = _wire(local, group)
     dist.scatter(received, pieces, group=group, group_src=source)
     return received.cpu().view(param.dtype)
 
 
-def _whole(param: Any) -> Tensor:
+def _all_gather(param: Any) -> Tensor:
     """All-gather a held parameter into a new CPU tensor of its shape. Collective."""
     group = param.ds_process_group
     _, size = _group_rank(group)
     if size == 1:
         return param.ds_tensor.clone().view(param.ds_shape)
-    mine = _wire(param.ds_tensor, group)
-    gathered = torch.empty(size * mine.numel(), dtype=torch.uint8, device=mine.device)
-    dist.all_gather(list(gathered.chunk(size)), mine, group=group)
+    piece = _wire(param.ds_tensor, group)
+    gathered = torch.empty(size * piece.numel(), dtype=torch.uint8, device=piece.device)
+    dist.all_gather(list(gathered.chunk(size)), piece, group=group)
     return gathered.cpu().view(param.dtype)[: param.ds_numel].view(param.ds_shape)
 
 
@@ -133,7 +133,7 @@ class HeldParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return an ordinary parameter with all values; `initialize` shards copies of layers."""
-        copy = nn.Parameter(_whole(self), requires_grad=self.requires_grad)
+        copy = nn.Parameter(_all_gather(self), requires_grad=self.requires_grad)
         memo[id(self)] = copy
         return copy
 
@@ -141,40 +141,40 @@ class HeldParameter(nn.Parameter):
 class _HeldView(Tensor):
     """A view of a held parameter's gathered values inside `Init`; a write to it updates all ranges."""
 
-    held: tuple[HeldParameter, Tensor]  # the parameter and the gathered values that this tensor views
+    source: tuple[HeldParameter, Tensor]  # the parameter and the gathered values that this tensor views
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         result = _compute(func, args, kwargs or {})
         target, name = (args[0] if args else (kwargs or {}).get("tensor")), getattr(func, "__name__", "")
         if isinstance(target, _HeldView) and _is_write(func, name):
-            param: Any = target.held[0]
-            param.ds_tensor = _deal(param, target.held[1], param.ds_process_group, 0)
+            param: Any = target.source[0]
+            param.ds_tensor = _deal(param, target.source[1], param.ds_process_group, 0)
         return result
 
 
 def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Call `func` on gathered values of held parameters, inside `Init`. Collective: all ranks run the same constructor."""
-    held: dict[int, tuple[HeldParameter, Tensor]] = {}
+    gathered: dict[int, tuple[HeldParameter, Tensor]] = {}
 
-    def whole(value: Any) -> Any:
+    def gather_value(value: Any) -> Any:
         if isinstance(value, HeldParameter):
-            return held.setdefault(id(value), (value, _whole(value)))[1]
+            return gathered.setdefault(id(value), (value, _all_gather(value)))[1]
         if isinstance(value, _HeldView):
-            held[id(value.held[0])] = value.held
+            gathered[id(value.source[0])] = value.source
         return value
 
-    def mark(value: Any) -> Any:
+    def as_view(value: Any) -> Any:
         if isinstance(value, Tensor) and value.device.type != "meta":
-            for param, values in held.values():
+            for param, values in gathered.values():
                 if value.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
                     view = value.as_subclass(_HeldView)
-                    view.held = (param, values)
+                    view.source = (param, values)
                     return view
         return value
 
     with torch._C.DisableTorchFunctionSubclass():
-        return tree_map(mark, func(*tree_map(whole, args), **tree_map(whole, kwargs)))
+        return tree_map(as_view, func(*tree_map(gather_value, args), **tree_map(gather_value, kwargs)))
 
 
 def _is_write(func: Any, name: str) -> bool:
@@ -205,11 +205,11 @@ def _write(param: HeldParameter, func: Any, args: Any, kwargs: Mapping[str, Any]
             f"a parameter of shape {tuple(param.shape)} was sharded by zero.Init and cannot be written here; write it inside "
             f"`with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`"
         )
-    values = {id(arg): _whole(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, HeldParameter)}
+    values = {id(arg): _all_gather(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, HeldParameter)}
     with torch._C.DisableTorchFunctionSubclass():
         func(*(values.get(id(arg), arg) for arg in args), **{key: values.get(id(arg), arg) for key, arg in kwargs.items()})
-    held: Any = param
-    held.ds_tensor = _deal(param, values[id(param)], held.ds_process_group, 0)
+    target: Any = param
+    target.ds_tensor = _deal(param, values[id(param)], target.ds_process_group, 0)
     return param
 
 
@@ -337,38 +337,37 @@ class GatheredParameters:
         elif isinstance(params, Tensor):
             params = [params]
         chosen = {id(param): param for param in params if param is not None} if enabled else {}
-        self.held: list[Any] = sorted((param for param in chosen.values() if is_held(param)), key=lambda param: param.ds_id)
-        self.ours: list[Any] = [param for param in chosen.values() if isinstance(param, nn.Parameter) and not is_held(param)]
+        self.held_params: list[Any] = sorted((param for param in chosen.values() if is_held(param)), key=lambda param: param.ds_id)
+        self.engine_params = [param for param in chosen.values() if isinstance(param, nn.Parameter) and not is_held(param)]
         self.modifier_rank = modifier_rank
         self._read: list[_Read] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        for param in self.held:
-            values = _whole(param)
+        for param in self.held_params:
+            values = _all_gather(param)
             param.__class__ = nn.Parameter
             param.data = values
             param.ds_status = ZeroParamStatus.AVAILABLE
-        chosen, shown = access.units_of(self.ours), []
+        chosen, readable = access.units_of(self.engine_params), []
         if chosen:
             rank = self.modifier_rank
             if rank is not None:
                 rank = next(iter(chosen)).comms.data.axis.ranks.index(rank)
-            self._stack.enter_context(_shown([unit.params[i] for unit, which in chosen.items() for i in which]))
+            self._stack.enter_context(_as_available([unit.params[i] for unit, indices in chosen.items() for i in indices]))
             if rank is None:
-                chosen = {unit: which for unit, which in chosen.items() if not _is_computing(unit)}
-                shown = [(unit, i) for unit, which in chosen.items() for i in which if i not in unit.lent]
+                chosen = {unit: indices for unit, indices in chosen.items() if not _is_computing(unit)}
+                readable = [(unit, i) for unit, indices in chosen.items() for i in indices if i not in unit.lent]
             self._stack.enter_context(access.gathered_units(chosen, rank, write=rank is not None))
         if self.modifier_rank is None:
-            self._read = [_Read(param, None, 0) for param in self.held if not Init.is_open()]
-            self._read += [
-                _Read(unit.params[i], unit, i) for unit, i in shown
-            ]  # without parameters that an outer context has gathered
+            self._read = [_Read(param, None, 0) for param in self.held_params if not Init.is_open()]
+            # without parameters that an outer context has gathered
+            self._read += [_Read(unit.params[i], unit, i) for unit, i in readable]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         changed = _first_changed(self._read) if kind is None else ""
         source = 0 if self.modifier_rank is None and Init.is_open() else self.modifier_rank
-        for param in self.held:
+        for param in self.held_params:
             if kind is None and source is not None:
                 group = param.ds_process_group
                 first = dist.get_group_rank(group, source) if group is not None and self.modifier_rank is not None else source
@@ -424,10 +423,10 @@ def _differ(before: Tensor, after: Tensor) -> bool:
 def _first_changed(read: Sequence[_Read]) -> str:
     """Describe the first parameter that any rank has changed; "" if there is none. Collective."""
     by_comm: dict[Comm | None, list[_Read]] = {}
-    for shown in read:
-        by_comm.setdefault(None if shown.unit is None else shown.unit.comms.data, []).append(shown)
+    for entry in read:
+        by_comm.setdefault(None if entry.unit is None else entry.unit.comms.data, []).append(entry)
     for data, group_read in by_comm.items():
-        first = next((float(k) for k, shown in enumerate(group_read) if shown.was_changed()), float("inf"))
+        first = next((float(k) for k, entry in enumerate(group_read) if entry.was_changed()), float("inf"))
         if data is not None:
             first = float(data.exchange(torch.tensor([first], dtype=torch.float64)).min())
         elif dist.is_initialized():
@@ -443,12 +442,12 @@ def _first_changed(read: Sequence[_Read]) -> str:
 def _is_computing(unit: Unit) -> bool:
     """Whether the unit is gathered for a running forward or backward of its engine. Reading it then needs no copy, and autograd
     functions save the parameter itself, with its `ds_` attributes (TRL's losses)."""
-    whole = bool(unit.placement.weights) and unit.state is State.GATHERED
-    return whole and any(engine.hooks.phase is not Phase.IDLE for engine in _engines if unit in engine.units)
+    gathered = bool(unit.placement.weights) and unit.state is State.GATHERED
+    return gathered and any(engine.single.hooks.phase is not Phase.IDLE for engine in _engines if unit in engine.units)
 
 
 @contextmanager
-def _shown(params: Sequence[Any]) -> Iterator[None]:
+def _as_available(params: Sequence[Any]) -> Iterator[None]:
     marked = [param for param in params if hasattr(param, "ds_status")]
     before = [param.ds_status for param in marked]
     for param in marked:
@@ -482,14 +481,14 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Any, *args: Any, **kwargs: Any) -
 # -- from held parameters to an engine --
 
 
-class _Held:
+class _HeldReader:
     """A Reader (zero/materialize.py) of held parameters. It gathers one block at a time and frees the block's ranges afterwards, so
     that no rank stores the model's shards twice."""
 
     def __init__(self, named: Mapping[str, Any]) -> None:
         self.named = named
         self._values: dict[str, Tensor] = {}
-        self.spent: set[int] = set()  # ids of parameters whose ranges are freed
+        self.freed: set[int] = set()  # ids of parameters whose ranges are freed
 
     def __contains__(self, name: str) -> bool:
         return name in self.named
@@ -498,7 +497,7 @@ class _Held:
         return self.named[name].dtype
 
     def fetch(self, names: Sequence[str]) -> None:
-        self._values = {name: _whole(self.named[name]).reshape(-1) for name in names}
+        self._values = {name: _all_gather(self.named[name]).reshape(-1) for name in names}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         return self._values[name][start:stop]
@@ -506,7 +505,7 @@ class _Held:
     def close(self) -> None:
         for name in self._values:
             self.named[name].ds_tensor = None
-            self.spent.add(id(self.named[name]))
+            self.freed.add(id(self.named[name]))
         self._values = {}
 
 
@@ -519,7 +518,7 @@ def held_values(model: nn.Module | None) -> Iterator[None]:
     if model is None or not named:
         yield
         return
-    reader = _Held(named)
+    reader = _HeldReader(named)
     if asked(model) is None:
         supply(model, reader)
     for param in named.values():
@@ -529,52 +528,52 @@ def held_values(model: nn.Module | None) -> Iterator[None]:
     except BaseException as error:
         forget(model)
         for param in named.values():
-            if id(param) not in reader.spent:
+            if id(param) not in reader.freed:
                 param.__class__ = HeldParameter
-        if reader.spent:
-            error.add_note(f"{len(reader.spent)} parameters of the model were already moved to the engine: build the model again")
+        if reader.freed:
+            error.add_note(f"{len(reader.freed)} parameters of the model were already moved to the engine: build the model again")
         raise
-    unmark(named.values())
+    remove_attributes(named.values())
 
 
-def make_whole(model: nn.Module) -> None:
+def materialize(model: nn.Module) -> None:
     """Turn the model's held parameters into ordinary ones with all values. Collective."""
     for param in [param for param in model.parameters() if is_held(param)]:
-        values = _whole(param)
+        values = _all_gather(param)
         param.__class__ = nn.Parameter
         param.data = values
-        unmark([param])
+        remove_attributes([param])
 
 
-def adopt(engine: Any) -> None:
+def register_engine(engine: Any) -> None:
     """Register a new engine and set the `ds_` attributes of its parameters."""
     _engines.add(engine)
     if engine.optimizer is not None:  # OpenRLHF and others call them on the optimizer
         engine.optimizer.offload_states, engine.optimizer.reload_states = engine.offload_states, engine.reload_states
-    mark(engine, [])
+    set_attributes(engine, [])
 
 
 def parameters_of(engine: Engine) -> list[nn.Parameter]:
     """The model's parameters; a quantized one counts once, not per inner tensor."""
-    return list({id(whole): whole for unit in engine.units for whole in unit.wholes}.values())
+    return list({id(param): param for unit in engine.units for param in unit.wholes}.values())
 
 
-def mark(engine: Any, before: Iterable[nn.Parameter]) -> None:
+def set_attributes(engine: Any, before: Iterable[nn.Parameter]) -> None:
     """Set the `ds_` attributes of the engine's sharded parameters, and remove them from the other parameters of `before`."""
-    now = parameters_of(engine) if engine.plan.zero.stage == 3 else []
-    unmark(before, now)
-    for param in now:
+    sharded = parameters_of(engine) if engine.plan.zero.stage == 3 else []
+    remove_attributes(before, sharded)
+    for param in sharded:
         marked: Any = param
         if not hasattr(marked, "ds_id"):
             marked.ds_id, marked.ds_status, marked.ds_active_sub_modules = next(_ids), ZeroParamStatus.NOT_AVAILABLE, set()
         marked.ds_shape, marked.ds_numel, marked.ds_persist = param.shape, param.numel(), False
-    if now:
+    if sharded:
         show_ranges(engine)
         for leaf in filter(z3_leaf_module, engine.module.modules()):
-            for held in leaf.parameters():
-                vars(held).setdefault("ds_z3_leaf_module", leaf)
-        _spare_others(engine.module)
-    if now and engine.optimizer is not None:
+            for inner in leaf.parameters():
+                vars(inner).setdefault("ds_z3_leaf_module", leaf)
+        _guard_save_pretrained(engine.module)
+    if sharded and engine.optimizer is not None:
         engine.optimizer.parameter_offload = ParameterOffload(engine.module)
 
 
@@ -600,23 +599,23 @@ def hide_ranges(engine: Engine) -> None:
             vars(param).pop("ds_tensor", None)
 
 
-def unmark(params: Iterable[nn.Parameter], but: Iterable[nn.Parameter] = ()) -> None:
-    """Remove the `ds_` attributes of `params`, except of those in `but`."""
-    kept = set(map(id, but))
+def remove_attributes(params: Iterable[nn.Parameter], keep: Iterable[nn.Parameter] = ()) -> None:
+    """Remove the `ds_` attributes of `params`, except of those in `keep`."""
+    excluded = set(map(id, keep))
     for param in params:
-        for name in _MARKS if id(param) not in kept else ():
+        for name in _MARKS if id(param) not in excluded else ():
             vars(param).pop(f"ds_{name}", None)
 
 
-def _spare_others(module: Any) -> None:
+def _guard_save_pretrained(module: Any) -> None:
     """Make `save_pretrained` a no-op on ranks that pass no state. accelerate's recipe passes the full state on rank 0 and, on the
     others, None with `is_main_process=False`. There it would read sharded parameters and write nothing."""
     save: Any = getattr(module, "save_pretrained", None)
-    if save is not None and getattr(save, "func", None) is not _save_some:
-        module.save_pretrained = partial(_save_some, save)  # deepcopy rebinds a partial, but not a closure, to the copied model
+    if save is not None and getattr(save, "func", None) is not _save_state:
+        module.save_pretrained = partial(_save_state, save)  # deepcopy rebinds a partial, but not a closure, to the copied model
 
 
-def _save_some(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _save_state(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("is_main_process", True) or kwargs.get("state_dict") is not None:
         return save(*args, **kwargs)
     return None

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from slipstream.brief import BriefError
 from slipstream.config.text import check_depth, read_json
 
 ConfigLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
@@ -29,9 +30,18 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
+class ConfigError(BriefError, ValueError):
+    """`initialize` cannot use a config. Uncaught, it is printed without Slipstream's frames."""
+
+
 class Loaded(NamedTuple):
     raw: dict[str, Any]
     notes: tuple[str, ...]  # warnings about the file; rank 0 logs them
+    path: Path | None = None  # of the file
+
+    def refusal(self, error: ValueError) -> ConfigError:
+        """The error to raise for an error in the config: it names the file."""
+        return ConfigError(str(error) if self.path is None else f"{self.path.absolute()}: {error}")
 
 
 def load_config(config: ConfigLike | None = None, config_params: ConfigLike | None = None, args: Any = None) -> dict[str, Any]:
@@ -88,13 +98,16 @@ def _read(config: ConfigLike) -> Loaded:
     if not isinstance(config, (str, os.PathLike)):
         raise ValueError(f"the config must be a path or a dictionary, got {type(config).__name__}: {config!r}")
     path = Path(config)
-    if not path.is_file():
-        raise ValueError(f"no config file at {str(path)!r} (working directory {str(Path.cwd())!r})")
     try:
+        if not path.is_file():
+            raise ValueError(f"no config file at {str(path)!r} (working directory {str(Path.cwd())!r})")
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}; save it as UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"cannot read the config file {path.absolute()}: {error.strerror}") from None
     loaded, tolerated = read_json(text, str(path))
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} contains a JSON {type(loaded).__name__}; a config must be an object: {{...}}")
-    return Loaded(loaded, (f"{path} has comments or trailing commas, which are not valid JSON; they are ignored",) * tolerated)
+    notes = (f"{path} has comments or trailing commas, which are not valid JSON; they are ignored",) * tolerated
+    return Loaded(loaded, notes, path)

@@ -1,7 +1,7 @@
 """The class of every JSON key: honored, without effect, or refused.
 
 - HONORED: the value changes what Slipstream does; `proof` names the test that shows it.
-- NO_EFFECT: the key is valid but has nothing to control here. A non-default value is logged once.
+- NO_EFFECT: the key is valid but has nothing to control here. One warning names all that the user set.
 - REFUSED: the key belongs to a feature that is not built yet. A value that enables the feature raises an error, because
   training silently without it would be worse; a value that leaves it off is accepted.
 
@@ -20,6 +20,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from slipstream.config.plan import sentences, summary
 from slipstream.config.text import shown
 
 if TYPE_CHECKING:
@@ -390,20 +391,18 @@ def refuse(leaves: Iterable[Leaf], *, one_host: bool) -> None:
         raise ValueError(head + "\n- ".join(refusals))
 
 
-def without_effect(leaves: Iterable[Leaf]) -> tuple[str, ...]:
-    """Describe the keys that the user set without effect, one sentence per reason. The config must have passed `refuse`."""
-    idle: dict[str, list[str]] = {}
+def without_effect(leaves: Iterable[Leaf]) -> dict[str, str]:
+    """Return the keys that the user set without effect, with the reasons. The config must have passed `refuse`."""
+    idle = {}
     for leaf in leaves:
         if not leaf.given or leaf.value == leaf.default:
             continue
         key, feature = table()[leaf.key], _asked(leaf)
         if key.fate is Fate.NO_EFFECT:
-            idle.setdefault(key.reason, []).append(leaf.path)
+            idle[leaf.path] = key.reason
         elif feature is not None:
-            idle.setdefault(feature.moot_on_one_host, []).append(leaf.path)
-    return tuple(
-        f"{', '.join(paths)} {'has' if len(paths) == 1 else 'have'} no effect here: {reason}" for reason, paths in idle.items()
-    )
+            idle[leaf.path] = feature.moot_on_one_host
+    return idle
 
 
 def _asked(leaf: Leaf) -> Feature | None:
@@ -416,6 +415,14 @@ def say(notes: Iterable[str]) -> None:
     """Log the notes of a plan. `initialize` calls it once, on rank 0."""
     for note in notes:
         logger.warning("config: %s", note)
+
+
+def say_idle(idle: Mapping[str, str]) -> None:
+    """Log the names of the keys without effect in one line, and the reasons for debugging."""
+    if idle:
+        logger.warning("config: %s", summary(idle))
+    for sentence in sentences(idle):
+        logger.debug("config: %s", sentence)
 
 
 def _classify(name: str) -> Key:

@@ -9,7 +9,7 @@ DeepSpeed 0.19), "auto: <rule>" (the user wrote "auto"), "derived: <formula>" (c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -171,7 +171,8 @@ class Plan:
     log_level: str | None
     seed: int  # of the data loader's shuffle
     debug: DebugPlan
-    notes: tuple[str, ...]  # keys that the user set without effect; `keys.say` logs them
+    idle: Mapping[str, str]  # keys that the user set and that have no effect here -> why; `keys.say_idle` logs them
+    notes: tuple[str, ...]  # on other keys; `keys.say` logs them
     sources: Mapping[str, str]
 
 
@@ -189,7 +190,24 @@ def describe(plan: Plan, *, defaults: bool = False) -> str:
     lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}" for key, value, source in chosen]
     rule = "-" * max(map(len, lines))
     hidden = [f"and {len(others)} keys at their defaults, which --all shows"] if others and not defaults else []
-    return "\n".join([lines[0], rule, *lines[1:], *hidden, *(f"note: {note}" for note in plan.notes)])
+    return "\n".join([lines[0], rule, *lines[1:], *hidden, *(f"note: {note}" for note in (*sentences(plan.idle), *plan.notes))])
+
+
+def sentences(idle: Mapping[str, str]) -> list[str]:
+    """Describe the keys without effect, one sentence per reason."""
+    keys_by_reason: dict[str, list[str]] = {}
+    for key, reason in idle.items():
+        keys_by_reason.setdefault(reason, []).append(key)
+    return [f"{', '.join(keys)} {_have(keys)} no effect here: {reason}" for reason, keys in keys_by_reason.items()]
+
+
+def summary(idle: Mapping[str, str]) -> str:
+    """Name all keys without effect, without the reasons."""
+    return f"{', '.join(idle)} {_have(idle)} no effect here; `slipstream plan CONFIG` gives the reasons"
+
+
+def _have(keys: Collection[str]) -> str:
+    return "has" if len(keys) == 1 else "have"
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:

@@ -127,7 +127,8 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
         log_level=values.take("log_level"),
         seed=values.take("slipstream.seed"),
         debug=DebugPlan(timeout_s=values.take("slipstream.timeout_s"), poison_released=values.take("slipstream.poison_released")),
-        notes=(*parsed.notes, *keys.without_effect(parsed.leaves.values()), *values.notes),
+        idle=keys.without_effect(parsed.leaves.values()),
+        notes=(*parsed.notes, *values.notes),
         sources=dict(sorted(values.sources.items())),
     )
 
@@ -211,8 +212,9 @@ def _batch(values: _Values, world: DataWorld) -> BatchPlan:
     ranks = world.data_parallel
     stated = values.take("data_parallel_size")
     if stated is not None and stated != ranks:
-        raise ValueError(
-            f"data_parallel_size is {stated}, but the batch is split over {ranks} ranks; drop the key, or start {stated} processes"
+        raise WorldError(
+            f"data_parallel_size is {stated}, but the batch is split over {ranks} ranks; drop the key, or start {stated} processes",
+            fits=stated,
         )
     train = values.take("train_batch_size")
     micro = values.take("train_micro_batch_size_per_gpu")
@@ -254,10 +256,21 @@ class Triad(NamedTuple):
     accumulation: int
 
 
+DEEPSPEEDS = "Check batch related parameters: "  # DeepSpeed's message begins with it, and scripts match it
+
+
+class WorldError(ValueError):
+    """Batch sizes that do not fit the number of data-parallel ranks; `fits` is a number of ranks that they fit, if there is one."""
+
+    def __init__(self, message: str, fits: int | None) -> None:
+        super().__init__(message)
+        self.fits = fits
+
+
 def triad(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> Triad:
     """Compute the batch triad from one or more of its members (accumulation alone is not enough).
 
-    Raises ValueError if the members disagree or do not divide. The message starts as DeepSpeed's does.
+    Raises ValueError without a size, WorldError if the members disagree or do not divide.
     """
     if train is None:
         if micro is None:
@@ -275,10 +288,11 @@ def triad(train: int | None, micro: int | None, accumulation: int | None, ranks:
         _divides(train, "micro batch", micro, ranks)
         return Triad(train, micro, train // (micro * ranks))
     if train != micro * accumulation * ranks:
-        raise ValueError(
-            f"Check batch related parameters: train_batch_size ({train}) != micro batch ({micro}) x accumulation ({accumulation}) "
-            f"x data parallel ({ranks}) = {micro * accumulation * ranks}; drop one of the three to have it "
-            "derived"
+        fits, left = divmod(train, micro * accumulation)
+        raise WorldError(
+            f"{DEEPSPEEDS}train_batch_size ({train}) != micro batch ({micro}) x accumulation ({accumulation}) "
+            f"x data parallel ({ranks}) = {micro * accumulation * ranks}; drop one of the three to have it derived",
+            fits=None if left else fits,
         )
     return Triad(train, micro, accumulation)
 
@@ -288,9 +302,10 @@ def _divides(train: int, name: str, factor: int, ranks: int) -> None:
     if train % unit:
         below, above = train // unit * unit, (train // unit + 1) * unit
         near = f"{below} or {above}" if below else f"{above}"
-        raise ValueError(
-            f"Check batch related parameters: train_batch_size ({train}) is not a multiple of {name} ({factor}) "
-            f"x data parallel ({ranks}) = {unit}; the nearest multiple is {near}"
+        raise WorldError(
+            f"{DEEPSPEEDS}train_batch_size ({train}) is not a multiple of {name} ({factor}) "
+            f"x data parallel ({ranks}) = {unit}; the nearest multiple is {near}",
+            fits=next((fewer for fewer in range(ranks - 1, 0, -1) if train % (factor * fewer) == 0), None),
         )
 
 

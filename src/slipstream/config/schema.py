@@ -62,6 +62,7 @@ from slipstream.config.values import (
     Scale,
     Seed,
     Size,
+    Stage,
     lower,
     numeric,
 )
@@ -183,7 +184,7 @@ class Loco(Block):
 
 
 class ZeroOptimization(Block):
-    stage: Annotated[Int, Field(ge=0, le=3)] = 0
+    stage: Stage = 0
     mics_shard_size: Annotated[Int, Field(ge=-1)] = -1
     mics_hierarchical_params_gather: bool = False
     contiguous_gradients: bool = True

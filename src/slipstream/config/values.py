@@ -40,6 +40,11 @@ def _integral(value: Any) -> Any:
     return value
 
 
+def _stage(value: Any) -> Any:
+    value = _integral(value)
+    return int(value) if isinstance(value, float) else value
+
+
 def _truncated(value: Any) -> Any:
     """Truncate a computed size (0.9 * hidden * hidden); infinity means no limit."""
     value = numeric(value)
@@ -76,6 +81,7 @@ def _one_or_many(value: Any) -> Any:
 
 Int = Annotated[int, BeforeValidator(_integral), Field(ge=-sys.maxsize, le=sys.maxsize)]
 Seed = Annotated[int, BeforeValidator(_integral), Field(ge=0, le=1 << 63)]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Count = Annotated[int, BeforeValidator(_integral), Field(ge=1, le=sys.maxsize)]
 Size = Annotated[int, BeforeValidator(_truncated), Field(ge=0, le=sys.maxsize)]
 Real = Annotated[float, BeforeValidator(numeric), Field(allow_inf_nan=False)]

@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
 
 def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
     tokens, positions, rows = list[int](), list[int](), list[int]()
-    seen: list[Tensor] = []
+    contexts: list[Tensor] = []
     for chunk in batch.chunks:
         first = len(tokens)
         tokens += chunk.request.tokens[chunk.start : chunk.stop]
@@ -52,17 +52,17 @@ def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
         positions += range(chunk.start, chunk.start + chunk.num_tokens)
         assert len(tokens) - first == chunk.num_tokens, f"{chunk} exceeds its request's {len(chunk.request.tokens)} tokens"
         rows += range(len(tokens) - chunk.num_rows, len(tokens))
-        seen.append(cache.slots(chunk.request.blocks, 0, chunk.start + chunk.num_tokens))
+        contexts.append(cache.slots(chunk.request.blocks, 0, chunk.start + chunk.num_tokens))
     bounds = list(accumulate((chunk.num_tokens for chunk in batch.chunks), initial=0))
-    seen = [slots.to(cache.device) for slots in seen]
+    contexts = [slots.to(cache.device) for slots in contexts]
     return Inputs(
         tokens=torch.tensor(tokens, dtype=torch.int64, device=cache.device),
         positions=torch.tensor(positions, dtype=torch.int64, device=cache.device),
-        slots=torch.cat([slots[chunk.start :] for slots, chunk in zip(seen, batch.chunks, strict=True)]),
+        slots=torch.cat([slots[chunk.start :] for slots, chunk in zip(contexts, batch.chunks, strict=True)]),
         rows=torch.tensor(rows, dtype=torch.int64, device=cache.device),
         spans=[
             Span(begin, end, chunk.start, slots)
-            for (begin, end), chunk, slots in zip(pairwise(bounds), batch.chunks, seen, strict=True)
+            for (begin, end), chunk, slots in zip(pairwise(bounds), batch.chunks, contexts, strict=True)
         ],
     )
 
@@ -211,8 +211,8 @@ def visible(start: int, num_queries: int, first_key: int, window: int, device: t
     """Which positions first_key .. start + num_queries each query from position `start` on attends to: bool [T, S]."""
     query = torch.arange(start, start + num_queries, device=device)[:, None]
     key = torch.arange(first_key, start + num_queries, device=device)
-    seen = key <= query
-    return seen & (key > query - window) if window else seen
+    mask = key <= query
+    return mask & (key > query - window) if window else mask
 
 
 def attend(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask_TS: Tensor, *, scale: float, cap: float) -> Tensor:

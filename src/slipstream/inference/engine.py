@@ -544,12 +544,12 @@ class Engine:
                 # After a wrong draft token all tokens can be masked. That is not the request's fault: retry it without its draft.
                 again = {row.request for row in rows if row.draft} & set(error.requests)
                 drawn |= {request: str(error) for request in error.requests if request not in again}
-                kept = [
+                remaining = [
                     index
                     for index, row in enumerate(rows)
                     if row.request not in error.requests or (row.request in again and not row.draft)
                 ]
-                rows, places = [rows[index] for index in kept], [places[index] for index in kept]
+                rows, places = [rows[index] for index in remaining], [places[index] for index in remaining]
         for chunk in batch.chunks:
             for request in receivers(chunk):
                 if ones := samples.get(request):

@@ -314,7 +314,7 @@ class InferenceEngine:
         mask, pad = settings.pop("attention_mask", None), settings.pop("pad_token_id", None)
         rows = ids if ids.dim() == 2 else ids[None]
         mask = torch.ones_like(rows) if mask is None else mask.reshape(rows.shape)
-        batch = [row[seen.bool()].tolist() for row, seen in zip(rows, mask, strict=True)]
+        batch = [row[row_mask.bool()].tolist() for row, row_mask in zip(rows, mask, strict=True)]
         params, n = _sampling(params, n, settings)
         deltas = self._deltas(batch, params, n)
         if stream:
@@ -439,15 +439,15 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
             raise TypeError(f"pass settings as params or as keywords, not both: {', '.join(settings)}")
         return params, n
     values: dict[str, Any] = {"n": n} if n != 1 else {}
-    known = {field.name for field in fields(SamplingParams)} | {"n"}
+    names = {field.name for field in fields(SamplingParams)} | {"n"}
     for word, value in settings.items():
         name = _SAMPLING_ALIASES.get(word, word)
         if word in _SAMPLING_NEUTRAL:
             accepted, why = _SAMPLING_NEUTRAL[word]
             if value not in accepted:
                 raise ValueError(f"{word} is {value!r}; {why}")
-        elif name not in known and word != "do_sample":
-            raise TypeError(f"generation has no setting {word!r}; {suggestion(word, [*known, *_SAMPLING_ALIASES, 'do_sample'])}")
+        elif name not in names and word != "do_sample":
+            raise TypeError(f"generation has no setting {word!r}; {suggestion(word, [*names, *_SAMPLING_ALIASES, 'do_sample'])}")
         elif name in values and values[name] != value:
             raise ValueError(f"{name} is given twice, as {values[name]!r} and as {value!r}; give it once")
         elif value is not None:
@@ -475,8 +475,8 @@ def check_int(name: str, value: Any, least: int, most: int = sys.maxsize) -> int
     return int(value)
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, names: Iterable[str]) -> str:
     """The end of an error message: the known name closest to `word`, or all of them."""
-    known = sorted(known)
-    match = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {match[0]}?" if match else f"it has {', '.join(known)}"
+    names = sorted(names)
+    match = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean {match[0]}?" if match else f"it has {', '.join(names)}"

@@ -155,7 +155,7 @@ def init_inference(
     }
     sources = ({} if config is None else _read_config(config), deepspeed)
     for source in sources:
-        for name, value in _translated(source, known=options).items():
+        for name, value in _translated(source, names=options).items():
             if options[name] is not None and options[name] != value:
                 raise ValueError(f"{name} is given twice, as {options[name]!r} and as {value!r}; give it once")
             options[name] = value
@@ -376,12 +376,12 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[
     return parsed
 
 
-def _translated(arguments: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+def _translated(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """DeepSpeed's arguments as ours. Raises ValueError for unsupported features, TypeError for unknown names."""
-    known, options = list(known), {}
+    names, options = list(names), {}
     for word, value in arguments.items():
         name = _LOADING_ALIASES.get(word, word)
-        if name in known:
+        if name in names:
             options[name] = value
         elif word in _REFUSED:
             off, why = _REFUSED[word]
@@ -389,7 +389,7 @@ def _translated(arguments: Mapping[str, Any], known: Iterable[str]) -> dict[str,
             if requested not in off:
                 raise ValueError(f"{word}={value!r} is not served: {why}")
         elif word not in _NO_EFFECT:
-            raise TypeError(f"init_inference() has no argument {word!r}; {suggestion(word, [*known, *_REFUSED, *_NO_EFFECT])}")
+            raise TypeError(f"init_inference() has no argument {word!r}; {suggestion(word, [*names, *_REFUSED, *_NO_EFFECT])}")
     return options
 
 

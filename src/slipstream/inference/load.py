@@ -56,7 +56,7 @@ def load(
             return m.to(loaded.dtype).to(device)
         return type(m)(*(part.to(device) for part in m))
 
-    return replace(loaded, weights=_each(weights, place))
+    return replace(loaded, weights=_map_weights(weights, place))
 
 
 def _read(source: str | Path | Any, kind: str, group: int, device: torch.device) -> Loaded:
@@ -73,11 +73,11 @@ def _read(source: str | Path | Any, kind: str, group: int, device: torch.device)
         return _folder(path, opening, group)
     if path.is_file():
         raise ValueError(f"{path} is not a model: give a Hugging Face folder or a .gguf file (pickled weights are never read)")
-    known = "a Hugging Face folder, a .gguf file, a Slipstream checkpoint or a live model"
-    raise ValueError(f"there is no {path}; give {known} (nothing is downloaded)")
+    sources = "a Hugging Face folder, a .gguf file, a Slipstream checkpoint or a live model"
+    raise ValueError(f"there is no {path}; give {sources} (nothing is downloaded)")
 
 
-def _finish(config: DecoderConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype) -> Loaded:
+def _build(config: DecoderConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype) -> Loaded:
     kind = opening.kind
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind, stored)
 
@@ -107,15 +107,15 @@ class _LazyState(Mapping[str, Matrix]):
         return len(self._readers)
 
 
-def _each(part: Any, change: Callable[[Matrix], Matrix]) -> Any:
+def _map_weights(part: Any, change: Callable[[Matrix], Matrix]) -> Any:
     """The same weights with `change` applied to each tensor and quantized matrix."""
     match part:
         case Tensor() | Int8() | Int4():
             return change(part)
         case list():
-            return [_each(one, change) for one in part]
+            return [_map_weights(one, change) for one in part]
         case DecoderWeights() | LayerWeights() | Mlp():
-            return replace(part, **{f.name: _each(getattr(part, f.name), change) for f in fields(part)})
+            return replace(part, **{f.name: _map_weights(getattr(part, f.name), change) for f in fields(part)})
         case _:
             return part
 
@@ -127,7 +127,7 @@ def _live(model: Any, opening: Opening, group: int) -> Loaded:
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     generation = getattr(model, "generation_config", None)
     config = _with_ends(from_hf(model.config.to_dict()), getattr(generation, "eos_token_id", None))
-    return _finish(config, state, opening, group, _stored(state))
+    return _build(config, state, opening, group, _stored(state))
 
 
 def is_config(source: Any) -> bool:
@@ -142,7 +142,7 @@ def _blank(source: Any, opening: Opening) -> Loaded:
     kind = opening.kind
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind) or FLOATS.get(stored, torch.float32)
     zero = torch.zeros((), dtype=dtype)
-    weights = _each(outline(config), lambda blank: zero.expand(blank.shape))  # type: ignore[union-attr]
+    weights = _map_weights(outline(config), lambda blank: zero.expand(blank.shape))  # type: ignore[union-attr]
     return Loaded(config=config, weights=weights, dtype=dtype, opening=opening)
 
 
@@ -163,14 +163,14 @@ def _with_ends(config: DecoderConfig, ends: Any) -> DecoderConfig:
 def _folder(path: Path, opening: Opening, group: int) -> Loaded:
     if (trained := find(path)) is not None:
         state = trained.state()
-        return _finish(from_hf(trained.config), state, opening, group, _stored(state))
+        return _build(from_hf(trained.config), state, opening, group, _stored(state))
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has neither config.json nor metadata.json: it is no Hugging Face folder and no checkpoint")
     huggingface.check_folder(path)  # transformers never sees an invalid file
     config = from_hf(huggingface.read_config(path / "config.json"))
     config = _with_ends(config, huggingface.read_generation(path / "generation_config.json").get("eos_token_id"))
     weights = _safetensors(path, keep=opening.kind not in QUANTIZED)
-    return _finish(config, weights, opening, group, _stored(weights))
+    return _build(config, weights, opening, group, _stored(weights))
 
 
 def _safetensors(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
@@ -256,7 +256,7 @@ def _gguf(path: Path, kind: str, group: int, device: torch.device) -> Loaded:
         return m if heads is None else _unpermute(m, heads)
 
     readers = {_hf_name(name): partial(read, name, stored) for name, stored in file.tensors.items() if name != "rope_freqs.weight"}
-    return replace(_finish(config, _LazyState(readers), opening, group, torch.bfloat16), gguf=file.metadata)
+    return replace(_build(config, _LazyState(readers), opening, group, torch.bfloat16), gguf=file.metadata)
 
 
 def _hf_name(name: str) -> str:

@@ -114,8 +114,8 @@ def why_not(config: DecoderConfig) -> str | None:
 def _scratch_widths(config: DecoderConfig) -> dict[str, tuple[int, torch.dtype]]:
     """Pointers of `_Batch` to scratch memory: elements per row of the batch, and their type."""
     routed = [layer.experts for layer in config.layers if layer.experts is not None]
-    inner = max((max(each.intermediate_size, each.shared_size) for each in routed), default=0)
-    places = max((each.top_k + 1 for each in routed), default=1)  # of a row in the experts' lists
+    inner = max((max(experts.intermediate_size, experts.shared_size) for experts in routed), default=0)
+    places = max((experts.top_k + 1 for experts in routed), default=1)  # of a row in the experts' lists
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     widest = max(hidden, config.intermediate_size, heads, inner)
     widest += -widest % CODES
@@ -131,7 +131,7 @@ def _scratch_widths(config: DecoderConfig) -> dict[str, tuple[int, torch.dtype]]
         "halves": (places * widest, torch.bfloat16),
     }
     if routed:
-        num, top_k = max(each.num for each in routed), max(each.top_k for each in routed)
+        num, top_k = max(experts.num for experts in routed), max(experts.top_k for experts in routed)
         widths |= {
             "scores": (num, torch.float32),
             "shares": (top_k, torch.float32),
@@ -225,7 +225,7 @@ class NativeDecoder:
         # Zeros: masked positions add 0 * value, so their values must be finite.
         self.keys = untouched_zeros(shape, cache_dtype)
         self.values = untouched_zeros((*shape[:3], PANEL, config.head_dim), cache_dtype)
-        self._kept: list[Tensor] = []  # memory that the C structs point to
+        self._tensors: list[Tensor] = []  # memory that the C structs point to
         self._embed_is_own = False
         self._library = build.load().kernels
         assert self._library is not None
@@ -252,7 +252,7 @@ class NativeDecoder:
     # -- the C structs --
 
     def _keep(self, tensor: Tensor) -> int:
-        self._kept.append(tensor)
+        self._tensors.append(tensor)
         return tensor.data_ptr()
 
     def _vector(self, tensor: Tensor | None, offset: float = 0.0) -> int | None:
@@ -413,7 +413,7 @@ class NativeDecoder:
 
     def free_memory(self) -> None:
         """Free the memory of weights and cache. Every weight must be `put` again before the next forward."""
-        for tensor in (*self._kept, *([self._embed] if self._embed_is_own else [])):
+        for tensor in (*self._tensors, *([self._embed] if self._embed_is_own else [])):
             free_pages(tensor, shared=False)
         for tensor in (self.keys, self.values):
             free_pages(tensor, shared=True)
@@ -497,7 +497,7 @@ class NativeDecoder:
         saved = model.embed, model.embed_type, model.embed_scale
         model.embed, model.embed_type, model.embed_scale = x.data_ptr(), _TYPES[x.dtype], 1.0
         try:
-            self._run(array("i", range(len(x))), *(array("i", each) for each in numbers))
+            self._run(array("i", range(len(x))), *(array("i", values) for values in numbers))
         finally:
             model.embed, model.embed_type, model.embed_scale = saved
 
@@ -523,8 +523,8 @@ class NativeDecoder:
         self._allocate(len(ids), len(logit_rows))
         record = self._batch
         record.num_rows, record.num_sequences, record.num_logits = len(ids), len(start), len(logit_rows)
-        for name, each in zip(_NUMBERS, numbers, strict=True):
-            setattr(record, name, each.buffer_info()[0])
+        for name, values in zip(_NUMBERS, numbers, strict=True):
+            setattr(record, name, values.buffer_info()[0])
         assert self._library is not None
         if self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record)):
             raise MemoryError(f"no memory for a forward of {len(ids)} tokens")

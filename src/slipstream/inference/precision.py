@@ -52,8 +52,8 @@ def choose(num_weights: int, has_4bit: bool, device: torch.device) -> Opening:
     fast = device.type == "cuda" or cpu.isa() in ("avx512bf16", "")  # "": torch computes
     sizes = f"{_gb(wide)} in bf16, {_gb(free)} free"
     if wide <= limit and (fast or wide <= _SMALL):
-        kept = "; dtype stored keeps the file's 4-bit blocks" if has_4bit else ""
-        return Opening("bfloat16", f"{sizes}{kept}")
+        hint = "; dtype stored keeps the file's 4-bit blocks" if has_4bit else ""
+        return Opening("bfloat16", f"{sizes}{hint}")
     if wide / 2 <= limit or not has_4bit:
         slow = "; this CPU has no bf16 instructions" if wide <= limit else ""
         return Opening("int8", f"{sizes}{slow}")

@@ -108,12 +108,12 @@ class _Edits:
         self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
         self._counted = request.num_prompt  # tokens before this position are counted below
         # Seen tokens in order of first occurrence; with a repetition penalty the prompt's too.
-        seen = dict.fromkeys(request.tokens[: request.num_prompt] if self._penalty != 1 else ())
-        self._places = {token: place for place, token in enumerate(seen)}
+        distinct = dict.fromkeys(request.tokens[: request.num_prompt] if self._penalty != 1 else ())
+        self._places = {token: place for place, token in enumerate(distinct)}
         self._penalized = bool(self._penalty != 1 or self._presence or self._frequency)
-        self._seen: Ids = np.empty(vocab_size if self._penalized else 0, np.int64)  # pages are allocated as it fills
-        self._seen[: len(seen)] = [*seen]
-        self._counts: Ids = np.zeros(len(self._seen), np.int64)  # how often each was generated
+        self._tokens: Ids = np.empty(vocab_size if self._penalized else 0, np.int64)  # pages are allocated as it fills
+        self._tokens[: len(distinct)] = [*distinct]
+        self._counts: Ids = np.zeros(len(self._tokens), np.int64)  # how often each was generated
 
     def apply(self, logits: Floats, row: Row) -> None:
         """Apply penalties and bias in place."""
@@ -121,29 +121,29 @@ class _Edits:
             tokens = row.request.tokens
             self._count(tokens[self._counted :])
             self._counted = len(tokens)
-            known = len(self._places)
+            num_places = len(self._places)
             self._count(row.draft)
             self._penalize(logits)
             for token in row.draft:
                 self._counts[self._places[token]] -= 1
-            while len(self._places) > known:
+            while len(self._places) > num_places:
                 self._places.popitem()  # those that the draft added
         logits[self._biased] += self._biases
 
     def _count(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             place = self._places.setdefault(token, len(self._places))
-            self._seen[place] = token
+            self._tokens[place] = token
             self._counts[place] += 1
 
     def _penalize(self, logits: Floats) -> None:
         num = len(self._places)
-        seen, counts = self._seen[:num], self._counts[:num]
-        values = logits[seen]
+        tokens, counts = self._tokens[:num], self._counts[:num]
+        values = logits[tokens]
         if self._penalty != 1:
             values = np.where(values < 0, values * self._penalty, values / self._penalty)
         values -= (self._presence * (counts > 0) + self._frequency * counts).astype(np.float32)
-        logits[seen] = values
+        logits[tokens] = values
 
 
 class Sampler:
@@ -194,9 +194,9 @@ class Sampler:
             return None
         elif params.temperature > 0:
             weights = _exp(logits, token, params.temperature, self._weights)
-            kept = _filtered(weights, params)
+            ids = _filtered(weights, params)
             u = uniform(row.request.seed, _number(row))
-            token = _draw(weights, u) if kept is None else int(kept[_draw(weights[kept], u)])
+            token = _draw(weights, u) if ids is None else int(ids[_draw(weights[ids], u)])
         if params.logprobs is None:
             return Sampled(token)
         return _with_logprobs(raw, token, params.logprobs, self._weights)
@@ -265,17 +265,17 @@ def _exp(logits: Floats, largest: int, temperature: float, out: Floats) -> Float
 
 def _filtered(weights: Floats, params: SamplingParams) -> Ids | None:
     """Indices, ascending, that the filters keep; None: all. `weights`: probabilities up to a factor, the largest is 1."""
-    kept: Ids | None = None
+    ids: Ids | None = None
     if 0 < params.top_k < len(weights):
         cut = np.partition(weights, -params.top_k)[-params.top_k]
-        kept = np.flatnonzero(weights >= cut)  # including ties of the last one, as in transformers
+        ids = np.flatnonzero(weights >= cut)  # including ties of the last one, as in transformers
     if params.top_p < 1:
-        within = weights if kept is None else weights[kept]
+        within = weights if ids is None else weights[ids]
         nucleus = _nucleus(within, params.top_p)
-        kept = nucleus if kept is None else kept[nucleus]
+        ids = nucleus if ids is None else ids[nucleus]
     if params.min_p > 0:
-        kept = np.flatnonzero(weights >= np.float32(params.min_p)) if kept is None else kept[weights[kept] >= params.min_p]
-    return kept
+        ids = np.flatnonzero(weights >= np.float32(params.min_p)) if ids is None else ids[weights[ids] >= params.min_p]
+    return ids
 
 
 def _nucleus(weights: Floats, top_p: float) -> Ids:

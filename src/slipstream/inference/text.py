@@ -276,17 +276,17 @@ class Stream:
         self._ids += shown
         self._text = self._decode(self._ids, skip_special_tokens=False)
         # Hold back all of them: a run of byte tokens is broken as a whole until its last character is complete.
-        held = len(self._text) - len(self._text.rstrip(BROKEN))
+        num_withheld = len(self._text) - len(self._text.rstrip(BROKEN))
         if len(self._ids) > 2 * self.WINDOW:
-            held = min(held, LONGEST_PART)
-        end = len(self._text) - held
+            num_withheld = min(num_withheld, LONGEST_PART)
+        end = len(self._text) - num_withheld
         new = self._text[self._sent : end]
         self._sent = max(self._sent, end)
-        if new and not held:
-            self._begin_at(self._complete, held)
+        if new and not num_withheld:
+            self._trim(self._complete, num_withheld)
             self._complete = len(self._ids)
         elif len(self._ids) > 2 * self.WINDOW:
-            self._begin_at(len(self._ids) - self.WINDOW, held)
+            self._trim(len(self._ids) - self.WINDOW, num_withheld)
             self._complete = 0
         return new
 
@@ -296,11 +296,11 @@ class Stream:
         self._sent = len(self._text)
         return new
 
-    def _begin_at(self, start: int, held: int) -> None:
+    def _trim(self, start: int, num_withheld: int) -> None:
         if start:
             del self._ids[:start]
             self._text = self._decode(self._ids, skip_special_tokens=False)
-            self._sent = len(self._text) - held
+            self._sent = len(self._text) - num_withheld
 
 
 class StopStrings:
@@ -315,15 +315,15 @@ class StopStrings:
         self._stops = list(stops)
         self._fallback = [_borders(stop) for stop in stops]
         self._progress = [0] * len(stops)  # length of the prefix of each that the text ends with
-        self._held = ""
+        self._buffer = ""
 
     def push(self, text: str) -> str:
         if self.matched is not None:
             return ""
         if not self._stops:
             return text
-        buffer, begin = self._held + text, len(self._held)
-        for position in range(begin, len(buffer)):
+        buffer, start = self._buffer + text, len(self._buffer)
+        for position in range(start, len(buffer)):
             for j, stop in enumerate(self._stops):
                 n = self._progress[j]
                 while n and stop[n] != buffer[position]:
@@ -331,16 +331,16 @@ class StopStrings:
                 self._progress[j] = n + (stop[n] == buffer[position])
             complete = [stop for stop, n in zip(self._stops, self._progress, strict=True) if n == len(stop)]
             if complete:
-                self.matched, self._held = max(complete, key=len), ""
+                self.matched, self._buffer = max(complete, key=len), ""
                 return buffer[: position + 1 - len(self.matched)]
         safe = len(buffer) - max(self._progress)
-        self._held = buffer[safe:]
+        self._buffer = buffer[safe:]
         return buffer[:safe]
 
     def finish(self) -> str:
         """Return the text that was held back."""
-        held, self._held = self._held, ""
-        return held
+        text, self._buffer = self._buffer, ""
+        return text
 
 
 @lru_cache(maxsize=128)
@@ -365,15 +365,15 @@ def _backend(file: Path) -> tokenizers.Tokenizer:
 def _max_chars(backend: tokenizers.Tokenizer, vocab: Iterable[str]) -> float:
     """Characters of a text that one token can stand for at most. Infinity if there is no bound: unknown characters that become one
     token or none, spaces that a special token absorbs, a normalizer that drops characters."""
-    known, split, normalizer = set(vocab), backend.pre_tokenizer, backend.normalizer
+    tokens, split, normalizer = set(vocab), backend.pre_tokenizer, backend.normalizer
     spec = b"" if split is None else split.__getstate__()
-    by_bytes = b'"ByteLevel"' in spec and known >= BYTE_OF.keys() and not any(word in spec for word in (b"Removed", b"Whitespace"))
-    falls_back = isinstance(split, (type(None), pre_tokenizers.Metaspace)) and "<0xFF>" in known
+    by_bytes = b'"ByteLevel"' in spec and tokens >= BYTE_OF.keys() and not any(word in spec for word in (b"Removed", b"Whitespace"))
+    falls_back = isinstance(split, (type(None), pre_tokenizers.Metaspace)) and "<0xFF>" in tokens
     lossless = isinstance(backend.model, models.BPE) and (by_bytes or (falls_back and backend.model.byte_fallback))
     absorbs = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
     if not lossless or absorbs or not isinstance(normalizer, (type(None), normalizers.NFC)):
         return math.inf
-    return max(map(len, known), default=1) * (1 if normalizer is None else 4)  # NFC composes at most four characters into one
+    return max(map(len, tokens), default=1) * (1 if normalizer is None else 4)  # NFC composes at most four characters into one
 
 
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Reads a Slipstream checkpoint for serving: weights by name, and the configuration of the transformers model.
 
-`engine.save_checkpoint` writes both (train/entries.py). The weights are the optimizer's masters: fp32, unless those were bf16.
+`engine.save_checkpoint` writes both (saving/entries.py). The weights are the optimizer's masters: fp32, unless those were bf16.
 """
 
 from __future__ import annotations

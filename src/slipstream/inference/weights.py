@@ -74,8 +74,8 @@ def leaves(part: Any, path: str = "") -> Iterator[tuple[str, Matrix]]:
         case Tensor() | Int8() | Int4():
             yield path, part
         case list():
-            for i, each in enumerate(part):
-                yield from leaves(each, f"{path}.{i}")
+            for i, child in enumerate(part):
+                yield from leaves(child, f"{path}.{i}")
         case DecoderWeights() | LayerWeights() | Mlp():
             for one in fields(part):
                 yield from leaves(getattr(part, one.name), f"{path}.{one.name}" if path else one.name)

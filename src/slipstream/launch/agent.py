@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slipstream import brief
 from slipstream.launch import environment
 from slipstream.launch.failure import Failure, encode, first, render, shell_code, with_reason
 from slipstream.launch.watch import Watch
@@ -95,7 +96,7 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
     options.log_dir = str(folder / "torchrun")
-    os.environ[environment.FAILURES] = str(folder)
+    os.environ[brief.RECORDS] = str(folder)
     before = read_pressure()
     try:
         with Watch(folder) as watch, _reporting_reaped_ranks(watch):
@@ -116,10 +117,12 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
         fix = "--master_addr must be the first node, reachable from all nodes, and --master_port must be free on it"
         print(f"slipstream run: rendezvous at {endpoint} failed: {reason}; {fix}", file=sys.stderr)
         return 1
-    except SignalException as stop:
-        return 128 + int(stop.sigval)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    except (SignalException, KeyboardInterrupt) as stop:
+        number = signal.Signals(getattr(stop, "sigval", signal.SIGINT))
+        if not lease:
+            said = f"stopped by {number.name}, and its ranks have stopped; {brief.last_checkpoint(str(folder))}"
+            print(f"slipstream run: {said}", file=sys.stderr, flush=True)
+        return 128 + number
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

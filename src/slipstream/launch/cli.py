@@ -43,14 +43,14 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Exits on any unknown argument, so that none reaches the parent parser."""
-        known = self._option_string_actions  # argparse's lookup table; help and errors use option_strings instead
-        known |= {f"--{word[2:].replace('-', '_')}": known[word] for word in list(known) if word.startswith("--")}
+        table = self._option_string_actions  # argparse's lookup table; help and errors use option_strings instead
+        table |= {f"--{word[2:].replace('-', '_')}": table[word] for word in list(table) if word.startswith("--")}
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [word for action in self._actions for word in action.option_strings]
             name = unknown[0].partition("=")[0].replace("_", "-")
-            ours = _ELSEWHERE.get(name)
-            near = [ours] if ours in options else difflib.get_close_matches(name, options, n=1)
+            replacement = _ELSEWHERE.get(name)
+            near = [replacement] if replacement in options else difflib.get_close_matches(name, options, n=1)
             hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
             placement = "; the script's own options go after the script" if self.prog.endswith("run") else ""
             self.exit(2, f"{self.prog}: unknown option {unknown[0]}; {hint}{placement}\n")
@@ -65,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(command[2], choices, n=1)
             message = f"{command[1]}; " + (f"did you mean {near[0]}?" if near else f"run a script with {self.prog} run SCRIPT")
         else:
-            message = f"{message}; see {self.prog} --help"
+            message = f"{message}{'' if message.endswith('?') else ';'} see {self.prog} --help"
         self.exit(2, f"{self.prog}: {message}\n")
 
 
@@ -122,7 +122,11 @@ def _key(text: str) -> str:
 
 def _model(text: str) -> str:
     if text != "smollm2" and not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"{text} does not exist; give {_MODELS}; nothing is downloaded")
+        folder = Path(text).parent
+        known = ["smollm2", *(entry.name for entry in folder.iterdir())] if folder.is_dir() else ["smollm2"]
+        near = difflib.get_close_matches(Path(text).name, known, n=1)
+        hint = f"; did you mean {near[0] if near[0] == 'smollm2' else folder / near[0]}?" if near else " or smollm2"
+        raise argparse.ArgumentTypeError(f"{text} is not a path{hint}")
     return text
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ["FAILURES", "FILES", "num_threads", "parse_file", "propagated", "shown"]
+from slipstream.brief import RECORDS
+
+__all__ = ["FILES", "num_threads", "parse_file", "propagated", "shown"]
 
 FILES = (".deepspeed_env", ".slipstream_env")
-FAILURES = "SLIPSTREAM_FAILURES"  # the directory in which the ranks of one agent write their failure records
 
 PREFIXES = (
     *("SLIPSTREAM_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "PYTHON", "CUDA_", "CUBLAS_", "OMP_", "MKL_", "KMP_"),
@@ -21,7 +22,7 @@ PREFIXES = (
 )
 NAMES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TZ", "LANG", "LC_ALL")
 # Specific to one host or process: wrong or harmful on another.
-LOCAL = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_ERROR_FILE", "PYTHONSTARTUP", FAILURES)
+LOCAL = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_ERROR_FILE", "PYTHONSTARTUP", RECORDS)
 _SECRET = re.compile(r"(^|_)(API_?KEYS?|KEYS?|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 

@@ -39,7 +39,7 @@ _PHRASES = "|".join(
     )
 )
 _PEER_GONE = re.compile(
-    r"slipstream\.zero\.watch\.PeerLostError"
+    r"slipstream\.world\.watch\.PeerLostError"
     r"|torch\.distributed\.DistNetworkError"
     rf"|(torch\.distributed\.Dist\w*Error: |\w\.(cc|cpp|hpp):\d+\] ).*({_PHRASES})",
     re.DOTALL,
@@ -49,9 +49,9 @@ _PEER_GONE = re.compile(
 _EXPLANATIONS: dict[int, str] = {
     signal.SIGSEGV: "segmentation fault (SIGSEGV): native code accessed invalid memory",
     signal.SIGABRT: "aborted (SIGABRT) by native code; its message is above",
-    signal.SIGILL: "illegal instruction (SIGILL): a library was built for a newer processor than this host's",
-    signal.SIGFPE: "arithmetic exception (SIGFPE) in native code, usually an integer division by zero",
-    signal.SIGTERM: "terminated (SIGTERM), not by slipstream: by the scheduler or another user",
+    signal.SIGILL: "illegal instruction (SIGILL); possible cause: a library built for a newer processor than this host's",
+    signal.SIGFPE: "arithmetic exception (SIGFPE) in native code; possible cause: an integer division by zero",
+    signal.SIGTERM: "terminated (SIGTERM), not by slipstream; possible causes: the scheduler, a time limit, another user",
 }
 
 
@@ -102,16 +102,16 @@ def decode(text: str) -> Failure | None:
 class Extract:
     """Removes marked lines from a byte stream. Unmarked bytes pass immediately, so that progress bars keep updating."""
 
-    __slots__ = ("_held", "failures")
+    __slots__ = ("_pending", "failures")
 
     def __init__(self) -> None:
         self.failures: list[Failure] = []
-        self._held = b""  # a possible record: begins with the mark's first byte, and its newline has not arrived
+        self._pending = b""  # a possible record: begins with the mark's first byte, and its newline has not arrived
 
     def feed(self, data: bytes) -> bytes:
         """Add `data`; return the bytes to pass on."""
         mark = MARK.encode()
-        data, self._held = self._held + data, b""
+        data, self._pending = self._pending + data, b""
         passed = b""
         while True:
             start = data.find(mark[:1])
@@ -123,7 +123,7 @@ class Extract:
                 continue
             end = data.find(b"\n")
             if end < 0:
-                self._held = data
+                self._pending = data
                 return passed
             failure = decode(data[len(mark) : end].decode(errors="replace"))
             if failure is None:
@@ -132,10 +132,10 @@ class Extract:
                 self.failures.append(failure)
             data = data[end + 1 :]
 
-    def rest(self) -> bytes:
+    def flush(self) -> bytes:
         """At the end of the stream, return the bytes that were held back."""
-        held, self._held = self._held, b""
-        return held
+        pending, self._pending = self._pending, b""
+        return pending
 
 
 def shell_code(exit_code: int) -> int:
@@ -156,19 +156,22 @@ def _explain_kill(before: Pressure, after: Pressure) -> str:
         )
     if (after.host_kills or 0) > (before.host_kills or 0):
         return (
-            "the kernel's out-of-memory killer ran on this host during the run: the host ran out of memory; "
+            "killed (SIGKILL); the kernel's out-of-memory killer ran on this host during the run: if the host ran out of memory, "
             "use fewer ranks per host, a smaller micro-batch or a higher ZeRO stage"
         )
     if before.cgroup_kills is None and before.host_kills is None:
-        return "killed (SIGKILL), probably by the out-of-memory killer, whose counters are not readable here; check `dmesg` there"
-    return "killed (SIGKILL), not by the out-of-memory killer: the scheduler, another user or a time limit ended it"
+        return (
+            "killed (SIGKILL); possible causes: the out-of-memory killer, whose counters are not readable here (see `dmesg` on its "
+            "host), the scheduler, a time limit, another user"
+        )
+    return "killed (SIGKILL), not by the out-of-memory killer; possible causes: the scheduler, a time limit, another user"
 
 
 def _explain_bus(after: Pressure) -> str:
     shm = f" (/dev/shm has {_gib(after.shm.free)} of {_gib(after.shm.total)} free)" if after.shm else ""
     return (
-        f"bus error (SIGBUS): a page of a shared or file mapping could not be allocated{shm}; data loader workers filled "
-        "/dev/shm (raise the container's --shm-size or lower num_workers), or a mapped file was truncated"
+        f"bus error (SIGBUS): a page of a shared or file mapping could not be allocated{shm}; possible causes: data loader "
+        "workers filled /dev/shm (raise the container's --shm-size or lower num_workers), a mapped file was truncated"
     )
 
 
@@ -216,7 +219,7 @@ def render(failures: Sequence[Failure]) -> str:
     """The summary at the end of a failed run: the first failure, and the ranks that failed after it."""
     shown = first(failures)
     name = f", {_signal_name(-shown.exit_code)}" if shown.exit_code < 0 else ""
-    lines = [f"slipstream run: rank {shown.rank} on {shown.host} failed first (exit code {shown.exit_code}{name})"]
+    lines = [f"slipstream run: rank {shown.rank} on host {shown.host} failed first (exit code {shown.exit_code}{name})"]
     if shown.traceback:
         lines += ["", shown.traceback.rstrip("\n"), ""]
     elif shown.message:

@@ -73,11 +73,11 @@ def parse_filter(text: str, flag: str) -> dict[str, tuple[int, ...] | None]:
 
 
 def _check(hosts: Sequence[Host], chosen: dict[str, tuple[int, ...] | None], flag: str) -> None:
-    known = {host.name: host for host in hosts}
+    by_name = {host.name: host for host in hosts}
     for name, devices in chosen.items():
-        if name not in known:
-            raise ValueError(f"{flag}: unknown host {name}; the hosts are {', '.join(known)}")
-        slots = known[name].devices
+        if name not in by_name:
+            raise ValueError(f"{flag}: unknown host {name}; the hosts are {', '.join(by_name)}")
+        slots = by_name[name].devices
         if missing := [device for device in devices or () if device not in slots]:
             numbers = ", ".join(map(str, missing))
             raise ValueError(f"{flag}: host {name} has no slot {numbers}; it has slots {min(slots)} to {max(slots)}")
@@ -94,15 +94,15 @@ def exclude(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
     """Drop the hosts and devices that the filter names. Raises ValueError for an invalid filter, or if no host is left."""
     chosen = parse_filter(text, "--exclude")
     _check(hosts, chosen, "--exclude")
-    kept = []
+    remaining = []
     for host in hosts:
         dropped = (chosen[host.name] or host.devices) if host.name in chosen else ()
         devices = tuple(device for device in host.devices if device not in dropped)
         if devices:
-            kept.append(replace(host, devices=devices))
-    if not kept:
+            remaining.append(replace(host, devices=devices))
+    if not remaining:
         raise ValueError(f"--exclude {text!r} leaves no hosts; exclude fewer")
-    return tuple(kept)
+    return tuple(remaining)
 
 
 def limit(hosts: Sequence[Host], num_nodes: int | None, num_ranks: int | None) -> tuple[Host, ...]:
@@ -110,12 +110,12 @@ def limit(hosts: Sequence[Host], num_nodes: int | None, num_ranks: int | None) -
     fewer."""
     if num_nodes is not None and num_nodes > len(hosts):
         raise ValueError(f"--num_nodes {num_nodes}: the hostfile and filters leave only {len(hosts)} hosts")
-    kept = tuple(hosts[:num_nodes])
+    selected = tuple(hosts[:num_nodes])
     if num_ranks is None:
-        return kept
-    for host in kept:
+        return selected
+    for host in selected:
         if num_ranks > len(host.devices):
             raise ValueError(
                 f"--nproc {num_ranks}: host {host.name} has {len(host.devices)} slots after all filters; lower --nproc or add slots"
             )
-    return tuple(replace(host, devices=host.devices[:num_ranks]) for host in kept)
+    return tuple(replace(host, devices=host.devices[:num_ranks]) for host in selected)

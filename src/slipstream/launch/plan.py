@@ -1,7 +1,7 @@
 """`slipstream plan`: print the resolved configuration with the source of each value, and estimate its memory and time.
 
-For a model (`--model`): peak memory, traffic and time per step (train/predict.py), and the configurations that fit a memory budget
-(train/propose.py). For a number of parameters (`--num-params`): only the model states (weights, gradients, optimizer), per stage:
+For a model (`--model`): peak memory, traffic and time per step (predict.py), and the configurations that fit a memory budget
+(propose.py). For a number of parameters (`--num-params`): only the model states (weights, gradients, optimizer), per stage:
 
     stage 0   (w + g + o) P
     stage 1   (w + g) P + o P/N
@@ -57,7 +57,7 @@ def per_parameter(plan: Plan) -> StateBytes:
     """Bytes per parameter of each unsharded state. Assumes AdamW if the config has no optimizer."""
     import torch
 
-    from slipstream.train import explain
+    from slipstream.train.planning import explain
 
     precision = plan.precision
     grad_dtype = precision.grad_accum_dtype
@@ -69,10 +69,10 @@ def per_parameter(plan: Plan) -> StateBytes:
     return StateBytes(precision.param_dtype.itemsize, grad_dtype.itemsize, master + states)
 
 
-def per_rank(stage: int, each: StateBytes, num_params: int, num_shards: int) -> StateBytes:
+def per_rank(stage: int, per_param: StateBytes, num_params: int, num_shards: int) -> StateBytes:
     """Bytes of each state on one rank; stage s shards the last s of (weights, grads, optim)."""
     fractions = [1 / num_shards if stage > 2 - index else 1.0 for index in range(3)]
-    return StateBytes(*(size * num_params * fraction for size, fraction in zip(each, fractions, strict=True)))
+    return StateBytes(*(size * num_params * fraction for size, fraction in zip(per_param, fractions, strict=True)))
 
 
 def _size(nbytes: float) -> str:
@@ -84,17 +84,17 @@ def _size(nbytes: float) -> str:
 
 def sizes_text(plan: Plan, num_params: int, world: int) -> str:
     """A table of the model states at all four stages, with the configured one marked."""
-    each = per_parameter(plan)
+    nbytes = per_parameter(plan)
     shards = plan.zero.shard_size or world
     optimizer = plan.optimizer.type if plan.optimizer else "AdamW, since the config has no optimizer"
     lines = [
         f"model states per rank: {num_params:,} parameters, sharded over {shards} ranks",
-        f"bytes per parameter: weights {each.weights:g}, gradients {each.grads:g}, optimizer {each.optim:g} ({optimizer})",
+        f"bytes per parameter: weights {nbytes.weights:g}, gradients {nbytes.grads:g}, optimizer {nbytes.optim:g} ({optimizer})",
         "",
         f"  {'stage':<8}{'weights':>12}{'gradients':>12}{'optimizer':>12}{'total':>12}",
     ]
     for stage in range(4):
-        sizes = per_rank(stage, each, num_params, shards)
+        sizes = per_rank(stage, nbytes, num_params, shards)
         mark = "->" if stage == plan.zero.stage else "  "
         cells = "".join(f"{_size(size):>12}" for size in (*sizes, sizes.total))
         lines.append(f"{mark}{stage:<8}{cells}")
@@ -211,11 +211,16 @@ def rates_of(stated: Sequence[str]) -> dict[str, float]:
 def execute(options: argparse.Namespace) -> int:
     from slipstream.config import DataWorld, describe, resolve
     from slipstream.config.arguments import read_config
+    from slipstream.config.resolution import DEEPSPEEDS, WorldError
     from slipstream.train import rehearse
 
     loaded = read_config(options.config)
     rows = shapes_of(options.batch_shape)[0][0] if options.batch_shape else None
-    plan = resolve(loaded.raw, world=DataWorld(data_parallel=options.world), facts=facts(options.device, rows))
+    try:
+        plan = resolve(loaded.raw, world=DataWorld(data_parallel=options.world), facts=facts(options.device, rows))
+    except WorldError as error:
+        hint = f"pass --world {error.fits}, which fits the config: " if error.fits else ""
+        raise ValueError(f"{hint}{str(error).removeprefix(DEEPSPEEDS)}") from None
     rehearse(plan)
     if not options.json:
         print(describe(plan, defaults=options.all))
@@ -237,7 +242,7 @@ def execute(options: argparse.Namespace) -> int:
 
 def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     """Print the forecast of a model and, with a memory budget, the configurations that fit it."""
-    from slipstream.train import calibrate, explain, propose
+    from slipstream.train.planning import calibrate, explain, propose
 
     model = build_on_meta(options.model)
     device = options.device or facts(None).device_type
@@ -262,7 +267,7 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
                 {
                     "parameters": num_params,
                     **explain.as_dict(forecast),
-                    "proposals": [{"changes": each.changes, **explain.as_dict(each.forecast)} for each in fitting],
+                    "proposals": [{"changes": proposal.changes, **explain.as_dict(proposal.forecast)} for proposal in fitting],
                 }
             )
         )
@@ -280,12 +285,12 @@ def _profiles(
 ) -> Callable[[bool, int], Any] | None:
     """Return the function (recompute, micro-batch size) -> profile, from the example batch or --activations; None without both."""
     if options.activations:
-        from slipstream.train import predict
+        from slipstream.train.planning import predict
 
         return lambda recompute, size: predict.stated(parts, options.activations * size // plan.batch.micro_batch_size)
     batch = batch_of(options, plan)
     if batch is None:
         return None
-    from slipstream.train import dry_run
+    from slipstream.train.planning import dry_run
 
     return dry_run.profiles(model, plan, options.world, batch.args, batch.kwargs)

@@ -52,7 +52,7 @@ class _Running:
     def _forward(self, stream: IO[bytes]) -> None:
         while data := os.read(stream.fileno(), 65536):
             _write(self.extract.feed(data))
-        _write(self.extract.rest())
+        _write(self.extract.flush())
 
     def request_stop(self) -> None:
         if self.process.stdin is not None:
@@ -127,6 +127,8 @@ def run_commands(commands: Sequence[Command]) -> int:
         raise ValueError(f"{error.filename} is not installed on this host; install it or choose another --launcher") from None
     except _Stopped as stop:
         _stop(running)
+        name = signal.Signals(stop.number).name
+        print(f"slipstream run: stopped by {name}, and the ranks on all hosts have stopped", file=sys.stderr, flush=True)
         return 128 + stop.number
     finally:
         for number, handler in handlers.items():

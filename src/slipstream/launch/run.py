@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slipstream.discover import Node, node
 from slipstream.launch import commands, environment, hosts
 from slipstream.launch.commands import Command, Job
 from slipstream.launch.hosts import Host
+from slipstream.world.discover import Node, node
 
 __all__ = ["HostState", "Start", "execute", "plan_run", "read_host"]
 

@@ -82,7 +82,7 @@ class Watch:
                 else:
                     self._on_death(key.data)
             if self._deadline is None and not self._stop_requested and self._watched and _is_stopping_ranks():
-                self._begin(GRACE_S)  # the failed rank died before it was adopted, or torchrun reaped it first
+                self._set_deadline(GRACE_S)  # the failed rank died before it was adopted, or torchrun reaped it first
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._kill()
 
@@ -107,7 +107,7 @@ class Watch:
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
             if number == signal.SIGINT:
-                self._begin(0.0 if self._stop_requested else GRACE_S)  # a second request kills immediately
+                self._set_deadline(0.0 if self._stop_requested else GRACE_S)  # a second request kills immediately
                 self._stop_requested = True
             elif number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 self._stop_requested = True
@@ -127,9 +127,9 @@ class Watch:
             note_death(self._folder, pid, self.deaths[pid], code, stopped=stopped)
         os.close(descriptor)
         if failed and not self._stop_requested:
-            self._begin(GRACE_S)
+            self._set_deadline(GRACE_S)
 
-    def _begin(self, grace: float) -> None:
+    def _set_deadline(self, grace: float) -> None:
         deadline = time.monotonic() + grace
         if self._deadline is None:
             self._doomed = set(self._watched)

@@ -31,9 +31,8 @@ from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from slipstream import brief
-from slipstream import discover as places
-from slipstream.launch.environment import FAILURES
 from slipstream.launch.failure import Failure, decode, encode, first, is_consequence, shorten, summary_of
+from slipstream.world import discover as places
 
 __all__ = ["EXIT_S", "main", "read_records", "read_stack"]
 
@@ -80,8 +79,8 @@ def read_stack(folder: Path, attempt: int, rank: int) -> str:
     """Python's stack at the fatal signal of a rank, without our frames; empty if there is none."""
     path = _file(folder, attempt, rank, ".stack")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    ours = (f'File "{__file__}"', 'File "<frozen runpy>"', "Extension modules:")
-    return shorten("\n".join(line for line in lines if not line.strip().startswith(ours)).strip())
+    skipped = (f'File "{__file__}"', 'File "<frozen runpy>"', "Extension modules:")
+    return shorten("\n".join(line for line in lines if not line.strip().startswith(skipped)).strip())
 
 
 def read_records(folder: Path, attempt: int) -> list[Failure]:
@@ -142,8 +141,8 @@ def _announce_restart(place: Place) -> None:
     if place.attempt == 0 or place.local_rank != 0 or place.folder is None:
         return
     records = read_records(place.folder, place.attempt - 1)
-    known = {record.rank for record in records}
-    failures = records + [death for death in read_deaths(place.folder, place.attempt - 1) if death.rank not in known]
+    ranks = {record.rank for record in records}
+    failures = records + [death for death in read_deaths(place.folder, place.attempt - 1) if death.rank not in ranks]
     reason = "a rank ended without a failure record"
     if failures and not first(failures).stopped:
         reason = summary_of(first(failures))
@@ -163,7 +162,7 @@ def _find_place(report: bool) -> Place:
     if variables is None:
         raise ValueError("no rank in the environment; start scripts with `slipstream run`, which starts this module")
     os.environ.update(variables)
-    folder = os.environ.get(FAILURES)
+    folder = os.environ.get(brief.RECORDS)
     return Place(
         rank=int(variables["RANK"]),
         local_rank=int(variables.get("LOCAL_RANK", "0")),

@@ -38,8 +38,8 @@ class Pressure:
 
 def counter(text: str, name: str) -> int | None:
     """The value of `name N` in a file with one counter per line (memory.events, memory.oom_control, /proc/vmstat)."""
-    found = re.search(rf"^{re.escape(name)} (\d+)$", text, re.MULTILINE)
-    return int(found[1]) if found else None
+    match = re.search(rf"^{re.escape(name)} (\d+)$", text, re.MULTILINE)
+    return int(match[1]) if match else None
 
 
 def cgroup_directories(text: str, root: Path = _CGROUP) -> list[Path]:
@@ -47,15 +47,15 @@ def cgroup_directories(text: str, root: Path = _CGROUP) -> list[Path]:
 
     Inside a container the path named there often does not exist, and the files are at the root of the mount.
     """
-    found: list[Path] = []
+    directories: list[Path] = []
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
         mount = root if not controllers else root / "memory"
         if controllers and "memory" not in controllers.split(","):
             continue
         here = mount / path.lstrip("/")
-        found += [here, *(parent for parent in here.parents if parent == mount or mount in parent.parents)]
-    return found
+        directories += [here, *(parent for parent in here.parents if parent == mount or mount in parent.parents)]
+    return directories
 
 
 def _read(path: Path) -> str | None:
@@ -106,9 +106,9 @@ def read_pressure() -> Pressure:
 
 def memory_total() -> int | None:
     """Bytes of RAM, or the control group's limit if that is smaller."""
-    found = re.search(r"^MemTotal:\s+(\d+) kB", _read(Path("/proc/meminfo")) or "", re.MULTILINE)
+    match = re.search(r"^MemTotal:\s+(\d+) kB", _read(Path("/proc/meminfo")) or "", re.MULTILINE)
     limit = read_pressure().limit
-    sizes = [size for size in (int(found[1]) * 1024 if found else None, limit) if size is not None]
+    sizes = [size for size in (int(match[1]) * 1024 if match else None, limit) if size is not None]
     return min(sizes, default=None)
 
 
@@ -120,5 +120,5 @@ def num_cores() -> int:
 
 
 def cpu_flags() -> frozenset[str]:
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", _read(Path("/proc/cpuinfo")) or "", re.MULTILINE)
-    return frozenset(found[1].split()) if found else frozenset()
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", _read(Path("/proc/cpuinfo")) or "", re.MULTILINE)
+    return frozenset(match[1].split()) if match else frozenset()

@@ -59,7 +59,7 @@ def _versions() -> Section:
         Row("torch", torch.__version__),
         Row("system", f"{platform.system()} {platform.release()}", platform.machine()),
     ]
-    rows += [Row(package, found) for package in _PACKAGES if (found := _installed(package))]
+    rows += [Row(package, version) for package in _PACKAGES if (version := _installed(package))]
     rows.append(Row("CUDA of torch", torch.version.cuda or "none"))
     if torch.version.hip:
         rows.append(Row("HIP of torch", torch.version.hip))
@@ -71,8 +71,8 @@ def _processor() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or platform.machine()
-    found = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
-    return found[1] if found else platform.machine()
+    match = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    return match[1] if match else platform.machine()
 
 
 def _devices() -> Section:
@@ -137,13 +137,13 @@ def _shared_memory() -> Row:
     try:
         os.write(descriptor, b"seen")
         peer = f"print(open('/proc/{os.getpid()}/fd/{descriptor}').read())"
-        tried = subprocess.run([sys.executable, "-S", "-c", peer], capture_output=True, text=True, timeout=30)
+        probe = subprocess.run([sys.executable, "-S", "-c", peer], capture_output=True, text=True, timeout=30)
     finally:
         os.close(descriptor)
-    if tried.stdout.strip() == "seen":
+    if probe.stdout.strip() == "seen":
         return Row(name, "yes", "memfd, opened by another process through /proc/PID/fd")
-    said = (tried.stderr.strip().splitlines() or ["no answer"])[-1]
-    return Row(name, "no", f"another process cannot open it ({said}); ranks of one host talk over gloo")
+    error = (probe.stderr.strip().splitlines() or ["no answer"])[-1]
+    return Row(name, "no", f"another process cannot open it ({error}); ranks of one host talk over gloo")
 
 
 def _kernels() -> Section:

@@ -21,8 +21,8 @@ from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.layout import ALIGN
 from slipstream.zero.placement import Tier
-from slipstream.zero.store import Section, Store, section, write
-from slipstream.zero.stream import Chunk, Use, chunks
+from slipstream.zero.storage.store import Section, Store, section, write
+from slipstream.zero.storage.stream import Chunk, Use, chunks
 from slipstream.zero.unit import Unit
 
 _CODED = 256  # elements that share a scale if states are in 8 bits (ops.Blocks)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,8 +21,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.optim.rules import Rule, unsupported_option
-from slipstream.zero.store import Section, Store
-from slipstream.zero.stream import Chunk, Ring
+from slipstream.zero.storage.store import Section, Store
+from slipstream.zero.storage.stream import Chunk, Ring
 from slipstream.zero.unit import Unit
 
 
@@ -68,6 +69,15 @@ def membership(unit: Unit, group_of: Mapping[int, int]) -> Membership:
     return Membership(sorted(pieces, key=lambda piece: piece.start), groups)
 
 
+class NoOptimizer(torch.optim.Optimizer):
+    """The optimizer of an engine without one: no groups, no state."""
+
+    def __init__(self) -> None:
+        # No Optimizer.__init__, which raises for an empty list of parameters.
+        self.defaults, self.param_groups, self.state = {}, [], {}  # type: ignore[assignment]
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+
 class ShardedSteps(ABC):
     """One optimizer over the spans of all units. The engine calls `begin`, then `step` for each chunk, in unit order.
 
@@ -85,6 +95,10 @@ class ShardedSteps(ABC):
         self._initial: dict[Tensor, dict[str, Any]] = dict(inner.state)
         inner.state.clear()
         self.add(units)
+
+    @property
+    def has_optimizer(self) -> bool:
+        return not isinstance(self.inner, NoOptimizer)
 
     def add(self, units: Iterable[Unit]) -> None:
         """Also step these units, with fresh states."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.config import Plan
 from slipstream.config.plan import plan_values
-from slipstream.zero.watch import PeerLostError, is_lost_rank
+from slipstream.world.watch import PeerLostError, is_lost_rank
 
 _MOST_SHOWN = 5
 # Keys that may differ between ranks: disks and their tuning, logging, timeouts.

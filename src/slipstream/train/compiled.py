@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.activations.blocks import Shadow
 from slipstream.config.plan import CompilePlan
-from slipstream.train.activation import Shadow
 from slipstream.zero.wrap import repeated_blocks
 
 

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.train import optimizer_state
-
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
 
@@ -54,17 +52,21 @@ class OptimizerHandle(torch.optim.Optimizer):
                 "optimizer.add_param_group() belongs inside `with engine.surgery():`, which allocates gradients and states; call "
                 "it there, on all ranks"
             )
-        operation.add_group(param_group)
+        operation.add_group(param_group, self.engine.lr_scheduler)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state in torch's format on every rank. Collective. `engine.save_checkpoint` needs no such copy."""
+        from slipstream.train.saving import optimizer_state
+
         with self.engine.together("optimizer.state_dict"):
-            return optimizer_state.gather(self.engine)
+            return optimizer_state.gather(self.engine.single)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this optimizer, or of a plain torch one over the same parameters. Collective; same on all ranks."""
+        from slipstream.train.saving import optimizer_state
+
         with self.engine.together("optimizer.load_state_dict"):
-            optimizer_state.load(self.engine, state_dict)
+            optimizer_state.load(self.engine.single, state_dict)
 
     def __repr__(self) -> str:
         return f"OptimizerHandle({self.optimizer!r})"

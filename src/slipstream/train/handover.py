@@ -11,20 +11,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from slipstream.checkpoint.flat_slice import Shape
-from slipstream.compression import row_forms
 from slipstream.ops.rows import RowForm, dequantize_rows
+from slipstream.quantized import row_forms
+from slipstream.train.states import States
 from slipstream.zero import access
 from slipstream.zero.unit import State, Unit
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
 
 PREFIX = "base_model.model."  # before every name of a model that PEFT has wrapped
 _ADDED = ("lora", "adalora", "loha", "lokr", "vera")  # PEFT's tuners whose get_delta_weight() is added to the weight
@@ -42,33 +40,33 @@ class _Source(NamedTuple):
         return [i for i, param in enumerate(unit.params) if id(param) not in self.adapters | self.unused]
 
 
-def stream(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+def stream(states: States) -> Iterator[tuple[str, Tensor]]:
     """See `Engine.named_weights`."""
-    source = _source(engine)
+    source = _source(states)
     with ExitStack() as shown:
         if source.adapters:
-            chosen = {unit: [i for i, param in enumerate(unit.params) if id(param) in source.adapters] for unit in engine.units}
+            chosen = {unit: [i for i, param in enumerate(unit.params) if id(param) in source.adapters] for unit in states.units}
             with torch.no_grad():  # never across a yield, because the caller's grad mode may change between items
                 shown.enter_context(access.gathered_units({unit: own for unit, own in chosen.items() if own}, None, write=False))
-        for unit in engine.units:
+        for unit in states.units:
             yield from _of_unit(unit, source)
 
 
-def announced(engine: Engine) -> dict[str, tuple[Shape, torch.dtype]]:
+def announced(states: States) -> dict[str, tuple[Shape, torch.dtype]]:
     """The names, shapes and dtypes that `stream` yields, without gathering. Raises the same errors."""
-    source, entries = _source(engine), {}
-    for unit in engine.units:
+    source, entries = _source(states), {}
+    for unit in states.units:
         for i in source.kept(unit):
             form, shape = source.forms.get(unit.names[i]), unit.layout.slots[i].shape
             entries[bare(unit.names[i])] = ((shape[0], form.columns), torch.float32) if form else (shape, unit.dtypes.weights)
     return entries
 
 
-def adapted_buffers(engine: Engine, buffers: Iterable[str]) -> dict[str, str]:
+def adapted_buffers(states: States, buffers: Iterable[str]) -> dict[str, str]:
     """The names of the base model's buffers -> their names in the base model."""
-    own = {f"{name.removesuffix('base_layer.weight')}" for name in _adapted(engine)}
-    own |= {prefix for prefix, part in _copies(engine.module) if not part.used}
-    is_peft = hasattr(engine.module, "get_base_model")
+    own = {f"{name.removesuffix('base_layer.weight')}" for name in _adapted(states)}
+    own |= {prefix for prefix, part in _copies(states.model) if not part.used}
+    is_peft = hasattr(states.model, "get_base_model")
     return {
         name: bare(name)
         for name in buffers
@@ -106,18 +104,18 @@ def _of_unit(unit: Unit, source: _Source) -> Iterator[tuple[str, Tensor]]:
             unit.release()
 
 
-def _source(engine: Engine) -> _Source:
+def _source(states: States) -> _Source:
     """Classify the parameters. Raises ValueError for a model that cannot be streamed."""
-    for unit in engine.units:
+    for unit in states.units:
         for name, param, whole in zip(unit.names, unit.params, unit.wholes, strict=True):
             if whole is not param:
                 raise ValueError(
                     f"{name!r} is a part of a weight that another library quantized, and such weights cannot be handed over: use "
                     f"slipstream.quantize() for the base, or a model that is not quantized"
                 )
-    adapted = _adapted(engine)
+    adapted = _adapted(states)
     adapters = {id(param) for module in adapted.values() for name, param in module.named_parameters() if "base_layer" not in name}
-    return _Source(adapted, adapters, _unused(engine.module), row_forms(engine.module))
+    return _Source(adapted, adapters, _unused(states.model), row_forms(states.model))
 
 
 class _Copy(NamedTuple):
@@ -152,15 +150,15 @@ def _unused(model: nn.Module) -> set[int]:
     return unused
 
 
-def _adapted(engine: Engine) -> dict[str, Any]:
+def _adapted(states: States) -> dict[str, Any]:
     """PEFT's layers, by the name of the weight that they adapt. Raises ValueError for adapters that `_merged` cannot merge."""
     layers: dict[str, Any] = {}
-    for name, config in getattr(engine.module, "peft_config", {}).items():
+    for name, config in getattr(states.model, "peft_config", {}).items():
         if getattr(config, "is_prompt_learning", False):
             raise ValueError(f"adapter {name!r} is a prompt ({config.peft_type}), which cannot be merged into a weight")
-    names = {name for unit in engine.units for name in unit.names}
-    uses = Counter(id(param) for _, param in engine.module.named_parameters(remove_duplicate=False))
-    for path, module in _layers(engine.module):
+    names = {name for unit in states.units for name in unit.names}
+    uses = Counter(id(param) for _, param in states.model.named_parameters(remove_duplicate=False))
+    for path, module in _layers(states.model):
         name = f"{path}.base_layer.weight"
         layers[name] = module
         if why := _unmergeable(module, alone=name in names and uses[id(module.base_layer.weight)] == 1):

@@ -5,44 +5,44 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from slipstream import brief
 from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
-from slipstream.compression import row_forms
 from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
-from slipstream.config.arguments import read_config
-from slipstream.distributed import init_distributed, local_device, local_world_size
-from slipstream.mesh import Mesh, data_mesh
+from slipstream.config.arguments import ConfigError, Loaded, read_config
 from slipstream.optim import Resolved, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.rules import Rule
-from slipstream.optim.sharded import ShardedSteps, TorchSteps
+from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
+from slipstream.quantized import row_forms
 from slipstream.train import compiled
 from slipstream.train.agreement import check_alike, fact_of_refusal, facts_of_optimizer, facts_of_run
 from slipstream.train.data import StatefulLoader, distributed_loader
-from slipstream.train.engine import Engine, Parts
+from slipstream.train.disk_space import open_spaces, tiers_of, warn_of_resident_weights
+from slipstream.train.engine import Engine
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.precision import Precision
 from slipstream.train.progress import log_plan
 from slipstream.train.schedules import build_scheduler, check_steps_alone
-from slipstream.train.tiers import open_spaces, tiers_of, warn_of_resident_weights
+from slipstream.train.states import States
+from slipstream.world.join import init_distributed, local_device, local_world_size
+from slipstream.world.mesh import Mesh, build_mesh
+from slipstream.world.watch import Watch
 from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import Recipe, build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
-from slipstream.zero.leaves import refuse_sparse
+from slipstream.zero.leaves import differs_of, refuse_sparse
 from slipstream.zero.materialize import FirstValues, Reader
 from slipstream.zero.placement import Tier, Tiers, stage_placement
-from slipstream.zero.watch import Watch
-
-if TYPE_CHECKING:
-    from slipstream.checkpoint import Staging
+from slipstream.zero.unit import Unit
 
 logger = logging.getLogger(__name__)
 
@@ -92,38 +92,39 @@ def initialize(
         raise ValueError(f"parameter {unit.names[0]!r} already belongs to an engine; call that engine's destroy() first")
     if mpu is not None:
         _refuse_model_parallel(mpu)
-    loaded = read_config(config=config, config_params=config_params, args=args)
-    if dist_init_required is not False:
-        port: dict[str, Any] = {} if distributed_port is None else {"distributed_port": distributed_port}
-        init_distributed(**port)
+    brief.install_hook()
+    loaded = read_together(
+        lambda: read_config(config=config, config_params=config_params, args=args), distributed_port, mpu, dist_init_required
+    )
     device = local_device()
     group = mpu.get_data_parallel_group() if mpu is not None else None
     size = dist.get_world_size(group) if dist.is_initialized() else 1
-    overrides = {} if optimizer is not None or loaded.raw.get("optimizer") else for_inference(loaded.raw)
     try:
+        overrides = {} if optimizer is not None or loaded.raw.get("optimizer") else for_inference(loaded.raw)
         world = DataWorld(data_parallel=size, one_host=size <= local_world_size())
         facts = _facts(model, device, optimizer, training_data, lr_scheduler)
         plan = resolve(loaded.raw, world=world, facts=facts, overrides=overrides)
         compiled.check(plan.compile)
     except ValueError as error:
-        check_alike(fact_of_refusal(error), group)
-        raise
+        refusal = loaded.refusal(error)
+        check_alike(fact_of_refusal(refusal), group)
+        raise refusal from None
     check_alike(facts_of_run(plan, model, device), group)
     if size == 1 or dist.get_rank(group) == 0:
         keys.say(loaded.notes)
         log_plan(plan)
         if overrides:
             logger.info("no optimizer: offload_param applies at any configured stage, as in stage 3 with one rank per shard group")
-    mesh = data_mesh(plan.zero.shard_size, group)
+    mesh = build_mesh(plan.zero.shard_size, group, map(differs_of, model.parameters()))
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
-    if optimizer is not None and plan.optimizer and mesh.data.index == 0:
+    if optimizer is not None and plan.optimizer and mesh.is_first:
         logger.warning("initialize(optimizer=) overrides the config's optimizer block (%s)", plan.optimizer.type)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = FirstValues(model, device, weights := _weights(model, mesh))
     if weights is None and not any(param.is_meta for param in model.parameters()):
         model.to(device)
     inner, rule = _optimizer(named, model, optimizer, model_parameters)
-    if inner is not None and mesh.data.index == 0:
+    if inner is not None and mesh.is_first:
         _warn_of_frozen(inner)
     scheduler = _scheduler(plan, lr_scheduler, inner)
     check_alike(facts_of_optimizer(model, inner, scheduler), group)
@@ -133,6 +134,24 @@ def initialize(
     engine.optimizer = handle
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader
     return engine, handle, loader, scheduler
+
+
+def read_together(
+    read: Callable[[], Loaded], distributed_port: int | None = None, mpu: Any = None, dist_init_required: bool | None = None
+) -> Loaded:
+    """Read a config and join the process group. Collective: if a rank cannot read its config, all raise and name that rank."""
+    refusal: ConfigError | None = None
+    try:
+        loaded = read()
+    except ValueError as error:
+        refusal = ConfigError(str(error))
+    if dist_init_required is not False:
+        port: dict[str, Any] = {} if distributed_port is None else {"distributed_port": distributed_port}
+        init_distributed(**port)
+    if refusal is not None:
+        check_alike(fact_of_refusal(refusal), mpu.get_data_parallel_group() if mpu is not None else None)
+        raise refusal
+    return loaded
 
 
 def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
@@ -180,8 +199,8 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
     return distributed_loader(
         data,
         batch_size=plan.batch.micro_batch_size,
-        rank=mesh.data.index,
-        world_size=mesh.data.size,
+        rank=mesh.batch.index,
+        world_size=mesh.batch.size,
         collate_fn=collate_fn,
         drop_last=drop_last,
         seed=plan.seed,
@@ -201,7 +220,7 @@ def _weights(model: nn.Module, mesh: Mesh) -> Reader | None:
         files.append(open_weights(load.path, model, rename=load.rename, strict=load.strict, forms=row_forms(model)))
         return files[0].fingerprint
 
-    ranks, step = Ranks(mesh.data.group), "slipstream.zero.load: nothing was loaded"
+    ranks, step = Ranks(mesh.world.group), "slipstream.zero.load: nothing was loaded"
     prints = ranks.gather(step, open_files)
     ranks.decide(step, lambda: check_same(prints))
     if ranks.rank == 0 and files[0].left_out:
@@ -249,43 +268,46 @@ def _engine(
         state_itemsizes=() if rule is None else (precision.state_dtype.itemsize,) * len(rule.states),
     )
     transport, watch = _transport(plan, device), Watch(plan.debug.timeout_s)
-    watch.start(mesh.data)
+    watch.start(mesh.world)
     with ExitStack() as failed, watch.guard("initialize"):
         failed.callback(watch.stop)
-        comms = connect(mesh, device, transport, watch)
-        for comm in (comms.dp, comms.dp_replicate, comms.data):
-            failed.callback(comm.close)
+        families = connect(mesh, device, transport, watch)
+        comms = families[()]
+        for family in families.values():
+            for comm in (family.dp, family.dp_replicate, family.data):
+                failed.callback(comm.close)
         open_space = open_spaces(plan.offload, comms.data)
-        units, slots, homes = build_units(model, recipe, comms, device, open_space, values)
+        units, slots, homes = build_units(model, recipe, families, device, open_space, values)
         spread_first([b for name, b in model.named_buffers() if values.reader is None or name not in values.reader], comms.data)
         failed.pop_all()
-    if tiers.weights is Tier.DISK and comms.data.rank == 0:
+    if tiers.weights is Tier.DISK and mesh.is_first:
         kept = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)
         warn_of_resident_weights(plan.offload, plan.sources, sum(unit.weights.numel for unit in units), kept)
     convert_buffers(model, recipe.weights_dtype, precision.buffer_dtype)
-    steps: ShardedSteps | None = None
-    if inner is not None and rule is not None:
-        steps = NativeSteps(inner, units, rule, form, chunk_numel=plan.offload.chunk_numel, num_buffers=plan.offload.num_buffers)
-    elif inner is not None:
-        steps = TorchSteps(inner, units, whole=whole, state_dtype=precision.state_dtype)
-    return Engine(
-        Parts(
-            model=model,
-            plan=plan,
-            mesh=mesh,
-            comms=comms,
-            units=units,
-            slots=slots,
-            homes=homes,
-            recipe=recipe,
-            open_space=open_space,
-            precision=Precision(precision, device),
-            steps=steps,
-            watch=watch,
-            staging=_staging(plan, device),
-            device=device,
-        )
+    states = States(
+        model=model,
+        plan=plan,
+        mesh=mesh,
+        world=comms.data,
+        families=families,
+        units=units,
+        slots=slots,
+        homes=homes,
+        recipe=recipe,
+        open_space=open_space,
+        steps=_steps(plan, units, inner, rule, form, whole=whole),
+        watch=watch,
+        device=device,
     )
+    return Engine(states, Precision(precision, device))
+
+
+def _steps(
+    plan: Plan, units: list[Unit], inner: torch.optim.Optimizer | None, rule: Rule | None, form: Form, *, whole: bool
+) -> ShardedSteps:
+    if inner is not None and rule is not None:
+        return NativeSteps(inner, units, rule, form, chunk_numel=plan.offload.chunk_numel, num_buffers=plan.offload.num_buffers)
+    return TorchSteps(inner or NoOptimizer(), units, whole=whole, state_dtype=plan.precision.state_dtype)
 
 
 def _check_states(inner: torch.optim.Optimizer, rule: Rule | None, plan: Plan, tiers: Tiers, *, coded: bool) -> None:
@@ -316,14 +338,6 @@ def _check_states(inner: torch.optim.Optimizer, rule: Rule | None, plan: Plan, t
             f'"slipstream": {{"stochastic_rounding": true}} needs an optimizer with a native kernel (AdamW, Adam, Lion, Adagrad, '
             f"SGD), and {name} with these options has none"
         )
-
-
-def _staging(plan: Plan, device: torch.device) -> Staging | None:
-    if not plan.checkpoint.asynchronous:
-        return None
-    from slipstream.train import persist  # imports torch.distributed.checkpoint now, so that the first save does not wait for it
-
-    return persist.open_staging(device)
 
 
 def _transport(plan: Plan, device: torch.device) -> str:

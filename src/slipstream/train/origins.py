@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.comm import Comm, gather_objects
-from slipstream.zero.store import read, write
+from slipstream.zero.storage.store import read, write
 from slipstream.zero.unit import Unit
 
 

@@ -29,6 +29,7 @@ def log_plan(plan: Plan) -> None:
         package.setLevel(plan.log_level.upper())
     elif logs and package.level == logging.NOTSET:
         package.setLevel(logging.INFO)
+    keys.say_idle(plan.idle)
     keys.say(plan.notes)
     if plan.dump_state:
         logger.info("%s", describe(plan, defaults=True))
@@ -37,9 +38,9 @@ def log_plan(plan: Plan) -> None:
 class Progress:
     """Times and counts of one engine; logs on rank 0 only."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
-        self.every = plan.steps_per_print if rank == 0 else None
-        self.times = (plan.wall_clock_breakdown or plan.activations.profile) and rank == 0
+    def __init__(self, plan: Plan, *, logs: bool) -> None:
+        self.every = plan.steps_per_print if logs else None
+        self.times = (plan.wall_clock_breakdown or plan.activations.profile) and logs
         self.seconds: dict[str, float] = {}
         self.since = time.perf_counter()
 

@@ -15,21 +15,19 @@ import errno
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.ops.disk import Disk, DiskError
-from slipstream.train import entries
 from slipstream.train.gate import Block
+from slipstream.train.saving import entries
+from slipstream.train.states import States
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.placement import Tier
 from slipstream.zero.shared import free_pages
-from slipstream.zero.store import HostStore, MemoryStore, Space, Store, range_nbytes
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
+from slipstream.zero.storage.store import HostStore, MemoryStore, Space, Store, range_nbytes
 
 KINDS = ("optimizer", "weights", "gradients")
 
@@ -49,53 +47,54 @@ def check(include: Iterable[str] | None, device: str, path: str | None, own: tor
     return kinds
 
 
-def put(engine: Engine, kinds: tuple[str, ...], folder: str | None) -> int:
+def put(states: States, kinds: tuple[str, ...], folder: str | None) -> int:
     """Copy states away, agree, free the memory; returns the bytes freed. If one rank lacks space, all raise and nothing is lost."""
-    asleep = Asleep(kinds, engine.device, None if folder is None else Path(folder))
+    asleep = Asleep(kinds, states.device, None if folder is None else Path(folder))
     error, nbytes = "", 0
     try:
-        nbytes = asleep.take([(each, counts) for each, counts in memory_of(engine, kinds) if folder or not each.is_cpu])
+        nbytes = asleep.take([(each, counts) for each, counts in memory_of(states, kinds) if folder or not each.is_cpu])
     except (OSError, ValueError, RuntimeError) as failed:
         error = str(failed)
-    errors = {rank: each for rank, each in enumerate(gather_objects(error, engine.mesh.data)) if each}
+    errors = {rank: each for rank, each in enumerate(gather_objects(error, states.mesh.world)) if each}
     if errors:
         asleep.close()
         rank, first = next(iter(errors.items()))
         raise RuntimeError(f"engine.sleep(): no states were moved, because rank {rank} failed: {first}")
-    engine.asleep = asleep
-    engine.gate.shut(Block.ASLEEP, f"the engine sleeps ({', '.join(sorted(kinds))} are away); call engine.wake() first")
+    states.asleep = asleep
+    states.gate.shut(Block.ASLEEP, f"the engine sleeps ({', '.join(sorted(kinds))} are away); call engine.wake() first")
     if "weights" in kinds:
-        for unit in engine.units:
+        for unit in states.units:
             unit.fall_asleep()
-    for unit in engine.units:
-        stays = isinstance(unit.master, HostStore) or (folder is None and engine.homes.tiers.optim is not Tier.DEVICE)
+    for unit in states.units:
+        stays = isinstance(unit.master, HostStore) or (folder is None and states.homes.tiers.optim is not Tier.DEVICE)
         unit.master_is_away = "optimizer" in kinds and not stays
     if "gradients" in kinds:
-        engine.hooks.refusal = "the engine's gradients are away: call engine.wake() first, or compute under torch.no_grad()"
-        engine.homes.close_landings()
+        states.hooks.refusal = "the engine's gradients are away: call engine.wake() first, or compute under torch.no_grad()"
+        states.homes.close_landings()
     asleep.empty()
-    if engine.steps is not None and engine.homes.lane is None:
-        engine.steps.ring = None
-    return nbytes + (engine.homes.free_buffers() if "gradients" in kinds else 0)
+    if states.homes.lane is None:
+        states.steps.ring = None
+    return nbytes + (states.homes.free_buffers() if "gradients" in kinds else 0)
 
 
-def wake(engine: Engine) -> None:
+def wake(states: States) -> None:
     """Undo `put`. If reading from a disk fails, all ranks are awake but broken, and raise DiskError."""
-    asleep = engine.asleep
-    assert asleep is not None, "wake() needs an engine that sleeps"
-    errors = gather_objects(asleep.bring_back(), engine.mesh.data)  # after it, all ranks' parts of shared memory are back
-    engine.hooks.refusal = ""
-    for unit in engine.units:
+    asleep = states.asleep
+    if asleep is None:
+        return
+    errors = gather_objects(asleep.bring_back(), states.mesh.world)  # after it, all ranks' parts of shared memory are back
+    states.hooks.refusal = ""
+    for unit in states.units:
         unit.master_is_away = False
     if "weights" in asleep.kinds:
-        for unit in engine.units:
+        for unit in states.units:
             unit.wake_up()
-    engine.asleep = None
-    engine.gate.open(Block.ASLEEP)
-    for rank, why in zip(engine.mesh.data.ranks, errors, strict=True):
+    states.asleep = None
+    states.gate.open(Block.ASLEEP)
+    for rank, why in zip(states.mesh.world.ranks, errors, strict=True):
         if why:
             lost = f"rank {rank} could not read its sleeping states back from disk: {why}"
-            engine.gate.shut(Block.BROKEN, f"{lost}. Repair or replace the disk, and resume from the last checkpoint")
+            states.gate.shut(Block.BROKEN, f"{lost}. Repair or replace the disk, and resume from the last checkpoint")
             raise DiskError(errno.EIO, lost)
 
 
@@ -169,34 +168,34 @@ def _pieces(numel: int, most: int = 1 << 22) -> Iterator[tuple[int, int]]:
         yield start, min(start + most, numel)
 
 
-def memory_of(engine: Engine, kinds: Iterable[str]) -> list[tuple[Tensor, bool]]:
+def memory_of(states: States, kinds: Iterable[str]) -> list[tuple[Tensor, bool]]:
     """This rank's device memory of these kinds of state, each part once: (1D tensor, whether to keep its contents)."""
     tensors: dict[tuple[int, int], tuple[Tensor, bool]] = {}
 
     def add(tensor: Tensor | None, counts: bool = True) -> None:
-        if tensor is not None and tensor.numel() and tensor.device.type == engine.device.type:
+        if tensor is not None and tensor.numel() and tensor.device.type == states.device.type:
             flat = tensor.detach().reshape(-1)
             if flat.data_ptr() == tensor.data_ptr():
                 tensors.setdefault((flat.data_ptr(), flat.nbytes), (flat, counts))
 
     for kind in kinds:
-        {"optimizer": _optimizer, "weights": _weights, "gradients": _gradients}[kind](engine, add)
+        {"optimizer": _optimizer, "weights": _weights, "gradients": _gradients}[kind](states, add)
     return list(tensors.values())
 
 
-def _optimizer(engine: Engine, add: Any) -> None:
-    for unit in engine.units:
+def _optimizer(states: States, add: Any) -> None:
+    for unit in states.units:
         if unit.out is not None:
             add(_whole(unit.master))
-    for state in engine.steps.memory() if engine.steps is not None else ():
+    for state in states.steps.memory():
         add(state if isinstance(state, Tensor) else _whole(state))
-    average = entries.average_of(engine)
+    average = entries.average_of(states)
     for store in average.stores() if average is not None else ():
         add(_whole(store))
 
 
-def _weights(engine: Engine, add: Any) -> None:
-    for unit in engine.units:
+def _weights(states: States, add: Any) -> None:
+    for unit in states.units:
         if unit.memory.common is not None or not unit.placement.weights:
             start, stop = unit.span if unit.memory.common is not None else (0, unit.layout.numel)
             add(unit.full[start:stop])
@@ -204,13 +203,13 @@ def _weights(engine: Engine, add: Any) -> None:
             add(_whole(unit.weights))
 
 
-def _gradients(engine: Engine, add: Any) -> None:
-    for unit in engine.units:
+def _gradients(states: States, add: Any) -> None:
+    for unit in states.units:
         holds = unit.has_gradient
         add(unit.memory.local.tensor if unit.memory.local else None, holds)
         add(unit.memory.replica.tensor if unit.memory.replica else None, holds)
         add(_whole(unit.grads) if unit.grads is not None and unit.memory.local is None else None, holds)
-    for buffer in engine.slots.buffers():
+    for buffer in states.slots.buffers():
         add(buffer.tensor, False)
 
 

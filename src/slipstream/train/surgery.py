@@ -15,7 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -26,18 +26,16 @@ from slipstream.train import schedules
 from slipstream.train.agreement import options
 from slipstream.train.gate import Block
 from slipstream.train.origins import Carried, Origin, carry_states
+from slipstream.train.states import States
+from slipstream.world.watch import PeerError
 from slipstream.zero import access
-from slipstream.zero.build import Plot, Site, allocate, build_block, convert_buffers, disk_needs, longest_on_wire, ring_of, survey
+from slipstream.zero.build import Plot, Site, allocate, build_block, convert_buffers, disk_needs, longest_on_wire, survey
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import Slots
 from slipstream.zero.leaves import named_leaves, open_up
 from slipstream.zero.materialize import FirstValues
 from slipstream.zero.unit import Unit
-from slipstream.zero.watch import PeerError
 from slipstream.zero.wrap import Group, wrap
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
 
 GroupOf = int | Callable[[str, nn.Parameter], int] | None
 
@@ -51,32 +49,32 @@ _HALF_CHANGED = (
 class Surgery:
     """One surgery of one engine. `begin`, then `finish` or `give_up`."""
 
-    def __init__(self, engine: Engine, group: GroupOf) -> None:
-        self.engine, self.group = engine, group
+    def __init__(self, states: States, group: GroupOf, rewire: Callable[[], None]) -> None:
+        self.states, self.group = states, group
+        self.rewire = rewire  # hooks the changed model to its units
         self.copies: dict[Unit, Tensor] = {}  # unsharded copies of the units that were accessed
         self.undo = ExitStack()  # restores the parameter groups if the surgery fails
-        self.was_half_changed = Block.CHANGING in engine.gate
+        self.was_half_changed = Block.CHANGING in states.gate
 
     # -- begin and end --
 
     def begin(self) -> None:
         """Prepare the model for changes. Raises RuntimeError on every rank if one is in the middle of a window."""
-        engine = self.engine
-        whys = gather_objects(engine.hooks.under_way(), engine.mesh.data)
+        states = self.states
+        whys = gather_objects(states.hooks.under_way(), states.mesh.world)
         if why := next(filter(None, whys), ""):
             raise RuntimeError(f"engine.surgery() {why}: call it between engine.step() and the next forward")
-        for unit in engine.units:
+        for unit in states.units:
             unit.release()
-        engine.hooks.remove()
-        for unit in engine.units:
+        states.hooks.remove()
+        for unit in states.units:
             unit.on_touch = self._lend
-        self.before = _outline(engine.module)
-        groups = [] if engine.steps is None else engine.steps.inner.param_groups
+        self.before = _outline(states.model)
+        groups = states.steps.inner.param_groups
         self.num_groups = len(groups)
         for group in groups:
             self.undo.callback(group.__setitem__, "params", list(group["params"]))
-        engine.operation = self
-        engine.gate.shut(Block.CHANGING, "the engine's model is in surgery: leave `with engine.surgery():` before anything else")
+        states.gate.shut(Block.CHANGING, "the engine's model is in surgery: leave `with engine.surgery():` before anything else")
 
     def _lend(self, unit: Unit) -> None:
         if unit not in self.copies:
@@ -84,10 +82,9 @@ class Surgery:
             self.copies[unit] = access.lend(unit, range(len(unit.params)))
             unit.on_touch = self._lend
 
-    def add_group(self, group: dict[str, Any]) -> None:
+    def add_group(self, group: dict[str, Any], scheduler: Any) -> None:
         """`add_param_group` of the engine's optimizer. Raises like torch, and ValueError; then no group is added."""
-        steps = self.engine.steps
-        assert steps is not None, "the optimizer's handle calls this"
+        steps = self.states.steps
         groups, rate = steps.inner.param_groups, group.get("lr")
         if "bias_correction" in groups[0]:  # torch has no default for it
             group.setdefault("bias_correction", groups[0]["bias_correction"])
@@ -96,14 +93,14 @@ class Surgery:
             failed.callback(groups.pop)
             if why := steps.unsupported_option(groups):
                 raise ValueError(f"add_param_group(): {why}")
-            if self.engine.lr_scheduler is not None:
-                failed.callback(schedules.add_group(self.engine.lr_scheduler, None if rate is None else float(rate)))
+            if scheduler is not None:
+                failed.callback(schedules.add_group(scheduler, None if rate is None else float(rate)))
             self.undo.push(failed.pop_all())
 
     def finish(self) -> None:
         """Apply the change, once all ranks have made the same one; otherwise raise on every rank."""
-        engine, lines = self.engine, self._fingerprint()
-        checksum, ranks = zlib.crc32("\n".join(lines).encode()), engine.mesh.data.ranks
+        states, lines = self.states, self._fingerprint()
+        checksum, ranks = zlib.crc32("\n".join(lines).encode()), states.mesh.world.ranks
         rows = self._exchange(failed=False, is_changed=self._is_changed(), checksum=checksum)
         if rows[:, 0].any():
             why = f"rank {ranks[int(rows[:, 0].argmax())]} raised inside it"
@@ -111,18 +108,18 @@ class Surgery:
             raise RuntimeError(f"engine.surgery(): {why}, so the change was not applied")
         try:
             if rows[:, 2].min() != rows[:, 2].max():
-                raise ValueError(_difference(ranks, gather_objects(lines, engine.mesh.data)))
+                raise ValueError(_difference(ranks, gather_objects(lines, states.mesh.world)))
             touched = self._touched()
-            for unit in engine.units:  # over shared memory one rank may have read alone; all ranks need the copy from here on
+            for unit in states.units:  # over shared memory one rank may have read alone; all ranks need the copy from here on
                 if unit.placement.weights and (unit, 0) in touched:
                     self._lend(unit)
-            change = Change(engine, engine.module, self.copies, touched, self.group)
+            change = Change(states, states.model, self.copies, touched, self.group)
         except Exception as error:
             self._close(f"{type(error).__name__}: {error}", is_changed=True)
             raise
-        engine.gate.shut(Block.BROKEN, "engine.surgery() failed: the engine's states are lost, resume from the last checkpoint")
+        states.gate.shut(Block.BROKEN, "engine.surgery() failed: the engine's states are lost, resume from the last checkpoint")
         change.make()
-        engine.gate.open(Block.BROKEN)
+        states.gate.open(Block.BROKEN)
         self.undo.pop_all()
         self._close("", is_changed=False)
 
@@ -138,38 +135,37 @@ class Surgery:
 
     def _is_changed(self) -> bool:
         """Whether there is a change that `_close` cannot undo: to the model, or in place to replicated weights."""
-        replicated = (unit for unit in self.engine.units if not unit.placement.weights and unit not in self.copies)
+        replicated = (unit for unit in self.states.units if not unit.placement.weights and unit not in self.copies)
         written = any(param._version != at for unit in replicated for param, at in zip(unit.params, unit._versions, strict=True))
-        return written or _outline(self.engine.module) != self.before
+        return written or _outline(self.states.model) != self.before
 
     def _exchange(self, *, failed: bool, is_changed: bool, checksum: int = 0) -> Tensor:
-        return self.engine.comms.data.exchange(torch.tensor([failed, is_changed, checksum], dtype=torch.float64))
+        return self.states.world.exchange(torch.tensor([failed, is_changed, checksum], dtype=torch.float64))
 
     def _fingerprint(self) -> list[str]:
-        engine = self.engine
-        groups = [] if engine.steps is None else engine.steps.inner.param_groups
+        states = self.states
+        groups = states.steps.inner.param_groups
         held = {id(param): i for i, group in enumerate(groups) for param in group["params"]}
-        places = {id(param): f"{unit.index}.{i}" for unit in engine.units for i, param in enumerate(unit.params)}
+        places = {id(param): f"{unit.index}.{i}" for unit in states.units for i, param in enumerate(unit.params)}
         lines = [
             f"parameter {name!r} {tuple(param.shape)} {param.dtype}{' on meta' * param.is_meta}"
             f"{'' if param.requires_grad else ' frozen'} from {places.get(id(param), 'outside')} in group {held.get(id(param))}"
-            for name, param in engine.module.named_parameters(remove_duplicate=False)
+            for name, param in states.model.named_parameters(remove_duplicate=False)
         ]
-        lines += [f"buffer {name!r} {tuple(buffer.shape)}" for name, buffer in engine.module.named_buffers()]
+        lines += [f"buffer {name!r} {tuple(buffer.shape)}" for name, buffer in states.model.named_buffers()]
         return lines + [f"parameter group {i} of {options(group)}" for i, group in enumerate(groups) if i >= self.num_groups]
 
     def _touched(self) -> set[tuple[Unit, int]]:
         """The parameters whose values may have changed on some rank; rank 0's values then count everywhere. Collective."""
-        units = self.engine.units
+        units = self.states.units
         own = [(unit.index, i) for unit in units for i in range(len(unit.params)) if _is_touched(unit, i, self.copies)]
-        return {(units[index], i) for touched in gather_objects(own, self.engine.mesh.data) for index, i in touched}
+        return {(units[index], i) for touched in gather_objects(own, self.states.mesh.world) for index, i in touched}
 
     def _close(self, why: str, *, is_changed: bool) -> None:
         """Hook the model to the units again; if a failed surgery changed it, block the engine, with `why`. Drops all copies."""
-        engine = self.engine
-        engine.operation = None
+        states = self.states
         self.undo.close()
-        for unit in engine.units:
+        for unit in states.units:
             unit.on_touch = None
             if unit in self.copies:
                 access.end_lend(unit, range(len(unit.params)), self.copies[unit], None, write=False)
@@ -179,10 +175,10 @@ class Surgery:
                         param.data = view
         self.copies = {}
         if is_changed or (why and self.was_half_changed):
-            engine.gate.shut(Block.CHANGING, _HALF_CHANGED.format(why=why))
+            states.gate.shut(Block.CHANGING, _HALF_CHANGED.format(why=why))
         else:
-            engine.gate.open(Block.CHANGING)
-            engine.wire()
+            states.gate.open(Block.CHANGING)
+            self.rewire()
 
 
 def _outline(model: nn.Module) -> list[Any]:
@@ -221,15 +217,15 @@ class Change:
     """Rebuilds the units for the changed model. The constructor makes all checks; `make` applies the change."""
 
     def __init__(
-        self, engine: Engine, model: nn.Module, copies: dict[Unit, Tensor], touched: set[tuple[Unit, int]], group: GroupOf
+        self, states: States, model: nn.Module, copies: dict[Unit, Tensor], touched: set[tuple[Unit, int]], group: GroupOf
     ) -> None:
-        self.engine, self.model, self.copies, self.touched = engine, model, copies, touched
+        self.states, self.model, self.copies, self.touched = states, model, copies, touched
         open_up(model)
         self.leaves = {leaf.name: leaf for leaf in named_leaves(model)}
         self.params = {name: leaf.tensor for name, leaf in self.leaves.items()}
-        self.before = {id(param) for unit in engine.units for param in (*unit.params, *unit.wholes)}
+        self.before = {id(param) for unit in states.units for param in (*unit.params, *unit.wholes)}
         self.ids = {id(param) for leaf in self.leaves.values() for param in (leaf.tensor, leaf.whole)}
-        self.places = {id(param): (unit, i) for unit in engine.units for i, param in enumerate(unit.params)}  # before the change
+        self.places = {id(param): (unit, i) for unit in states.units for i, param in enumerate(unit.params)}  # before the change
         self.origins = self._find_origins()
         self.groups = wrap(model)
         self.held = self._find_held()
@@ -238,16 +234,16 @@ class Change:
         firsts = {id(param): name for name, param in self.params.items()}
         others = model.named_parameters(remove_duplicate=False)
         aliases = {name: firsts.get(id(param), name) for name, param in others} | {name: name for name in self.params}
-        self.reader = Carried(self.origins, aliases, engine.comms.data)
-        self.values = FirstValues(model, engine.device, self.reader)
-        self.site = Site(engine.recipe, engine.comms, engine.homes)
+        self.reader = Carried(self.origins, aliases, states.world)
+        self.values = FirstValues(model, states.device, self.reader)
+        self.site = Site(states.recipe, states.homes)
         new = [i for i in range(len(self.groups)) if i not in self.kept]
-        self.plots = dict(zip(new, survey([self.groups[i] for i in new], model, engine.recipe, engine.comms), strict=True))
+        self.plots = dict(zip(new, survey([self.groups[i] for i in new], model, states.recipe, states.families), strict=True))
         self._open_files()
 
     def _find_origins(self) -> dict[str, Origin]:
         """Maps each parameter that continues one of the engine's to its origin, by name."""
-        by_name = {name: (unit, i) for unit in self.engine.units for i, name in enumerate(unit.names)}
+        by_name = {name: (unit, i) for unit in self.states.units for i, name in enumerate(unit.names)}
         origins, replaced = {}, []
         for name, param in self.params.items():
             unit, i = self.places.get(id(param)) or by_name.get(name) or (None, 0)
@@ -278,12 +274,12 @@ class Change:
             new = origin.given.reshape(-1)[: origin.common].to(old)
             if not new.equal(old[origin.start : origin.start + origin.common]):
                 fresh.append(name)
-        return list(gather_objects(fresh, self.engine.mesh.data)[0]) if names else []
+        return list(gather_objects(fresh, self.states.mesh.world)[0]) if names else []
 
     def _find_held(self) -> dict[int, int]:
         """Maps the id of each parameter to its group. Raises ValueError for a parameter that is in none of the model's modules."""
         held = {}
-        for i, group in enumerate(self.engine.steps.inner.param_groups if self.engine.steps is not None else ()):
+        for i, group in enumerate(self.states.steps.inner.param_groups):
             for param in group["params"]:
                 held[id(param)] = i
                 if id(param) not in self.ids and id(param) not in self.before:
@@ -295,7 +291,7 @@ class Change:
 
     def _find_kept(self) -> dict[int, Unit]:
         """Maps groups of the model to existing units with the same parameters, shapes and kind."""
-        by_params = {tuple(map(id, unit.params)): unit for unit in self.engine.units}
+        by_params = {tuple(map(id, unit.params)): unit for unit in self.states.units}
         kept = {}
         for index, group in enumerate(self.groups):
             unit = by_params.get(tuple(id(self.params[name]) for name in group.param_names))
@@ -305,7 +301,7 @@ class Change:
 
     def _fits(self, unit: Unit, group: Group) -> bool:
         shapes = [tuple(self.params[name].shape) for name in group.param_names]
-        if self.engine.steps is not None and self.engine.steps.members[unit].groups != [self.held.get(id(p)) for p in unit.params]:
+        if self.states.steps.members[unit].groups != [self.held.get(id(p)) for p in unit.params]:
             return False
         is_trained = unit.grads is not None
         return (
@@ -323,19 +319,19 @@ class Change:
             joins = self._find_groups(group)
         except Exception as caught:
             error = caught
-        results = gather_objects((f"{type(error).__name__}: {error}" if error else "", joins), self.engine.mesh.data)
+        results = gather_objects((f"{type(error).__name__}: {error}" if error else "", joins), self.states.mesh.world)
         if error is not None:
             raise error
-        for rank, (why, other) in zip(self.engine.mesh.data.ranks, results, strict=True):
+        for rank, (why, other) in zip(self.states.mesh.world.ranks, results, strict=True):
             if why or other != joins:
                 raise ValueError(f"engine.surgery(group=...): rank {rank} gives {why or other}, this rank {joins}")
         return joins
 
     def _find_groups(self, group: GroupOf) -> dict[str, int]:
         """The group of each parameter that is new, or was frozen and in no group. Raises ValueError for an invalid index."""
-        if self.engine.steps is None:
+        if not self.states.steps.has_optimizer:
             return {}
-        groups, held = self.engine.steps.inner.param_groups, self.held
+        groups, held = self.states.steps.inner.param_groups, self.held
         joins = {}
         for name, param in self.params.items():
             origin = self.origins.get(name)
@@ -357,9 +353,8 @@ class Change:
 
     def _regroup(self) -> None:
         """Update the groups in place, because schedules hold references to them."""
-        assert self.engine.steps is not None
         firsts = {id(param): name for name, param in self.model.named_parameters()}
-        for i, group in enumerate(self.engine.steps.inner.param_groups):
+        for i, group in enumerate(self.states.steps.inner.param_groups):
             stay = [param for param in group["params"] if id(param) in self.ids]
             group["params"] = stay + [self.params[name] for name, which in self.joins.items() if which == i]
             if "param_names" in group:
@@ -369,25 +364,23 @@ class Change:
 
     def _open_files(self) -> None:
         """Open files for the new units' states on disk. Collective; all ranks raise ValueError if one lacks disk space."""
-        engine, homes = self.engine, self.engine.homes
+        states, homes = self.states, self.states.homes
         if homes.on_disk and self.plots:
-            needs = disk_needs(list(self.plots.values()), engine.recipe, engine.comms, homes.to_keep, on_host=homes.lane is None)
-            homes.extend(engine.open_space(needs))
+            needs = disk_needs(list(self.plots.values()), states.recipe, homes.to_keep, on_host=homes.lane is None)
+            homes.extend(states.open_space(needs))
 
     def make(self) -> None:
-        engine, steps = self.engine, self.engine.steps
-        engine.comms.data.exchange(torch.zeros(1, dtype=torch.float64))
-        if engine.updater is not None:
-            engine.updater.finish()
-        if steps is not None:
-            steps.adopt_initial_state()
-            steps.ring = None
-            self._regroup()
+        states, steps = self.states, self.states.steps
+        states.fence()
+        states.updater.finish()
+        steps.adopt_initial_state()
+        steps.ring = None
+        self._regroup()
         self._take_writes()
-        going = [unit for unit in engine.units if unit not in set(self.kept.values())]
+        going = [unit for unit in states.units if unit not in set(self.kept.values())]
         for unit in going:
             unit.expire_graphs()
-        built = self._build(going, len(engine.units))
+        built = self._build(going, len(states.units))
         access.forget(going)
         access.register(built.values())
         units = [self.kept[i] if i in self.kept else built[i] for i in range(len(self.groups))]
@@ -395,9 +388,9 @@ class Change:
         for index, (unit, group) in enumerate(zip(units, self.groups, strict=True)):
             block = modules[group.module_name] if group.module_name else None
             unit.rename(index, group.name, block, [self.leaves[name] for name in group.param_names])
-        engine.units[:] = units  # in place: the updater holds the same list
+        states.units[:] = units  # in place: the updater holds the same list
         self._refit_ring()
-        convert_buffers(self.model, engine.recipe.weights_dtype, engine.plan.precision.buffer_dtype)
+        convert_buffers(self.model, states.recipe.weights_dtype, states.plan.precision.buffer_dtype)
 
     def _take_writes(self) -> None:
         """Write rank 0's modified values into the units that stay."""
@@ -410,7 +403,7 @@ class Change:
 
     def _build(self, going: list[Unit], first: int) -> dict[int, Unit]:
         """Build the new units, keyed by group and numbered from `first` for now; free each unit of `going` after its last use."""
-        steps = self.engine.steps
+        steps = self.states.steps
         blocks: dict[str, list[int]] = {"": []}
         for i in self.plots:
             blocks.setdefault(self.groups[i].module_name, []).append(i)
@@ -432,18 +425,15 @@ class Change:
             parts = zip((first + i for i in which), plots, allocate(self.site, plots), strict=True)
             units = build_block(self.site, self.values, block, list(parts))
             built.update(zip(which, units, strict=True))
-            if steps is not None:
-                steps.add(units)
-                sources = {self.origins[name].unit: None for name in names}  # ordered, the same on all ranks
-                for unit in sources:
-                    carry_states(steps, unit, units, self.origins)
+            steps.add(units)
+            sources = {self.origins[name].unit: None for name in names}  # ordered, the same on all ranks
+            for unit in sources:
+                carry_states(steps, unit, units, self.origins)
             for unit in going:
                 if needed.get(unit) == block:
                     self._let_go(unit)
         self.values.finish()
-        self.engine.comms.data.exchange(
-            torch.zeros(1, dtype=torch.float64)
-        )  # shared weights are written before any rank reads them
+        self.states.fence()  # shared weights are written before any rank reads them
         return built
 
     def _prepare(self, param: nn.Parameter) -> None:
@@ -471,17 +461,17 @@ class Change:
             for i in lost:
                 unit.params[i].data = unit.params[i].data.clone()
         self.copies.pop(unit, None)
-        if self.engine.steps is not None:
-            self.engine.steps.drop(unit)
+        self.states.steps.drop(unit)
         unit.leave()
 
     def _refit_ring(self) -> None:
         """Resize the ring of gradient buffers to the longest unit."""
-        engine = self.engine
-        longest = longest_on_wire([(unit.layout, unit.dtypes) for unit in engine.units if unit.grads is not None], engine.recipe)
-        if longest != engine.slots.longest:
-            engine.slots = Slots({})
-            engine.slots = Slots(ring_of(engine.comms.dp, longest))
+        states = self.states
+        trained = [(unit.comms.dp, unit.layout, unit.dtypes) for unit in states.units if unit.grads is not None]
+        longest = longest_on_wire(trained, states.recipe)
+        if longest != states.slots.numels:
+            states.slots = Slots({})
+            states.slots = Slots(longest)
 
 
 def _default_group(groups: Sequence[Mapping[str, Any]], name: str, param: nn.Parameter) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.zero.comm import broadcast_from, gather_objects, reduce_into
 from slipstream.zero.layout import Slot
-from slipstream.zero.store import fill_zero
+from slipstream.zero.storage.store import fill_zero
 from slipstream.zero.unit import State, Unit
 
 # Every live unit of the process: a parameter does not know its unit

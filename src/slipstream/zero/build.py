@@ -12,23 +12,21 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
-from slipstream.mesh import Axis, Mesh
+from slipstream.world.mesh import Axis, Differs, Mesh
+from slipstream.world.watch import Watch
 from slipstream.zero import access
 from slipstream.zero.comm import Buffer, Comm, LocalComm, ProcessGroupComm
-from slipstream.zero.homes import Homes
-from slipstream.zero.hooks import Slots
-from slipstream.zero.lane import lane_of
+from slipstream.zero.hooks import RingKey, Slots
 from slipstream.zero.layout import Layout, flat_layout, whole_layout
 from slipstream.zero.leaves import Leaf, named_leaves, open_up
 from slipstream.zero.materialize import FirstValues
 from slipstream.zero.placement import Placement, Tier, Tiers
 from slipstream.zero.shared import SharedComm, hosts_agree
-from slipstream.zero.store import Needs, Spaces, disk_nbytes
+from slipstream.zero.storage.homes import Homes
+from slipstream.zero.storage.lane import lane_of
+from slipstream.zero.storage.store import Needs, Spaces, disk_nbytes
 from slipstream.zero.unit import Comms, Dtypes, Memory, Unit
-from slipstream.zero.watch import Watch
 from slipstream.zero.wrap import Group, wrap
-
-_NUM_SLOTS = 2  # one gradient buffer is filled while the other is reduced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +46,8 @@ class Recipe:
     state_itemsizes: tuple[int, ...]  # of a native optimizer's per-element states
 
 
-def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> Comms:
-    """Make one transport per axis. `transport`: "auto" and "shared" use shared memory if all ranks of an axis share a host.
+def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> dict[Differs, Comms]:
+    """Make the transports of each family. `transport`: "auto" and "shared" use shared memory if all ranks of an axis share a host.
 
     Raises ValueError if `transport` is "shared" and shared memory is impossible.
     """
@@ -67,9 +65,13 @@ def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> C
                 )
         return ProcessGroupComm(axis, device, watch)
 
-    dp = comm(mesh.dp)
-    replicate = comm(mesh.dp_replicate)
-    return Comms(dp=dp, dp_replicate=replicate, data=dp if mesh.dp.ranks == mesh.data.ranks else comm(mesh.data))
+    families = {}
+    for key, family in mesh.families.items():
+        dp = comm(family.shards)
+        replicate = comm(family.copies)
+        both = dp if family.shards.ranks == family.both.ranks else comm(family.both)
+        families[key] = Comms(family=family, dp=dp, dp_replicate=replicate, data=both)
+    return families
 
 
 def _dtypes(group: Group, recipe: Recipe, comms: Comms) -> Dtypes:
@@ -101,6 +103,7 @@ class Plot:
     group: Group
     layout: Layout
     dtypes: Dtypes
+    comms: Comms
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +111,26 @@ class Site:
     """The objects that all units of an engine share."""
 
     recipe: Recipe
-    comms: Comms
     homes: Homes
 
 
-def survey(groups: Sequence[Group], model: nn.Module, recipe: Recipe, comms: Comms) -> list[Plot]:
+def survey(groups: Sequence[Group], model: nn.Module, recipe: Recipe, families: Mapping[Differs, Comms]) -> list[Plot]:
     """Lay out every group. Allocates nothing."""
     leaves = {leaf.name: leaf for leaf in named_leaves(model)}
-    return [Plot(group, _layout(group, leaves, recipe, comms.data.size), _dtypes(group, recipe, comms)) for group in groups]
+
+    def plot(group: Group, comms: Comms) -> Plot:
+        return Plot(group, _layout(group, leaves, recipe, comms.data.size), _dtypes(group, recipe, comms), comms)
+
+    return [plot(group, families[group.differs]) for group in groups]
 
 
 def build_units(
-    model: nn.Module, recipe: Recipe, comms: Comms, device: torch.device, open_space: Callable[[Needs], Spaces], values: FirstValues
+    model: nn.Module,
+    recipe: Recipe,
+    families: Mapping[Differs, Comms],
+    device: torch.device,
+    open_space: Callable[[Needs], Spaces],
+    values: FirstValues,
 ) -> tuple[list[Unit], Slots, Homes]:
     """Move every parameter of `model` into units; returns the units in layout order, the gradient rings and the state allocator.
 
@@ -127,13 +138,12 @@ def build_units(
     just before its units are built.
     """
     open_up(model)
-    plots, tiers, lane = survey(wrap(model), model, recipe, comms), recipe.tiers, lane_of(device)
-    needs = disk_needs(plots, recipe, comms, tiers.weights_kept, on_host=lane is None)
+    plots, tiers, lane = survey(wrap(model), model, recipe, families), recipe.tiers, lane_of(device)
+    data, needs = families[()].data, disk_needs(plots, recipe, tiers.weights_kept, on_host=lane is None)
     spaces = open_space(needs) if Tier.DISK in (tiers.weights, tiers.optim) else Spaces()  # on all ranks or on none
-    site = Site(recipe, comms, Homes(tiers, device, spaces, lane, has_peers=comms.data.size > 1))
+    site = Site(recipe, Homes(tiers, device, spaces, lane, has_peers=data.size > 1))
     memories = allocate(site, plots)
-    longest = longest_on_wire([(plot.layout, plot.dtypes) for plot in plots if plot.group.trainable], recipe)
-    slots = Slots(ring_of(comms.dp, longest))
+    slots = Slots(longest_on_wire([(plot.comms.dp, plot.layout, plot.dtypes) for plot in plots if plot.group.trainable], recipe))
     blocks: dict[str, list[int]] = {"": []}  # the root comes first, even if it has no parameters
     for i, plot in enumerate(plots):
         blocks.setdefault(plot.group.module_name, []).append(i)
@@ -142,24 +152,33 @@ def build_units(
     for block, indices in blocks.items():
         units += build_block(site, values, block, [(i, plots[i], memories[i]) for i in indices])
     values.finish()
-    comms.data.exchange(torch.zeros(1, dtype=torch.float64))  # barrier: all ranks have written the common weights
+    data.exchange(torch.zeros(1, dtype=torch.float64))  # barrier: all ranks have written the common weights
     access.register(units)
     return units, slots, site.homes
 
 
 def allocate(site: Site, plots: Sequence[Plot]) -> list[Memory]:
-    """Allocate the communication buffers of all units. Collective."""
-    recipe, comms, place = site.recipe, site.comms, site.recipe.placement
+    """Allocate the communication buffers of all units, family by family. Collective."""
     memories = [Memory(full=None, common=None, local=None, replica=None) for _ in plots]
+    by_family: dict[Differs, list[int]] = {}
+    for i, plot in enumerate(plots):
+        by_family.setdefault(plot.group.differs, []).append(i)
+    for _, indices in sorted(by_family.items()):
+        _allocate(site, plots[indices[0]].comms, indices, plots, memories)
+    return memories
 
-    def assign(name: str, indices: list[int], buffers: list[Buffer] | None) -> None:
-        for i, buffer in zip(indices, buffers or [], strict=False):
+
+def _allocate(site: Site, comms: Comms, indices: list[int], plots: Sequence[Plot], memories: Sequence[Memory]) -> None:
+    """Allocate the buffers of the units with these indices, which are of one family."""
+    recipe, place = site.recipe, site.recipe.placement
+
+    def assign(name: str, chosen: list[int], buffers: list[Buffer] | None) -> None:
+        for i, buffer in zip(chosen, buffers or [], strict=False):
             setattr(memories[i], name, buffer)
 
-    indices = list(range(len(plots)))
     trainable = [i for i in indices if plots[i].group.trainable]
     in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and site.homes.lane is None)
-    weights = [(plot.layout.numel, plot.dtypes.weights) for plot in plots]
+    weights = [(plots[i].layout.numel, plots[i].dtypes.weights) for i in indices]
     if place.weights and not recipe.poison and in_place:
         assign("common", indices, comms.dp.allocate_common(weights))
     elif not place.weights:
@@ -171,19 +190,18 @@ def allocate(site: Site, plots: Sequence[Plot]) -> list[Memory]:
         spans = [plots[i].layout.span(comms.dp.size, comms.dp.rank) for i in trainable]
         shards = [(stop - start, plots[i].dtypes.grads) for i, (start, stop) in zip(trainable, spans, strict=True)]
         assign("replica", trainable, comms.dp_replicate.allocate(shards))
-    return memories
 
 
 def build_block(site: Site, values: FirstValues, block: str, parts: Sequence[tuple[int, Plot, Memory]]) -> list[Unit]:
     """Build the units of one block from (index, plot, memory) each, and free their initial values. Collective."""
     plots = [plot for _, plot, _ in parts]
-    firsts = values.of_block(block, [(plot.group, plot.layout) for plot in plots], site.comms.data)
+    firsts = values.of_block(block, [(plot.group, plot.layout, plot.comms.data) for plot in plots])
     units = []
     for (i, plot, memory), first in zip(parts, firsts, strict=True):
         group, place = plot.group, site.recipe.placement
         module = values.modules[block] if block else None
         leaves = [values.leaves[name] for name in group.param_names]
-        unit = Unit(group.name, i, module, leaves, plot.layout, place, plot.dtypes, site.comms, memory, site.homes, first)
+        unit = Unit(group.name, i, module, leaves, plot.layout, place, plot.dtypes, plot.comms, memory, site.homes, first)
         unit.poison = site.recipe.poison
         if group.trainable:
             unit.start_training(plot.dtypes)
@@ -193,13 +211,13 @@ def build_block(site: Site, values: FirstValues, block: str, parts: Sequence[tup
     return units
 
 
-def disk_needs(plots: Sequence[Plot], recipe: Recipe, comms: Comms, to_keep: int, *, on_host: bool) -> Needs:
+def disk_needs(plots: Sequence[Plot], recipe: Recipe, to_keep: int, *, on_host: bool) -> Needs:
     """Bytes of this rank's files for these units. to_keep: weight elements that stay in memory."""
     tiers, place = recipe.tiers, recipe.placement
     grads_tier = tiers.grads(on_host=on_host)
     weights = optim = 0
     for plot in plots:
-        dtypes = plot.dtypes
+        dtypes, comms = plot.dtypes, plot.comms
         start, stop = plot.layout.span(comms.dp.size, comms.dp.rank)
         shard = stop - start
         if tiers.weights is Tier.DISK:
@@ -227,21 +245,16 @@ def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
         unit.memory.replica = comms.dp_replicate.allocate([(unit.span[1] - unit.span[0], dtypes.grads)])[0]
     unit.start_training(dtypes)
     if recipe.placement.grads or dtypes.wire != dtypes.local:
-        slots.ensure(dtypes.wire, layout.numel, lambda: comms.dp.allocate([(layout.numel, dtypes.wire)] * _NUM_SLOTS))
+        slots.ensure((comms.dp, dtypes.wire), layout.numel)
 
 
-def longest_on_wire(parts: Iterable[tuple[Layout, Dtypes]], recipe: Recipe) -> dict[torch.dtype, int]:
-    """For each dtype in which gradients of trainable units pass through a ring, the elements of the largest unit."""
-    longest: dict[torch.dtype, int] = {}
-    for layout, dtypes in parts:
+def longest_on_wire(parts: Iterable[tuple[Comm, Layout, Dtypes]], recipe: Recipe) -> dict[RingKey, int]:
+    """For each transport and dtype in which gradients pass through a ring, the elements of the largest trainable unit."""
+    longest: dict[RingKey, int] = {}
+    for comm, layout, dtypes in parts:
         if recipe.placement.grads or dtypes.wire != dtypes.local:
-            longest[dtypes.wire] = max(longest.get(dtypes.wire, 0), layout.numel)
+            longest[comm, dtypes.wire] = max(longest.get((comm, dtypes.wire), 0), layout.numel)
     return longest
-
-
-def ring_of(comm: Comm, longest: Mapping[torch.dtype, int]) -> dict[torch.dtype, list[Buffer]]:
-    """The gradient rings for these sizes. Collective."""
-    return {dtype: comm.allocate([(numel, dtype)] * _NUM_SLOTS) for dtype, numel in longest.items()}
 
 
 def buffer_dtypes(

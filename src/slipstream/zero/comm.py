@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.mesh import Axis
 from slipstream.ops import Partial
-from slipstream.zero.watch import Ledger, PeerError, Watch
+from slipstream.world.mesh import Axis
+from slipstream.world.watch import Ledger, PeerError, Watch
 
 T = TypeVar("T")
 

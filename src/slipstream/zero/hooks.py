@@ -28,15 +28,16 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from slipstream.world.watch import Watch
 from slipstream.zero import transforms
-from slipstream.zero.comm import Buffer, Pending
+from slipstream.zero.comm import Buffer, Comm, Pending
 from slipstream.zero.leaves import sparse_error, trainable_error
 from slipstream.zero.parameter import raw_grad
 from slipstream.zero.unit import State, Unit
-from slipstream.zero.watch import Watch
 
 _compiler: Any = torch._C._dynamo.eval_frame
 _NEVER = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.SKIP)
+_NUM_BUFFERS = 2  # of a ring: one is filled while the other is reduced
 
 
 class Phase(Enum):
@@ -47,14 +48,22 @@ class Phase(Enum):
     BACKWARD = "backward"
 
 
+RingKey = tuple[Comm, torch.dtype]
+
+
 class Slots:
-    """Rings of communication buffers for gradients, one ring per dtype. Each buffer is large enough for any unit."""
+    """Rings of communication buffers for gradients, one per transport and dtype. Each buffer is large enough for any of its units.
 
-    def __init__(self, buffers: Mapping[torch.dtype, Sequence[Buffer]]) -> None:
-        self._rings = {dtype: deque(ring) for dtype, ring in buffers.items()}
+    The constructor and `ensure` allocate: collective, in the same order on all ranks. numels: elements of each ring's buffers.
+    """
 
-    def next(self, dtype: torch.dtype) -> Buffer:
-        ring = self._rings[dtype]
+    def __init__(self, numels: Mapping[RingKey, int]) -> None:
+        self._rings: dict[RingKey, deque[Buffer]] = {}
+        for key, numel in numels.items():
+            self.ensure(key, numel)
+
+    def next(self, unit: Unit) -> Buffer:
+        ring = self._rings[unit.comms.dp, unit.dtypes.wire]
         ring.rotate(-1)
         return ring[-1]
 
@@ -67,15 +76,16 @@ class Slots:
         return sum(buffer.tensor.nbytes for buffer in self.buffers())
 
     @property
-    def longest(self) -> dict[torch.dtype, int]:
+    def numels(self) -> dict[RingKey, int]:
         """Elements of each ring's buffers."""
-        return {dtype: ring[0].tensor.numel() for dtype, ring in self._rings.items()}
+        return {key: ring[0].tensor.numel() for key, ring in self._rings.items()}
 
-    def ensure(self, dtype: torch.dtype, numel: int, make: Callable[[], Sequence[Buffer]]) -> None:
-        """Replace the ring of `dtype` by `make()` if its buffers hold fewer than `numel` elements. Collective."""
-        ring = self._rings.get(dtype)
+    def ensure(self, key: RingKey, numel: int) -> None:
+        """Replace the ring of this transport and dtype if its buffers hold fewer than `numel` elements. Collective."""
+        comm, dtype = key
+        ring = self._rings.get(key)
         if ring is None or ring[0].tensor.numel() < numel:
-            self._rings[dtype] = deque(make())
+            self._rings[key] = deque(comm.allocate([(numel, dtype)] * _NUM_BUFFERS))
 
     def __len__(self) -> int:
         return max((len(ring) for ring in self._rings.values()), default=0)
@@ -127,7 +137,7 @@ class Reducer:
         """Start reducing one unit. Every rank calls this for the same units in the same order."""
         while len(self.in_flight) >= max(1, len(self.slots) - 1):
             self.in_flight.popleft().wait()
-        self.in_flight.append(unit.reduce(self.slots.next(unit.dtypes.wire), self.alpha))
+        self.in_flight.append(unit.reduce(self.slots.next(unit), self.alpha))
 
     def flush(self) -> None:
         """At the end of the backward, reduce the units that are incomplete and wait for all."""

@@ -19,6 +19,39 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from slipstream.world.mesh import Differs, Split
+
+_PART = "_slipstream_part"  # attribute of a parameter: its Part
+
+
+class Part(NamedTuple):
+    """How a parameter is a part of a whole: ranks along the axis of `split` hold consecutive ranges of dimension `dim`."""
+
+    split: Split
+    dim: int
+
+
+def mark_part(param: nn.Parameter, axis: str, size: int, dim: int = 0) -> None:
+    """Mark a parameter as a part of a whole, before `initialize`. Raises ValueError for another axis than "ep"."""
+    if axis != "ep":
+        raise ValueError(f"parameters can be split over the axis 'ep' only, not over {axis!r}")
+    if not 0 <= dim < param.dim() or size < 1:
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} has no dimension {dim} to split into {size} parts")
+    if size > 1:
+        setattr(param, _PART, Part(Split(axis, size), dim))
+
+
+def part_of(param: nn.Parameter) -> Part | None:
+    """The mark of `mark_part`; None for a parameter that every rank has whole."""
+    part: Part | None = getattr(param, _PART, None)
+    return part
+
+
+def differs_of(param: nn.Parameter) -> Differs:
+    """The parameter's splits, the key of its family."""
+    part = part_of(param)
+    return () if part is None else (part.split,)
+
 
 class Leaf(NamedTuple):
     """One tensor of one parameter."""

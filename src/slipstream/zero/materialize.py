@@ -138,11 +138,13 @@ class FirstValues:
                 elif buffer.device != self.device:
                     setattr(module, leaf, buffer.to(self.device))
 
-    def of_block(self, block: str, units: Sequence[tuple[Group, Layout]], comm: Comm) -> list[Values]:
-        """The initial values of one block's units. Collective; the root (`""`) must come first."""
+    def of_block(self, block: str, units: Sequence[tuple[Group, Layout, Comm]]) -> list[Values]:
+        """The initial values of one block's units: those of the first rank of each unit's transport.
+
+        Collective; the root (`""`) must come first."""
         fresh: dict[int, str] = {}
         flats: list[Tensor | None] = []
-        for group, layout in units:
+        for group, layout, _ in units:
             not_read = [slot for slot in layout.slots if self.reader is None or slot.name not in self.reader]
             flat = torch.zeros(layout.numel, dtype=group.dtype, device=self.device) if not_read else None
             for slot in not_read:
@@ -159,12 +161,12 @@ class FirstValues:
                     view.copy_(param.detach())
             flats.append(flat)
         self._initialize(block, fresh)
-        for flat in flats:
+        for flat, (_, _, comm) in zip(flats, units, strict=True):
             if flat is not None:
                 comm.broadcast(flat)
         if self.reader is not None:
-            self.reader.fetch([slot.name for _, layout in units for slot in layout.slots if slot.name in self.reader])
-        return [Values(layout, flat, self.reader) for (_, layout), flat in zip(units, flats, strict=True)]
+            self.reader.fetch([slot.name for _, layout, _ in units for slot in layout.slots if slot.name in self.reader])
+        return [Values(layout, flat, self.reader) for (_, layout, _), flat in zip(units, flats, strict=True)]
 
     def _initialize(self, block: str, fresh: Mapping[int, str]) -> None:
         turn = self._turns.get(block, [])

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.mesh import Axis
 from slipstream.ops import Partial, words
+from slipstream.world.mesh import Axis
+from slipstream.world.watch import PeerError, Watch
 from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from, gather_objects, reduce_into
-from slipstream.zero.watch import PeerError, Watch
 
 _PAGE = 4096
 _LINE = 64  # bytes between counters

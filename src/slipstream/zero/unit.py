@@ -8,7 +8,7 @@ master     the same in the optimizer's dtype; the same store as `owned` when the
 local      this rank's unreduced gradients of the whole unit, 1D (placement.grads == ())
 grads      this rank's shard of the gradients: the sum over ranks once `settle` has run
 
-`weights`, `owned`, `master` and `grads` are stores (zero/store.py): tensors in memory, or ranges of a file.
+`weights`, `owned`, `master` and `grads` are stores (zero/storage/store.py): tensors in memory, or ranges of a file.
 
 Invariants: a parameter is always the same Python object; the layout alone decides the geometry, independent of the stage; gaps
 between parameters are zero in every buffer. Edges are methods, and zero/hooks.py decides when to call them.
@@ -29,15 +29,16 @@ from torch import Tensor
 
 from slipstream.ops import Partial
 from slipstream.ops.disk import DiskError
+from slipstream.world.mesh import Family
 from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from
-from slipstream.zero.homes import Homes, Landing, Pages
 from slipstream.zero.layout import Layout, Span
 from slipstream.zero.leaves import Leaf
 from slipstream.zero.materialize import Values, move_in
 from slipstream.zero.parameter import drop_grad, parameter_classes, raw_grad
 from slipstream.zero.placement import Placement, Tier
 from slipstream.zero.shared import free_pages
-from slipstream.zero.store import GRAIN, DiskStore, HostStore, MemoryStore, Store, copy_store, fill_zero, range_nbytes
+from slipstream.zero.storage.homes import Homes, Landing, Pages
+from slipstream.zero.storage.store import GRAIN, DiskStore, HostStore, MemoryStore, Store, copy_store, fill_zero, range_nbytes
 from slipstream.zero.transforms import outside
 
 _preserve_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 (torch does not export it)
@@ -56,8 +57,9 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comms:
-    """The transport of each mesh axis."""
+    """The transports of one family of parameters."""
 
+    family: Family
     dp: Comm  # shards
     dp_replicate: Comm  # replicas of the shards
     data: Comm  # both

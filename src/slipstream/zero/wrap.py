@@ -2,8 +2,8 @@
 
 A group is one repeated block (an element of a list of like modules: a transformer layer, an MoE layer with all its
 experts). Parameters outside all blocks form the root group, which comes first. Inside a block, groups are keyed by
-(dtype, trainable, exact), because a flat buffer has one dtype, frozen weights need neither gradients nor optimizer state, and
-codes and scales of quantized weights are never cast. The items of a group are leaves (zero/leaves.py).
+(dtype, trainable, exact, differs), because a flat buffer has one dtype and one family, frozen weights need neither gradients nor
+optimizer state, and codes and scales of quantized weights are never cast. The items of a group are leaves (zero/leaves.py).
 A parameter that several modules share belongs to its first group.
 """
 
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
-from slipstream.zero.leaves import named_leaves
+from slipstream.world.mesh import Differs
+from slipstream.zero.leaves import differs_of, named_leaves
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """The parameters of one flat buffer."""
 
@@ -26,11 +27,16 @@ class Group:
     dtype: torch.dtype
     trainable: bool
     exact: bool  # never cast to the config's precision
+    differs: Differs = ()  # the splits of its parameters, the key of their family
 
     @property
     def name(self) -> str:
-        kind = f" (frozen, {str(self.dtype).removeprefix('torch.')})" if self.exact else "" if self.trainable else " (frozen)"
-        return (self.module_name or "<root>") + kind
+        kinds = [f"split over {split.axis}" for split in self.differs]
+        if self.exact:
+            kinds += ["frozen", str(self.dtype).removeprefix("torch.")]
+        elif not self.trainable:
+            kinds.append("frozen")
+        return (self.module_name or "<root>") + (f" ({', '.join(kinds)})" if kinds else "")
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
@@ -62,11 +68,12 @@ def wrap(model: nn.Module) -> list[Group]:
         owner_of[name] = inside[0] if inside else ""
     groups: list[Group] = []
     for module_name in ["", *blocks]:
-        keyed: dict[tuple[torch.dtype, bool, bool], list[str]] = {}
+        keyed: dict[tuple[torch.dtype, bool, bool, Differs], list[str]] = {}
         for name, owner in owner_of.items():
             if owner == module_name:
                 param = leaves[name].tensor
-                keyed.setdefault((param.dtype, param.requires_grad, leaves[name].exact), []).append(name)
-        for (dtype, trainable, exact), names in keyed.items():
-            groups.append(Group(module_name=module_name, param_names=tuple(names), dtype=dtype, trainable=trainable, exact=exact))
+                key = (param.dtype, param.requires_grad, leaves[name].exact, differs_of(leaves[name].whole))
+                keyed.setdefault(key, []).append(name)
+        for (dtype, trainable, exact, differs), names in keyed.items():
+            groups.append(Group(module_name, tuple(names), dtype, trainable, exact, differs))
     return groups

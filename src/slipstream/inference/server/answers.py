@@ -149,7 +149,7 @@ class ChatFormat(Format):
         self.max_calls = max_calls
         self._finders: dict[int, CallFinder] = {}
         self._started: set[int] = set()
-        self._held: dict[int, str] = {}  # choice -> text of a call whose function is known only at its end
+        self._texts: dict[int, str] = {}  # choice -> text of a call whose function is known only at its end
         self._cut: set[int] = set()  # choices whose forced call is truncated
 
     def pieces(self, part: Joined) -> list[dict[str, Any]]:
@@ -161,9 +161,9 @@ class ChatFormat(Format):
             if len(self.forced) == 1:
                 deltas.append({"tool_calls": [{"index": 0, **self._call(self.forced[0], "")}]})
         if len(self.forced) > 1:
-            self._held[part.index] = self._held.get(part.index, "") + part.text
+            self._texts[part.index] = self._texts.get(part.index, "") + part.text
             if part.finish is not None:
-                text, calls = self._split(part.index, self._held.pop(part.index))
+                text, calls = self._split(part.index, self._texts.pop(part.index))
                 deltas += [{"tool_calls": [{"index": 0, **self._call(*call)}]} for call in calls]
                 deltas += [{"content": text}] if text else []
         elif part.text and self.forced:

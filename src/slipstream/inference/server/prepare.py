@@ -62,7 +62,7 @@ class Body:
         self._bodies = bodies
         self._parts: list[bytes] = []
         self.size = 0  # bytes received
-        self.held = 0  # bytes kept
+        self.nbytes = 0  # of the stored parts
         self.refused: RequestError | None = None
 
     def add(self, part: bytes) -> None:
@@ -70,12 +70,12 @@ class Body:
         if self.refused is None and self.size > self._bodies.max_bytes:
             message = f"the body is larger than {self._bodies.max_bytes} bytes"
             self.refused = RequestError(message, status=413, code="body_too_large")
-        elif self.refused is None and self.size > SHORT and self._bodies.held + len(part) > self._bodies.limit:
-            message = f"the server is preparing {self._bodies.held} bytes of other requests; try again later"
+        elif self.refused is None and self.size > SHORT and self._bodies.nbytes + len(part) > self._bodies.limit:
+            message = f"the server is preparing {self._bodies.nbytes} bytes of other requests; try again later"
             self.refused = RequestError(message, status=503, code="busy", retry_after=1)
         if self.refused is None:
             self._parts.append(part)
-            self._hold(self.held + len(part))
+            self._hold(self.nbytes + len(part))
         else:
             self._parts.clear()
             self._hold(0)
@@ -88,8 +88,8 @@ class Body:
         return parts
 
     def _hold(self, size: int) -> None:
-        self._bodies.held += size - self.held
-        self.held = size
+        self._bodies.nbytes += size - self.nbytes
+        self.nbytes = size
 
 
 class Bodies:
@@ -98,7 +98,7 @@ class Bodies:
     def __init__(self, max_body_bytes: int) -> None:
         self.max_bytes = max_body_bytes
         self.limit = BODIES * max(max_body_bytes, SHORT)
-        self.held = 0  # bytes
+        self.nbytes = 0  # of all stored bodies
         self._short = ThreadPoolExecutor(THREADS, "slipstream-prepare")
         self._long = ThreadPoolExecutor(1, "slipstream-prepare-long")
 

@@ -101,30 +101,30 @@ def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Pr
     class Guarded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            self._begin()
+            self._start_timer()
             if len(self.connections) > max_connections:
                 transport.write(full)
                 transport.close()
 
         def on_response_complete(self) -> None:
             self._timer.cancel()
-            self._begin()
+            self._start_timer()
             super().on_response_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._timer.cancel()
             super().connection_lost(exc)
 
-        def _begin(self, unread: float = math.inf) -> None:
+        def _start_timer(self, unread: float = math.inf) -> None:
             self._unread = unread  # bytes of the last response that the client had not read when the timer started
             self._timer = self.loop.call_later(header_timeout_s, self._look)
 
         def _look(self) -> None:
             unread = self.transport.get_write_buffer_size()
             if self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing():
-                self._begin()  # a request is running; it has its own time limits
+                self._start_timer()  # a request is running; it has its own time limits
             elif 0 < unread < self._unread:
-                self._begin(unread)  # the client is still reading the last response
+                self._start_timer(unread)  # the client is still reading the last response
             else:
                 self.transport.abort()  # close() would wait for the client to read
 

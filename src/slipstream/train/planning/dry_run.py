@@ -1,0 +1,269 @@
+"""Dry run: measure the live memory and compute of one micro-batch with fake tensors, which have shapes but no memory.
+
+A copy of the model runs without the engine's hooks. The dry run imitates how an engine frees gradients: a gradient that has landed
+leaves `.grad` at once (replicated gradients) or with the last one of its unit (sharded ones).
+
+Each storage counts once, from the operation that creates it until its last user drops it, in forward and backward. Memory that an
+operation allocates and frees internally (a matrix product's scratch memory) does not count.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from slipstream.config.plan import Plan
+from slipstream.train.planning.predict import Moment, Profile, Work
+from slipstream.train.precision import Precision, map_tensors
+from slipstream.zero.build import buffer_dtypes
+from slipstream.zero.hooks import tensors_in
+from slipstream.zero.leaves import named_leaves
+from slipstream.zero.wrap import repeated_blocks, wrap
+
+_aten = torch.ops.aten
+# torch's FLOP counter knows attention's CUDA kernels only; the CPU kernels have the same arguments.
+_COUNTED_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+class DryRunError(ValueError):
+    """The model cannot run on fake tensors."""
+
+
+def dry_run(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], *, micro_batch_size: int) -> Profile:
+    """Run one micro-batch of `micro_batch_size`; `args` and `kwargs` are an example of the plan's micro-batch size.
+
+    Raises DryRunError if the model reads values, which fake tensors do not have, and ValueError if its output requires no gradient.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        resize = partial(_like, size=plan.batch.micro_batch_size, to=micro_batch_size)
+        inputs, keywords = map_tensors(tuple(args), resize), map_tensors(dict(kwargs), resize)
+        ghost = _ghost(model, plan)
+        meter = _Meter(ghost)
+        precision = Precision(plan.precision, torch.device("cpu"))
+        if plan.activations.way == "recompute":
+            modules = dict(ghost.named_modules())
+            for name in repeated_blocks(ghost)[: plan.activations.num_blocks]:
+                block = modules[name]
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        try:
+            with meter:
+                inputs, keywords = precision.inputs(inputs, keywords)
+                with precision.autocast():
+                    output = precision.outputs(ghost(*inputs, **keywords))
+                roots = _roots(output)
+                del output
+                meter.phase = "backward"
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            where = f"{meter.phase} of {meter.block or 'the root'}"
+            raise DryRunError(
+                f"the dry run failed ({where}: {str(error).strip().splitlines()[0]}). If the batch is right, the model reads "
+                f"values: pass the bytes that one micro-batch keeps for its backward instead: slipstream plan --activations 300M"
+            ) from error
+    return meter.profile()
+
+
+def profiles(
+    model: nn.Module, plan: Plan, world: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[[bool, int], Profile]:
+    """Return a function (recompute, micro-batch size) -> profile, which needs two dry runs for any number of sizes."""
+    largest, own = plan.batch.train_batch_size // world, plan.batch.micro_batch_size
+
+    @functools.cache
+    def measured(recompute: bool, size: int) -> Profile:
+        activations = dataclasses.replace(plan.activations, way="recompute" if recompute else "keep")
+        return dry_run(model, dataclasses.replace(plan, activations=activations), args, kwargs, micro_batch_size=size)
+
+    def profile(recompute: bool, size: int) -> Profile:
+        if size in (1, own, largest):
+            return measured(recompute, size)
+        return between(measured(recompute, 1), 1, measured(recompute, largest), largest, size)
+
+    return profile
+
+
+def between(small: Profile, at_small: int, large: Profile, at_large: int, size: int) -> Profile:
+    """The profile of a micro-batch size by linear interpolation between two others."""
+    if len(small.moments) != len(large.moments):
+        raise DryRunError("the order in which the model runs its blocks depends on the batch size; pass --activations")
+
+    def line(a: int, b: int) -> int:
+        return a if at_small == at_large else round(a + (b - a) * (size - at_small) / (at_large - at_small))
+
+    moments = [
+        Moment(a.phase, a.block, line(a.activations, b.activations), line(a.with_grads, b.with_grads))
+        for a, b in zip(small.moments, large.moments, strict=True)
+    ]
+    forward, backward = (
+        Work(*(line(a, b) for a, b in zip(*pair, strict=True)))
+        for pair in ((small.forward, large.forward), (small.backward, large.backward))
+    )
+    return Profile(tuple(moments), forward, backward, large.dtype)
+
+
+def _like(tensor: Tensor, size: int, to: int) -> Tensor:
+    """A fake copy of the tensor; a first dimension of the micro-batch's size becomes `to`."""
+    shape = list(tensor.shape)
+    if shape and shape[0] == size:
+        shape[0] = to
+    return torch.empty(shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
+
+
+def _ghost(model: nn.Module, plan: Plan) -> nn.Module:
+    """A copy of the model with fake parameters and buffers, in an engine's dtypes, without hooks."""
+    memo: dict[int, Any] = {}
+    half = None if plan.precision.param_dtype is torch.float32 else plan.precision.param_dtype
+    for leaf in named_leaves(model):
+        for param in {id(each): each for each in (leaf.tensor, leaf.whole)}.values():
+            with torch._C.DisableTorchFunctionSubclass():  # released parameters have shapes
+                fake = torch.empty(tuple(param.shape), dtype=param.dtype if leaf.exact else half or param.dtype, device="cpu")
+                memo.setdefault(id(param), nn.Parameter(fake, requires_grad=param.requires_grad))
+    for _, _, buffer, dtype in buffer_dtypes(model, half, plan.precision.buffer_dtype):
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=dtype, device="cpu")
+    ghost = copy.deepcopy(model, memo)
+    for module in ghost.modules():
+        vars(module).pop("forward", None)  # an instance's forward belongs to the original
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks):
+            hooks.clear()
+    return ghost
+
+
+def _roots(output: Any) -> list[Tensor]:
+    """The roots of the backward: the loss (a scalar, `.loss`, the first output), else all outputs that require a gradient."""
+    loss = getattr(output, "loss", None)
+    candidates = [tensor for tensor in tensors_in(output if loss is None else loss) if tensor.requires_grad]
+    if not candidates:
+        raise ValueError("the model's output depends on no parameter that requires a gradient: there is no backward to predict")
+    return candidates[:1] if candidates[0].numel() == 1 else candidates
+
+
+class _Meter(TorchDispatchMode):
+    """Tracks the lifetime of every storage and counts the operations' compute."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.phase, self.block = "forward", ""
+        self.live = 0  # bytes of live storages, without parameters and landed gradients
+        self.held: dict[int, list[int]] = {}  # group -> [bytes in `.grad`, number of outstanding gradients]
+        self.moments: list[Moment] = []
+        self.work = {"forward": [0, 0], "backward": [0, 0]}
+        self.products: dict[str, int] = {"float32": 0}  # FLOP by dtype
+        self.alive: dict[int, tuple[Any, int]] = {}  # storage -> a reference that reports its end, and its bytes
+        for storage in {param.untyped_storage() for param in model.parameters()} | {b.untyped_storage() for b in model.buffers()}:
+            self.alive[storage._cdata] = (storage, 0)
+        self._hook(model)
+
+    def _hook(self, model: nn.Module) -> None:
+        params, modules = dict(model.named_parameters()), dict(model.named_modules())
+        for index, group in enumerate(wrap(model)):
+            if not group.trainable:
+                continue
+            self.held[index] = [0, len(group.param_names)]
+            for name in group.param_names:
+                params[name].register_post_accumulate_grad_hook(partial(self._landed, index))
+        for name in repeated_blocks(model):
+            modules[name].register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+            modules[name].register_forward_hook(partial(self._leave, name))
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.phase == "forward":
+            self.block = name
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._end_block, name))
+                break
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self.phase == "forward":
+            self.block = ""
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._begin_block, name))
+
+    def _begin_block(self, name: str, grad: Tensor) -> None:
+        self.block = name
+
+    def _end_block(self, name: str, grad: Tensor) -> None:
+        if self.block == name:  # the block's input is the previous block's output, whose backward may have begun
+            self.block = ""
+
+    def _landed(self, group: int, param: Tensor) -> None:
+        """Free a gradient like an engine: see the module's docstring."""
+        assert param.grad is not None
+        self._look()
+        held, (_, nbytes) = self.held[group], self.alive.get(param.grad.untyped_storage()._cdata, (None, 0))
+        param.grad = None
+        held[0], held[1] = held[0] + nbytes, held[1] - 1
+        self._look()
+        if held[1] == 0:
+            held[0] = 0
+
+    def _look(self) -> None:
+        grads = sum(nbytes for nbytes, _ in self.held.values())
+        last = self.moments[-1] if self.moments else None
+        if last is None or (last.phase, last.block) != (self.phase, self.block):
+            self.moments.append(Moment(self.phase, self.block, self.live, self.live + grads))
+        elif self.live > last.activations or self.live + grads > last.with_grads:
+            self.moments[-1] = Moment(
+                self.phase, self.block, max(last.activations, self.live), max(last.with_grads, self.live + grads)
+            )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace != "aten":  # metadata queries
+            return out
+        made = 0
+        for tensor in _tensors(out):
+            made += self._follow(tensor.untyped_storage())
+        work = self.work[self.phase]
+        packet = _COUNTED_AS.get(func.overloadpacket, func.overloadpacket)
+        if packet in flop_registry:
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            work[0] += flops
+            dtype = str(next(_tensors(args)).dtype).removeprefix("torch.")
+            self.products[dtype] = self.products.get(dtype, 0) + flops
+        elif made or func._schema.is_mutable:  # not a view
+            work[1] += sum(tensor.numel() * tensor.element_size() for tensor in _tensors((args, out)))
+        self._look()
+        return out
+
+    def _follow(self, storage: Any) -> int:
+        """Begin to count a storage; returns its bytes if it is new, else 0."""
+        key = storage._cdata
+        if key in self.alive:
+            return 0
+        nbytes = storage.nbytes()
+        self.live += nbytes
+        self.alive[key] = (weakref.ref(storage, partial(self._ended, key)), nbytes)
+        return nbytes
+
+    def _ended(self, key: int, _: Any) -> None:
+        self.live -= self.alive.pop(key)[1]
+
+    def profile(self) -> Profile:
+        dtype = max(self.products, key=lambda name: self.products[name])
+        return Profile(tuple(self.moments), Work(*self.work["forward"]), Work(*self.work["backward"]), dtype)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)

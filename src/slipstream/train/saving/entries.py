@@ -1,0 +1,209 @@
+"""The contents of an engine's checkpoint: tensors by name, in the flat ranges that a rank owns, and values.
+
+Tensors are `model.<parameter>` (the master's values, in the master's dtype), `buffer.<buffer>`, `optim.<state>.<parameter>`,
+`ema.<parameter>` (slipstream.ema).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from slipstream.checkpoint import FlatSlice
+from slipstream.checkpoint.flat_slice import Box, Shape
+from slipstream.optim.sharded import Piece, ShardedSteps
+from slipstream.train.precision import Precision
+from slipstream.train.states import States
+from slipstream.zero.buffers import first_values
+from slipstream.zero.comm import gather_objects
+from slipstream.zero.leaves import part_of
+from slipstream.zero.storage.store import Store, section
+from slipstream.zero.unit import Unit
+
+T = TypeVar("T")
+AVERAGE = "ema."
+COUNTERS = ("global_steps", "skipped_steps", "global_samples")
+
+
+def weights(states: States, exclude_frozen: bool = False) -> dict[str, FlatSlice | Tensor]:
+    """The ranges of the masters that this rank owns."""
+    return {
+        f"model.{name}": part
+        for unit in states.units
+        for name, param, part in slices(unit, unit.master)
+        if param.requires_grad or not exclude_frozen
+    }
+
+
+def slices(unit: Unit, store: Store) -> Iterator[tuple[str, nn.Parameter, FlatSlice]]:
+    """The ranges of a unit's parameters in a state that covers this rank's optimizer span."""
+    for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
+        inside, of_param = slot.common(unit.optim_span)
+        shape, box = place_of(unit, param, slot.shape)
+        yield name, param, FlatSlice(section(store, inside.start, inside.stop), shape, min(of_param.start, slot.numel), box)
+
+
+def place_of(unit: Unit, param: nn.Parameter, shape: Shape) -> tuple[Shape, Box | None]:
+    """The shape of the whole of which this rank's parameter of `shape` is a part, and the box that it fills; None: all of it."""
+    part = part_of(param)
+    if part is None:
+        return shape, None
+    index = unit.comms.family.parts_of(part.split).index
+    whole = tuple(size * part.split.size if dim == part.dim else size for dim, size in enumerate(shape))
+    return whole, Box(tuple(index * size if dim == part.dim else 0 for dim, size in enumerate(shape)), shape)
+
+
+class Loop(Protocol):
+    """The values of a training loop that a checkpoint holds; an engine has them."""
+
+    global_steps: int
+    skipped_steps: int
+    global_samples: int
+    lr_scheduler: Any
+    training_dataloader: Any
+    precision: Precision
+
+
+class Average(Protocol):
+    """The interface of slipstream.ema.Ema that an engine uses."""
+
+    num_updates: int
+
+    def tensors(self) -> dict[str, FlatSlice]:
+        """This rank's ranges of the averages, by their names in a checkpoint."""
+
+    def stores(self) -> Iterable[Store]:
+        """The stores of the averages."""
+
+    def restart(self, names: Collection[str]) -> None:
+        """Restart the averages of these parameters from their current values."""
+
+
+def saved_tensors(states: States, contents: str, *, exclude_frozen: bool) -> dict[str, FlatSlice | Tensor]:
+    """The tensors of a checkpoint with these contents. Collective."""
+    tensors = weights(states, exclude_frozen=exclude_frozen or contents == "adapters")
+    if contents != "adapters":
+        tensors |= first_buffers(states)
+    if contents in ("all", "without_optimizer"):
+        tensors |= averages(states)
+    if contents == "all":
+        tensors |= optimizer_tensors(states)
+    return tensors
+
+
+def over(parts: Sequence[States], function: Callable[[States], Mapping[str, T]]) -> dict[str, T]:
+    """The entries of all parts."""
+    return {name: value for states in parts for name, value in function(states).items()}
+
+
+def average_values(parts: Sequence[States]) -> dict[str, Any] | None:
+    """The values of the moving averages that are not tensors; None without averages."""
+    averages = [average for average in map(average_of, parts) if average is not None]
+    return {"num_updates": averages[0].num_updates} if averages else None
+
+
+def average_of(states: States) -> Average | None:
+    return states.average() if states.average is not None else None
+
+
+def averages(states: States) -> dict[str, FlatSlice | Tensor]:
+    """The ranges of the moving averages that this rank owns, if any."""
+    average = average_of(states)
+    return dict(average.tensors()) if average is not None else {}
+
+
+def aliases(module: torch.nn.Module) -> dict[str, str]:
+    """Further names of tied tensors -> the first name, under which the tensor is saved."""
+    params, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    first: dict[int, str] = {}
+    named = [(name, first.setdefault(id(tensor), name)) for name, tensor in (*params, *buffers)]
+    return {name: other for name, other in named if name != other}
+
+
+def buffers(states: States) -> dict[str, Tensor]:
+    """The model's persistent buffers, with this rank's values."""
+    saved: dict[str, Tensor] = {}
+    for prefix, module in states.model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                saved[f"buffer.{prefix}.{name}" if prefix else f"buffer.{name}"] = buffer
+    return saved
+
+
+def first_buffers(states: States) -> dict[str, Tensor]:
+    """Copies of the persistent buffers with rank 0's values. Collective."""
+    own = buffers(states)
+    return dict(zip(own, first_values(list(own.values()), states.world), strict=True))
+
+
+def pieces(states: States, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, Piece]]:
+    """The pieces of parameters that this rank's optimizer may hold state for, except those that patterns exclude."""
+    for piece in states.steps.pieces(states.units):
+        if not is_excluded(f"model.{piece.name}", exclude):
+            yield states.steps, piece
+
+
+def optimizer_tensors(states: States) -> dict[str, FlatSlice | Tensor]:
+    entries: dict[str, FlatSlice | Tensor] = {}
+    for steps, piece in pieces(states):
+        shape, box = place_of(piece.unit, piece.param, piece.shape)
+        for state, values in steps.states(piece).items():
+            entries[f"optim.{state}.{piece.name}"] = FlatSlice(values, shape, piece.offset, box)
+    return entries
+
+
+def optimizer_scalars(parts: Sequence[States]) -> dict[str, Any] | None:
+    """The optimizer's classes, scalars by parameter, and groups; None without an optimizer. Collective."""
+    steps = parts[0].steps  # all parts have the same optimizer
+    if not steps.has_optimizer:
+        return None
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in steps.inner.param_groups]
+    params = {name: values for states in parts for name, values in all_scalars(states).items()}
+    return {"classes": optimizer_classes(steps), "params": params, "groups": groups}
+
+
+def all_scalars(states: States) -> dict[str, Any]:
+    """The optimizer's values that are not per element, by the parameter's name, of all ranks. Collective."""
+    own = {piece.name: steps.scalars(piece) for steps, piece in pieces(states)}
+    return {name: values for scalars in gather_objects(own, states.mesh.world) for name, values in scalars.items()}
+
+
+def optimizer_classes(steps: ShardedSteps) -> list[str]:
+    """The optimizer's class and its bases: optimizers that share one have the same states (Adam and AdamW)."""
+    classes = type(steps.inner).__mro__
+    return [cls.__name__ for cls in classes[: classes.index(torch.optim.Optimizer)]]
+
+
+def state_of(part: Any) -> Any:
+    return part.state_dict() if hasattr(part, "state_dict") else None
+
+
+def model_config(module: torch.nn.Module) -> dict[str, Any] | None:
+    """The config.json of a transformers model, with the end-of-sequence tokens of its generation config; None for other models."""
+    config: Any = getattr(module, "config", None)
+    if not (hasattr(config, "model_type") and hasattr(config, "to_json_string")):
+        return None
+    ends = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    return json.loads(config.to_json_string(use_diff=False)) | ({} if ends is None else {"eos_token_id": ends})
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    import numpy
+
+    state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def is_excluded(name: str, exclude: Sequence[str]) -> bool:
+    """Whether a pattern matches the parameter or buffer of an entry."""
+    bare = name.split(".", 2 if name.startswith("optim.") else 1)[-1]
+    return any(fnmatch.fnmatchcase(bare, pattern) for pattern in exclude)

@@ -1,0 +1,399 @@
+"""Load a checkpoint into an engine, at any world size, stage or topology: all of it or nothing.
+
+[Note: All or nothing] The checkpoint layer checks names, shapes and files. Then the load applies the values, each with an undo
+function, and last the checkpoint layer fills the tensors. If any rank refuses anything, here or there, all ranks undo.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream import checkpoint
+from slipstream.checkpoint import CheckpointError, FlatSlice
+from slipstream.train.data import OtherDataError
+from slipstream.train.saving import entries
+from slipstream.train.saving.save import agree
+from slipstream.train.states import States
+from slipstream.world.mesh import Mesh
+from slipstream.zero.storage.store import copy_store
+
+logger = logging.getLogger(__name__)
+
+_OWN_OPTIMIZER = "load_optimizer_states=False skips it and keeps this engine's states"
+_OWN_SCHEDULER = "load_lr_scheduler_states=False skips it and keeps this engine's state"
+
+
+def load(
+    parts: Sequence[States],
+    loop: entries.Loop,
+    directory: str,
+    tag: str | None,
+    *,
+    strict: bool,
+    optimizer: bool,
+    scheduler: bool,
+    module_only: bool,
+    exclude: Sequence[str] = (),
+) -> tuple[str | None, dict[str, Any]]:
+    """Read a checkpoint into the states and the loop; returns (folder, client_state), or (None, {}) if `latest` is missing.
+
+    Collective. Raises CheckpointError on every rank, with nothing changed, if anything in it is wrong.
+    """
+    world = parts[0].mesh.world
+    arguments = {
+        "tag": tag,
+        "load_module_strict": strict,
+        "load_optimizer_states": optimizer,
+        "load_lr_scheduler_states": scheduler,
+        "load_module_only": module_only,
+        "exclude": list(exclude),
+    }
+    agree(world, f"checkpoint {'latest' if tag is None else tag} of {directory} was not loaded", arguments)
+    options: dict[str, Any] = {
+        "strict": strict,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "module_only": module_only,
+        "exclude": exclude,
+    }
+    work = partial(_load, parts, loop, directory, tag, **options)
+    return checkpoint.retry_if_replaced(directory, tag, work, group=world.group)
+
+
+def _load(
+    parts: Sequence[States],
+    loop: entries.Loop,
+    directory: str,
+    tag: str | None,
+    *,
+    strict: bool,
+    optimizer: bool,
+    scheduler: bool,
+    module_only: bool,
+    exclude: Sequence[str],
+) -> tuple[str | None, dict[str, Any]]:
+    group = parts[0].mesh.world.group
+    if tag is None:
+        tag = checkpoint.latest_tag(directory, group=group, universal=parts[0].plan.checkpoint.universal)
+    if tag is None:
+        if parts[0].mesh.is_first:
+            looked_in = Path(os.path.abspath(directory))
+            lacks = f"{looked_in / 'latest'} does not exist" if looked_in.is_dir() else f"folder {looked_in} does not exist"
+            logger.warning("no checkpoint was loaded: %s; training starts from the beginning", lacks)
+        return None, {}
+    metadata = checkpoint.load_metadata(directory, tag, group=group)
+    contents = metadata.shared.get("contents", "all")
+    module_only = module_only or contents in ("weights", "adapters")
+    present = entries.over(parts, lambda states: {**entries.weights(states), **entries.buffers(states)})
+    saved = [name for name in metadata.tensors if name.startswith(("model.", "buffer."))]
+    for pattern in exclude:
+        if not any(entries.is_excluded(name, [pattern]) for name in (*present, *saved)):
+            raise CheckpointError(f"exclude={list(exclude)}: {pattern!r} matches no parameter or buffer of model or checkpoint")
+
+    def included(tensors: Mapping[str, FlatSlice | Tensor]) -> dict[str, FlatSlice | Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if not entries.is_excluded(name, exclude)}
+
+    wanted = included(present)
+    needed = entries.over(parts, partial(entries.weights, exclude_frozen=True)) if contents == "adapters" else wanted
+    missing = [name for name in needed if name in wanted and name not in metadata.tensors]
+    surplus = [name for name in saved if name not in present and not entries.is_excluded(name, exclude)]
+    optimizer = optimizer and not module_only and parts[0].steps.has_optimizer
+    undo: list[Callable[[], None]] = _prepare_optimizer(parts, metadata, exclude) if optimizer else []
+    if optimizer:
+        wanted |= included(entries.over(parts, entries.optimizer_tensors))
+    if not module_only:
+        wanted |= included(entries.over(parts, entries.averages))
+    lacking = [name for name in wanted if name.startswith("optim.") and name not in metadata.tensors]
+    wanted = {name: tensor for name, tensor in wanted.items() if name in metadata.tensors}
+    shapes = {name: (metadata.tensors[name].shape, tuple(tensor.shape)) for name, tensor in wanted.items()}
+
+    def accept(loaded: checkpoint.Loaded) -> None:
+        if strict and (missing or surplus):
+            verb, names = ("does not hold", missing) if missing else ("also holds", surplus)
+            raise CheckpointError(
+                f"it {verb} {names[:3]}{' and more' if len(names) > 3 else ''}: it is of another model, or was saved without "
+                f"frozen parameters; load_module_strict=False loads the names that model and checkpoint share"
+            )
+        if type(loaded.shared.get("client")) is not dict:
+            raise CheckpointError("it is damaged or hostile: its client_state is not a dict")
+        if not module_only:
+            try:
+                _take_values(
+                    parts, loop, loaded, metadata.world_size, undo, lacking, exclude, optimizer=optimizer, scheduler=scheduler
+                )
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise CheckpointError(f"its values are damaged or of another version: {type(error).__name__}: {error}") from error
+
+    try:
+        _check_shapes(f"checkpoint {metadata.path} was not loaded", shapes)
+        loaded = checkpoint.load(directory, tag, tensors=wanted, group=group, convert=True, accept=accept, metadata=metadata)
+    except BaseException:
+        for restore in reversed(undo):
+            restore()
+        raise
+    for states in parts:
+        spread_weights(states)
+        _restart_averages(states, metadata, wanted.keys(), exclude)
+    return str(metadata.path), loaded.shared["client"]
+
+
+def _check_shapes(step: str, shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    wrong = [
+        f"{name.partition('.')[2]!r} has shape {saved} in the checkpoint and {present} in the model"
+        for name, (saved, present) in shapes.items()
+        if saved != present and not name.startswith(("optim.", entries.AVERAGE))
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{step}: {'; '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; exclude=[...] keeps the "
+            f"model's values of the parameters that its patterns match"
+        )
+
+
+def _restart_averages(states: States, metadata: checkpoint.Metadata, loaded: AbstractSet[str], exclude: Sequence[str]) -> None:
+    """Restart averages that were not loaded from the loaded weights: the old averages are of other weights."""
+    average = entries.average_of(states)
+    names = {name for name in average.tensors().keys() - loaded if not entries.is_excluded(name, exclude)} if average else set()
+    if average is not None and names:
+        average.restart({name.removeprefix(entries.AVERAGE) for name in names})
+        average.num_updates = average.num_updates if loaded & average.tensors().keys() else 0
+    if not states.mesh.is_first:
+        return
+    if names:
+        logger.warning("%d moving averages were not loaded and restart from the loaded weights, e.g. %r", len(names), min(names))
+    elif average is None and any(name.startswith(entries.AVERAGE) for name in metadata.tensors):
+        logger.warning(
+            "the checkpoint's moving averages were not loaded: create slipstream.ema.Ema(engine) before load_checkpoint()"
+        )
+
+
+def _take_values(
+    parts: Sequence[States],
+    loop: entries.Loop,
+    loaded: checkpoint.Loaded,
+    num_saved: int,
+    undo: list[Callable[[], None]],
+    lacking: list[str],
+    exclude: Sequence[str],
+    *,
+    optimizer: bool,
+    scheduler: bool,
+) -> None:
+    """Apply the values that are not tensors of the model or optimizer; append functions that restore the current ones to `undo`.
+
+    num_saved: the ranks of the run that saved the checkpoint.
+    """
+    shared = loaded.shared
+    undo += [_restoring_group(group) for group in parts[0].steps.inner.param_groups]  # a schedule writes to the groups, too
+    scaler = loop.precision.scaler
+    scale = scaler.state_dict()
+    undo.append(lambda: scaler.load_state_dict(scale))
+    for name in entries.COUNTERS:
+        undo.append(partial(setattr, loop, name, getattr(loop, name)))
+        setattr(loop, name, _whole(shared["counters"][name], name))
+    _check_like(shared["loss_scale"], scale, "loss_scale")
+    if not 0 < shared["loss_scale"]["scale"] < math.inf:
+        raise CheckpointError(f"its loss scale is {shared['loss_scale']['scale']}; it must be a number above 0")
+    scaler.load_state_dict(shared["loss_scale"])
+    if optimizer:
+        _take_scalars(parts, shared["optimizer"], undo, lacking, exclude)
+    if scheduler and hasattr(loop.lr_scheduler, "load_state_dict"):
+        _take_schedule(loop.lr_scheduler, shared["scheduler"], undo)
+    for average in filter(None, map(entries.average_of, parts) if shared.get("average") is not None else ()):
+        undo.append(partial(setattr, average, "num_updates", average.num_updates))
+        average.num_updates = _whole(shared["average"]["num_updates"], "number of averages")
+    ranks, mesh, device = "", parts[0].mesh, parts[0].device
+    if num_saved != mesh.world.size:
+        ranks = f"the number of ranks was {num_saved} when the checkpoint was saved and is {mesh.world.size} now"
+    _take_position(mesh, loop, loaded, ranks, undo)
+    if loaded.per_rank:
+        present = entries.random_state(device)
+        undo.append(lambda: _restore_random(present, device))
+        _restore_random(loaded.per_rank["random"], device)
+    else:
+        logger.info("random states were not restored: %s", ranks or "the checkpoint has none")
+
+
+def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> None:
+    if state is None:
+        logger.warning("the learning-rate schedule was not restored: the checkpoint was saved without a scheduler")
+        return
+    present, remedy = part.state_dict(), f"it is another scheduler's; {_OWN_SCHEDULER}"
+    shared = state.keys() & present.keys() if isinstance(state, dict) else set()
+    if shared:
+        current, saved = _common(present, state), _common(state, present)
+        for name in shared & {"base_lrs", "_last_lr"}:  # one number per parameter group
+            current[name], saved[name] = present[name], state[name]
+        _check_like(saved, current, "scheduler", remedy)
+    else:
+        _check_like(state, present, "scheduler", remedy)
+    undo.append(_restoring(part))
+    part.load_state_dict(state)
+
+
+def _common(one: Any, other: Any) -> Any:
+    """The part of one schedule state that the other has, too. The keys differ between versions of torch, and histories grow: the
+    schedule's own `load_state_dict` checks the remainder."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {key: _common(value, other[key]) for key, value in one.items() if key in other}
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return [_common(a, b) for a, b in zip(one, other, strict=False)]
+    return one
+
+
+def _take_position(mesh: Mesh, loop: entries.Loop, loaded: checkpoint.Loaded, ranks: str, undo: list[Callable[[], None]]) -> None:
+    """Restore the data position. One that does not fit is skipped, so that a run can continue on other data.
+
+    ranks: how the numbers of ranks that saved and that load differ; empty if they do not.
+    """
+    loader = loop.training_dataloader
+    if not hasattr(loader, "load_state_dict"):
+        return
+    state = loaded.shared["data"]
+    if state is None and loaded.per_rank:
+        state = loaded.per_rank["data"]
+    why = "the checkpoint has none"
+    if ranks:
+        why = f"{ranks} (per-rank positions, of a sharded dataset or a custom loader, need the same number)"
+    if state is not None:
+        undo.append(_restoring(loader))
+        try:
+            loader.load_state_dict(state)
+            return
+        except OtherDataError as error:
+            why = str(error)
+    if mesh.is_first:
+        logger.warning("the checkpoint's data position was not restored, and the data start with a new epoch: %s", why)
+
+
+def _restoring(part: Any) -> Callable[[], None]:
+    """A function that restores a part's current state: by its `load_state_dict`, for state kept elsewhere, and by attribute."""
+    state, attributes = copy.deepcopy(part.state_dict()), dict(getattr(part, "__dict__", {}))
+
+    def restore() -> None:
+        part.load_state_dict(state)
+        current = getattr(part, "__dict__", {})
+        for added in current.keys() - attributes.keys():
+            del current[added]
+        current.update(attributes)
+
+    return restore
+
+
+def _restoring_group(group: dict[str, Any]) -> Callable[[], None]:
+    present = dict(group)
+
+    def restore() -> None:
+        group.clear()
+        group.update(present)
+
+    return restore
+
+
+def _whole(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise CheckpointError(f"its {name} is {str(value)[:40]!r}; it must be an integer >= 0")
+    return value
+
+
+def _check_like(saved: Any, present: Any, name: str, remedy: str = "it is damaged or hostile") -> None:
+    """Raise CheckpointError if a saved value cannot replace the present one: other keys, another length, not a number."""
+    if type(present) is dict:
+        alike = type(saved) is dict and saved.keys() == present.keys()
+        parts = [(saved[key], value, f"{name}.{key}") for key, value in present.items()] if alike else []
+    elif isinstance(present, list | tuple):
+        alike = isinstance(saved, list | tuple) and len(saved) == len(present)
+        parts = [(saved[i], value, f"{name}[{i}]") for i, value in enumerate(present)] if alike else []
+    else:
+        alike, parts = not isinstance(present, int | float) or isinstance(saved, int | float | Tensor), []
+        if isinstance(present, int) and isinstance(saved, int | float):  # a count; -1 is the last epoch before the first
+            alike = saved >= min(-1, present)
+    if not alike:
+        raise CheckpointError(f"its {name} is {str(saved)[:80]} where this engine has {str(present)[:80]}: {remedy}")
+    for part in parts:
+        _check_like(*part, remedy)
+
+
+def _prepare_optimizer(parts: Sequence[States], metadata: checkpoint.Metadata, exclude: Sequence[str]) -> list[Any]:
+    """Allocate the optimizer states that the checkpoint holds; returns functions that undo it."""
+    dtypes: dict[str, dict[str, torch.dtype]] = {}
+    for key, info in metadata.tensors.items():
+        kind, _, entry = key.partition(".")
+        if kind == "optim":
+            state, _, name = entry.partition(".")
+            dtypes.setdefault(name, {})[state] = info.dtype
+    pieces = (each for part in parts for each in entries.pieces(part, exclude))
+    return [steps.make_states(piece, dtypes.get(piece.name, {})) for steps, piece in pieces]
+
+
+def spread_weights(states: States) -> None:
+    """Round changed masters into the weights and publish these to the other ranks. Collective."""
+    states.fence()
+    with torch.no_grad():
+        pending = []
+        for unit in states.units:
+            if unit.out is not None:
+                copy_store(unit.out, unit.master)
+            unit.expire_graphs()
+            pending.append(unit.publish())
+        for each in pending:
+            each.wait()
+
+
+def _take_scalars(
+    parts: Sequence[States], saved: Any, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str]
+) -> None:
+    steps = parts[0].steps
+    if saved is None:
+        raise CheckpointError(f"it was saved without an optimizer, and this engine has one; {_OWN_OPTIMIZER}")
+    classes, groups = entries.optimizer_classes(steps), steps.inner.param_groups
+    if saved["classes"] is not None and not set(classes) & set(saved["classes"]):
+        raise CheckpointError(f"its optimizer is {saved['classes'][0]} and this engine's is {classes[0]}; {_OWN_OPTIMIZER}")
+    if len(groups) != len(saved["groups"]):
+        raise CheckpointError(
+            f"its optimizer has {len(saved['groups'])} parameter groups and this engine's has {len(groups)}; {_OWN_OPTIMIZER}"
+        )
+    lacking = [name for name in lacking if name.split(".", 2)[2] in saved["params"]]
+    if lacking:
+        raise CheckpointError(f"it lacks the optimizer state {lacking[:3]}; {_OWN_OPTIMIZER}")
+    for i, (group, options) in enumerate(zip(groups, saved["groups"], strict=True)):
+        common = options.keys() & group.keys() - {"params"}
+        part = {key: options[key] for key in common}
+        _check_like(part, {key: group[key] for key in common}, f"optimizer group {i}", _OWN_OPTIMIZER)
+        group.update({key: value for key, value in options.items() if key != "params"})
+    if why := steps.unsupported_option(groups):
+        raise CheckpointError(f"its {why}; {_OWN_OPTIMIZER}")
+    steps.groups_loaded()
+    for steps, piece in (each for states in parts for each in entries.pieces(states, exclude)):
+        if piece.name in saved["params"]:
+            present = copy.deepcopy(steps.scalars(piece))
+            undo.append(partial(steps.load_scalars, piece, present))
+            # SGD saved by torch or DeepSpeed has no step count
+            uncounted = isinstance(steps.inner, torch.optim.SGD) and not saved["params"][piece.name]
+            if present and not uncounted:
+                _check_like(saved["params"][piece.name], present, f"optimizer state of {piece.name}")
+            steps.load_scalars(piece, saved["params"][piece.name])
+
+
+def _restore_random(state: Mapping[str, Any], device: torch.device) -> None:
+    import numpy
+
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

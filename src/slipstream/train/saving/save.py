@@ -1,0 +1,167 @@
+"""Save an engine's checkpoints, synchronously or asynchronously: tensors and values by name (entries.py).
+
+Each rank writes the flat ranges that it owns (checkpoint/). Values: counters, loss scale, schedule, data position, the optimizer's
+scalars, further names of tied weights, the caller's `client_state`, and a transformers model's configuration, so that the
+checkpoint can be served. Per rank: random states, and the data position if each rank reads its own data.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from slipstream import brief, checkpoint
+from slipstream.checkpoint import CheckpointError, FlatSlice
+from slipstream.checkpoint.errors import Ranks
+from slipstream.config.plan import CheckpointPlan
+from slipstream.train.data import StatefulLoader
+from slipstream.train.saving import entries
+from slipstream.train.states import States
+from slipstream.world.mesh import Axis, Mesh
+
+logger = logging.getLogger(__name__)
+
+
+Contents = Literal["all", "without_optimizer", "weights", "adapters"]
+
+
+class Saves:
+    """The checkpoints that one engine writes. At most one asynchronous save is in flight."""
+
+    def __init__(self, parts: Sequence[States], plan: CheckpointPlan, mesh: Mesh, device: torch.device) -> None:
+        self.parts, self.plan, self.mesh, self.device = parts, plan, mesh, device
+        self.staging: checkpoint.Staging | None = None  # host memory that asynchronous checkpoints are written from
+        self._in_flight: checkpoint.AsyncSave | None = None
+        if plan.asynchronous:
+            import slipstream.checkpoint.storage  # noqa: F401  imports torch.distributed.checkpoint, so that the first save need not
+
+            self.staging = checkpoint.Staging(pinned=device.type == "cuda")
+
+    def save(
+        self,
+        loop: entries.Loop,
+        directory: str,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        save_latest: bool,
+        exclude_frozen: bool,
+        contents: Contents,
+    ) -> None:
+        """Write a checkpoint, or copy the states for an asynchronous one. Collective; raises the same CheckpointError on every
+        rank, also for the previous asynchronous save."""
+        self.finish()
+        self._warn_of_what_is_left_out(directory)
+        world = self.mesh.world
+        tag = f"global_step{loop.global_steps}" if tag is None else tag
+        failed = f"checkpoint {directory}/{tag} was not saved"
+        agree(world, failed, {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen, "contents": contents})
+        tensors: dict[str, FlatSlice | torch.Tensor] = {}
+        for states in self.parts:
+            tensors |= entries.saved_tensors(states, contents, exclude_frozen=exclude_frozen)
+        shared: dict[str, Any] = {}
+        per_rank: dict[str, Any] = {}
+
+        def collect() -> None:  # runs user code: a failure on one rank is raised on all
+            loader = loop.training_dataloader
+            is_common = isinstance(loader, StatefulLoader) and not loader.position_is_own
+            position = entries.state_of(loader)
+            shared.update(
+                counters={name: getattr(loop, name) for name in entries.COUNTERS},
+                loss_scale=loop.precision.scaler.state_dict(),
+                scheduler=entries.state_of(loop.lr_scheduler),
+                data=position if is_common else None,
+                client=dict(client_state or {}),
+                model_config=next(filter(None, (entries.model_config(states.model) for states in self.parts)), None),
+                contents=contents,
+                average=entries.average_values(self.parts),
+                aliases={name: first for states in self.parts for name, first in entries.aliases(states.model).items()},
+            )
+            per_rank.update(random=entries.random_state(self.device), data=None if is_common else position)
+
+        Ranks(world.group).gather(failed, collect)
+        shared["optimizer"] = entries.optimizer_scalars(self.parts) if contents == "all" else None
+        options: dict[str, Any] = {
+            "tensors": tensors,
+            "shared": shared,
+            "per_rank": per_rank,
+            "group": world.group,
+            "save_latest": save_latest,
+            "tag_validation": self.plan.tag_validation.capitalize(),
+            "keep": self.plan.keep,
+        }
+        if self.mesh.is_first:
+            brief.note_save(f"{directory}/{tag}")
+        if self.staging is not None:
+            self._in_flight = checkpoint.save_async(directory, tag, self.staging, **options)
+        else:
+            checkpoint.save(directory, tag, **options)
+
+    def finish(self) -> None:
+        """Wait for the asynchronous save in flight. Collective; raises the same CheckpointError on every rank, once."""
+        saving, self._in_flight = self._in_flight, None
+        if saving is not None:
+            ranks = Ranks(self.mesh.world.group)
+            ranks.gather(f"asynchronous checkpoint {saving.path} was not saved", saving.result)
+            ranks.decide(f"checkpoint {saving.path} is saved, but older ones could not be removed", saving.tidied)
+
+    @property
+    def in_flight(self) -> bool:
+        return self._in_flight is not None
+
+    def prepare(self) -> None:
+        """Fault in host memory for a copy of all states, asynchronously, after the first update has created the optimizer's states.
+
+        Otherwise the first save stalls: the first use of a page costs more than its copy.
+        """
+        if self.staging is None or self.staging.prepared:
+            return
+        nbytes, replicated = 0, False
+        for states in self.parts:
+            kinds = (entries.weights(states), entries.buffers(states), entries.optimizer_tensors(states), entries.averages(states))
+            tensors = [part.data if isinstance(part, FlatSlice) else part for kind in kinds for part in kind.values()]
+            nbytes += sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+            replicated |= not all(unit.placement.optim for unit in states.units)  # every rank holds all states and saves a part
+        self.staging.prepare(nbytes // self.mesh.batch.size if replicated else nbytes)
+
+    def close(self) -> None:
+        """Free the host memory."""
+        if self.staging is not None:
+            self.staging.close()
+
+    def _warn_of_what_is_left_out(self, directory: str) -> None:
+        if not self.mesh.is_first:
+            return
+        backwards = max((states.hooks.backwards for states in self.parts), default=0)
+        if backwards:
+            logger.warning(
+                "checkpoint in the middle of an accumulation window: the gradients of its %d backward passes are not saved, and a "
+                "resumed run begins a new window; save after the engine.step() that updates",
+                backwards,
+            )
+        ranks = self.mesh.world.ranks
+        if dist.is_initialized() and len(ranks) < dist.get_world_size():
+            logger.warning(
+                "the checkpoint in %s covers this engine's ranks only (%s of %d): save engines of other groups (mpu) to other "
+                "directories, or they overwrite each other",
+                directory,
+                list(ranks),
+                dist.get_world_size(),
+            )
+
+
+def agree(world: Axis, step: str, arguments: Mapping[str, Any]) -> None:
+    """Raise CheckpointError on every rank if the arguments differ: the ranks would wait for each other in different places."""
+    ranks = Ranks(world.group)
+    gathered = ranks.gather(step, lambda: dict(arguments))
+
+    def compare() -> None:
+        for rank, other in enumerate(gathered):
+            for name, value in arguments.items():
+                if other[name] != value:
+                    raise CheckpointError(f"{name} is {value!r} on rank 0 and {other[name]!r} on rank {rank}; pass the same on all")
+
+    ranks.decide(step, compare)

@@ -1,0 +1,127 @@
+"""The sharded states of one model, or of one part of it, and the objects that work on them.
+
+An engine holds a list of `States`: one today, one per virtual stage with pipelines. Saving, loading, sleep, surgery, hand-over and
+forecasts take `States`, not the engine.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+
+from slipstream.config.plan import Plan
+from slipstream.ops.disk import DiskError
+from slipstream.optim.sharded import ShardedSteps
+from slipstream.train.gate import Block, Gate
+from slipstream.train.updater import Updater
+from slipstream.world.mesh import Differs, Mesh
+from slipstream.world.watch import Watch
+from slipstream.zero.build import Recipe
+from slipstream.zero.comm import Comm, gather_objects
+from slipstream.zero.hooks import Hooks, Slots
+from slipstream.zero.storage.homes import Homes
+from slipstream.zero.storage.store import Needs, Spaces
+from slipstream.zero.unit import Comms, Unit
+
+if TYPE_CHECKING:
+    import weakref
+
+    from slipstream.train.saving.entries import Average
+    from slipstream.train.sleep import Asleep
+
+
+@dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
+class States:
+    """The units of a model, with their transports, buffers, storage, hooks and optimizer. Built by `initialize`."""
+
+    model: nn.Module
+    plan: Plan
+    mesh: Mesh
+    world: Comm  # all ranks of the engine: agreements go over it
+    families: Mapping[Differs, Comms]
+    device: torch.device
+    units: list[Unit]
+    slots: Slots  # buffers of gradients on the wire
+    homes: Homes
+    recipe: Recipe
+    open_space: Callable[[Needs], Spaces]  # opens further files for states on disk
+    steps: ShardedSteps
+    watch: Watch
+    updater: Updater = field(init=False)
+    gate: Gate = field(default_factory=Gate)
+    hooks: Hooks = field(init=False)  # installed by the engine, and again after each surgery
+    known: frozenset[int] = frozenset()  # ids of the model's parameters
+    asleep: Asleep | None = None  # the states that sleep() moved away
+    average: weakref.ref[Average] | None = None  # the slipstream.ema.Ema of these states; the user owns it
+
+    def __post_init__(self) -> None:
+        self.updater = Updater(self.units, self.steps)
+
+    def hook(self, hooks: Hooks) -> None:
+        """Take new hooks between the current model and the current units."""
+        self.hooks = hooks
+        self.known = frozenset(id(param) for param in self.model.parameters())
+
+    def refuse_unknown(self) -> None:
+        """Raise ValueError if the model has a parameter that no unit holds, and so would be neither trained nor saved."""
+        for name, param in self.model.named_parameters():
+            if id(param) not in self.known:
+                raise ValueError(
+                    f"parameter {name!r} was added to the model after initialize(), so it would be neither trained nor saved: "
+                    "change the model inside `with engine.surgery():`"
+                )
+
+    def release(self) -> None:
+        """Release the weights that are still gathered."""
+        for unit in self.units:
+            unit.release()
+
+    def settle(self) -> None:
+        """Wait for the update and for disk transfers. Collective if states are on disk: all ranks then raise the same error."""
+        self.updater.finish()
+        failure: Exception | None = self.updater.failure
+        if not self.homes.on_disk:
+            if failure is not None:
+                raise RuntimeError(self._lost(f"the optimizer of rank {self.mesh.rank}", str(failure))) from failure
+            return
+        self.homes.settle()
+        failure = failure or self.homes.failure
+        own = (isinstance(failure, DiskError), f"{type(failure).__name__}: {failure}") if failure else None
+        for rank, report in zip(self.mesh.world.ranks, gather_objects(own, self.mesh.world), strict=True):
+            if report is not None:
+                is_disk, why = report
+                reason = self._lost(f"the {'disk' if is_disk else 'optimizer'} of rank {rank}", why)
+                raise (DiskError(errno.EIO, reason) if is_disk else RuntimeError(reason)) from failure
+
+    def _lost(self, part: str, why: str) -> str:
+        fix = "repair or replace the disk, then resume" if part.startswith("the disk") else "resume"
+        lost = f"{part} failed in step {self.watch.step}: {why}. The states of this engine are lost"
+        reason = f"{lost}: {fix} from the last checkpoint"
+        self.gate.shut(Block.BROKEN, reason)
+        return reason
+
+    def check_disk(self) -> None:
+        """Called before weights are read or written by name. Collective if states are on disk."""
+        self.gate.check("gathered")
+        if self.homes.on_disk:
+            self.fence()  # the watch reports a rank that is alone here
+            self.settle()
+
+    def fence(self) -> None:
+        """Wait until all ranks of the engine are here."""
+        self.world.exchange(torch.zeros(1, dtype=torch.float64))
+
+    @property
+    def comms(self) -> Comms:
+        """The transports of the dense family."""
+        return self.families[()]
+
+    def transports(self) -> Iterable[Comm]:
+        """Each transport once, the widest first."""
+        comms = [comm for family in self.families.values() for comm in (family.data, family.dp_replicate, family.dp)]
+        return {id(comm): comm for comm in (*comms, self.world)}.values()

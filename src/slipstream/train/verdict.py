@@ -1,0 +1,77 @@
+"""The verdict of a step: gradient norm, whether it is finite, and the factor that unscales and clips; the same on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.train.states import States
+from slipstream.train.window import check_rounds
+from slipstream.world.mesh import Axis
+from slipstream.zero.comm import Comm, gather_objects
+from slipstream.zero.unit import Unit
+
+
+class Verdict(NamedTuple):
+    """The values that all ranks agree on before the optimizer runs."""
+
+    norm: float  # global L2 norm of the mean gradient, unscaled, before clipping
+    finite: bool
+    scale: float  # the optimizer multiplies gradients with it: unscale and clip in one factor
+    culprit: str = ""  # the first parameter, in model order, whose gradient is not finite on some rank
+
+
+def judge(parts: Sequence[States], world: Comm, loss_scale: float, clipping: float) -> Verdict:
+    """Compute the verdict in one exchange. A barrier.
+
+    Each rank adds the squares of its own units in fp64, then every rank adds the sums in rank order: the work per rank does not
+    grow with units times ranks, and the result is the same on all ranks and in all ZeRO stages.
+
+    It is the fence of the step: no rank passes the exchange before all have finished their backward, so weights in shared memory
+    may then be overwritten.
+    """
+    trainable = [unit for states in parts for unit in states.units if unit.trainable]
+    own = 0.0
+    for square in _squares(trainable):
+        own += square
+    backwards = max((states.hooks.backwards for states in parts), default=0)
+    rows = world.exchange(torch.tensor([float(backwards), own], dtype=torch.float64))
+    check_rounds(rows[:, 0], world.axis)
+    total = 0.0
+    for square in rows[:, 1].tolist():
+        total += square
+    finite = math.isfinite(total)
+    norm = math.sqrt(total) / loss_scale if finite else float("nan") if math.isnan(total) else math.inf
+    clip = 1.0
+    if clipping > 0:  # as torch.nn.utils.clip_grad_norm_, also for a step that is applied anyway: 0 for inf, NaN for NaN
+        clip = clipping / (norm + 1e-6)
+        clip = 1.0 if clip > 1.0 else clip
+    return Verdict(norm, finite, clip / loss_scale, "" if finite else _find_culprit(trainable, world.axis))
+
+
+def _squares(units: Sequence[Unit]) -> list[float]:
+    """Each unit's sum of squares on this rank, with one device synchronization."""
+    squares = [unit.partial.sumsq for unit in units]
+    if any(isinstance(square, Tensor) for square in squares):
+        device = units[0].full.device
+        return torch.stack([torch.as_tensor(square, dtype=torch.float64, device=device) for square in squares]).tolist()
+    return [float(square) for square in squares]
+
+
+def _find_culprit(units: Sequence[Unit], world: Axis) -> str:
+    """The first parameter, in model order, whose gradient is not finite on some rank; "" for none. Collective, rare."""
+    first: tuple[int, int, str] | None = None
+    for unit in units:
+        if first is not None or math.isfinite(float(unit.partial.sumsq)) or unit.grads is None:
+            continue
+        for i, slot in enumerate(unit.layout.slots):
+            inside, _ = slot.common(unit.optim_span)
+            if not bool(torch.isfinite(unit.grads.get(inside.start, inside.stop)).all()):
+                first = (unit.index, i, unit.names[i])
+                break
+    candidates: list[tuple[int, int, str]] = [each for each in gather_objects(first, world) if each is not None]
+    return min(candidates)[2] if candidates else ""

@@ -1,0 +1,138 @@
+"""The accumulation window: which step ends it, what gradients are divided by, and how they are settled at its end."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Set as AbstractSet
+
+import torch
+from torch import Tensor
+
+from slipstream.config.plan import Plan
+from slipstream.train.states import States
+from slipstream.world.mesh import Axis
+from slipstream.zero.comm import Pending
+from slipstream.zero.hooks import Phase
+
+logger = logging.getLogger(__name__)
+
+
+class Window:
+    """The current accumulation window of one engine."""
+
+    def __init__(self, plan: Plan, num_ranks: int) -> None:
+        self.plan, self.num_ranks = plan, num_ranks if plan.zero.reduce_op == "mean" else 1
+        self.forced: bool | None = None  # whether the next step() ends the window (accelerate); None: count micro-batches
+        self.divides: bool | None = None  # whether backward() divides the losses by the accumulation; None: no backward yet
+        self._warned = False
+
+    def ends_after(self, micro_steps: int) -> bool:
+        """Whether the window ends with the step after `micro_steps` others."""
+        if self.forced is not None:
+            return self.forced
+        return not self.plan.batch.managed or (micro_steps + 1) % self.plan.batch.accumulation == 0
+
+    @property
+    def averaged_over(self) -> int:
+        """The number of micro-batches that gradients are averaged over; 1 if the caller divides the losses."""
+        return 1 if self.divides is False or not self.plan.batch.managed else self.plan.batch.accumulation
+
+    @property
+    def alpha(self) -> float:
+        """The factor that turns summed gradients into their mean over ranks and micro-batches."""
+        return 1.0 / (self.num_ranks * self.averaged_over)
+
+    def divide(self, divides: bool) -> None:
+        """Raises ValueError if the losses of one window are divided differently."""
+        if self.divides not in (None, divides):
+            raise ValueError("engine.backward() got scale_wrt_gas=True and False within one accumulation window; use one")
+        self.divides = divides
+
+    def check_loop(self, backwards: int, logs: bool) -> None:
+        """Warn once about a loop written for another engine: it runs, but trains differently than its author expects."""
+        batch, warning = self.plan.batch, ""
+        if backwards == 0:
+            warning = (
+                "engine.step() without a backward since the last one: gradients are zero, but momentum and weight decay may "
+                "still change the weights"
+            )
+        elif batch.managed and batch.accumulation > 1 and backwards > batch.accumulation:
+            warning = (
+                f"{backwards} backward passes in a window of {batch.accumulation} micro-batches: call engine.step() after each "
+                f"backward (it updates after the last), or set managed_gradient_accumulation to false and call it once per window"
+            )
+        if warning and logs and not self._warned:
+            logger.warning("%s", warning)
+        self._warned = self._warned or bool(warning)
+
+
+def finish(states: States, alpha: float) -> None:
+    """Reduce what is left and move all gradients to the optimizer's placement. Collective."""
+    states.refuse_unknown()
+    states.updater.finish()
+    for unit in states.units:
+        if not unit.placement.weights:
+            unit.check_writes()
+    hooks = states.hooks
+    if hooks.phase is Phase.BACKWARD:
+        hooks.abandon_backward()
+    if hooks.landed is not None:
+        refuse_unused(states, hooks.landed)
+    if any(unit.placement.grads for unit in states.units if unit.trainable):
+        reduce_leftovers(states)
+    settle(states, alpha)
+    states.settle()
+
+
+class UnusedParameterError(RuntimeError):
+    """A trainable parameter got no gradient, and the config requires one (ignore_unused_parameters: false)."""
+
+
+def refuse_unused(states: States, landed: AbstractSet[tuple[int, int]]) -> None:
+    """Raise UnusedParameterError on all ranks for the first trainable parameter missing in any rank's `landed`. Collective."""
+    places = [(unit, i) for unit in states.units if unit.trainable for i, param in enumerate(unit.params) if param.requires_grad]
+    unused = next((float(k) for k, (unit, i) in enumerate(places) if (unit.index, i) not in landed), math.inf)
+    firsts = states.comms.data.exchange(torch.tensor([unused], dtype=torch.float64))[:, 0].tolist()
+    first = min(firsts)
+    if first < math.inf:
+        unit, i = places[int(first)]
+        rank = states.comms.data.axis.ranks[firsts.index(first)]
+        raise UnusedParameterError(
+            f"parameter {unit.names[i]!r} got no gradient on rank {rank} since the last step, and "
+            f"zero_optimization.ignore_unused_parameters is false: use the parameter in the loss, freeze it, or set the key to true"
+        )
+
+
+def reduce_leftovers(states: States) -> None:
+    """Reduce gradients that are still in `.grad` on any rank (late ones, and those of no_sync). Collective."""
+    hooks, data = states.hooks, states.comms.data
+    rows = data.exchange(torch.tensor([float(hooks.backwards), *map(float, hooks.leftovers())], dtype=torch.float64))
+    check_rounds(rows[:, 0], data.axis)
+    for unit in reversed(states.units):
+        if rows[:, 1 + unit.index].any():
+            hooks.reducer.launch(unit)
+    hooks.reducer.drain()
+
+
+def check_rounds(backwards: Tensor, axis: Axis) -> None:
+    """Raise RuntimeError if ranks ran different numbers of backward passes, which `backwards` has in the order of the axis."""
+    if backwards.min() != backwards.max():
+        counts = {rank: int(n) for rank, n in zip(axis.ranks, backwards.tolist(), strict=True)}
+        raise RuntimeError(
+            f"ranks ran different numbers of backward passes before engine.step(): {counts} (rank: passes). Run the same number "
+            f"on every rank: a rank that is out of data can run one more with a zero loss, or set dataloader_drop_last"
+        )
+
+
+def settle(states: States, alpha: float) -> None:
+    """Move every unit's gradients to the optimizer's placement."""
+    slots, trainable = states.slots, [unit for unit in reversed(states.units) if unit.trainable]
+    in_flight: list[Pending[None]] = []
+    for unit in trainable:
+        through = unit.memory.local is not None and unit.dtypes.wire != unit.dtypes.local
+        if through and len(in_flight) >= len(slots) - 1:
+            in_flight.pop(0).wait()
+        in_flight.append(unit.settle(alpha, slots.next(unit) if through else None))
+    for pending in in_flight:
+        pending.wait()

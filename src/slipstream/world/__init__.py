@@ -1,0 +1,1 @@
+"""Who the ranks are: joining the process group, meshes, and the watch over peers."""
